@@ -1,0 +1,1 @@
+"""Types and seams shared by every layer. Standard library only, no side effects."""

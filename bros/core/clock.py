@@ -1,0 +1,48 @@
+"""The only place where time is read. Everything else takes a Clock or a `now` in seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """A monotonic clock in seconds and the wall clock that goes with it."""
+
+    def now(self) -> float:
+        """Monotonic seconds; only differences mean anything."""
+        ...
+
+    def unix_time(self) -> float:
+        """Seconds since the Unix epoch, for timestamps shown to users."""
+        ...
+
+
+class SystemClock:
+    """The machine's clock. CLOCK_MONOTONIC is shared by all processes of a machine."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def unix_time(self) -> float:
+        return time.time()
+
+
+class ManualClock:
+    """A clock that moves only when told to, for tests and simulation."""
+
+    def __init__(self, start_s: float = 0.0, epoch_s: float = 1_700_000_000.0) -> None:
+        self._now_s = start_s
+        self._epoch_s = epoch_s - start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def unix_time(self) -> float:
+        return self._epoch_s + self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move forward. Raises ValueError for a negative step: the clock is monotonic."""
+        if seconds < 0:
+            raise ValueError(f"cannot advance by {seconds} s: the clock is monotonic")
+        self._now_s += seconds

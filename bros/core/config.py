@@ -1,0 +1,123 @@
+"""Every option of the engine and the server, declared once.
+
+Each field has a type, a default and one help line in its metadata; the command line, the
+BROS_* environment variables and the TOML file are all generated from here (config_sources.py).
+Values are checked on construction and never change afterwards; derived values (block counts,
+resolved dtypes) are returned by whoever derives them, not stored back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from bros.core.errors import ConfigError
+
+POLICIES = ("fcfs", "priority")
+WEIGHTS = ("auto", "fp32", "bf16", "int4")
+KV_DTYPES = ("auto", "fp32", "bf16", "fp16")
+KERNELS = ("auto", "reference", "cpu")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+ON_ENGINE_DEATH = ("restart", "exit")
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """`2GiB` -> 2147483648. Units B, kB, MB, GB, TB and KiB, MiB, GiB, TiB; raises ConfigError."""
+    match = _SIZE.match(text)
+    if not match:
+        raise ConfigError(f"{text!r} is not a size; write for example 512MiB or 2GiB")
+    unit = match[2].lower().removesuffix("b")
+    scale = _BINARY_UNITS.get(unit) or _UNITS[unit]
+    return int(float(match[1]) * scale)
+
+
+def option(default: Any, help: str, **limits: Any) -> Any:
+    """A config field. limits: choices=(...), low=, high= (inclusive), size=True for bytes."""
+    return dataclasses.field(default=default, metadata={"help": help, **limits})
+
+
+class _Checked:
+    """Validates every field against the limits in its metadata."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):  # type: ignore[arg-type]
+            check_value(spec, getattr(self, spec.name))
+
+
+def check_value(spec: dataclasses.Field[Any], value: object) -> None:
+    """Raise ConfigError naming the option and what is allowed if `value` is outside its limits."""
+    if value is None:
+        return
+    flag = "--" + spec.name.replace("_", "-")
+    limits = spec.metadata
+    if "choices" in limits and value not in limits["choices"]:
+        allowed = ", ".join(limits["choices"])
+        raise ConfigError(f"{flag}: {value!r} is not one of {allowed}")
+    for bound, wrong in (("low", lambda v, b: v < b), ("high", lambda v, b: v > b)):
+        if bound in limits and wrong(value, limits[bound]):
+            word = "at least" if bound == "low" else "at most"
+            raise ConfigError(f"{flag}: {value} must be {word} {limits[bound]}")
+    if limits.get("size"):
+        try:
+            parse_bytes(str(value))
+        except ConfigError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(_Checked):
+    """What the engine process needs to know."""
+
+    model: str | None = option(
+        None, "local Hugging Face folder, .gguf file or hub id; default: embedded SmolLM2-135M"
+    )
+    weights: str = option("auto", "precision of the weights", choices=WEIGHTS)
+    kernels: str = option("auto", "kernel back end", choices=KERNELS)
+    kv_dtype: str = option("auto", "precision of the KV cache", choices=KV_DTYPES)
+    kv_memory: str = option("1GiB", "memory for the KV cache, e.g. 2GiB", size=True)
+    kv_blocks: int | None = option(
+        None, "KV cache size in blocks of 16 tokens, instead of --kv-memory", low=1
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt + output in tokens; default: what the model and the KV cache allow",
+        low=2,
+    )
+    max_num_seqs: int = option(64, "most requests in one iteration", low=1, high=4096)
+    max_batch_tokens: int = option(
+        256, "most tokens in one iteration; longer prompts are split into chunks", low=1
+    )
+    policy: str = option("priority", "who runs first", choices=POLICIES)
+    max_queue: int = option(512, "most waiting requests per class before 429", low=1)
+    seed: int = option(0, "seed for requests that bring none", low=0)
+    threads: int | None = option(None, "CPU threads; default: all cores", low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig(_Checked):
+    """What the server process needs to know beside the engine's options."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
+    api_key: str | None = option(None, "key that clients must send as a bearer token")
+    served_model_name: str | None = option(None, "model name in the API; default: from the model")
+    data_dir: str | None = option(None, "folder for converted models; default: ~/.cache/bros")
+    log_level: str = option("info", "how much to log", choices=LOG_LEVELS)
+    on_engine_death: str = option(
+        "restart", "what to do when the engine dies", choices=ON_ENGINE_DEATH
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything `bros serve` is started with."""
+
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()

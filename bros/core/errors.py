@@ -1,0 +1,76 @@
+"""What can go wrong in the caller's terms.
+
+BrosError
+├── InvalidRequestError      a field of a request is wrong                  (HTTP 400)
+│   └── PromptTooLongError   the prompt does not fit the model's context    (HTTP 400)
+├── AuthenticationError      missing or wrong API key                       (HTTP 401)
+├── NotFoundError            no such model, request or object               (HTTP 404)
+├── QueueFullError           too many requests are waiting, try later       (HTTP 429)
+├── EngineDeadError          the engine stopped; open requests are lost     (HTTP 503)
+├── ConfigError              a flag, variable or file entry is wrong        (start-up)
+└── ModelError               the model cannot be loaded or is unsupported   (start-up)
+"""
+
+from __future__ import annotations
+
+
+class BrosError(Exception):
+    """Base of every error bros raises for a reason outside its own code."""
+
+
+class InvalidRequestError(BrosError, ValueError):
+    """A request field is wrong. `param` names it in the caller's terms."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt leaves no room for a single output token, or could never fit the KV cache."""
+
+    def __init__(self, prompt_tokens: int, max_model_len: int, param: str = "messages") -> None:
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
+            f"{prompt_tokens} tokens and at least one token must be generated.",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_model_len = max_model_len
+
+
+class AuthenticationError(BrosError):
+    """The API key is missing or wrong."""
+
+
+class NotFoundError(BrosError):
+    """The named object does not exist here."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class QueueFullError(BrosError):
+    """The waiting queue of this class is full; `retry_after_s` says when to come back."""
+
+    def __init__(self, waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{waiting} requests are already waiting; retry in {retry_after_s:.0f} s.")
+        self.waiting = waiting
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(BrosError):
+    """The engine is not running; requests that were open are lost."""
+
+
+class ConfigError(BrosError, ValueError):
+    """A configuration value is wrong; the message names the option and what is allowed."""
+
+
+class ModelError(BrosError):
+    """The model cannot be found, read, or is of a kind this build does not support."""

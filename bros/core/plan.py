@@ -1,0 +1,86 @@
+"""One step as data: what to run (StepPlan) and what came of it (StepResult).
+
+    plan = scheduler.schedule(now) -> result = executor.execute(plan) -> scheduler.apply(result)
+
+KV memory is `num_blocks` blocks of `block_size` slots; slot s is offset s % block_size of
+block s // block_size. A request's cached tokens are a list of segments (block, lo, hi): slots
+[lo, hi) of that block, in any order, because attention inside the context is order-free
+(positions are applied when K is written).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bros.core.request import SamplingParams, TokenLogprobs
+
+SEGMENT_WIDTH = 3
+"""Integers per segment in `Chunk.segments`: block, lo, hi."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to choose the token after a chunk.
+
+    `seed` and `output_index` name the random number, so a draw depends on nothing else.
+    `token_ids` is the whole history (prompt and output) if params.needs_history, else empty;
+    its first `prompt_len` tokens are the prompt. `forbidden` must not be chosen (stop tokens
+    before min_tokens).
+    """
+
+    params: SamplingParams
+    seed: int
+    output_index: int
+    prompt_len: int = 0
+    token_ids: Sequence[int] = ()
+    forbidden: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + n) of one request, n = len(token_ids) >= 1; decode is n = 1.
+
+        positions   0 ........ start ........ start+n
+                    [ segments )[ token_ids   )  -> sample (or None: more chunks follow)
+
+    segments: int32 (block, lo, hi) triples, flattened; together they cover [0, start).
+    slots:    int32, one per token: where its K and V are written.
+    """
+
+    request_id: str
+    start: int
+    token_ids: Sequence[int]
+    segments: array[int]
+    slots: array[int]
+    sample: SampleSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything an executor needs for one iteration. Never empty."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token chosen after a chunk that asked for one."""
+
+    request_id: str
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One SampledToken per chunk with a sample spec, in plan order."""
+
+    step: int
+    samples: tuple[SampledToken, ...]

@@ -1,0 +1,187 @@
+"""What a caller asks of the engine, and what comes back, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bros.core.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_SEED = 2**63 - 1
+
+
+class ServiceClass(enum.StrEnum):
+    """Real-time (a user is waiting) or best-effort (takes what is left)."""
+
+    RT = "rt"
+    BE = "be"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the values are the ones OpenAI clients know, plus abort and error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Service-level objectives of one request in seconds; None takes the server's default.
+
+    ttft_s: arrival to first token. tpot_s: between tokens. deadline_s: arrival to last token.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Raises InvalidRequestError naming the wrong field.
+
+    temperature: 0 is greedy. top_p in (0, 1]; top_k 0 is off; min_p in [0, 1].
+    seed: the same seed gives the same text whatever else is in the batch; None draws one.
+    logprobs: None is off, k >= 0 returns the chosen token's log-probability and the k best.
+    logit_bias: token id -> added to the logit, in [-100, 100].
+    presence/frequency_penalty in [-2, 2] count output tokens; repetition_penalty > 0
+    (1 is off) covers prompt and output.
+    stop: strings that end the output and are not part of it; stop_token_ids likewise.
+    min_tokens: no stop of any kind before so many tokens. max_tokens: None is up to the
+    model's context length.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_range("top_k", self.top_k, 0, 2**31 - 1)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("n", self.n, 1, 128)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequestError(
+                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens "
+                    f"({self.max_tokens}).",
+                    param="min_tokens",
+                )
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_stops_and_bias()
+
+    def _check_stops_and_bias(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}.", "stop"
+            )
+        if any(not s for s in self.stop):
+            raise InvalidRequestError("stop strings must not be empty.", param="stop")
+        for token_id in self.stop_token_ids:
+            _check_range("stop_token_ids", token_id, 0, 2**31 - 1)
+        for token_id, bias in self.logit_bias.items():
+            _check_range("logit_bias", token_id, 0, 2**31 - 1)
+            _check_range("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """True if choosing a token looks at the tokens before it."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    def with_changes(self, **changes: object) -> SamplingParams:
+        """A copy with some fields replaced, validated again."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, low_open: bool = False
+) -> None:
+    in_range = (low < value if low_open else low <= value) and value <= high
+    if not in_range or not math.isfinite(value):
+        bracket = "(" if low_open else "["
+        raise InvalidRequestError(
+            f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}.", param=name
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One sequence to generate. `arrival_s` is Clock.now() of the process that accepted it.
+
+    `sampling.n` and `sampling.stop` are the client's business (it submits n requests and
+    matches stop strings on text); the engine knows token ids only.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    service_class: ServiceClass = ServiceClass.RT
+    slo: Slo = Slo()
+    arrival_s: float = 0.0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position; `top` is sorted, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What one step gave one request. The last one has a finish_reason.
+
+    A stop token (EOS or one of stop_token_ids) is in `token_ids`; with finish_reason STOP the
+    last token is the stop token and is not shown as text.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    error: str | None = None
