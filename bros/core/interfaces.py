@@ -24,6 +24,7 @@ class EngineInfo:
     block_size: int
     num_kv_blocks: int
     policy: str
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""The iteration loop, and the ways to reach it: in process, or over a socket."""

@@ -1,0 +1,1 @@
+"""Weights, KV memory and the forward pass. Runs step plans, decides nothing."""

@@ -1,0 +1,1 @@
+"""Building blocks of the decoders that hold weights."""

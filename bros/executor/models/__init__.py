@@ -1,0 +1,1 @@
+"""Decoder definitions and the configurations they are built from."""

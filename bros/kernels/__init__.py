@@ -1,0 +1,1 @@
+"""Numerical primitives. `reference` defines every operation; other back ends must agree with it."""

@@ -1,0 +1,1 @@
+"""KV memory as integers: which request holds which slots. No tensors here."""

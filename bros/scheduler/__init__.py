@@ -1,0 +1,1 @@
+"""Which tokens of which requests run in the next step. Pure decisions, no tensors."""
