@@ -61,10 +61,10 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
     if "choices" in limits and value not in limits["choices"]:
         allowed = ", ".join(limits["choices"])
         raise ConfigError(f"{flag}: {value!r} is not one of {allowed}")
-    for bound, wrong in (("low", lambda v, b: v < b), ("high", lambda v, b: v > b)):
-        if bound in limits and wrong(value, limits[bound]):
-            word = "at least" if bound == "low" else "at most"
-            raise ConfigError(f"{flag}: {value} must be {word} {limits[bound]}")
+    if "low" in limits and value < limits["low"]:  # type: ignore[operator]
+        raise ConfigError(f"{flag}: {value} must be at least {limits['low']}")
+    if "high" in limits and value > limits["high"]:  # type: ignore[operator]
+        raise ConfigError(f"{flag}: {value} must be at most {limits['high']}")
     if limits.get("size"):
         try:
             parse_bytes(str(value))
@@ -87,7 +87,8 @@ class EngineConfig(_Checked):
         None, "KV cache size in blocks of 16 tokens, instead of --kv-memory", low=1
     )
     max_model_len: int | None = option(
-        None, "longest prompt + output in tokens; default: what the model and the KV cache allow",
+        None,
+        "longest prompt + output in tokens; default: what the model and the KV cache allow",
         low=2,
     )
     max_num_seqs: int = option(64, "most requests in one iteration", low=1, high=4096)

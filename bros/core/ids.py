@@ -9,7 +9,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class IdGenerator:
-    """Makes ids such as `chatcmpl-4fT9...`, unique for practical purposes (24 characters, 142 bits)."""
+    """Makes ids such as `chatcmpl-4fT9...`: 24 characters, 142 bits, so they do not collide."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
