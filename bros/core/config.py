@@ -61,9 +61,9 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
     if "choices" in limits and value not in limits["choices"]:
         allowed = ", ".join(limits["choices"])
         raise ConfigError(f"{flag}: {value!r} is not one of {allowed}")
-    if "low" in limits and value < limits["low"]:  # type: ignore[operator]
+    if "low" in limits and value < limits["low"]:
         raise ConfigError(f"{flag}: {value} must be at least {limits['low']}")
-    if "high" in limits and value > limits["high"]:  # type: ignore[operator]
+    if "high" in limits and value > limits["high"]:
         raise ConfigError(f"{flag}: {value} must be at most {limits['high']}")
     if limits.get("size"):
         try:
