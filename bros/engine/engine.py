@@ -1,0 +1,51 @@
+"""The iteration loop: schedule, execute, apply."""
+
+from __future__ import annotations
+
+from bros.core.clock import Clock
+from bros.core.interfaces import EngineInfo, EngineStats, Executor
+from bros.core.request import EngineRequest, RequestOutput
+from bros.scheduler.scheduler import Scheduler
+
+
+class Engine:
+    """A scheduler and an executor on one thread. Deciding and doing meet only in `step`."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Clock, info: EngineInfo
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self.info = info
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def submit(self, request: EngineRequest) -> None:
+        """Accept a request. Raises InvalidRequestError, PromptTooLongError, QueueFullError."""
+        self._scheduler.submit(request, self._clock.now())
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Drop a request and free its KV at once; its last output, or None if it is unknown."""
+        return self._scheduler.abort(request_id, self._clock.now())
+
+    def step(self) -> list[RequestOutput]:
+        """Run one iteration. Any exception leaves the engine unusable.
+
+        Raises RuntimeError if there is work but nothing can run, which would be a bug.
+        """
+        plan = self._scheduler.schedule()
+        if plan is None:
+            if self._scheduler.has_work:
+                raise RuntimeError("there are requests, but none of them can run")
+            return []
+        result = self._executor.execute(plan)
+        return self._scheduler.apply(result, self._clock.now())
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    def close(self) -> None:
+        self._executor.close()

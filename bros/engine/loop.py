@@ -1,0 +1,62 @@
+"""Drives an engine from a transport: commands in, replies out, one step in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from bros.core.errors import BrosError
+from bros.core.request import EngineRequest
+from bros.engine.engine import Engine
+from bros.engine.messages import (
+    Abort,
+    Accepted,
+    AskStats,
+    Command,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    Shutdown,
+    StatsReply,
+    Submit,
+)
+
+
+class Transport(Protocol):
+    """The engine's end of a connection to one client."""
+
+    def receive(self, *, wait: bool) -> Iterable[Command]:
+        """All commands that have arrived; blocks for the first one if `wait`."""
+        ...
+
+    def send(self, reply: Reply) -> None: ...
+
+
+def run_engine(engine: Engine, transport: Transport) -> None:
+    """Serve one client until it says Shutdown. Exceptions of a step pass through."""
+    transport.send(Ready(engine.info))
+    while True:
+        for command in transport.receive(wait=not engine.has_work):
+            match command:
+                case Submit(request):
+                    transport.send(_submit(engine, request))
+                case Abort(request_id):
+                    output = engine.abort(request_id)
+                    if output is not None:
+                        transport.send(Outputs((output,)))
+                case AskStats():
+                    transport.send(StatsReply(engine.stats()))
+                case Shutdown():
+                    return
+        outputs = engine.step()
+        if outputs:
+            transport.send(Outputs(tuple(outputs)))
+
+
+def _submit(engine: Engine, request: EngineRequest) -> Reply:
+    try:
+        engine.submit(request)
+    except BrosError as error:
+        return Refused.from_error(request.request_id, error)
+    return Accepted(request.request_id)

@@ -1,0 +1,109 @@
+"""What an engine client and an engine say to each other, on any transport.
+
+client -> engine   Submit, Abort, AskStats, Shutdown
+engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, Failed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bros.core.errors import (
+    BrosError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+)
+from bros.core.interfaces import EngineInfo, EngineStats
+from bros.core.request import EngineRequest, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskStats:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Stop after the current step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded; the first message of every engine that comes up."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An error on submission, taken apart so that it survives any encoding."""
+
+    request_id: str
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    numbers: tuple[float, float] = (0, 0)
+
+    @classmethod
+    def from_error(cls, request_id: str, error: BrosError) -> Refused:
+        if isinstance(error, PromptTooLongError):
+            numbers = (error.prompt_tokens, error.max_model_len)
+            return cls(request_id, "prompt_too_long", str(error), error.param, None, numbers)
+        if isinstance(error, QueueFullError):
+            numbers = (error.waiting, error.retry_after_s)
+            return cls(request_id, "queue_full", str(error), numbers=numbers)
+        if isinstance(error, InvalidRequestError):
+            return cls(request_id, "invalid", error.message, error.param, error.code)
+        return cls(request_id, "other", str(error))
+
+    def to_error(self) -> BrosError:
+        first, second = self.numbers
+        if self.kind == "prompt_too_long":
+            return PromptTooLongError(int(first), int(second), self.param or "messages")
+        if self.kind == "queue_full":
+            return QueueFullError(int(first), second)
+        if self.kind == "invalid":
+            return InvalidRequestError(self.message, self.param, self.code)
+        return BrosError(self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Everything one step produced."""
+
+    outputs: tuple[RequestOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StatsReply:
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine cannot start or go on; nothing follows."""
+
+    message: str
+
+
+Command = Submit | Abort | AskStats | Shutdown
+Reply = Ready | Accepted | Refused | Outputs | StatsReply | Failed
+COMMANDS: tuple[type, ...] = (Submit, Abort, AskStats, Shutdown)
+REPLIES: tuple[type, ...] = (Ready, Accepted, Refused, Outputs, StatsReply, Failed)

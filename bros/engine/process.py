@@ -1,0 +1,89 @@
+"""The engine process: `python -m bros.engine.process`, started by ProcessEngineClient.
+
+The first line on stdin says what to load; after that stdin stays open and silent, and its end
+means that the server is gone: then this process ends too, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from bros.core.clock import SystemClock
+from bros.core.config import EngineConfig
+from bros.core.errors import BrosError
+from bros.engine.ipc import ZmqTransport
+from bros.engine.loop import run_engine
+from bros.engine.messages import Failed
+from bros.executor.model_store import ModelFiles
+
+logger = logging.getLogger("bros.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """All an engine process is told when it starts."""
+
+    socket_folder: str
+    model_folder: str
+    model_name: str
+    log_level: str
+    config: EngineConfig
+
+    def to_json(self) -> bytes:
+        """One line."""
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, line: bytes) -> Launch:
+        values = json.loads(line)
+        return cls(**{**values, "config": EngineConfig(**values["config"])})
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's business
+    launch = Launch.from_json(sys.stdin.buffer.readline())
+    threading.Thread(target=_exit_with_parent, args=(sys.stdin.buffer,), daemon=True).start()
+    logging.basicConfig(
+        level=launch.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    transport = ZmqTransport(Path(launch.socket_folder))
+    try:
+        return _serve(launch, transport)
+    finally:
+        transport.close()
+
+
+def _serve(launch: Launch, transport: ZmqTransport) -> int:
+    try:
+        # Late, so that the watch on the parent is up before the seconds this import takes.
+        from bros.engine.build import build_engine
+
+        files = ModelFiles(folder=Path(launch.model_folder), name=launch.model_name)
+        engine = build_engine(launch.config, files, SystemClock())
+        run_engine(engine, transport)
+        engine.close()
+        return 0
+    except BrosError as error:
+        transport.send(Failed(str(error)))
+    except Exception as error:
+        logger.exception("the engine stopped")
+        transport.send(Failed(f"The engine stopped: {type(error).__name__}: {error}"))
+    return 1
+
+
+def _exit_with_parent(stdin: BinaryIO) -> None:
+    stdin.read()
+    os._exit(0)  # nothing here outlives the server: no state, no files
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""An engine in a process of its own, watched and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from bros.core.config import EngineConfig
+from bros.core.errors import EngineDeadError
+from bros.engine.client import MessageClient
+from bros.engine.ipc import (
+    command_address,
+    command_codec,
+    open_socket,
+    reply_address,
+    reply_codec,
+)
+from bros.engine.messages import Command, Failed, Ready, Shutdown
+from bros.engine.process import Launch
+from bros.executor.model_store import ModelFiles
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0
+"""How long an engine may take to end after Shutdown before it is killed."""
+
+_DRAIN_MS = 100
+"""How long to look for messages of a process that has ended."""
+
+
+class ProcessEngineClient(MessageClient):
+    """Starts, watches and talks to one engine process.
+
+    When the process dies, everything open fails at once with EngineDeadError. Then it is
+    started again if `restart`, for as long as it comes up; otherwise, or when a restarted one
+    does not come up, `on_final_death` is called with the reason.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        *,
+        log_level: str = "info",
+        restart: bool = True,
+        on_final_death: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        super().__init__(self._post)
+        self._config = config
+        self._files = files
+        self._log_level = log_level
+        self._restart = restart
+        self._on_final_death = on_final_death
+        self._encoder, self._decoder = command_codec(), reply_codec()
+        self._context = zmq.Context()
+        self._push: zmq.Socket[bytes] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._closing = False
+        self._last_words, self._came_up = "", False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, while there is one."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Start the process and wait until the model is loaded.
+
+        Raises EngineDeadError with the reason if it does not come up.
+        """
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        await self.wait_ready()
+
+    async def close(self) -> None:
+        """Ask the engine to end, kill it if it does not within seconds, and clean up."""
+        self._closing = True
+        if self._alive:
+            self._post(Shutdown())
+        if self._supervisor is not None:
+            done, _ = await asyncio.wait([self._supervisor], timeout=_GRACE_S)
+            if not done and self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._supervisor
+        self.on_death("The server is shutting down.")
+        self._context.term()
+
+    async def _supervise(self) -> None:
+        while True:
+            reason, came_up = await self._run_once()
+            self.on_death(reason)
+            if self._closing:
+                return
+            logger.error("%s", reason)
+            if not (self._restart and came_up):
+                self._on_final_death(reason)
+                return
+            logger.warning("restarting the engine")
+
+    async def _run_once(self) -> tuple[str, bool]:
+        """One life of the process: (why it ended, whether it had come up)."""
+        folder = Path(tempfile.mkdtemp(prefix="bros-"))  # readable by this user only
+        self._last_words, self._came_up = "", False
+        self._push = open_socket(self._context, zmq.PUSH)
+        self._push.bind(command_address(folder))
+        pull = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        pull.set_hwm(0)
+        pull.setsockopt(zmq.LINGER, 0)
+        pull.bind(reply_address(folder))
+        receiver = asyncio.create_task(self._receive(pull), name="engine-replies")
+        try:
+            self._process = await self._spawn(folder)
+            code = await self._process.wait()
+            receiver.cancel()
+            while await pull.poll(_DRAIN_MS):  # what it said before it ended
+                self._take(await pull.recv_multipart())
+            reason = self._last_words or f"The engine process ended unexpectedly (code {code})."
+            return reason, self._came_up
+        finally:
+            self._process = None
+            receiver.cancel()
+            await asyncio.gather(receiver, return_exceptions=True)
+            self._push.close()
+            pull.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _spawn(self, folder: Path) -> asyncio.subprocess.Process:
+        launch = Launch(
+            socket_folder=str(folder),
+            model_folder=str(self._files.folder),
+            model_name=self._files.name,
+            log_level=self._log_level,
+            config=self._config,
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "bros.engine.process", stdin=asyncio.subprocess.PIPE
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it died already; wait() says so
+            process.stdin.write(launch.to_json())
+            await process.stdin.drain()
+        return process
+
+    async def _receive(self, pull: zmq.asyncio.Socket) -> None:
+        while True:
+            self._take(await pull.recv_multipart())
+
+    def _take(self, frames: list[bytes]) -> None:
+        message = self._decoder.decode(frames)
+        if isinstance(message, Ready):
+            self._came_up = True
+        elif isinstance(message, Failed):
+            self._last_words = message.message
+        self.on_reply(message)  # type: ignore[arg-type]
+
+    def _post(self, command: Command) -> None:
+        if self._push is None:
+            raise EngineDeadError("The engine has not been started.")
+        try:
+            self._push.send_multipart(self._encoder.encode(command), zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # no peer any more; the supervisor is about to notice
+            raise EngineDeadError("The engine is not running.") from error

@@ -1,0 +1,47 @@
+"""Where the tokens of one request lie.
+
+tokens    0 .............. 15 16 ............. 31 32 .. 36
+blocks    [ block 7          ][ block 3          ][ block 9, 5 of 16 slots used ]
+segments  (7, 0, 16)          (3, 0, 16)          (9, 0, 5)
+"""
+
+from __future__ import annotations
+
+from array import array
+
+
+class BlockTable:
+    """Blocks of one request, in token order, kept ready in the form that kernels read."""
+
+    __slots__ = ("_block_size", "blocks", "num_tokens", "segments")
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.blocks: list[int] = []
+        self.segments = array("i")
+        self.num_tokens = 0
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """New blocks needed before `num_tokens` more tokens fit."""
+        total = -(-(self.num_tokens + num_tokens) // self._block_size)
+        return total - len(self.blocks)
+
+    def append(self, num_tokens: int, new_blocks: list[int]) -> array[int]:
+        """Grow by `num_tokens`, using exactly `new_blocks`; returns int32 slots, one per token."""
+        assert len(new_blocks) == self.blocks_needed(num_tokens)
+        self.blocks.extend(new_blocks)
+        size = self._block_size
+        slots = array("i")
+        token, end = self.num_tokens, self.num_tokens + num_tokens
+        while token < end:
+            index, low = divmod(token, size)
+            high = min(size, low + end - token)
+            block = self.blocks[index]
+            slots.extend(range(block * size + low, block * size + high))
+            if low == 0:
+                self.segments.extend((block, 0, high))
+            else:
+                self.segments[-1] = high
+            token += high - low
+        self.num_tokens = end
+        return slots

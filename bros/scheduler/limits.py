@@ -1,0 +1,48 @@
+"""What a request may ask for, and how much one step may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bros.core.errors import InvalidRequestError, PromptTooLongError
+from bros.core.request import EngineRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds given by the model, the memory and the operator.
+
+    max_model_len: most tokens of prompt and output together; never more than KV memory holds.
+    max_num_seqs, max_batch_tokens: bounds of one step. max_queue: waiting requests per class.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    max_batch_tokens: int
+    max_queue: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise InvalidRequestError or PromptTooLongError if a request can never be served."""
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise InvalidRequestError("The prompt is empty.", param="prompt")
+        if len(prompt) >= self.max_model_len:
+            raise PromptTooLongError(len(prompt), self.max_model_len)
+        params = request.sampling
+        self._check_ids("prompt", min(prompt), max(prompt))
+        if params.stop_token_ids:
+            self._check_ids(
+                "stop_token_ids", min(params.stop_token_ids), max(params.stop_token_ids)
+            )
+        if params.logit_bias:
+            self._check_ids("logit_bias", min(params.logit_bias), max(params.logit_bias))
+
+    def _check_ids(self, param: str, lowest: int, highest: int) -> None:
+        if lowest < 0 or highest >= self.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidRequestError(
+                f"{param}: token id {wrong} is outside the vocabulary [0, {self.vocab_size}).",
+                param=param,
+            )

@@ -1,0 +1,348 @@
+"""The packing loop: what must hold for any load, and the choices each policy must make."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.errors import InvalidRequestError, PromptTooLongError, QueueFullError
+from bros.core.plan import SampledToken, StepPlan, StepResult
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    ServiceClass,
+)
+from bros.kvcache.manager import KvCacheManager
+from bros.scheduler.limits import Limits
+from bros.scheduler.policies import make_policy
+from bros.scheduler.scheduler import Scheduler
+
+RT, BE = ServiceClass.RT, ServiceClass.BE
+EOS = 0
+VOCAB = 1000
+
+
+def make_scheduler(
+    policy: str = "priority", *, blocks: int = 64, block_size: int = 4, **limits: int
+) -> Scheduler:
+    bounds = {"max_num_seqs": 8, "max_batch_tokens": 32, "max_queue": 100, **limits}
+    kv = KvCacheManager(blocks, block_size)
+    bounds.setdefault("max_model_len", kv.capacity_tokens)
+    checked = Limits(vocab_size=VOCAB, eos_token_ids=frozenset({EOS}), **bounds)
+    return Scheduler(make_policy(policy), kv, checked, random.Random(0))
+
+
+def request(
+    name: str, prompt: int | Sequence[int], service_class: ServiceClass = RT, **params: object
+) -> EngineRequest:
+    ids = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
+    sampling = SamplingParams(**{"max_tokens": 4, **params})  # type: ignore[arg-type]
+    return EngineRequest(
+        request_id=name, prompt_token_ids=ids, sampling=sampling, service_class=service_class
+    )
+
+
+class ToyModel:
+    """A "model" whose next token depends on the whole context, read back from a slot memory.
+
+    It stores each token in its slot as an executor stores K and V, and reads the context
+    through the plan's segments only, so a wrong slot, segment or position changes the output.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._memory: dict[int, tuple[int, int]] = {}
+
+    @staticmethod
+    def next_token(context: Sequence[int]) -> int:
+        return 1 + sum((i + 1) * t for i, t in enumerate(context)) % (VOCAB - 1)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        samples = []
+        for chunk in plan.chunks:
+            context = self._read(chunk.segments)
+            assert [position for position, _ in context] == list(range(chunk.start))
+            for offset, (slot, token) in enumerate(zip(chunk.slots, chunk.token_ids, strict=True)):
+                self._memory[slot] = (chunk.start + offset, token)
+            if chunk.sample is not None:
+                tokens = [token for _, token in context] + list(chunk.token_ids)
+                samples.append(SampledToken(chunk.request_id, self.next_token(tokens)))
+        return StepResult(step=plan.step, samples=tuple(samples))
+
+    def _read(self, segments: Sequence[int]) -> list[tuple[int, int]]:
+        found = []
+        for i in range(0, len(segments), 3):
+            block, lo, hi = segments[i : i + 3]
+            found += [self._memory[block * self._block_size + offset] for offset in range(lo, hi)]
+        return sorted(found)
+
+
+def expected_output(asked: EngineRequest) -> list[int]:
+    tokens = list(asked.prompt_token_ids)
+    assert asked.sampling.max_tokens is not None
+    for _ in range(asked.sampling.max_tokens):
+        tokens.append(ToyModel.next_token(tokens))
+    return tokens[len(asked.prompt_token_ids) :]
+
+
+def step(scheduler: Scheduler, model: ToyModel) -> tuple[StepPlan | None, list[RequestOutput]]:
+    plan = scheduler.schedule()
+    scheduler.check_integrity()
+    if plan is None:
+        return None, []
+    outputs = scheduler.apply(model.execute(plan), now=0.0)
+    scheduler.check_integrity()
+    return plan, outputs
+
+
+def ids(plan: StepPlan | None) -> list[str]:
+    return [chunk.request_id for chunk in plan.chunks] if plan else []
+
+
+@given(data=st.data())
+def test_any_load_is_served_right_and_to_the_end(data: st.DataObject) -> None:
+    """Random arrivals, classes, lengths, limits and memory: right tokens, no loss, no deadlock."""
+    block_size = data.draw(st.sampled_from([1, 4]))
+    blocks = data.draw(st.integers(4, 24))
+    scheduler = make_scheduler(
+        data.draw(st.sampled_from(["fcfs", "priority"])),
+        blocks=blocks,
+        block_size=block_size,
+        max_num_seqs=data.draw(st.integers(1, 6)),
+        max_batch_tokens=data.draw(st.integers(1, 20)),
+    )
+    model = ToyModel(block_size)
+    capacity = blocks * block_size
+    pending: dict[str, EngineRequest] = {}
+    produced: dict[str, list[int]] = {}
+    arrivals = data.draw(
+        st.lists(
+            st.tuples(st.integers(1, capacity - 1), st.integers(1, 6), st.sampled_from([RT, BE])),
+            min_size=1,
+            max_size=10,
+        )
+    )
+    aborted = data.draw(st.sets(st.integers(0, len(arrivals) - 1), max_size=2))
+    for number, (length, out, service_class) in enumerate(arrivals):
+        out = min(out, capacity - length)
+        name = f"r{number}"
+        pending[name] = request(name, length, service_class, max_tokens=out)
+        produced[name] = []
+        scheduler.submit(pending[name], now=0.0)
+        for _ in range(data.draw(st.integers(0, 3))):
+            collect(step(scheduler, model)[1], produced)
+        if number in aborted and scheduler.abort(name, now=0.0) is not None:
+            del pending[name]
+        scheduler.check_integrity()
+    steps = 0
+    while scheduler.has_work:
+        plan, outputs = step(scheduler, model)
+        assert plan is not None, "deadlock"
+        assert plan.num_tokens <= scheduler._limits.max_batch_tokens
+        assert len(plan.chunks) <= scheduler._limits.max_num_seqs
+        collect(outputs, produced)
+        steps += 1
+        assert steps < 20_000, "no progress"
+    for name, asked in pending.items():
+        assert produced[name] == expected_output(asked)
+    assert scheduler.stats().kv_blocks_used == 0
+
+
+def collect(outputs: list[RequestOutput], produced: dict[str, list[int]]) -> None:
+    for output in outputs:
+        produced[output.request_id] += output.token_ids
+
+
+def test_priority_runs_rt_first_and_fcfs_does_not() -> None:
+    for policy, first in (("priority", "rt"), ("fcfs", "be")):
+        scheduler = make_scheduler(policy)
+        scheduler.submit(request("be", 20, BE), now=0.0)
+        scheduler.submit(request("rt", 20, RT), now=0.0)
+        assert ids(scheduler.schedule())[0] == first
+
+
+def test_a_long_prompt_is_split_and_decodes_run_beside_it() -> None:
+    scheduler, model = make_scheduler(max_batch_tokens=8), ToyModel(4)
+    scheduler.submit(request("short", 3), now=0.0)
+    step(scheduler, model)
+    scheduler.submit(request("long", 20), now=0.0)
+    plan, outputs = step(scheduler, model)
+    assert plan is not None
+    assert [(c.request_id, c.start, len(c.token_ids)) for c in plan.chunks] == [
+        ("short", 3, 1),
+        ("long", 0, 7),
+    ]
+    assert plan.chunks[1].sample is None
+    assert [output.request_id for output in outputs] == ["short"]
+
+
+def test_rt_takes_memory_from_be_which_starts_over() -> None:
+    scheduler, model = make_scheduler(blocks=8), ToyModel(4)
+    be, rt = request("be", 24, BE), request("rt", 24, RT)
+    produced: dict[str, list[int]] = {"be": [], "rt": []}
+    scheduler.submit(be, now=0.0)
+    collect(step(scheduler, model)[1], produced)
+    scheduler.submit(rt, now=0.0)
+    plan, outputs = step(scheduler, model)
+    collect(outputs, produced)
+    assert ids(plan) == ["rt"]
+    assert scheduler.stats().by_class[BE].preemptions == 1
+    while scheduler.has_work:
+        collect(step(scheduler, model)[1], produced)
+    assert produced == {"be": expected_output(be), "rt": expected_output(rt)}
+
+
+def test_be_never_takes_memory_from_rt() -> None:
+    scheduler, model = make_scheduler(blocks=8), ToyModel(4)
+    scheduler.submit(request("rt", 24, RT, max_tokens=8), now=0.0)
+    step(scheduler, model)
+    scheduler.submit(request("be", 24, BE), now=0.0)
+    while scheduler.has_work:
+        step(scheduler, model)
+    assert scheduler.stats().by_class[RT].preemptions == 0
+
+
+def test_nobody_overtakes_a_request_that_waits_for_memory() -> None:
+    scheduler, model = make_scheduler("fcfs", blocks=8), ToyModel(4)
+    scheduler.submit(request("first", 16, max_tokens=8), now=0.0)
+    step(scheduler, model)
+    scheduler.submit(request("big", 28), now=0.0)
+    scheduler.submit(request("small", 2), now=0.0)
+    plan, _ = step(scheduler, model)
+    assert ids(plan) == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("params", "reason", "length"),
+    [
+        ({"max_tokens": 3}, FinishReason.LENGTH, 3),
+        ({"max_tokens": None}, FinishReason.LENGTH, 256 - 2),
+        ({"max_tokens": 9, "stop_token_ids": (5,)}, FinishReason.STOP, 2),
+        ({"max_tokens": 9, "stop_token_ids": (5,), "min_tokens": 2}, FinishReason.STOP, 2),
+        ({"max_tokens": 9}, FinishReason.STOP, 4),
+        ({"max_tokens": 9, "ignore_eos": True}, FinishReason.LENGTH, 9),
+    ],
+)
+def test_why_a_request_ends(params: dict[str, object], reason: FinishReason, length: int) -> None:
+    scheduler = make_scheduler()
+    tokens = [4, 5, 6, EOS] if params["max_tokens"] else []
+    scheduler.submit(request("a", 2, **params), now=0.0)
+    outputs: list[RequestOutput] = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        token = tokens[len(outputs)] if len(outputs) < len(tokens) else 7
+        outputs += scheduler.apply(StepResult(plan.step, (SampledToken("a", token),)), now=0.0)
+    assert len(outputs) == length
+    assert [output.finish_reason for output in outputs[:-1]] == [None] * (length - 1)
+    assert outputs[-1].finish_reason is reason
+
+
+def test_stop_tokens_are_forbidden_before_min_tokens() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(request("a", 2, min_tokens=1, stop_token_ids=(5,)), now=0.0)
+    first = scheduler.schedule()
+    assert first is not None and first.chunks[0].sample is not None
+    assert set(first.chunks[0].sample.forbidden) == {5, EOS}
+    scheduler.apply(StepResult(first.step, (SampledToken("a", 9),)), now=0.0)
+    second = scheduler.schedule()
+    assert second is not None and second.chunks[0].sample is not None
+    assert second.chunks[0].sample.forbidden == ()
+
+
+def test_history_goes_along_only_where_a_penalty_needs_it() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(request("plain", [3, 4]), now=0.0)
+    scheduler.submit(request("penalty", [3, 4], repetition_penalty=1.5), now=0.0)
+    plan = scheduler.schedule()
+    assert plan is not None
+    specs = {chunk.request_id: chunk.sample for chunk in plan.chunks}
+    assert specs["plain"] is not None and specs["plain"].token_ids == ()
+    assert specs["penalty"] is not None and specs["penalty"].token_ids == (3, 4)
+    assert specs["penalty"].prompt_len == 2
+
+
+def test_seeds_given_and_drawn() -> None:
+    def seeds() -> dict[str, int]:
+        scheduler = make_scheduler()
+        for name, seed in (("a", 42), ("b", None), ("c", None)):
+            scheduler.submit(request(name, 2, seed=seed), now=0.0)
+        plan = scheduler.schedule()
+        assert plan is not None
+        return {c.request_id: c.sample.seed for c in plan.chunks if c.sample}
+
+    first = seeds()
+    assert first["a"] == 42
+    assert len(set(first.values())) == 3
+    assert seeds() == first, "drawn seeds come from the engine's own generator"
+
+
+def test_what_is_refused() -> None:
+    scheduler = make_scheduler(max_model_len=10, max_queue=2)
+    with pytest.raises(InvalidRequestError, match="empty"):
+        scheduler.submit(request("a", 0), now=0.0)
+    with pytest.raises(PromptTooLongError, match="10 tokens, but the prompt has 10 tokens"):
+        scheduler.submit(request("a", 10), now=0.0)
+    for field, params in (
+        ("prompt", {"prompt": [VOCAB]}),
+        ("prompt", {"prompt": [-1]}),
+        ("stop_token_ids", {"prompt": 1, "stop_token_ids": (VOCAB,)}),
+        ("logit_bias", {"prompt": 1, "logit_bias": {VOCAB: 1.0}}),
+    ):
+        with pytest.raises(InvalidRequestError, match="outside the vocabulary") as caught:
+            scheduler.submit(request("a", **params), now=0.0)  # type: ignore[arg-type]
+        assert caught.value.param == field
+    scheduler.submit(request("a", 9), now=0.0)
+    with pytest.raises(InvalidRequestError, match="in use"):
+        scheduler.submit(request("a", 1), now=0.0)
+    assert not scheduler.stats().kv_blocks_used
+
+
+def test_a_full_queue_refuses_its_own_class_only_and_says_when_to_retry() -> None:
+    scheduler = make_scheduler(max_queue=2)
+    for name in "ab":
+        scheduler.submit(request(name, 1), now=0.0)
+    with pytest.raises(QueueFullError) as caught:
+        scheduler.submit(request("c", 1), now=0.0)
+    assert caught.value.waiting == 2 and caught.value.retry_after_s == 1.0
+    scheduler.submit(request("d", 1, BE), now=0.0)
+    scheduler.abort("a", now=10.0)
+    scheduler.submit(request("e", 1), now=10.0)
+    with pytest.raises(QueueFullError) as caught:
+        scheduler.submit(request("f", 1), now=15.0)
+    assert caught.value.retry_after_s == 5.0
+
+
+def test_aborting_frees_memory_at_once_and_unknown_ids_are_ignored() -> None:
+    scheduler, model = make_scheduler(), ToyModel(4)
+    scheduler.submit(request("a", 20, max_tokens=50), now=0.0)
+    step(scheduler, model)
+    assert scheduler.stats().kv_blocks_used == 5
+    output = scheduler.abort("a", now=0.0)
+    assert output is not None and output.finish_reason is FinishReason.ABORT
+    assert scheduler.stats().kv_blocks_used == 0 and not scheduler.has_work
+    assert scheduler.abort("a", now=0.0) is None
+
+
+def test_stats_count_by_class() -> None:
+    scheduler, model = make_scheduler(max_num_seqs=1), ToyModel(4)
+    scheduler.submit(request("a", 5), now=0.0)
+    scheduler.submit(request("b", 6, BE), now=0.0)
+    step(scheduler, model)
+    stats = scheduler.stats()
+    assert (stats.by_class[RT].running, stats.by_class[RT].waiting) == (1, 0)
+    assert (stats.by_class[BE].running, stats.by_class[BE].waiting) == (0, 1)
+    while scheduler.has_work:
+        step(scheduler, model)
+    stats = scheduler.stats()
+    for service_class, prompt in ((RT, 5), (BE, 6)):
+        counted = stats.by_class[service_class]
+        assert (counted.prompt_tokens, counted.output_tokens) == (prompt, 4)
+        assert (counted.finished, counted.running, counted.waiting) == (1, 0, 0)
+    assert stats.kv_blocks_total == 64
