@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineInfo, EngineStats
@@ -146,7 +147,8 @@ class MessageClient:
         else:
             self._ready.set_exception(error)
             self._ready.exception()  # it may be that nobody waits
-        for future in (*self._submissions.values(), *self._stats):
+        waiting: list[asyncio.Future[Any]] = [*self._submissions.values(), *self._stats]
+        for future in waiting:
             if not future.done():
                 future.set_exception(EngineDeadError(message))
         for stream in self._streams.values():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -25,7 +26,9 @@ class Codec:
     def __init__(self, types: tuple[type, ...]) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._index = {message_type: bytes([i]) for i, message_type in enumerate(types)}
-        self._decoders = [msgspec.msgpack.Decoder(message_type) for message_type in types]
+        self._decoders: list[msgspec.msgpack.Decoder[Any]] = [
+            msgspec.msgpack.Decoder(message_type) for message_type in types
+        ]
 
     def encode(self, message: Command | Reply) -> list[bytes]:
         return [self._index[type(message)], self._encoder.encode(message)]

@@ -67,8 +67,8 @@ class Refused:
             numbers = (error.prompt_tokens, error.max_model_len)
             return cls(request_id, "prompt_too_long", str(error), error.param, None, numbers)
         if isinstance(error, QueueFullError):
-            numbers = (error.waiting, error.retry_after_s)
-            return cls(request_id, "queue_full", str(error), numbers=numbers)
+            waiting = (error.waiting, error.retry_after_s)
+            return cls(request_id, "queue_full", str(error), numbers=waiting)
         if isinstance(error, InvalidRequestError):
             return cls(request_id, "invalid", error.message, error.param, error.code)
         return cls(request_id, "other", str(error))

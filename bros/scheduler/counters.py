@@ -27,7 +27,7 @@ class ClassCounters:
         self._departures.append(now)
 
     def retry_after_s(self, now: float) -> float:
-        """Seconds until a place in the queue is likely to be free: the recent time per departure."""
+        """Seconds until a place in the queue is likely to be free: recent time per departure."""
         if not self._departures:
             return _MIN_RETRY_S
         interval = (now - self._departures[0]) / len(self._departures)

@@ -22,10 +22,10 @@ from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.limits import Limits
 from bros.scheduler.policies import make_policy
 from bros.scheduler.scheduler import Scheduler
+from support.toy_model import VOCAB, ToyModel
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
 EOS = 0
-VOCAB = 1000
 
 
 def make_scheduler(
@@ -48,47 +48,9 @@ def request(
     )
 
 
-class ToyModel:
-    """A "model" whose next token depends on the whole context, read back from a slot memory.
-
-    It stores each token in its slot as an executor stores K and V, and reads the context
-    through the plan's segments only, so a wrong slot, segment or position changes the output.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._memory: dict[int, tuple[int, int]] = {}
-
-    @staticmethod
-    def next_token(context: Sequence[int]) -> int:
-        return 1 + sum((i + 1) * t for i, t in enumerate(context)) % (VOCAB - 1)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        samples = []
-        for chunk in plan.chunks:
-            context = self._read(chunk.segments)
-            assert [position for position, _ in context] == list(range(chunk.start))
-            for offset, (slot, token) in enumerate(zip(chunk.slots, chunk.token_ids, strict=True)):
-                self._memory[slot] = (chunk.start + offset, token)
-            if chunk.sample is not None:
-                tokens = [token for _, token in context] + list(chunk.token_ids)
-                samples.append(SampledToken(chunk.request_id, self.next_token(tokens)))
-        return StepResult(step=plan.step, samples=tuple(samples))
-
-    def _read(self, segments: Sequence[int]) -> list[tuple[int, int]]:
-        found = []
-        for i in range(0, len(segments), 3):
-            block, lo, hi = segments[i : i + 3]
-            found += [self._memory[block * self._block_size + offset] for offset in range(lo, hi)]
-        return sorted(found)
-
-
 def expected_output(asked: EngineRequest) -> list[int]:
-    tokens = list(asked.prompt_token_ids)
     assert asked.sampling.max_tokens is not None
-    for _ in range(asked.sampling.max_tokens):
-        tokens.append(ToyModel.next_token(tokens))
-    return tokens[len(asked.prompt_token_ids) :]
+    return ToyModel.continuation(asked.prompt_token_ids, asked.sampling.max_tokens)
 
 
 def step(scheduler: Scheduler, model: ToyModel) -> tuple[StepPlan | None, list[RequestOutput]]:

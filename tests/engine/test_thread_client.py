@@ -1,0 +1,206 @@
+"""An engine on a thread, and everything a client does with the messages of one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from bros.core.clock import ManualClock
+from bros.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+)
+from bros.core.interfaces import EngineClient, EngineInfo
+from bros.core.plan import StepPlan, StepResult
+from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
+from bros.engine.engine import Engine
+from bros.engine.thread_client import ThreadEngineClient
+from bros.kvcache.manager import KvCacheManager
+from bros.scheduler.limits import Limits
+from bros.scheduler.policies import make_policy
+from bros.scheduler.scheduler import Scheduler
+from support.toy_model import VOCAB, ToyModel
+
+MAX_LEN = 200
+
+
+class GatedModel(ToyModel):
+    """A toy model whose steps can be held up or made to fail from the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = False
+        self.steps = 0
+        self.closed = False
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert self.gate.wait(timeout=30), "the test forgot to open the gate"
+        if self.broken:
+            raise RuntimeError("device on fire")
+        self.steps += 1
+        return super().execute(plan)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make_engine(model: ToyModel, *, max_queue: int = 100) -> Engine:
+    info = EngineInfo(
+        model="toy", weights="none", kernels="none", kv_dtype="none", device="cpu",
+        max_model_len=MAX_LEN, vocab_size=VOCAB, block_size=4, num_kv_blocks=64,
+        policy="priority",
+    )  # fmt: skip
+    limits = Limits(
+        max_model_len=MAX_LEN, vocab_size=VOCAB, max_num_seqs=8, max_batch_tokens=32,
+        max_queue=max_queue,
+    )  # fmt: skip
+    kv = KvCacheManager(info.num_kv_blocks, info.block_size)
+    scheduler = Scheduler(make_policy(info.policy), kv, limits, random.Random(0))
+    return Engine(scheduler, model, ManualClock(), info)
+
+
+@pytest.fixture
+def model() -> GatedModel:
+    return GatedModel()
+
+
+@pytest.fixture
+async def client(model: GatedModel) -> AsyncIterator[ThreadEngineClient]:
+    client = ThreadEngineClient(make_engine(model, max_queue=3))
+    await client.wait_ready()
+    yield client
+    model.gate.set()
+    await client.close()
+
+
+def ask(name: str, length: int = 5, max_tokens: int = 6) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=list(range(1, length + 1)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+async def tokens_of(client: EngineClient, request: EngineRequest) -> list[int]:
+    stream = await client.submit(request)
+    return [token async for output in stream for token in output.token_ids]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_many_requests_at_once_each_get_their_own_tokens(client: ThreadEngineClient) -> None:
+    requests = [ask(f"r{n}", length=3 + n, max_tokens=1 + n) for n in range(3)]
+    answers = await asyncio.gather(*(tokens_of(client, request) for request in requests))
+    for request, answer in zip(requests, answers, strict=True):
+        assert request.sampling.max_tokens is not None
+        expected = ToyModel.continuation(request.prompt_token_ids, request.sampling.max_tokens)
+        assert answer == expected
+    assert client.num_open == 0
+
+
+async def test_info_and_stats(client: ThreadEngineClient) -> None:
+    assert client.alive and client.info.max_model_len == MAX_LEN
+    await tokens_of(client, ask("a"))
+    stats = await client.stats()
+    assert stats.by_class[ServiceClass.RT].finished == 1
+    assert stats.kv_blocks_used == 0 and stats.kv_blocks_total == 64
+
+
+async def test_refusals_reach_the_caller_as_they_were_raised(
+    client: ThreadEngineClient, model: GatedModel
+) -> None:
+    with pytest.raises(PromptTooLongError) as too_long:
+        await client.submit(ask("long", length=MAX_LEN))
+    assert (too_long.value.prompt_tokens, too_long.value.max_model_len) == (MAX_LEN, MAX_LEN)
+    with pytest.raises(InvalidRequestError) as invalid:
+        await client.submit(
+            EngineRequest(request_id="v", prompt_token_ids=[VOCAB], sampling=SamplingParams())
+        )
+    assert invalid.value.param == "prompt"
+    model.gate.clear()
+    await client.submit(ask("running"))
+    submissions = [asyncio.create_task(client.submit(ask(f"q{n}"))) for n in range(4)]
+    await asyncio.sleep(0)  # all four are sent while the first request's step is held up
+    model.gate.set()
+    results = await asyncio.gather(*submissions, return_exceptions=True)
+    assert [isinstance(result, QueueFullError) for result in results] == [False] * 3 + [True]
+    assert isinstance(results[3], QueueFullError) and results[3].waiting == 3
+
+
+async def test_abort_frees_memory_and_ends_the_stream(
+    client: ThreadEngineClient, model: GatedModel
+) -> None:
+    stream = await client.submit(ask("a", max_tokens=150))
+    outputs = []
+    async for output in stream:
+        outputs.append(output)
+        if len(outputs) == 2:
+            await client.abort("a")
+            await client.abort("unknown")
+    assert outputs[-1].finish_reason is FinishReason.ABORT
+    assert (await client.stats()).kv_blocks_used == 0
+    assert client.num_open == 0
+
+
+async def test_a_caller_cancelled_during_submission_leaves_nothing_behind(
+    client: ThreadEngineClient, model: GatedModel
+) -> None:
+    model.gate.clear()
+    await client.submit(ask("first", max_tokens=2))
+    waiting = asyncio.create_task(client.submit(ask("second", max_tokens=100)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    model.gate.set()
+    await until(lambda: client.num_open == 0)
+    stats = await client.stats()
+    assert stats.kv_blocks_used == 0 and stats.by_class[ServiceClass.RT].waiting == 0
+
+
+async def test_when_a_step_fails_everything_open_fails_at_once_and_later_calls_too(
+    client: ThreadEngineClient, model: GatedModel
+) -> None:
+    model.gate.clear()
+    streams = [await client.submit(ask("a"))]
+    asked = asyncio.create_task(client.stats())
+    submitted = asyncio.create_task(client.submit(ask("b")))
+    await asyncio.sleep(0)
+    model.broken = True
+    model.gate.set()
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="device on fire"):
+            async for _ in stream:
+                pass
+    for task in (asked, submitted):
+        with pytest.raises(EngineDeadError):
+            await task
+    assert not client.alive and client.num_open == 0
+    for call in (client.submit(ask("c")), client.stats()):
+        with pytest.raises(EngineDeadError, match="device on fire"):
+            await call
+    await client.abort("a")
+
+
+async def test_close_ends_the_thread_and_releases_the_executor(model: GatedModel) -> None:
+    client = ThreadEngineClient(make_engine(model))
+    await client.wait_ready()
+    stream = await client.submit(ask("a", max_tokens=150))
+    await client.close()
+    assert model.closed and not client.alive
+    with pytest.raises(EngineDeadError, match="closed"):
+        async for _ in stream:
+            pass
+    await client.close()

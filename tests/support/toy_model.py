@@ -1,0 +1,55 @@
+"""An executor that checks the plans it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bros.core.plan import SampledToken, StepPlan, StepResult
+
+VOCAB = 1000
+
+
+class ToyModel:
+    """A "model" whose next token depends on the whole context, read back from a slot memory.
+
+    It stores each token in its slot as an executor stores K and V, and reads the context
+    through the plan's segments only, so a wrong slot, segment or position changes the output.
+    """
+
+    def __init__(self, block_size: int = 4) -> None:
+        self._block_size = block_size
+        self._memory: dict[int, tuple[int, int]] = {}
+
+    @staticmethod
+    def next_token(context: Sequence[int]) -> int:
+        return 1 + sum((i + 1) * t for i, t in enumerate(context)) % (VOCAB - 1)
+
+    @classmethod
+    def continuation(cls, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """What the model answers to a prompt, computed the plain way."""
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(cls.next_token(tokens))
+        return tokens[len(prompt) :]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        samples = []
+        for chunk in plan.chunks:
+            context = self._read(chunk.segments)
+            assert [position for position, _ in context] == list(range(chunk.start))
+            for offset, (slot, token) in enumerate(zip(chunk.slots, chunk.token_ids, strict=True)):
+                self._memory[slot] = (chunk.start + offset, token)
+            if chunk.sample is not None:
+                tokens = [token for _, token in context] + list(chunk.token_ids)
+                samples.append(SampledToken(chunk.request_id, self.next_token(tokens)))
+        return StepResult(step=plan.step, samples=tuple(samples))
+
+    def close(self) -> None:
+        pass
+
+    def _read(self, segments: Sequence[int]) -> list[tuple[int, int]]:
+        found = []
+        for i in range(0, len(segments), 3):
+            block, lo, hi = segments[i : i + 3]
+            found += [self._memory[block * self._block_size + offset] for offset in range(lo, hi)]
+        return sorted(found)
