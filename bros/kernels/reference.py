@@ -1,0 +1,116 @@
+"""The living definition of every kernel, in plain torch: any device, any KV dtype, no tricks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bros.kernels.interface import AttentionBatch, HeadLayout
+
+
+class ReferenceKernels:
+    """Implements `Kernels`. Slow and clear; every other back end is tested against it."""
+
+    @property
+    def name(self) -> str:
+        return "reference"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last axis, in a new tensor."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place; returns rms_norm(residual) in a new tensor."""
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def rope_and_cache_(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        positions: Tensor,
+        slots: Tensor,
+        cos_sin: Tensor | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> None:
+        """Norm and rotate Q and K in place, write K and V to their slots (see `Kernels`)."""
+        q, k, v = split_heads(qkv, layout)
+        for heads, weight in ((q, q_norm), (k, k_norm)):
+            if weight is not None:
+                heads.copy_(self.rms_norm(heads, weight, eps))
+            if cos_sin is not None:
+                _rotate_(heads, cos_sin[positions.long()])
+        slot = slots.long()
+        block_size = k_cache.shape[2]
+        block, offset = slot // block_size, slot % block_size
+        k_cache[block, :, offset] = k.to(k_cache.dtype)
+        v_cache[block, :, offset] = v.to(v_cache.dtype)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """Softmax attention over the cached segments and, causally, the chunk (see `Kernels`)."""
+        q, k, v = split_heads(qkv, layout)
+        out = torch.empty_like(q)
+        query_start = batch.query_start.tolist()
+        segment_start = batch.segment_start.tolist()
+        segments = batch.segments.tolist()
+        for row in range(batch.num_rows):
+            chunk = slice(query_start[row], query_start[row + 1])
+            context = segments[segment_start[row] : segment_start[row + 1]]
+            keys = torch.cat([gather_segments(k_cache, context).to(k.dtype), k[chunk]])
+            values = torch.cat([gather_segments(v_cache, context).to(v.dtype), v[chunk]])
+            out[chunk] = _causal_attention(q[chunk], keys, values, scale)
+        return out.flatten(1)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[tokens, 2 * n] -> silu(first half) * second half, [tokens, n]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def split_heads(qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of Q [tokens, heads, head_dim], K and V [tokens, kv_heads, head_dim] into qkv."""
+    q, k, v = qkv.split([layout.q_size, layout.kv_size, layout.kv_size], dim=-1)
+    return (
+        q.unflatten(-1, (layout.num_heads, layout.head_dim)),
+        k.unflatten(-1, (layout.num_kv_heads, layout.head_dim)),
+        v.unflatten(-1, (layout.num_kv_heads, layout.head_dim)),
+    )
+
+
+def gather_segments(cache: Tensor, segments: list[list[int]]) -> Tensor:
+    """The cached tokens of (block, lo, hi) segments, [tokens, kv_heads, head_dim]."""
+    parts = [cache[block, :, lo:hi].transpose(0, 1) for block, lo, hi in segments]
+    return torch.cat([cache.new_empty(0, cache.shape[1], cache.shape[3]), *parts])
+
+
+def _rotate_(heads: Tensor, cos_sin: Tensor) -> None:
+    """Rotate the first rotary_dim elements of heads [tokens, heads, head_dim] in place."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, rotary_dim / 2]
+    half = cos.shape[-1]
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    heads[..., : 2 * half] = rotated
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [n, heads, dim] are the last n of the m tokens of k and v [m, kv_heads, dim]."""
+    n, m = q.shape[0], k.shape[0]
+    group = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(group, dim=1)
+    v = v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    future = torch.ones(n, m, dtype=torch.bool, device=q.device).triu(diagonal=m - n + 1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hnm,mhd->nhd", weights, v)
