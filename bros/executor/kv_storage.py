@@ -1,0 +1,49 @@
+"""KV cache memory: one K and one V tensor per layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bros.core.errors import ConfigError
+from bros.executor.models.spec import ModelSpec
+
+KV_BLOCK_SIZE = 16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def bytes_per_block(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Memory of one block over all layers, K and V."""
+    values = 2 * spec.num_layers * spec.num_kv_heads * KV_BLOCK_SIZE * spec.head_dim
+    return values * dtype.itemsize
+
+
+def blocks_in(memory_bytes: int, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """How many blocks fit. Raises ConfigError if not even one does."""
+    block_bytes = bytes_per_block(spec, dtype)
+    if memory_bytes < block_bytes:
+        raise ConfigError(
+            f"--kv-memory: {memory_bytes} bytes hold no block; one of {KV_BLOCK_SIZE} tokens "
+            f"takes {block_bytes} bytes"
+        )
+    return memory_bytes // block_bytes
+
+
+class KvStorage:
+    """layers[i] = (K, V), each [num_blocks, num_kv_heads, 16, head_dim] and zero at first.
+
+    Zeroed memory comes from the operating system page by page on first write, so an unused
+    cache costs nothing, and garbage can never be NaN.
+    """
+
+    def __init__(self, spec: ModelSpec, num_blocks: int, dtype: torch.dtype) -> None:
+        shape = (num_blocks, spec.num_kv_heads, KV_BLOCK_SIZE, spec.head_dim)
+        self.num_blocks = num_blocks
+        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
+            (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+            for _ in range(spec.num_layers)
+        )
+
+    def clear(self) -> None:
+        """Give the memory back; the storage cannot be used afterwards."""
+        self.layers = ()

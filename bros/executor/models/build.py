@@ -1,0 +1,189 @@
+"""From a ModelSpec and a folder of weights to a Decoder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bros.core.errors import ModelError
+from bros.executor.layers.linear import Linear, make_linear
+from bros.executor.layers.norm import LayerNorm, Norm, RmsNorm
+from bros.executor.models.decoder import (
+    Attention,
+    Block,
+    Decoder,
+    Embedding,
+    GatedMlp,
+    Mlp,
+    PlainMlp,
+)
+from bros.executor.models.spec import ModelSpec
+from bros.executor.weights import WeightSource
+from bros.kernels.interface import HeadLayout, Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What one family calls its tensors; block names are relative to `blocks`."""
+
+    root: str
+    out: str
+    attention_norm: str
+    mlp_norm: str
+    final_norm: str
+    down: str
+    wide: tuple[str, ...]
+
+
+_NAMES = {
+    "llama": _Names(
+        root="model.",
+        out="self_attn.o_proj",
+        attention_norm="input_layernorm",
+        mlp_norm="post_attention_layernorm",
+        final_norm="norm",
+        down="mlp.down_proj",
+        wide=("mlp.gate_proj", "mlp.up_proj"),
+    ),
+    "opt": _Names(
+        root="model.decoder.",
+        out="self_attn.out_proj",
+        attention_norm="self_attn_layer_norm",
+        mlp_norm="final_layer_norm",
+        final_norm="final_layer_norm",
+        down="fc2",
+        wide=("fc1",),
+    ),
+}
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_IGNORED = re.compile(r"(^lm_head\.weight|rotary_emb\.inv_freq|\.masked_bias)(\.q\w+)?$")
+_ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
+
+
+def build_decoder(
+    spec: ModelSpec, source: WeightSource, kernels: Kernels, weights: str, max_positions: int
+) -> Decoder:
+    """weights: "fp32", "bf16" or "int4". max_positions: how far rotary tables reach.
+
+    Raises ModelError if a tensor is missing, has another shape than the spec asks for, or if
+    the folder has tensors that this model would not use.
+    """
+    decoder = _Builder(spec, source, kernels, weights, max_positions).build()
+    unused = sorted(name for name in source.unread if not _IGNORED.search(name))
+    if unused:
+        shown = ", ".join(unused[:3])
+        raise ModelError(
+            f"the checkpoint has {len(unused)} tensors that {spec.architecture} as described by "
+            f"its config.json does not use, such as {shown}"
+        )
+    return decoder
+
+
+class _Builder:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource,
+        kernels: Kernels,
+        weights: str,
+        max_positions: int,
+    ) -> None:
+        self._spec = spec
+        self._source = source
+        self._kernels = kernels
+        self._weights = weights
+        self._names = _NAMES[spec.family]
+        self._layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._cos_sin = None if spec.rope is None else spec.rope.table(max_positions)
+
+    def build(self) -> Decoder:
+        spec, root = self._spec, self._names.root
+        shape = (spec.vocab_size, spec.hidden_size)
+        embedding = root + "embed_tokens.weight"
+        head = embedding if spec.tied else "lm_head.weight"
+        return Decoder(
+            embedding=Embedding(self._source.dense(embedding, shape), self._learned_positions()),
+            blocks=[self._block(index) for index in range(spec.num_layers)],
+            final_norm=self._norm(root + self._names.final_norm) if spec.final_norm else None,
+            lm_head=make_linear(self._source, [(head, shape[0])], shape[1], None, self._weights),
+        )
+
+    def _block(self, index: int) -> Block:
+        spec, names = self._spec, self._names
+        prefix = f"{names.root}layers.{index}."
+        return Block(
+            attention=self._attention(prefix),
+            attention_out=self._linear(
+                prefix, (names.out,), (spec.hidden_size,), self._layout.q_size, spec.out_bias
+            ),
+            mlp=self._mlp(prefix),
+            attention_norm=self._norm(prefix + names.attention_norm),
+            mlp_norm=self._norm(prefix + names.mlp_norm),
+            pre_norm=spec.pre_norm,
+        )
+
+    def _attention(self, prefix: str) -> Attention:
+        spec, layout = self._spec, self._layout
+        rows = (layout.q_size, layout.kv_size, layout.kv_size)
+        head_norm: list[Tensor | None] = [None, None]
+        if spec.qk_norm:
+            head_norm = [
+                self._source.dense(f"{prefix}self_attn.{which}_norm.weight", (spec.head_dim,))
+                for which in "qk"
+            ]
+        return Attention(
+            kernels=self._kernels,
+            layout=layout,
+            qkv=self._linear(prefix, _QKV, rows, spec.hidden_size, spec.qkv_bias),
+            cos_sin=self._cos_sin,
+            q_norm=head_norm[0],
+            k_norm=head_norm[1],
+            norm_eps=spec.norm_eps,
+        )
+
+    def _mlp(self, prefix: str) -> Mlp:
+        spec, names = self._spec, self._names
+        hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+        wide = self._linear(prefix, names.wide, (inner,) * len(names.wide), hidden, bias)
+        down = self._linear(prefix, (names.down,), (hidden,), inner, bias)
+        if spec.family == "llama":
+            return GatedMlp(self._kernels, wide, down)
+        return PlainMlp(wide, _ACTIVATIONS[spec.activation], down)
+
+    def _linear(
+        self, prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
+    ) -> Linear:
+        """The matrices `names` stacked on top of each other as one layer."""
+        stacked_bias = None
+        if bias:
+            stacked_bias = [
+                self._source.dense(f"{prefix}{name}.bias", (count,))
+                for name, count in zip(names, rows, strict=True)
+            ]
+        parts = [(f"{prefix}{name}.weight", n) for name, n in zip(names, rows, strict=True)]
+        return make_linear(self._source, parts, columns, stacked_bias, self._weights)
+
+    def _norm(self, name: str) -> Norm:
+        spec = self._spec
+        shape = (spec.hidden_size,)
+        if spec.family == "llama":
+            weight = self._source.dense(name + ".weight", shape)
+            return RmsNorm(self._kernels, weight, spec.norm_eps)
+        if not spec.norm_affine:
+            return LayerNorm(spec.hidden_size, None, None, spec.norm_eps)
+        weight, bias = (self._source.dense(f"{name}.{part}", shape) for part in ("weight", "bias"))
+        return LayerNorm(spec.hidden_size, weight, bias, spec.norm_eps)
+
+    def _learned_positions(self) -> Tensor | None:
+        spec = self._spec
+        if spec.rope is not None:
+            return None
+        rows = spec.max_positions + spec.position_offset
+        table = self._source.dense(
+            self._names.root + "embed_positions.weight", (rows, spec.hidden_size)
+        )
+        return table[spec.position_offset :]

@@ -1,0 +1,159 @@
+"""One configurable decoder: Llama, SmolLM, Mistral, Qwen2, Qwen3 and OPT.
+
+    x = embed(tokens) [+ learned positions]
+    each block      residual, delta -> norm, attention, norm, MLP -> residual, delta
+    head            final norm and lm_head, for the rows that are sampled only
+
+`residual + delta` is the hidden state; keeping the two apart lets each sum run fused with the
+norm after it. The last block drops the rows nobody samples as soon as their K and V are cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bros.executor.inputs import StepInputs
+from bros.executor.layers.linear import Linear
+from bros.executor.layers.norm import Norm
+from bros.kernels.interface import HeadLayout, Kernels
+
+LayerCache = tuple[Tensor, Tensor]
+State = tuple[Tensor, Tensor | None]
+
+
+class Mlp(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix."""
+
+    kernels: Kernels
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.kernels.silu_and_mul(self.gate_up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """down(activation(up(x)))."""
+
+    up: Linear
+    activation: Callable[[Tensor], Tensor]
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Self-attention without its output projection. cos_sin: None if nothing is rotated."""
+
+    kernels: Kernels
+    layout: HeadLayout
+    qkv: Linear
+    cos_sin: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    norm_eps: float
+
+    def __call__(self, x: Tensor, inputs: StepInputs, cache: LayerCache) -> Tensor:
+        """[tokens, hidden] -> [tokens, q_size]; writes K and V of the tokens into the cache."""
+        k_cache, v_cache = cache
+        qkv = self.qkv(x)
+        self.kernels.rope_and_cache_(
+            qkv,
+            self.layout,
+            inputs.positions,
+            inputs.slots,
+            self.cos_sin,
+            k_cache,
+            v_cache,
+            self.q_norm,
+            self.k_norm,
+            self.norm_eps,
+        )
+        scale = self.layout.head_dim**-0.5
+        return self.kernels.attention(qkv, self.layout, k_cache, v_cache, inputs.attention, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One decoder layer. pre_norm: normalise what enters attention and MLP, not what leaves."""
+
+    attention: Attention
+    attention_out: Linear
+    mlp: Mlp
+    attention_norm: Norm
+    mlp_norm: Norm
+    pre_norm: bool
+
+    def __call__(
+        self, state: State, inputs: StepInputs, cache: LayerCache, rows: Tensor | None
+    ) -> State:
+        """rows: the tokens to go on with after K and V are cached; None keeps all."""
+        residual, delta = state
+        if not self.pre_norm:
+            attended = self.attention(residual, inputs, cache)
+        elif delta is None:
+            attended = self.attention(self.attention_norm(residual), inputs, cache)
+        else:
+            attended = self.attention(self.attention_norm.add_(residual, delta), inputs, cache)
+        if rows is not None:
+            attended = attended.index_select(0, rows)
+            residual = residual.index_select(0, rows)
+        if self.pre_norm:
+            return residual, self.mlp(self.mlp_norm.add_(residual, self.attention_out(attended)))
+        residual = self.attention_norm.add_(residual, self.attention_out(attended))
+        return self.mlp_norm.add_(residual, self.mlp(residual)), None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """tokens: [vocab, hidden]; positions: [max_positions, hidden] if positions are learned."""
+
+    tokens: Tensor
+    positions: Tensor | None = None
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        x = F.embedding(inputs.token_ids, self.tokens)
+        if self.positions is None:
+            return x
+        return x.add_(F.embedding(inputs.positions, self.positions))
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The whole model. Stateless: K and V live in the caches it is called with."""
+
+    embedding: Embedding
+    blocks: Sequence[Block]
+    final_norm: Norm | None
+    lm_head: Linear
+
+    def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:
+        """Run one step. Returns fp32 logits [len(inputs.samples), vocab]."""
+        state: State = (self.embedding(inputs), None)
+        rows = inputs.sample_rows
+        if rows.shape[0] == inputs.token_ids.shape[0]:
+            rows = None  # every token is sampled, as in a step of decodes only
+        last = len(self.blocks) - 1
+        for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+            state = block(state, inputs, cache, rows if index == last else None)
+        residual, delta = state
+        if self.final_norm is None:
+            hidden = residual if delta is None else residual + delta
+        elif delta is None:
+            hidden = self.final_norm(residual)
+        else:
+            hidden = self.final_norm.add_(residual, delta)
+        return self.lm_head(hidden)

@@ -1,0 +1,57 @@
+"""ModelRunner: the executor of one process, from a plan to sampled tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bros.core.plan import SampledToken, StepPlan, StepResult
+from bros.executor.inputs import build_inputs
+from bros.executor.kv_storage import KvStorage
+from bros.executor.models.decoder import Decoder
+from bros.executor.sampler import Sampler
+
+
+class ModelRunner:
+    """Runs plans on this machine's CPU. Implements core.interfaces.Executor.
+
+    What a plan's segments name must have been written by earlier plans: nothing is checked
+    here, the scheduler owns the blocks.
+    """
+
+    def __init__(self, decoder: Decoder, kv: KvStorage, sampler: Sampler) -> None:
+        self._decoder: Decoder | None = decoder
+        self._kv = kv
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one iteration; K and V of every token in the plan are cached afterwards."""
+        decoder = self._running_decoder()
+        inputs = build_inputs(plan)
+        logits = decoder(inputs, self._kv.layers)
+        specs = [spec for _, spec in inputs.samples]
+        chosen = self._sampler.sample(logits, specs) if specs else []
+        return StepResult(
+            plan.step,
+            tuple(
+                SampledToken(request_id, token_id, logprobs)
+                for (request_id, _), (token_id, logprobs) in zip(
+                    inputs.samples, chosen, strict=True
+                )
+            ),
+        )
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Like execute, but returns the fp32 logits [chunks with a sample spec, vocab]."""
+        return self._running_decoder()(build_inputs(plan), self._kv.layers)
+
+    def close(self) -> None:
+        """Release weights and KV memory. Calling it twice is fine; executing after it is not."""
+        self._decoder = None
+        self._kv.clear()
+
+    def _running_decoder(self) -> Decoder:
+        assert self._decoder is not None, "the executor is closed"
+        return self._decoder
