@@ -40,6 +40,11 @@ class ModelFiles:
     name: str
 
 
+def default_cache_dir() -> Path:
+    """Where conversions are kept unless the user says otherwise: ~/.cache/bros."""
+    return Path.home() / ".cache" / "bros"
+
+
 def _silent(message: str) -> None:
     return None
 
@@ -84,7 +89,7 @@ def _embedded_gguf() -> Path:
 def _downloaded(hub_id: str, report: Callable[[str], None]) -> Path:
     # Imported late: the hub's client takes a while to import and most starts never need it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     report(f"Looking for {hub_id} on the Hugging Face hub ...")
     try:

@@ -106,6 +106,6 @@ def make_linear(
 
 def _fp32(weight: Tensor, bias: Tensor | None) -> Linear:
     """MKL's packed layout where this build of torch has MKL, plain fp32 elsewhere."""
-    if torch.backends.mkl.is_available():
+    if torch._C.has_mkl:
         return PackedLinear(weight, bias)
     return DenseLinear(weight, bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ _NAMES = {
 }
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _IGNORED = re.compile(r"(^lm_head\.weight|rotary_emb\.inv_freq|\.masked_bias)(\.q\w+)?$")
-_ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
 def build_decoder(

@@ -143,8 +143,8 @@ class Decoder:
     def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:
         """Run one step. Returns fp32 logits [len(inputs.samples), vocab]."""
         state: State = (self.embedding(inputs), None)
-        rows = inputs.sample_rows
-        if rows.shape[0] == inputs.token_ids.shape[0]:
+        rows: Tensor | None = inputs.sample_rows
+        if len(inputs.samples) == inputs.token_ids.shape[0]:
             rows = None  # every token is sampled, as in a step of decodes only
         last = len(self.blocks) - 1
         for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):

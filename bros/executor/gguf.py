@@ -1,0 +1,242 @@
+"""Converts a GGUF file to a Hugging Face style folder. Imports no torch of its own.
+
+Weights that bros can read as they are (see RAW_TYPES) keep their quantised bytes under name +
+suffix, so the folder is as small as the GGUF file and --weights int4 needs no second rounding;
+all others are stored as fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFReader, dequantize
+from safetensors.numpy import save_file
+
+from bros.core.errors import ModelError
+
+Array = npt.NDArray[Any]
+
+RAW_TYPES = {
+    GGMLQuantizationType.Q4_0: ".q4_0",
+    GGMLQuantizationType.Q4_1: ".q4_1",
+    GGMLQuantizationType.Q8_0: ".q8_0",
+}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output": "lm_head",
+    "output_norm": "model.norm",
+}
+_BLOCK_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_ROPE_FACTORS = "rope_freqs.weight"
+_SHARD_BYTES = 2**31
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Write config.json, generation_config.json, tokenizer files and weights into `folder`.
+
+    Raises ModelError if the file is damaged or of an architecture or kind not in ARCHITECTURES.
+    """
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
+    config = _config(reader)
+    eos = _field(reader, "tokenizer.ggml.eos_token_id")
+    _write_json(folder / "config.json", config | {"eos_token_id": eos})
+    _write_json(folder / "generation_config.json", {"eos_token_id": _eos_token_ids(reader)})
+    _write_weights(folder, _weights(reader, config))
+    _write_tokenizer(path, folder, _field(reader, "tokenizer.ggml.pre"))
+    for written in folder.iterdir():
+        with open(written, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _field(reader: GGUFReader, key: str, default: Any = None) -> Any:
+    field = reader.get_field(key)
+    return default if field is None else field.contents()
+
+
+def _config(reader: GGUFReader) -> dict[str, Any]:
+    """The config.json a Hugging Face checkpoint of this model would have."""
+    kind = _field(reader, "general.architecture")
+    if kind not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"GGUF architecture {kind!r} is not supported; supported are {known}")
+    if _field(reader, f"{kind}.expert_count"):
+        raise ModelError("mixture-of-experts models are not supported")
+
+    def required(key: str) -> Any:
+        value = _field(reader, f"{kind}.{key}")
+        if value is None:
+            raise ModelError(f"the GGUF file has no {kind}.{key}")
+        return value
+
+    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+    if "token_embd.weight" not in shapes:
+        raise ModelError("the GGUF file has no token_embd.weight")
+    heads = required("attention.head_count")
+    hidden = required("embedding_length")
+    head_dim = _field(reader, f"{kind}.attention.key_length", hidden // heads)
+    if _field(reader, f"{kind}.rope.dimension_count", head_dim) != head_dim:
+        raise ModelError("GGUF models that rotate a part of each head are not supported")
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "hidden_size": hidden,
+        "intermediate_size": required("feed_forward_length"),
+        "num_hidden_layers": required("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _field(reader, f"{kind}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": int(shapes["token_embd.weight"][1]),
+        "max_position_embeddings": required("context_length"),
+        "rms_norm_eps": required("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": kind == "llama" and "blk.0.attn_q.bias" in shapes,
+        "rope_parameters": _rope(reader, kind, head_dim),
+        "hidden_act": "silu",
+    }
+
+
+def _rope(reader: GGUFReader, kind: str, head_dim: int) -> dict[str, Any]:
+    theta = float(_field(reader, f"{kind}.rope.freq_base", 10000.0))
+    base = {"rope_theta": theta, "rope_type": "default"}
+    factors = next((t.data for t in reader.tensors if t.name == _ROPE_FACTORS), None)
+    if factors is not None:
+        return base | _llama3_parameters(theta, head_dim, factors)
+    scaling = _field(reader, f"{kind}.rope.scaling.type", "none")
+    if scaling == "none":
+        return base
+    if scaling not in ("linear", "yarn"):
+        raise ModelError(f"GGUF rope scaling {scaling!r} is not supported")
+    scaled = base | {
+        "rope_type": scaling,
+        "factor": float(_field(reader, f"{kind}.rope.scaling.factor", 1.0)),
+    }
+    original = _field(reader, f"{kind}.rope.scaling.original_context_length")
+    return scaled | ({} if original is None else {"original_max_position_embeddings": original})
+
+
+def _llama3_parameters(theta: float, head_dim: int, factors: Array) -> dict[str, Any]:
+    """Llama 3 GGUFs hold what each frequency is divided by, instead of the formula's constants.
+
+    All released models share the constants but for the factor, which is the largest divisor.
+    """
+    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
+    inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    keep = np.clip((original * inverse / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / (keep + (1.0 - keep) / factor)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+        raise ModelError(f"{_ROPE_FACTORS} in the GGUF file is not Llama 3's; not supported")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _eos_token_ids(reader: GGUFReader) -> list[int]:
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    ids = (_field(reader, key) for key in keys)
+    return sorted({int(token_id) for token_id in ids if token_id is not None})
+
+
+def _weights(reader: GGUFReader, config: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
+    """(name in the folder, array) of every tensor."""
+    heads = {
+        "attn_q": config["num_attention_heads"],
+        "attn_k": config["num_key_value_heads"],
+    }
+    for tensor in reader.tensors:
+        if tensor.name == _ROPE_FACTORS:
+            continue
+        stem, _, kind = tensor.name.rpartition(".")
+        block = _BLOCK.fullmatch(stem)
+        local = block[2] if block else stem
+        known = (_BLOCK_TENSORS if block else _TENSORS).get(local)
+        if known is None:
+            raise ModelError(f"the GGUF file has a tensor {tensor.name}, which is not supported")
+        name = f"model.layers.{block[1]}.{known}.{kind}" if block else f"{known}.{kind}"
+        suffix = RAW_TYPES.get(tensor.tensor_type)
+        data = tensor.data if suffix else dequantize(tensor.data, tensor.tensor_type)
+        if config["model_type"] == "llama" and local in heads:
+            data = _unpermuted(data, heads[local])
+        yield name + (suffix or ""), np.ascontiguousarray(data)
+
+
+def _unpermuted(rows: Array, heads: int) -> Array:
+    """Undo llama.cpp's reordering of Q and K rows: pairs (i, i + d/2) stand side by side there."""
+    split = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _write_weights(folder: Path, weights: Iterator[tuple[str, Array]]) -> None:
+    """Several files with an index, so that no more than one shard is in memory at a time."""
+    weight_map: dict[str, str] = {}
+    shard: dict[str, Array] = {}
+
+    def flush() -> None:
+        file_name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
+        save_file(shard, folder / file_name)
+        weight_map.update(dict.fromkeys(shard, file_name))
+        shard.clear()
+
+    for name, array in weights:
+        shard[name] = array
+        if sum(held.nbytes for held in shard.values()) >= _SHARD_BYTES:
+            flush()
+    if shard:
+        flush()
+    _write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+
+
+def _write_tokenizer(path: Path, folder: Path, pre_tokenizer: str | None) -> None:
+    # Imported late: transformers takes seconds, and a file with wrong weights never gets here.
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ModelError(f"{path} has no usable tokenizer: {error!r}") from error
+    if pre_tokenizer == "smollm":
+        # Digits stand alone before anything else is split, which transformers leaves out: it
+        # would split the line breaks in "\n\n1." in two, unlike what the model was trained on.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    tokenizer.save_pretrained(folder)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2), "utf-8")
