@@ -81,7 +81,7 @@ class ReferenceKernels:
 
 def split_heads(qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Views of Q [tokens, heads, head_dim], K and V [tokens, kv_heads, head_dim] into qkv."""
-    q, k, v = qkv.split([layout.q_size, layout.kv_size, layout.kv_size], dim=-1)
+    q, k, v = torch.split(qkv, [layout.q_size, layout.kv_size, layout.kv_size], dim=-1)
     return (
         q.unflatten(-1, (layout.num_heads, layout.head_dim)),
         k.unflatten(-1, (layout.num_kv_heads, layout.head_dim)),

@@ -1,0 +1,63 @@
+"""The compiled kernels (csrc/module.cpp). Pointers are data_ptr() integers, 0 for none."""
+
+def levels() -> tuple[tuple[str, bool], ...]: ...
+def rms_norm(
+    level: int,
+    out: int,
+    residual: int,
+    x: int,
+    weight: int,
+    tokens: int,
+    size: int,
+    eps: float,
+    threads: int,
+    /,
+) -> None: ...
+def rope_and_cache(
+    level: int,
+    qkv: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    positions: int,
+    slots: int,
+    cos_sin: int,
+    max_positions: int,
+    rotary_dim: int,
+    k_cache: int,
+    v_cache: int,
+    kv_type: int,
+    num_blocks: int,
+    block_size: int,
+    q_norm: int,
+    k_norm: int,
+    eps: float,
+    threads: int,
+    /,
+) -> None: ...
+def attention(
+    level: int,
+    out: int,
+    qkv: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    k_cache: int,
+    v_cache: int,
+    kv_type: int,
+    num_blocks: int,
+    block_size: int,
+    query_start: int,
+    segment_start: int,
+    segments: int,
+    rows: int,
+    num_segments: int,
+    scale: float,
+    threads: int,
+    /,
+) -> None: ...
+def silu_and_mul(
+    level: int, out: int, gate_up: int, tokens: int, size: int, threads: int, /
+) -> None: ...

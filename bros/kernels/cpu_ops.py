@@ -1,0 +1,179 @@
+"""The compiled CPU kernels. Importing this raises ImportError if they were not built.
+
+torch comes first: it brings the OpenMP library, and the kernels share its threads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bros.core.errors import ConfigError
+from bros.kernels import _C
+from bros.kernels.interface import AttentionBatch, HeadLayout
+
+_KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def levels() -> list[str]:
+    """Instruction sets this machine has kernels for, best first; the last is `generic`."""
+    return [name for name, available in _C.levels() if available]
+
+
+class CpuKernels:
+    """Implements `Kernels` for CPU tensors, on torch.get_num_threads() threads.
+
+    Asserts guard what would otherwise corrupt memory. Slots, positions and segments outside
+    their tables raise IndexError, with nothing written.
+    """
+
+    def __init__(self, level: str | None = None) -> None:
+        """level: one of levels(), by default the best. Raises ConfigError if it is not there."""
+        available = levels()
+        self.level = available[0] if level is None else level
+        if self.level not in available:
+            raise ConfigError(
+                f"CPU kernels: level {level!r} is not one of {', '.join(available)} (this machine)"
+            )
+        self._level = [name for name, _ in _C.levels()].index(self.level)
+
+    @property
+    def name(self) -> str:
+        return f"cpu-{self.level}"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last axis, in a new tensor."""
+        return self._norm(0, x, weight, eps)
+
+    def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place; returns rms_norm(residual) in a new tensor."""
+        assert residual.shape == x.shape
+        return self._norm(_address(residual), x, weight, eps)
+
+    def _norm(self, residual: int, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = x.shape[-1]
+        assert weight.shape == (size,)
+        out = torch.empty_like(x)
+        _C.rms_norm(
+            self._level,
+            out.data_ptr(),
+            residual,
+            _address(x),
+            _address(weight),
+            x.numel() // max(size, 1),
+            size,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rope_and_cache_(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        positions: Tensor,
+        slots: Tensor,
+        cos_sin: Tensor | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> None:
+        """Norm and rotate Q and K in place, write K and V to their slots (see `Kernels`)."""
+        tokens = qkv.shape[0]
+        max_positions, rotary_dim = (0, 0) if cos_sin is None else cos_sin.shape
+        assert qkv.shape[1] == layout.qkv_size and rotary_dim <= layout.head_dim
+        assert rotary_dim % 2 == 0
+        assert positions.shape == slots.shape == (tokens,)
+        assert q_norm is None or q_norm.shape == (layout.head_dim,)
+        assert k_norm is None or k_norm.shape == (layout.head_dim,)
+        _C.rope_and_cache(
+            self._level,
+            _address(qkv),
+            tokens,
+            layout.num_heads,
+            layout.num_kv_heads,
+            layout.head_dim,
+            _address(positions, torch.int32),
+            _address(slots, torch.int32),
+            0 if cos_sin is None else _address(cos_sin),
+            max_positions,
+            rotary_dim,
+            *_cache_arguments(k_cache, v_cache, layout),
+            0 if q_norm is None else _address(q_norm),
+            0 if k_norm is None else _address(k_norm),
+            eps,
+            torch.get_num_threads(),
+        )
+
+    def attention(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """Softmax attention over the cached segments and, causally, the chunk (see `Kernels`)."""
+        rows = batch.num_rows
+        num_segments = batch.segments.numel() // 3
+        assert qkv.shape[1] == layout.qkv_size and layout.num_heads % layout.num_kv_heads == 0
+        assert rows >= 0 and batch.segment_start.shape == (rows + 1,)
+        assert batch.segments.numel() == 3 * num_segments
+        out = qkv.new_empty(qkv.shape[0], layout.q_size)
+        _C.attention(
+            self._level,
+            out.data_ptr(),
+            _address(qkv),
+            qkv.shape[0],
+            layout.num_heads,
+            layout.num_kv_heads,
+            layout.head_dim,
+            *_cache_arguments(k_cache, v_cache, layout),
+            _address(batch.query_start, torch.int32),
+            _address(batch.segment_start, torch.int32),
+            _address(batch.segments, torch.int32),
+            rows,
+            num_segments,
+            scale,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[tokens, 2 * n] -> silu(first half) * second half, [tokens, n]."""
+        tokens, double = gate_up.shape
+        assert double % 2 == 0
+        out = gate_up.new_empty(tokens, double // 2)
+        _C.silu_and_mul(
+            self._level,
+            out.data_ptr(),
+            _address(gate_up),
+            tokens,
+            double // 2,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def _address(x: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    assert x.dtype is dtype and x.is_contiguous() and x.is_cpu
+    return x.data_ptr()
+
+
+def _cache_arguments(
+    k_cache: Tensor, v_cache: Tensor, layout: HeadLayout
+) -> tuple[int, int, int, int, int]:
+    num_blocks, kv_heads, block_size, head_dim = k_cache.shape
+    dtype = k_cache.dtype
+    assert v_cache.shape == k_cache.shape and block_size > 0
+    assert kv_heads == layout.num_kv_heads and head_dim == layout.head_dim
+    return (
+        _address(k_cache, dtype),
+        _address(v_cache, dtype),
+        _KV_TYPES[dtype],
+        num_blocks,
+        block_size,
+    )

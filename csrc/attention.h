@@ -1,0 +1,106 @@
+// The attention of a step: cut into tasks, run them on all threads, merge the parts.
+#pragma once
+
+#include "attention_decode.h"
+#include "attention_tile.h"
+
+namespace bros {
+namespace {
+
+void merge_parts(const Problem& p, const Merge& merge, float* partials) {
+  const int64_t lanes = merge.num_queries * p.group;
+  const int64_t size = p.partial_size(lanes);
+  float* first = partials + merge.partial;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    float top = -__builtin_inff();
+    for (int64_t part = 0; part < merge.num_parts; ++part) {
+      top = max_of(top, Partial(first + part * size, lanes, p.dim).m[lane]);
+    }
+    float* out = p.output(merge.token + lane / p.group, merge.kv_head * p.group + lane % p.group);
+    for (int64_t d = 0; d < p.dim; ++d) out[d] = 0.0f;
+    float sum = 0.0f;
+    for (int64_t part = 0; part < merge.num_parts; ++part) {
+      const Partial x(first + part * size, lanes, p.dim);
+      const float weight = exp2_nonpositive(splat(x.m[lane] - top))[0];
+      sum += weight * x.l[lane];
+      for (int64_t d = 0; d < p.dim; ++d) out[d] += weight * x.o[lane * p.dim + d];
+    }
+    for (int64_t d = 0; d < p.dim; ++d) out[d] /= sum;
+  }
+}
+
+// The memory of one thread; a task uses one half of it.
+struct ThreadScratch {
+  DecodeScratch decode;
+  TileScratch tile;
+  ThreadScratch(Arena* arena, const Problem& p) : decode(arena, p), tile(arena, p) {}
+};
+
+template <class T>
+void run_task(const Problem& p, const Task& task, float q_scale, const ThreadScratch& scratch,
+              float* partials) {
+  if (task.decode) {
+    decode_task<T>(p, task, q_scale, scratch.decode, partials);
+  } else {
+    tile_task<T>(p, task, q_scale, scratch.tile, partials);
+  }
+}
+
+using RunTask = void (*)(const Problem&, const Task&, float, const ThreadScratch&, float*);
+
+RunTask task_runner(KvType type) {
+  switch (type) {
+    case KvType::kBf16:
+      return run_task<Bf16>;
+    case KvType::kFp16:
+      return run_task<Fp16>;
+    default:
+      return run_task<float>;
+  }
+}
+
+const char* attention(const AttentionArgs& a) {
+  if (const char* error = check_batch(a)) return error;
+  const Problem p(a);
+  const TaskList counted(p, nullptr, nullptr);
+  const bool parallel =
+      a.threads > 1 && counted.num_tasks > 1 && counted.multiply_adds / 8 >= kMinParallelWork;
+  const int threads = parallel ? a.threads : 1;
+
+  Arena measured(nullptr);
+  ThreadScratch(&measured, p);
+  const int64_t thread_bytes = round_up(measured.used(), 4096);
+  thread_local Scratch memory;
+  void* base = memory.reserve(threads * thread_bytes + counted.num_tasks * sizeof(Task) + 64 +
+                              counted.num_merges * sizeof(Merge) + 64 +
+                              counted.partial_floats * sizeof(float));
+  if (!base) return "no memory for attention";
+  Arena arena(static_cast<char*>(base) + threads * thread_bytes);
+  float* partials = arena.take<float>(counted.partial_floats);
+  Task* tasks = arena.take<Task>(counted.num_tasks);
+  Merge* merges = arena.take<Merge>(counted.num_merges);
+  const TaskList list(p, tasks, merges);
+
+  const RunTask run = task_runner(a.cache.type);
+  const float q_scale = a.scale * 1.44269504f;  // scores in base 2
+  if (!parallel) {
+    Arena own(base);
+    const ThreadScratch scratch(&own, p);
+    for (int64_t i = 0; i < list.num_tasks; ++i) run(p, tasks[i], q_scale, scratch, partials);
+    for (int64_t i = 0; i < list.num_merges; ++i) merge_parts(p, merges[i], partials);
+    return nullptr;
+  }
+#pragma omp parallel num_threads(threads)
+  {
+    Arena own(static_cast<char*>(base) + thread_number() * thread_bytes);
+    const ThreadScratch scratch(&own, p);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < list.num_tasks; ++i) run(p, tasks[i], q_scale, scratch, partials);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < list.num_merges; ++i) merge_parts(p, merges[i], partials);
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace bros

@@ -1,0 +1,93 @@
+// What module.cpp asks of the kernels, and one table of them per instruction set.
+//
+// Plain C data only: the tables are filled by three objects compiled with different flags, and
+// nothing compiled with AVX flags may be shared with code that runs everywhere.
+#pragma once
+
+#include <cstdint>
+
+namespace bros {
+
+enum class KvType : int { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
+
+// Columns of a row of qkv: heads x head_dim of Q, then kv_heads x head_dim of K, then V.
+struct HeadLayout {
+  int heads;
+  int kv_heads;
+  int head_dim;
+};
+
+// K and V of one layer, each [num_blocks, kv_heads, block_size, head_dim] of `type`.
+struct KvCache {
+  void* k;
+  void* v;
+  KvType type;
+  int64_t num_blocks;
+  int64_t block_size;
+};
+
+struct RmsNormArgs {
+  float* out;           // [tokens, size]
+  float* residual;      // [tokens, size]; null: plain norm of x
+  const float* x;       // [tokens, size]
+  const float* weight;  // [size]
+  int64_t tokens;
+  int64_t size;
+  float eps;
+  int threads;
+};
+
+struct RopeArgs {
+  float* qkv;
+  int64_t tokens;
+  HeadLayout layout;
+  const int32_t* positions;  // [tokens], < max_positions
+  const int32_t* slots;      // [tokens], < num_blocks * block_size
+  const float* cos_sin;      // [max_positions, rotary_dim] or null
+  int64_t max_positions;
+  int64_t rotary_dim;
+  KvCache cache;
+  const float* q_norm;  // [head_dim] or null
+  const float* k_norm;  // [head_dim] or null
+  float eps;
+  int threads;
+};
+
+struct AttentionArgs {
+  float* out;        // [tokens, heads * head_dim]
+  const float* qkv;  // [tokens, (heads + 2 * kv_heads) * head_dim]
+  int64_t tokens;
+  HeadLayout layout;
+  KvCache cache;
+  const int32_t* query_start;    // [rows + 1], from 0 to tokens
+  const int32_t* segment_start;  // [rows + 1]
+  const int32_t* segments;       // [num_segments, 3] of (block, lo, hi)
+  int64_t rows;
+  int64_t num_segments;
+  float scale;
+  int threads;
+};
+
+struct SiluArgs {
+  float* out;       // [tokens, size]
+  const float* in;  // [tokens, 2 * size]
+  int64_t tokens;
+  int64_t size;
+  int threads;
+};
+
+// Every kernel returns null, or what is wrong with its arguments having touched no memory.
+struct KernelTable {
+  const char* (*rms_norm)(const RmsNormArgs&);
+  const char* (*rope_and_cache)(const RopeArgs&);
+  const char* (*attention)(const AttentionArgs&);
+  const char* (*silu_and_mul)(const SiluArgs&);
+};
+
+extern const KernelTable kGenericKernels;
+#if defined(__x86_64__)
+extern const KernelTable kAvx2Kernels;
+extern const KernelTable kAvx512Kernels;
+#endif
+
+}  // namespace bros

@@ -1,0 +1,5 @@
+// All kernels, for the instruction set that the including file is compiled for.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"

@@ -1,0 +1,91 @@
+// Splitting work over OpenMP threads, and memory that lives from call to call.
+#pragma once
+
+#include <stdlib.h>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "simd.h"
+
+namespace bros {
+namespace {
+
+inline int thread_number() {
+#if defined(_OPENMP)
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+// Below this much work (about 5 microseconds of one thread) starting a parallel region costs more
+// than it saves. In elements read or written; attention counts multiply-adds and divides by 8.
+constexpr int64_t kMinParallelWork = 32768;
+
+// Calls body(begin, end) on consecutive parts of [0, n), one per thread. The parts of a token do
+// not depend on the split, so results do not depend on the number of threads.
+template <class Body>
+inline void parallel_for(int64_t n, int64_t work, int threads, const Body& body) {
+  const int64_t parts = min_of<int64_t>(threads, n);
+  if (parts <= 1 || work < kMinParallelWork) {
+    body(int64_t{0}, n);
+    return;
+  }
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int64_t part = 0; part < parts; ++part) {
+    body(n * part / parts, n * (part + 1) / parts);
+  }
+}
+
+// A block of memory that grows and is kept: fresh pages for every layer would cost more than the
+// small kernels themselves. One per calling thread (thread_local at the place of use).
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { free(data_); }
+
+  // At least `bytes` bytes aligned to 64, contents undefined; null if there is no memory.
+  void* reserve(size_t bytes) {
+    if (bytes > size_) {
+      free(data_);
+      size_ = 0;
+      data_ = nullptr;
+      const size_t rounded = round_up(bytes + bytes / 4, 4096);
+      if (posix_memalign(&data_, 64, rounded) != 0) {
+        data_ = nullptr;
+        return nullptr;
+      }
+      size_ = rounded;
+    }
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Hands out 64-byte aligned arrays from a block of memory; with a null block it only measures.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return p;
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+}  // namespace
+}  // namespace bros

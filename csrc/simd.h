@@ -1,0 +1,233 @@
+// One vector of floats, as wide as the instruction set of this object allows.
+//
+// GCC/Clang vector extensions do the arithmetic (a * b + c contracts to FMA); intrinsics only
+// where the extensions have no word for it. Everything is in an unnamed namespace and no header
+// with inline functions of external linkage is used: the linker could otherwise pick the AVX-512
+// copy of a shared function for a machine without AVX-512.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define BROS_INLINE inline __attribute__((always_inline))
+
+namespace bros {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
+
+template <class A, class B>
+BROS_INLINE A bit_cast(const B& b) {
+  static_assert(sizeof(A) == sizeof(B), "");
+  A a;
+  __builtin_memcpy(&a, &b, sizeof a);
+  return a;
+}
+
+template <class T>
+BROS_INLINE T min_of(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+BROS_INLINE T max_of(T a, T b) {
+  return a > b ? a : b;
+}
+BROS_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+BROS_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+BROS_INLINE Vec splat(float x) { return x - Vec{}; }  // x - 0 is x, also for -0, so it folds
+BROS_INLINE IntVec splat_int(int32_t x) { return x - IntVec{}; }
+
+BROS_INLINE Vec select(IntVec mask, Vec a, Vec b) {
+  return bit_cast<Vec>((mask & bit_cast<IntVec>(a)) | (~mask & bit_cast<IntVec>(b)));
+}
+
+// The larger; b if a is NaN, as in x86 max.
+BROS_INLINE Vec vmax(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+
+BROS_INLINE float reduce_add(Vec a) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(a);
+#elif defined(__AVX2__)
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+#else
+  return (a[0] + a[2]) + (a[1] + a[3]);
+#endif
+}
+
+BROS_INLINE float reduce_max(Vec a) {
+  float best = a[0];
+  for (int i = 1; i < kLanes; ++i) best = max_of(best, a[i]);
+  return best;
+}
+
+// ---- loads and stores, converting to and from fp32 (to nearest even) -------------------------
+
+BROS_INLINE Vec load(const float* p) {
+  Vec v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+BROS_INLINE Vec load(const Bf16* p) {
+  HalfVec h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return bit_cast<Vec>(__builtin_convertvector(h, IntVec) << 16);
+}
+
+BROS_INLINE Vec load(const Fp16* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  // Scaling by 2^112 moves the exponent bias from 15 to 127, and makes subnormals normal.
+  HalfVec h;
+  __builtin_memcpy(&h, p, sizeof h);
+  const IntVec bits = __builtin_convertvector(h, IntVec);
+  const IntVec magnitude = (bits & 0x7fff) << 13;
+  IntVec wide = bit_cast<IntVec>(bit_cast<Vec>(magnitude) * 0x1p112f);
+  wide |= (magnitude >= splat_int(0x0f800000)) & 0x7f800000;  // infinity and NaN
+  return bit_cast<Vec>(wide | ((bits & 0x8000) << 16));
+#endif
+}
+
+BROS_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof v); }
+
+BROS_INLINE void store(Bf16* p, Vec v) {
+  IntVec bits = bit_cast<IntVec>(v);
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const IntVec is_nan = v != v;
+  const HalfVec h = __builtin_convertvector((bits & ~is_nan) | (is_nan & 0x7fc0), HalfVec);
+  __builtin_memcpy(p, &h, sizeof h);
+}
+
+BROS_INLINE void store(Fp16* p, Vec v) {
+#if defined(__AVX512F__)
+  const __m256i h = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+  const __m128i h = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const IntVec bits = bit_cast<IntVec>(v);
+  const IntVec magnitude = bits & 0x7fffffff;
+  // Below 2^-14 the result is subnormal: adding 0.5 leaves it, rounded, in the low ten bits.
+  const IntVec small = bit_cast<IntVec>(bit_cast<Vec>(magnitude) + 0.5f) - 0x3f000000;
+  const IntVec normal = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const IntVec is_small = magnitude < splat_int(113 << 23);
+  const IntVec is_huge = magnitude >= splat_int(143 << 23);
+  const IntVec is_nan = magnitude > splat_int(0x7f800000);
+  IntVec out = (is_small & small) | (~is_small & normal);
+  out = (is_huge & 0x7c00) | (~is_huge & out);
+  out |= is_nan & 0x0200;
+  const HalfVec h = __builtin_convertvector(out | ((bits >> 16) & 0x8000), HalfVec);
+#endif
+  __builtin_memcpy(p, &h, sizeof h);
+}
+
+// The first n < kLanes elements, then zeros.
+template <class T>
+BROS_INLINE Vec load_first(const T* p, int64_t n) {
+#if defined(__AVX512F__)
+  if (sizeof(T) == 4) return _mm512_maskz_loadu_ps((1u << n) - 1, p);
+#endif
+  T padded[kLanes] = {};
+  __builtin_memcpy(padded, p, n * sizeof(T));
+  return load(padded);
+}
+
+template <class T>
+BROS_INLINE void store_first(T* p, Vec v, int64_t n) {
+  T padded[kLanes];
+  store(padded, v);
+  __builtin_memcpy(p, padded, n * sizeof(T));
+}
+
+// Calls full(i) for every whole vector of n elements, then rest(i, count) for what is left.
+template <class Full, class Rest>
+BROS_INLINE void for_each_vector(int64_t n, const Full& full, const Rest& rest) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) full(i);
+  if (i < n) rest(i, n - i);
+}
+
+template <class T>
+BROS_INLINE void convert(T* out, const float* in, int64_t n) {
+  for_each_vector(
+      n, [&](int64_t i) { store(out + i, load(in + i)); },
+      [&](int64_t i, int64_t m) { store_first(out + i, load_first(in + i, m), m); });
+}
+
+template <class T>
+BROS_INLINE void widen(float* out, const T* in, int64_t n) {
+  for_each_vector(
+      n, [&](int64_t i) { store(out + i, load(in + i)); },
+      [&](int64_t i, int64_t m) { store_first(out + i, load_first(in + i, m), m); });
+}
+
+// ---- exponentials -----------------------------------------------------------------------------
+
+// 2^n * 2^f for integral n (given as round_magic + n) and |f| <= 1/2. The polynomial is the
+// minimax one of degree 5: relative error below 2.1e-7, rounding included.
+constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+BROS_INLINE Vec scale_exp2(Vec magic_plus_n, Vec f) {
+  Vec p = splat(1.327647198e-3f);
+  p = p * f + 9.675541334e-3f;
+  p = p * f + 5.550713274e-2f;
+  p = p * f + 2.402211972e-1f;
+  p = p * f + 6.931469671e-1f;
+  p = p * f + 1.000000072f;
+  return bit_cast<Vec>(bit_cast<IntVec>(p) + (bit_cast<IntVec>(magic_plus_n) << 23));
+}
+
+// 2^x for x <= 0; 0 below -126.
+BROS_INLINE Vec exp2_nonpositive(Vec x) {
+  const IntVec in_range = x >= splat(-126.0f);
+  const Vec clamped = vmax(x, splat(-126.0f));
+  const Vec shifted = clamped + kRoundMagic;
+  const Vec y = scale_exp2(shifted, clamped - (shifted - kRoundMagic));
+  return bit_cast<Vec>(in_range & bit_cast<IntVec>(y));
+}
+
+// e^x with x clamped to [-87, 87]. The reduction x - n ln 2 is done in two parts, so the error
+// stays relative for large |x|.
+BROS_INLINE Vec exp_clamped(Vec x) {
+  const Vec clamped = -vmax(-vmax(x, splat(-87.0f)), splat(-87.0f));
+  const Vec shifted = clamped * 1.44269504f + kRoundMagic;
+  const Vec n = shifted - kRoundMagic;
+  const Vec rest = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
+  return scale_exp2(shifted, rest * 1.44269504f);
+}
+
+}  // namespace
+}  // namespace bros

@@ -1,0 +1,80 @@
+"""Builds the optional C++ kernels; everything else about the package is in pyproject.toml.
+
+Without a working compiler the package still installs, and runs on the reference kernels.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+COMMON_FLAGS = [
+    "-O3",
+    "-g0",
+    "-std=c++17",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",  # false alarms inside the intrinsics headers of GCC 12
+]
+# Apple's clang has no OpenMP: there the kernels run on one thread.
+OPENMP_FLAGS = [] if sys.platform == "darwin" else ["-fopenmp"]
+X86_FLAGS = {
+    "csrc/kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "csrc/kernels_avx512.cpp": [
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+        *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
+    ],
+}
+HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
+
+
+class BuildKernels(build_ext):
+    """Compiles each source with the flags of its instruction set; Extension knows only one set."""
+
+    def build_extension(self, ext: Extension) -> None:
+        objects = []
+        for source in ext.sources:
+            flags = COMMON_FLAGS + OPENMP_FLAGS
+            if platform.machine().lower() in ("x86_64", "amd64"):
+                flags = flags + X86_FLAGS.get(source, [])
+            objects += self.compiler.compile(
+                [source],
+                output_dir=self.build_temp,
+                include_dirs=ext.include_dirs,
+                extra_postargs=flags,
+                depends=ext.depends,
+            )
+        self.compiler.link_shared_object(
+            objects,
+            self.get_ext_fullpath(ext.name),
+            extra_postargs=OPENMP_FLAGS,
+            build_temp=self.build_temp,
+            target_lang="c++",
+        )
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "bros.kernels._C",
+            sources=[
+                "csrc/module.cpp",
+                "csrc/kernels_generic.cpp",
+                "csrc/kernels_avx2.cpp",
+                "csrc/kernels_avx512.cpp",
+            ],
+            depends=HEADERS,
+            language="c++",
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)
