@@ -1,0 +1,242 @@
+"""From token ids to text while the ids are still arriving, and stop strings found on the way."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tokenizers
+
+from bros.core.errors import ModelError
+
+
+class TokenTable:
+    """The bytes every token id stands for; shared by all detokenizers of one tokenizer.
+
+    Text is the concatenation of these bytes read as UTF-8, where every ill-formed sequence
+    becomes one U+FFFD. For byte-level BPE this is what the `tokenizers` library gives. For
+    SentencePiece byte fallback the two differ on ill-formed bytes only: the library then turns a
+    whole run of byte tokens into U+FFFD, valid characters included, so that no character of
+    the run could be shown before the run has ended.
+
+    Raises ModelError for a decoder that does not work token by token.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._alphabet: dict[str, int] | None = None
+        self._replacements: list[tuple[str, str]] = []
+        self._byte_fallback = False
+        self._metaspace: str | None = None
+        self._separator = b""
+        self.strip_char, self.strip_count = "", 0
+        self._read_decoder(tokenizer)
+        self._bytes: dict[int, bytes] = {}  # filled as tokens are met; racing threads agree
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def first_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token that opens a text: some decoders drop its leading space."""
+        if self._metaspace is not None:
+            piece = self._tokenizer.id_to_token(token_id) or ""
+            return self._encode(piece.replace(self._metaspace, ""))
+        return self.bytes_of(token_id).removeprefix(self._separator)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token inside a text. Ids outside the vocabulary are empty."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            piece = self._tokenizer.id_to_token(token_id)
+            found = b"" if piece is None else self._separator + self._encode(piece)
+            self._bytes[token_id] = found
+        return found
+
+    def _encode(self, piece: str) -> bytes:
+        if self._alphabet is not None:
+            values = [self._alphabet.get(char, -1) for char in piece]
+            return piece.encode() if -1 in values else bytes(values)
+        for old, new in self._replacements:
+            piece = piece.replace(old, new)
+        if self._byte_fallback and len(piece) == 6 and piece[:3] == "<0x" and piece[5] == ">":
+            try:
+                return bytes.fromhex(piece[3:5])
+            except ValueError:
+                return piece.encode()
+        return piece.encode()
+
+    def _read_decoder(self, tokenizer: tokenizers.Tokenizer) -> None:
+        if tokenizer.decoder is None:
+            self._separator = b" "
+            return
+        state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+        steps = state["decoders"] if state["type"] == "Sequence" else [state]
+        fused = False
+        for step in steps:
+            if not self._read_step(step, fused):
+                raise ModelError(
+                    f"The tokenizer's decoder has a {step['type']} step that bros cannot "
+                    f"follow token by token: {json.dumps(step, ensure_ascii=False)}"
+                )
+            fused = fused or step["type"] in ("Fuse", "ByteLevel")
+
+    def _read_step(self, step: dict[str, Any], fused: bool) -> bool:
+        """Take in one step of the decoder; False if there is no way to follow it."""
+        match step:
+            case {"type": "Fuse"}:
+                return True
+            case {"type": "Strip", "content": str(char), "start": int(count), "stop": 0}:
+                self.strip_char, self.strip_count = char, count
+                return fused
+            case {"type": "ByteLevel"}:
+                self._alphabet = _byte_alphabet()
+                return not (fused or self._replacements or self._byte_fallback)
+            case {"type": "ByteFallback"}:
+                self._byte_fallback = True
+                return not fused
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                self._replacements.append((old, new))
+                return not fused and not self._byte_fallback
+            case {"type": "Metaspace", "replacement": str(mark)}:
+                self._replacements.append((mark, " "))
+                if step.get("prepend_scheme") != "never":
+                    self._metaspace = mark
+                return not fused
+        return False
+
+
+class IncrementalDetokenizer:
+    """Turns a growing list of token ids into text that is never taken back.
+
+    All pushed text plus `finish()` is the text of all ids. The cost of a token does not depend on
+    how many came before it.
+    """
+
+    __slots__ = ("_first", "_skip_special", "_strip", "_table", "_utf8")
+
+    def __init__(self, table: TokenTable, *, skip_special_tokens: bool = True) -> None:
+        self._table = table
+        self._skip_special = skip_special_tokens
+        self._first = True
+        self._strip = table.strip_count
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these ids complete; half a character is kept for later."""
+        table = self._table
+        data = b""
+        for token_id in token_ids:
+            if self._skip_special and table.is_special(token_id):
+                continue
+            data += table.first_bytes(token_id) if self._first else table.bytes_of(token_id)
+            self._first = False
+        return self._stripped(self._utf8.decode(data)) if data else ""
+
+    def finish(self) -> str:
+        """U+FFFD for a character that was never completed, else nothing. Call it once."""
+        return self._stripped(self._utf8.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        while self._strip and text:
+            if not text.startswith(self._table.strip_char):
+                self._strip = 0
+                break
+            text = text[len(self._table.strip_char) :]
+            self._strip -= 1
+        return text
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that arrives in pieces.
+
+    The match is the one that ends first; of several that end there, the longest (the one that
+    starts first). The result does not depend on how the text is cut. Text is held back
+    only while it may be the beginning of a stop string.
+    """
+
+    __slots__ = ("_held", "_patterns")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._patterns = [_Pattern(stop) for stop in stops]
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that is certainly before any match, the stop string that was completed or None).
+
+        After a match there is nothing more to push or finish.
+        """
+        if not text:
+            return "", None
+        whole = self._held + text
+        offset = len(self._held)
+        end, found = len(whole) + 1, ""
+        for pattern in self._patterns:
+            position = pattern.advance(text)
+            if position is not None and (offset + position, -len(pattern.text)) < (
+                end,
+                -len(found),
+            ):
+                end, found = offset + position, pattern.text
+        if found:
+            return whole[: end - len(found)], found
+        keep = len(whole) - max((pattern.matched for pattern in self._patterns), default=0)
+        self._held = whole[keep:]
+        return whole[:keep], None
+
+    def finish(self) -> str:
+        """The text held back, when no more will come."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Pattern:
+    """Knuth-Morris-Pratt: how much of `text` the input so far ends with."""
+
+    __slots__ = ("_borders", "matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._borders = [0] * len(text)  # longest proper border of text[: i + 1]
+        length = 0
+        for i in range(1, len(text)):
+            while length and text[i] != text[length]:
+                length = self._borders[length - 1]
+            length += text[i] == text[length]
+            self._borders[i] = length
+
+    def advance(self, text: str) -> int | None:
+        """Read `text`; the position in it just after the first full match, or None."""
+        goal, matched, position = self.text, self.matched, 0
+        while position < len(text):
+            if matched == 0:
+                position = text.find(goal[0], position)
+                if position < 0:
+                    break
+                matched = 1
+            else:
+                while matched and text[position] != goal[matched]:
+                    matched = self._borders[matched - 1]
+                matched += text[position] == goal[matched]
+            position += 1
+            if matched == len(goal):
+                return position
+        self.matched = matched
+        return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: itself where it is printable
+    Latin-1, else the next unused one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet

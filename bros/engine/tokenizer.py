@@ -1,0 +1,187 @@
+"""Text to token ids and back, and chat messages to a prompt.
+
+Built on the `tokenizers` library and Jinja alone: AutoTokenizer would import torch, which costs
+the server process seconds at start and hundreds of megabytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from bros.core.clock import Clock, SystemClock
+from bros.core.errors import ModelError
+from bros.engine.chat_template import ChatTemplates, read_templates
+from bros.engine.detokenizer import IncrementalDetokenizer, TokenTable
+
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """The tokenizer of one model folder. All methods may be called from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        special: Mapping[str, str],
+        templates: ChatTemplates,
+    ) -> None:
+        """special: bos_token, eos_token, ... -> the token as written. `load` is the usual way."""
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self._special_tokens = dict(special)
+        self._table = TokenTable(tokenizer)
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+
+    @classmethod
+    def load(cls, folder: Path, clock: Clock | None = None) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and the chat templates of a model folder.
+
+        A folder in an older format (vocab.json and merges.txt, or tokenizer.model) is converted
+        by transformers, which takes seconds. `clock` is for templates that write today's date.
+        Raises ModelError if there is no tokenizer or it is of a kind that is not supported.
+        """
+        config = _read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(folder, config)
+        try:
+            tokenizer = _load_backend(folder)
+        except ModelError:
+            raise
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise ModelError(f"The tokenizer in {folder} cannot be read: {error}") from error
+        _follow_config(tokenizer, config, special)
+        sources = read_templates(folder, config)
+        return cls(tokenizer, special, ChatTemplates(sources, special, clock or SystemClock()))
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._special_tokens.get("eos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; add_special_tokens puts in what the model wants around a prompt.
+
+        Releases the interpreter lock: long texts are best encoded on a worker thread.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD (see TokenTable)."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A fresh detokenizer for one sequence of output tokens."""
+        return IncrementalDetokenizer(self._table, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+    ) -> list[int]:
+        """Token ids of a conversation, ending where the assistant's answer begins.
+
+        template_kwargs are variables of the template such as `tools`; add_generation_prompt is
+        True unless given. Raises InvalidRequestError (param "messages") if the model has no
+        template or the template does not take these messages.
+        """
+        text = self.render_chat(messages, **template_kwargs)
+        return self.encode(text, add_special_tokens=False)  # templates write them themselves
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
+        """The text that `apply_chat_template` encodes."""
+        return self._templates.render(messages, **template_kwargs)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds inside a text, possibly half a character.
+
+        Special tokens give their name, ids outside the vocabulary nothing.
+        """
+        return self._table.bytes_of(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, U+FFFD where the bytes are no whole character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold an object, not {type(content).__name__}.")
+    return content
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> token; both files write a token as a string or as an object with `content`."""
+    entries = {**_read_json(folder / "special_tokens_map.json"), **config}
+    found: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        token = entries.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return tokenizers.Tokenizer.from_file(str(path))
+    if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
+        raise ModelError(f"The folder {folder} has no tokenizer.json.")
+    # Imported late: transformers brings torch along, and only old model folders need it.
+    from transformers import AutoTokenizer
+
+    converted: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    return converted
+
+
+def _follow_config(
+    tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
+    """Apply what tokenizer_config.json says over tokenizer.json, as transformers does."""
+    # Settings left over from training would cut or fill up prompts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = [token for token in special.values() if token not in known]
+    tokenizer.add_special_tokens(
+        [token for token in missing if tokenizer.token_to_id(token) is not None]
+    )
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    around = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
+    pattern = [token for token in (bos, "$A", eos) if token is not None]
+    tokenizer.post_processor = TemplateProcessing(single=pattern, special_tokens=around)
