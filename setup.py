@@ -22,7 +22,7 @@ COMMON_FLAGS = [
     "-fno-rtti",
     "-fvisibility=hidden",
     "-Wno-psabi",
-    "-Wno-maybe-uninitialized",  # false alarms inside the intrinsics headers of GCC 12
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # false alarms in GCC 12's headers
 ]
 # Apple's clang has no OpenMP: there the kernels run on one thread.
 OPENMP_FLAGS = [] if sys.platform == "darwin" else ["-fopenmp"]

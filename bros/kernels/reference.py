@@ -81,11 +81,12 @@ class ReferenceKernels:
 
 def split_heads(qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Views of Q [tokens, heads, head_dim], K and V [tokens, kv_heads, head_dim] into qkv."""
+    tokens = qkv.shape[0]
     q, k, v = torch.split(qkv, [layout.q_size, layout.kv_size, layout.kv_size], dim=-1)
     return (
-        q.unflatten(-1, (layout.num_heads, layout.head_dim)),
-        k.unflatten(-1, (layout.num_kv_heads, layout.head_dim)),
-        v.unflatten(-1, (layout.num_kv_heads, layout.head_dim)),
+        q.view(tokens, layout.num_heads, layout.head_dim),
+        k.view(tokens, layout.num_kv_heads, layout.head_dim),
+        v.view(tokens, layout.num_kv_heads, layout.head_dim),
     )
 
 

@@ -1,0 +1,163 @@
+"""Compiled attention against the reference run in double precision."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels
+from bros.kernels.reference import ReferenceKernels
+from support.kernel_cases import (
+    ATTENTION_CASES,
+    AttentionCase,
+    cpu_kernels,
+    each_level,
+    int32,
+    make_case,
+    torch_threads,
+)
+
+# Scores of unit normal q and k, scaled by dim**-0.5, carry an fp32 dot product's error, at most
+# some 2e-6; softmax weights then have a relative error of twice that, and |v| stays below 5.
+ATOL = 2e-5
+
+
+def run(kernels: Kernels, case: AttentionCase) -> Tensor:
+    return kernels.attention(
+        case.qkv, case.layout, case.k_cache, case.v_cache, case.batch, case.scale
+    )
+
+
+def oracle(case: AttentionCase) -> Tensor:
+    return ReferenceKernels().attention(
+        case.qkv.double(), case.layout, case.k_cache, case.v_cache, case.batch, case.scale
+    )
+
+
+def assert_matches(level: str, case: AttentionCase) -> None:
+    before = case.clone()
+    actual = run(cpu_kernels(level), case)
+    torch.testing.assert_close(actual.double(), oracle(before), rtol=0, atol=ATOL)
+    assert torch.equal(case.qkv, before.qkv)
+    assert torch.equal(case.k_cache, before.k_cache)
+    assert torch.equal(case.v_cache, before.v_cache)
+
+
+@each_level
+@settings(max_examples=60, deadline=None)
+@given(case=ATTENTION_CASES)
+def test_attention_matches_the_reference(level: str, case: AttentionCase) -> None:
+    assert_matches(level, case)
+
+
+@each_level
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([(1, 2500)], id="decode in several parts"),
+        pytest.param([(40, 2500)], id="one tile over a context in several parts"),
+        pytest.param([(500, 1100)], id="chunk of many tiles after a context"),
+        pytest.param([(1, 256), (1, 257), (64, 1024), (64, 1025)], id="ends of parts"),
+        pytest.param([(2, 1024), (3, 300), (1, 0), (1, 0)], id="few queries, no context"),
+    ],
+)
+def test_long_contexts_are_split_and_merged(level: str, rows: list[tuple[int, int]]) -> None:
+    with torch_threads(2):
+        assert_matches(level, make_case(rows))
+
+
+@each_level
+@pytest.mark.parametrize("group", [1, 9, 40, 200])
+def test_any_number_of_query_heads_may_share_a_kv_head(level: str, group: int) -> None:
+    assert_matches(level, make_case([(1, 1300), (70, 33)], kv_heads=1, group=group, head_dim=16))
+
+
+@each_level
+def test_a_row_does_not_depend_on_its_batch_or_on_threads(level: str) -> None:
+    case = make_case([(1, 700), (130, 90), (5, 0), (33, 2100), (1, 0), (2, 300)])
+    kernels = cpu_kernels(level)
+    with torch_threads(2):
+        together = run(kernels, case)
+    with torch_threads(1):
+        alone = [run(kernels, case.row(row)) for row in range(case.batch.num_rows)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@each_level
+def test_a_row_without_tokens_is_skipped(level: str) -> None:
+    case = make_case([(3, 20), (0, 40), (2, 5)])
+    assert_matches(level, case)
+
+
+@each_level
+def test_a_step_without_rows_gives_an_empty_output(level: str) -> None:
+    assert run(cpu_kernels(level), make_case([])).shape == (0, 9 * 64)
+
+
+@each_level
+def test_large_scores_neither_overflow_nor_lose_the_largest(level: str) -> None:
+    case = make_case([(70, 300), (1, 300)])
+    case.qkv.mul_(40.0)  # scores in the thousands: softmax is all but one-hot
+    actual = run(cpu_kernels(level), case)
+    # Errors of scores grow with them (1e-7 * 5000), those of V by the factor 40.
+    torch.testing.assert_close(actual.double(), oracle(case), rtol=0, atol=40 * 2e-3)
+
+
+@each_level
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 9], ids=["decode", "tile"])
+def test_every_16_bit_value_is_read_exactly(level: str, dtype: torch.dtype, tokens: int) -> None:
+    # One cached key and `tokens` own keys all score 0, and only the cached value is not 0.
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    values = torch.where(patterns.isfinite(), patterns, 0).reshape(1024, 1, 1, 64)
+    layout = HeadLayout(1, 1, 64)
+    rows = len(values)
+    batch = AttentionBatch(
+        int32(range(0, rows * tokens + 1, tokens)),
+        int32(range(rows + 1)),
+        torch.stack([int32(range(rows)), int32([0] * rows), int32([1] * rows)], dim=1),
+    )
+    qkv = torch.zeros(rows * tokens, layout.qkv_size)
+    out = cpu_kernels(level).attention(qkv, layout, torch.zeros_like(values), values, batch, 1.0)
+    first = out[::tokens]  # sees the cached key and itself: half the value, exact in fp32
+    assert torch.equal(first, values.float().view(rows, 64) / 2)
+
+
+def with_segments(case: AttentionCase, segments: Tensor) -> AttentionCase:
+    batch = AttentionBatch(case.batch.query_start, case.batch.segment_start, segments)
+    return AttentionCase(case.qkv, case.layout, case.k_cache, case.v_cache, batch, scale=case.scale)
+
+
+@each_level
+@pytest.mark.parametrize(
+    "segment", [(-1, 0, 1), (10**6, 0, 1), (0, -1, 2), (0, 3, 2), (0, 0, 17), (0, 17, 17)]
+)
+def test_segments_outside_the_cache_are_refused(level: str, segment: tuple[int, int, int]) -> None:
+    case = make_case([(1, 16)])
+    segments = case.batch.segments.clone()
+    segments[random.Random(0).randrange(len(segments))] = torch.tensor(segment)
+    with pytest.raises(IndexError, match="segment outside"):
+        run(cpu_kernels(level), with_segments(case, segments))
+
+
+@each_level
+@pytest.mark.parametrize("query_start", [[0, 3, 4], [1, 3, 5], [0, 6, 5]])
+def test_rows_that_do_not_cover_the_tokens_are_refused(level: str, query_start: list[int]) -> None:
+    case = make_case([(2, 0), (3, 0)])
+    batch = AttentionBatch(int32(query_start), case.batch.segment_start, case.batch.segments)
+    wrong = AttentionCase(case.qkv, case.layout, case.k_cache, case.v_cache, batch, case.scale)
+    with pytest.raises(IndexError, match="query_start"):
+        run(cpu_kernels(level), wrong)
+
+
+@each_level
+def test_a_wrong_dtype_is_caught_before_memory_is_read(level: str) -> None:
+    case = make_case([(2, 3)])
+    with pytest.raises(AssertionError):
+        cpu_kernels(level).attention(
+            case.qkv.double(), case.layout, case.k_cache, case.v_cache, case.batch, case.scale
+        )

@@ -1,0 +1,201 @@
+"""Compiled norms, rotary embedding and activation against the reference in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bros.kernels.interface import HeadLayout
+from bros.kernels.reference import ReferenceKernels, split_heads
+from support.kernel_cases import HEAD_DIMS, KV_DTYPES, cpu_kernels, each_level, int32, torch_threads
+
+REFERENCE = ReferenceKernels()
+# A handful of fp32 roundings (6e-8 each) of a result; sums of n squares of one sign add less.
+RTOL = 2e-6
+SIZES = st.tuples(st.integers(0, 9), st.integers(1, 200))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@each_level
+@settings(max_examples=60, deadline=None)
+@given(size=SIZES, seed=SEEDS, scale=st.sampled_from([1e-4, 1.0, 1e4]))
+def test_rms_norm(level: str, size: tuple[int, int], seed: int, scale: float) -> None:
+    x = normal(seed, *size) * scale
+    weight = normal(seed + 1, size[1])
+    before = x.clone()
+    actual = cpu_kernels(level).rms_norm(x, weight, 1e-5)
+    expected = REFERENCE.rms_norm(before.double(), weight.double(), 1e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=RTOL, atol=1e-12)
+    assert torch.equal(x, before)
+
+
+@each_level
+@settings(max_examples=60, deadline=None)
+@given(size=SIZES, seed=SEEDS)
+def test_add_rms_norm(level: str, size: tuple[int, int], seed: int) -> None:
+    residual, x = normal(seed, *size), normal(seed + 1, *size)
+    weight = normal(seed + 2, size[1])
+    total, kept = residual + x, x.clone()
+    actual = cpu_kernels(level).add_rms_norm_(residual, x, weight, 1e-6)
+    assert torch.equal(residual, total)  # one fp32 addition: exact
+    assert torch.equal(x, kept)
+    expected = REFERENCE.rms_norm(total.double(), weight.double(), 1e-6)
+    torch.testing.assert_close(actual.double(), expected, rtol=RTOL, atol=1e-12)
+
+
+@each_level
+@settings(max_examples=60, deadline=None)
+@given(size=SIZES, seed=SEEDS, scale=st.sampled_from([0.01, 1.0, 30.0]))
+def test_silu_and_mul(level: str, size: tuple[int, int], seed: int, scale: float) -> None:
+    gate_up = normal(seed, size[0], 2 * size[1]) * scale
+    before = gate_up.clone()
+    actual = cpu_kernels(level).silu_and_mul(gate_up)
+    # exp saturates at e^-87 (1e-38), far below any fp32 neighbour of the sums it goes into.
+    torch.testing.assert_close(
+        actual.double(), REFERENCE.silu_and_mul(before.double()), rtol=RTOL, atol=1e-33
+    )
+    assert torch.equal(gate_up, before)
+
+
+@each_level
+def test_silu_at_the_ends_of_fp32(level: str) -> None:
+    gate = torch.tensor([3e38, -3e38, 90.0, -90.0, 0.0, -0.0, float("inf"), float("nan")])
+    out = cpu_kernels(level).silu_and_mul(torch.cat([gate, torch.ones(8)])[None])[0]
+    assert out[0] == gate[0] and out[2] == 90.0 and out[6] == float("inf")
+    assert -10 < out[1] <= 0 and -1e-35 < out[3] <= 0  # 3e38 * 1e-38 is the worst case
+    assert out[4] == 0 and out[5] == 0 and out[7].isnan()
+
+
+@st.composite
+def rope_cases(draw: st.DrawFn) -> dict[str, object]:
+    kv_heads = draw(st.integers(1, 3))
+    dim = draw(st.sampled_from(HEAD_DIMS))
+    layout = HeadLayout(kv_heads * draw(st.integers(1, 4)), kv_heads, dim)
+    tokens, num_blocks = draw(st.integers(0, 20)), draw(st.integers(2, 4))
+    block_size = draw(st.sampled_from([1, 16, 10])) if tokens <= 2 else 16
+    slots = draw(
+        st.lists(
+            st.integers(0, num_blocks * block_size - 1),
+            min_size=tokens,
+            max_size=tokens,
+            unique=True,
+        )
+    )
+    seed = draw(SEEDS)
+    rotary_dim = draw(st.one_of(st.none(), st.just(dim // 2 * 2), st.integers(1, dim // 2)))
+    if rotary_dim is not None:
+        rotary_dim -= rotary_dim % 2
+    angles = normal(seed + 1, 50, (rotary_dim or 0) // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    dtype = draw(st.sampled_from(KV_DTYPES))
+    cache = normal(seed + 2, 2, num_blocks, kv_heads, block_size, dim).to(dtype)
+    return {
+        "qkv": normal(seed, tokens, layout.qkv_size),
+        "layout": layout,
+        "positions": torch.randint(
+            50, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
+        ),
+        "slots": int32(slots),
+        "cos_sin": None if rotary_dim is None else cos_sin,
+        "k_cache": cache[0].clone(),
+        "v_cache": cache[1].clone(),
+        "q_norm": normal(seed + 3, dim) if draw(st.booleans()) else None,
+        "k_norm": normal(seed + 4, dim) if draw(st.booleans()) else None,
+        "eps": 1e-5,
+    }
+
+
+@each_level
+@settings(max_examples=100, deadline=None)
+@given(case=rope_cases())
+def test_rope_and_cache(level: str, case: dict[str, Tensor]) -> None:
+    expected = {
+        name: x.clone().double() if torch.is_tensor(x) and x.dtype == torch.float32 else x
+        for name, x in case.items()
+    }
+    layout: HeadLayout = case["layout"]  # type: ignore[assignment]
+    k_cache, v_cache = case["k_cache"].clone(), case["v_cache"].clone()
+    v_before = split_heads(case["qkv"], layout)[2].clone()
+
+    cpu_kernels(level).rope_and_cache_(**case)
+    REFERENCE.rope_and_cache_(
+        **{**expected, "k_cache": k_cache.clone(), "v_cache": v_cache.clone()}
+    )
+
+    # A rotated element is a difference of products of up to 10: absolute error some 1e-6.
+    torch.testing.assert_close(case["qkv"].double(), expected["qkv"], rtol=RTOL, atol=4e-6)
+    _, k, v = split_heads(case["qkv"], layout)
+    assert torch.equal(v, v_before)
+    # What was computed is what is stored, rounded once, and nothing else is touched.
+    slot = case["slots"].long()
+    block, offset = slot // k_cache.shape[2], slot % k_cache.shape[2]
+    k_cache[block, :, offset] = k.to(k_cache.dtype)
+    v_cache[block, :, offset] = v.to(v_cache.dtype)
+    assert torch.equal(case["k_cache"], k_cache)
+    assert torch.equal(case["v_cache"], v_cache)
+
+
+def cache_values(level: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Send values [tokens, 64] through the cache write."""
+    layout = HeadLayout(1, 1, 64)
+    tokens = len(values)
+    cache = torch.zeros(tokens, 1, 1, 64, dtype=dtype)
+    qkv = torch.cat([torch.zeros(tokens, 128), values], dim=1)
+    slots = torch.arange(tokens, dtype=torch.int32)
+    cpu_kernels(level).rope_and_cache_(qkv, layout, slots, slots, None, cache.clone(), cache)
+    return cache.view(tokens, 64)
+
+
+@each_level
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_kind_of_value_is_rounded_like_torch(level: str, dtype: torch.dtype) -> None:
+    # Neighbours and midpoints of every 16-bit value, and infinities, NaN and overflow.
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    bits = patterns.view(torch.int32)
+    step = 1 << (15 if dtype == torch.bfloat16 else 12)
+    values = torch.cat([(bits + d).view(torch.float32) for d in (0, step - 1, step, step + 1)])
+    actual = cache_values(level, values.view(-1, 64), dtype).flatten()
+    expected = values.to(dtype)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    known = ~expected.isnan()
+    assert torch.equal(actual[known].view(torch.int16), expected[known].view(torch.int16))
+
+
+@each_level
+@pytest.mark.parametrize(
+    ("slots", "positions", "message"),
+    [([0, 32], [0, 0], "slot"), ([-1, 0], [0, 0], "slot"), ([0, 1], [0, 9], "position")],
+)
+def test_slots_and_positions_out_of_range_write_nothing(
+    level: str, slots: list[int], positions: list[int], message: str
+) -> None:
+    layout = HeadLayout(1, 1, 8)
+    qkv, cache = normal(0, 2, 24), torch.zeros(2, 1, 16, 8)
+    before = qkv.clone()
+    with pytest.raises(IndexError, match=message):
+        cpu_kernels(level).rope_and_cache_(
+            qkv, layout, int32(positions), int32(slots), torch.ones(9, 8), cache, cache
+        )
+    assert torch.equal(qkv, before) and not cache.any()
+
+
+@each_level
+def test_results_do_not_depend_on_threads(level: str) -> None:
+    kernels = cpu_kernels(level)
+    x, weight = normal(0, 301, 576), normal(1, 576)
+
+    def compute(threads: int) -> list[Tensor]:
+        with torch_threads(threads):
+            residual = x.clone()
+            normed = kernels.add_rms_norm_(residual, x, weight, 1e-5)
+            return [normed, residual, kernels.silu_and_mul(x)]
+
+    for one, two in zip(compute(1), compute(2), strict=True):
+        assert torch.equal(one, two)
