@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bros.core.errors import ModelError
-from bros.executor.layers.linear import Linear, make_linear
+from bros.executor.layers.linear import Linear, make_linear, pack
 from bros.executor.layers.norm import LayerNorm, Norm, RmsNorm
 from bros.executor.models.decoder import (
     Attention,
@@ -103,14 +103,19 @@ class _Builder:
     def build(self) -> Decoder:
         spec, root = self._spec, self._names.root
         shape = (spec.vocab_size, spec.hidden_size)
-        embedding = root + "embed_tokens.weight"
-        head = embedding if spec.tied else "lm_head.weight"
+        tokens = self._source.dense(root + "embed_tokens.weight", shape)
         return Decoder(
-            embedding=Embedding(self._source.dense(embedding, shape), self._learned_positions()),
+            embedding=Embedding(tokens, self._learned_positions()),
             blocks=[self._block(index) for index in range(spec.num_layers)],
             final_norm=self._norm(root + self._names.final_norm) if spec.final_norm else None,
-            lm_head=make_linear(self._source, [(head, shape[0])], shape[1], None, self._weights),
+            lm_head=self._lm_head(tokens),
         )
+
+    def _lm_head(self, tokens: Tensor) -> Linear:
+        """Never int4: rounding the last layer to 16 steps moves logits more than all others."""
+        shape = (self._spec.vocab_size, self._spec.hidden_size)
+        weight = tokens if self._spec.tied else self._source.dense("lm_head.weight", shape)
+        return pack(weight if self._weights == "fp32" else weight.bfloat16())
 
     def _block(self, index: int) -> Block:
         spec, names = self._spec, self._names
