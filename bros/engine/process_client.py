@@ -79,21 +79,29 @@ class ProcessEngineClient(MessageClient):
         Raises EngineDeadError with the reason if it does not come up.
         """
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
-        await self.wait_ready()
+        try:
+            await self.wait_ready()
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Ask the engine to end, kill it if it does not within seconds, and clean up."""
         self._closing = True
-        if self._alive:
-            self._post(Shutdown())
         if self._supervisor is not None:
-            done, _ = await asyncio.wait([self._supervisor], timeout=_GRACE_S)
-            if not done and self._process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
+            if self._alive:
+                self._post(Shutdown())
+                await asyncio.wait([self._supervisor], timeout=_GRACE_S)
+            if not self._supervisor.done():
+                self._kill()
                 await self._supervisor
         self.on_death("The server is shutting down.")
         self._context.term()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def _supervise(self) -> None:
         while True:
@@ -127,6 +135,8 @@ class ProcessEngineClient(MessageClient):
             reason = self._last_words or f"The engine process ended unexpectedly (code {code})."
             return reason, self._came_up
         finally:
+            if self._process is not None and self._process.stdin is not None:
+                self._process.stdin.close()
             self._process = None
             receiver.cancel()
             await asyncio.gather(receiver, return_exceptions=True)

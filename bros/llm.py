@@ -1,0 +1,188 @@
+"""Offline use: `from bros import LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bros.core.config import EngineConfig
+from bros.core.errors import InvalidRequestError
+from bros.core.request import SamplingParams, ServiceClass
+from bros.engine.generation import ChoiceResult, collect
+from bros.engine.local import LocalEngine, open_local
+from bros.executor.model_store import default_cache_dir
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model in this process, for scripts and notebooks. Close it, or use it in a `with` block.
+
+        with LLM() as llm:
+            for answer in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+                print(answer[0].text)
+
+    `options` are the fields of EngineConfig (the flags of `bros serve` with underscores).
+    Raises ModelError or ConfigError if the model cannot be served that way.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, data_dir: str | Path | None = None, **options: Any
+    ) -> None:
+        config = EngineConfig(model=model, **{"max_queue": 1_000_000, **options})
+        cache_dir = Path(data_dir) if data_dir else default_cache_dir()
+        self._loop = _LoopThread()
+        self._exit = contextlib.AsyncExitStack()
+        try:
+            opening = self._exit.enter_async_context(open_local(config, cache_dir))
+            self._engine: LocalEngine = self._loop.run(opening)
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        service_class: ServiceClass = ServiceClass.BE,
+        progress: bool = True,
+    ) -> list[tuple[ChoiceResult, ...]]:
+        """Continue texts (or lists of token ids); one result per prompt, in order.
+
+        A result holds params.n choices. `params` is one for all or one per prompt.
+        Raises InvalidRequestError or PromptTooLongError before anything is generated if a
+        prompt cannot be served.
+        """
+        single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+        many: Sequence[Any] = [prompts] if single else prompts
+        tokenizer = self._engine.tokenizer
+        ids = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in many]
+        return self._run_all(ids, params, service_class, progress, "prompt")
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        service_class: ServiceClass = ServiceClass.BE,
+        progress: bool = True,
+    ) -> list[tuple[ChoiceResult, ...]]:
+        """Answer one conversation or several; one result per conversation, in order.
+
+        A message is {"role": ..., "content": ...}. Raises as `generate` does.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        many: Sequence[Any] = [messages] if single else messages
+        ids = [self._engine.tokenizer.apply_chat_template(m) for m in many]
+        return self._run_all(ids, params, service_class, progress, "messages")
+
+    def close(self) -> None:
+        """Stop the engine and free its memory. Calling it twice is fine."""
+        if not self._loop.closed:
+            self._loop.run(self._exit.aclose())
+            self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run_all(
+        self,
+        ids: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        service_class: ServiceClass,
+        progress: bool,
+        param: str,
+    ) -> list[tuple[ChoiceResult, ...]]:
+        each = _one_per_prompt(params, len(ids))
+        columns = (
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[tokens]} tokens"),
+        )
+        with Progress(*columns, disable=not progress) as bar:
+            task = bar.add_task("", total=len(ids), tokens=0)
+            done_tokens = 0
+
+            async def one(prompt: list[int], sampling: SamplingParams) -> tuple[ChoiceResult, ...]:
+                nonlocal done_tokens
+                generation = await self._engine.generator.start(
+                    prompt,
+                    sampling,
+                    request_id=self._engine.ids.new("llm"),
+                    service_class=service_class,
+                    param=param,
+                )
+                result = tuple(await collect(generation))
+                done_tokens += sum(len(choice.token_ids) for choice in result)
+                bar.update(task, advance=1, tokens=done_tokens)
+                return result
+
+            async def everything() -> list[tuple[ChoiceResult, ...]]:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(*pair)) for pair in zip(ids, each, strict=True)]
+                return [task.result() for task in tasks]
+
+            try:
+                return self._loop.run(everything())
+            except BaseExceptionGroup as group:
+                raise group.exceptions[0] from None
+
+
+def _one_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"{len(params)} sampling params for {count} prompts; give one for all or one each.",
+            param="params",
+        )
+    return list(params)
+
+
+class _LoopThread:
+    """An event loop on a thread of its own, so that callers may have one already (notebooks)."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="bros-llm", daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run to the end; Ctrl-C here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,158 @@
+"""The engine in a process of its own: same answers, and nothing hangs when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bros.core.config import EngineConfig
+from bros.core.errors import EngineDeadError, PromptTooLongError
+from bros.core.request import EngineRequest, FinishReason, SamplingParams
+from bros.engine.process_client import ProcessEngineClient
+from bros.executor.model_store import ModelFiles
+from support.tiny_models import save_tiny_llama
+
+pytestmark = pytest.mark.multiprocess
+
+CONFIG = EngineConfig(kernels="reference", kv_blocks=64, threads=1)
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(folder)
+    return ModelFiles(folder=folder, name="tiny")
+
+
+@pytest.fixture
+async def client(files: ModelFiles) -> AsyncIterator[ProcessEngineClient]:
+    client = ProcessEngineClient(CONFIG, files, log_level="error")
+    await client.start()
+    yield client
+    await client.close()
+
+
+def ask(name: str, max_tokens: int = 8) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=PROMPT,
+        sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+async def tokens_of(client: ProcessEngineClient, request: EngineRequest) -> list[int]:
+    stream = await client.submit(request)
+    return [token async for output in stream for token in output.token_ids]
+
+
+async def test_answers_stats_refusals_and_aborts_pass_the_socket(
+    client: ProcessEngineClient,
+) -> None:
+    assert client.alive and client.info.num_kv_blocks == 64
+    answers = await asyncio.gather(*(tokens_of(client, ask(f"r{n}")) for n in range(5)))
+    assert len(answers[0]) == 8 and answers.count(answers[0]) == 5
+    with pytest.raises(PromptTooLongError) as caught:
+        await client.submit(
+            EngineRequest(request_id="long", prompt_token_ids=[1] * 5000, sampling=SamplingParams())
+        )
+    assert caught.value.prompt_tokens == 5000
+    stream = await client.submit(ask("endless", max_tokens=200))
+    await client.abort("endless")
+    reasons = [output.finish_reason async for output in stream]
+    assert reasons[-1] in (FinishReason.ABORT, FinishReason.LENGTH)
+    assert (await client.stats()).kv_blocks_used == 0
+
+
+async def test_a_killed_engine_fails_open_requests_at_once_and_comes_back(
+    client: ProcessEngineClient,
+) -> None:
+    before = await tokens_of(client, ask("before"))
+    pid = client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # so that the request is certainly open when the engine dies
+    submission = asyncio.create_task(client.submit(ask("open", max_tokens=200)))
+    await asyncio.sleep(0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="ended unexpectedly"):
+        await asyncio.wait_for(submission, timeout=5)
+    assert not client.alive
+    with pytest.raises(EngineDeadError):
+        await client.submit(ask("too early"))
+    await asyncio.wait_for(client.wait_ready(), timeout=60)
+    assert client.alive and client.pid != pid
+    assert await tokens_of(client, ask("after")) == before
+
+
+async def test_without_restart_the_owner_is_told(files: ModelFiles) -> None:
+    deaths: list[str] = []
+    client = ProcessEngineClient(
+        CONFIG, files, log_level="error", restart=False, on_final_death=deaths.append
+    )
+    await client.start()
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while not deaths:
+            await asyncio.sleep(0.01)
+    assert "code -9" in deaths[0] and not client.alive
+    await client.close()
+
+
+async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    files = ModelFiles(folder=tmp_path, name="broken")
+    deaths: list[str] = []
+    client = ProcessEngineClient(CONFIG, files, log_level="error", on_final_death=deaths.append)
+    with pytest.raises(EngineDeadError, match="NoSuchModel"):
+        await client.start()
+    await client.close()
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from bros.core.config import EngineConfig
+from bros.engine.process_client import ProcessEngineClient
+from bros.executor.model_store import ModelFiles
+
+async def main():
+    files = ModelFiles(folder=Path(sys.argv[1]), name="tiny")
+    config = EngineConfig(kernels="reference", kv_blocks=64, threads=1)
+    client = ProcessEngineClient(config, files, log_level="error")
+    await client.start()
+    print(client.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_the_engine_ends_when_its_server_is_gone(files: ModelFiles) -> None:
+    """Kill a process that owns an engine without giving it a chance to clean up."""
+    command = [sys.executable, "-c", OWNER, str(files.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        engine_pid = int(owner.stdout.readline())
+        assert _exists(engine_pid)
+        owner.kill()
+    deadline = time.monotonic() + 10
+    while _exists(engine_pid):
+        assert time.monotonic() < deadline, "the engine outlives its server"
+        time.sleep(0.02)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
