@@ -1,0 +1,149 @@
+"""Speed of every kernel on SmolLM2-135M shapes: the reference and each compiled level.
+
+    python benchmarks/kernels_speed.py [--threads 2] [--repeats 30]
+
+Prints medians in microseconds. KV caches of 30 layers take turns, so that decode reads memory
+rather than the processor's cache, as in a real step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bros.core.clock import SystemClock
+from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels
+from bros.kernels.reference import ReferenceKernels
+
+LAYOUT = HeadLayout(num_heads=9, num_kv_heads=3, head_dim=64)
+HIDDEN, INTERMEDIATE, LAYERS, BLOCK_SIZE = 576, 1536, 30, 16
+TOKENS = (1, 32, 256)
+ATTENTION_ROWS = {
+    "prefill 1024": [(1024, 0)],
+    "prefill 256 after 768": [(256, 768)],
+    "decode 1 x 512": [(1, 512)],
+    "decode 32 x 512": [(1, 512)] * 32,
+    "prefill 224 + decode 32 x 512": [(224, 0)] + [(1, 512)] * 32,
+}
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. `run(kernels)` does the work once; `note` adds to the median."""
+
+    name: str
+    run: Callable[[Kernels], object]
+    note: Callable[[float], str] = lambda seconds: ""
+
+
+def elementwise_cases(tokens: int) -> Iterator[Case]:
+    """The four operations on whole activations of `tokens` tokens."""
+    x, residual = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)
+    weight = torch.ones(HIDDEN)
+    gate_up = torch.randn(tokens, 2 * INTERMEDIATE)
+    qkv = torch.randn(tokens, LAYOUT.qkv_size)
+    slots = torch.arange(tokens, dtype=torch.int32)
+    cos_sin = torch.randn(tokens, LAYOUT.head_dim)
+    cache = torch.zeros(2, -(-tokens // BLOCK_SIZE), LAYOUT.num_kv_heads, BLOCK_SIZE, 64)
+    yield Case(f"rms_norm, {tokens}", lambda k: k.rms_norm(x, weight, 1e-5))
+    yield Case(f"add_rms_norm_, {tokens}", lambda k: k.add_rms_norm_(residual, x, weight, 1e-5))
+    yield Case(f"silu_and_mul, {tokens}", lambda k: k.silu_and_mul(gate_up))
+    yield Case(
+        f"rope_and_cache_, {tokens}",
+        lambda k: k.rope_and_cache_(qkv, LAYOUT, slots, slots, cos_sin, cache[0], cache[1]),
+    )
+
+
+def attention_case(name: str, rows: Sequence[tuple[int, int]], kv_dtype: str) -> Case:
+    """rows: (chunk, context) tokens of each row of the step."""
+    query_start, segment_start, segments = [0], [0], []
+    num_blocks = sum(-(-context // BLOCK_SIZE) for _, context in rows) + 1
+    blocks = iter(torch.randperm(num_blocks).tolist())
+    for tokens, context in rows:
+        query_start.append(query_start[-1] + tokens)
+        for begin in range(0, context, BLOCK_SIZE):
+            segments.append((next(blocks), 0, min(BLOCK_SIZE, context - begin)))
+        segment_start.append(len(segments))
+    batch = AttentionBatch(
+        torch.tensor(query_start, dtype=torch.int32),
+        torch.tensor(segment_start, dtype=torch.int32),
+        torch.tensor(segments, dtype=torch.int32).reshape(-1, 3),
+    )
+    shape = (LAYERS, 2, num_blocks, LAYOUT.num_kv_heads, BLOCK_SIZE, LAYOUT.head_dim)
+    caches = torch.randn(shape).to(KV_DTYPES[kv_dtype])
+    qkv = torch.randn(query_start[-1], LAYOUT.qkv_size)
+    layer = itertools.cycle(range(LAYERS))
+
+    def run(kernels: Kernels) -> Tensor:
+        k_cache, v_cache = caches[next(layer)]
+        return kernels.attention(qkv, LAYOUT, k_cache, v_cache, batch, LAYOUT.head_dim**-0.5)
+
+    def note(seconds: float) -> str:
+        if all(tokens == 1 for tokens, _ in rows):
+            read = sum(context for _, context in rows) * caches.element_size()
+            return f"{2 * read * LAYOUT.kv_size / seconds / 1e9:.1f} GB/s"
+        pairs = sum(tokens * (context + (tokens + 1) / 2) for tokens, context in rows)
+        return f"{4 * pairs * LAYOUT.q_size / seconds / 1e9:.0f} GFLOP/s"
+
+    return Case(f"attention, {name}, {kv_dtype}", run, note)
+
+
+def all_cases() -> Iterator[Case]:
+    for tokens in TOKENS:
+        yield from elementwise_cases(tokens)
+    for name, rows in ATTENTION_ROWS.items():
+        for kv_dtype in KV_DTYPES:
+            yield attention_case(name, rows, kv_dtype)
+
+
+def back_ends() -> list[Kernels]:
+    """The reference, then whatever compiled levels exist here, slowest first."""
+    try:
+        # Optional: without a compiler there is only the reference to measure.
+        from bros.kernels.cpu_ops import CpuKernels, levels
+    except ImportError:
+        return [ReferenceKernels()]
+    return [ReferenceKernels(), *(CpuKernels(level) for level in reversed(levels()))]
+
+
+def median_s(case: Case, kernels: Kernels, repeats: int) -> float:
+    """Median duration of `repeats` calls after a few to warm up."""
+    clock = SystemClock()
+    durations = []
+    for _ in range(3 + repeats):
+        before = clock.now()
+        case.run(kernels)
+        durations.append(clock.now() - before)
+    return statistics.median(durations[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=30)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    kernels = back_ends()
+    table = Table(title=f"Median microseconds, {args.threads} threads")
+    table.add_column("operation, tokens", no_wrap=True)
+    for each in kernels:
+        table.add_column(each.name, justify="right")
+    table.add_column(f"{kernels[-1].name} rate", justify="right")
+    for case in all_cases():
+        medians = [median_s(case, each, args.repeats) for each in kernels]
+        table.add_row(case.name, *(f"{m * 1e6:,.0f}" for m in medians), case.note(medians[-1]))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
