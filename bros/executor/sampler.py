@@ -1,22 +1,195 @@
-"""Chooses the next token of every row of logits."""
+"""Chooses the next token of every row of logits.
+
+Rows are handled one by one in NumPy: a row of logits fits into the cache, where NumPy's vector
+loops are several times faster than torch operations over a whole batch (measured at 32 x 49152),
+and a row that never meets another cannot depend on it.
+
+Filters are thresholds: a token is allowed if its logit reaches a bound, so equal logits are allowed
+or refused together, and among the allowed ones the draw goes by the order of the vocabulary.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bros.core.plan import SampleSpec
-from bros.core.request import TokenLogprobs
+from bros.core.request import SamplingParams, TokenLogprobs
+
+_Floats32 = NDArray[np.float32]
+
+_BLOCK = 256
+_SORTABLE = 4096  # numbers that are sorted sooner than counted
+_BUCKETS = 2048
+_SMALLEST_TEMPERATURE = 1e-20  # below it, dividing by the temperature could overflow
+_UINT64 = 2**64 - 1
 
 
 class Sampler:
-    """Stateless: a row's token depends on its logits and its spec alone."""
+    """Stateless: a row's token depends on its logits and its spec alone, bit by bit."""
 
     def sample(
         self, logits: Tensor, specs: Sequence[SampleSpec]
     ) -> list[tuple[int, TokenLogprobs | None]]:
-        """logits: fp32 [rows, vocab], unchanged; one spec per row."""
-        tokens: list[int] = torch.argmax(logits, dim=1).tolist()
-        return [(token, None) for token in tokens]
+        """One token per row, with log-probabilities where they were asked for.
+
+        logits: fp32 [rows, vocab], not changed; a copy is made if they are not on the CPU.
+        Order: logit_bias, forbidden tokens, repetition, presence and frequency penalty,
+        temperature, min_p, top_k, top_p. Log-probabilities are those of the model itself, before
+        any of these. Raises ValueError if a row's best logit is not finite (NaN anywhere in the
+        row counts), because whatever produced it is broken, or if every token is forbidden.
+        """
+        assert logits.dtype == torch.float32 and logits.dim() == 2
+        rows: _Floats32 = logits.numpy(force=True)
+        return [_sample_row(row, spec) for row, spec in zip(rows, specs, strict=True)]
+
+
+def uniform(seed: int, index: int) -> float:
+    """The random number in [0, 1) with this name: SplitMix64 of the seed, then of the index."""
+    return (_splitmix64(_splitmix64(seed & _UINT64) ^ index) >> 11) * 2.0**-53
+
+
+def _splitmix64(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _UINT64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _UINT64
+    return state ^ (state >> 31)
+
+
+def _sample_row(raw: _Floats32, spec: SampleSpec) -> tuple[int, TokenLogprobs | None]:
+    params = spec.params
+    logits = _adjusted(raw, spec)
+    token = int(logits.argmax())  # of equals the first; of NaN the first as well
+    peak = float(logits[token])
+    if not math.isfinite(peak):
+        raise ValueError(f"no token can be chosen: the best logit is {peak}")
+    if not params.greedy:
+        scaled = logits - np.float32(peak)
+        scaled /= np.float32(max(params.temperature, _SMALLEST_TEMPERATURE))
+        token = _draw(scaled, params, uniform(spec.seed, spec.output_index))
+    return token, None if params.logprobs is None else _logprobs(raw, token, params.logprobs)
+
+
+def _adjusted(raw: _Floats32, spec: SampleSpec) -> _Floats32:
+    """Logits with biases and penalties; `raw` itself if there are none."""
+    params = spec.params
+    if not (params.logit_bias or len(spec.forbidden) or params.needs_history):
+        return raw
+    logits = raw.copy()
+    if params.logit_bias:
+        biased = np.fromiter(params.logit_bias.keys(), np.intp, len(params.logit_bias))
+        logits[biased] += np.fromiter(params.logit_bias.values(), np.float32, len(biased))
+    if len(spec.forbidden):
+        logits[np.asarray(spec.forbidden, np.intp)] = -np.inf
+    if params.needs_history:
+        _penalize(logits, np.asarray(spec.token_ids, np.intp), spec.prompt_len, params)
+    return logits
+
+
+def _penalize(
+    logits: _Floats32, history: NDArray[np.intp], prompt_len: int, params: SamplingParams
+) -> None:
+    """In place. The repetition penalty pushes down every token of the history, a positive logit
+    by division and a negative one by multiplication; the other two subtract per output token."""
+    if params.repetition_penalty != 1.0:
+        factor = np.float32(params.repetition_penalty)
+        seen = logits[history]
+        logits[history] = np.where(seen > 0, seen / factor, seen * factor)
+    if params.presence_penalty or params.frequency_penalty:
+        tokens, counts = np.unique(history[prompt_len:], return_counts=True)
+        penalty = params.presence_penalty + params.frequency_penalty * counts
+        logits[tokens] -= penalty.astype(np.float32)
+
+
+def _draw(scaled: _Floats32, params: SamplingParams, u: float) -> int:
+    """The token at quantile u of softmax(scaled) under the filters. scaled: <= 0, the best is 0."""
+    weights = np.exp(scaled)  # relative to the best, so min_p is a bound on them
+    if params.min_p > 0.0:
+        weights *= weights >= np.float32(params.min_p)
+    if 0 < params.top_k < len(scaled):
+        weights *= scaled >= _kth_largest(scaled, params.top_k)
+    if params.top_p < 1.0:
+        weights *= weights >= _nucleus_bound(weights, params.top_p)
+    return _quantile(weights, u)
+
+
+def _kth_largest(values: _Floats32, k: int) -> np.float32:
+    """The k-th largest of more than k values."""
+    peaks = np.maximum.reduceat(values, np.arange(0, len(values), _BLOCK))
+    if k <= len(peaks):
+        # k blocks have a value of at least the k-th largest peak, so nothing below it is needed.
+        values = values[values >= np.partition(peaks, -k)[-k]]
+    kth: np.float32 = np.partition(values, -k)[-k]
+    return kth
+
+
+def _nucleus_bound(weights: _Floats32, share: float) -> np.float32:
+    """The largest bound such that the weights from it upwards have `share` of the mass.
+
+    Looks at the few best tokens first: usually they have the mass, and sorting them is cheap.
+    """
+    mass = share * float(weights.sum(dtype=np.float64))
+    for depth in (4.0, 10.0):
+        likely = weights[weights >= math.exp(-depth)]
+        if likely.sum(dtype=np.float64) >= mass:
+            return _bound_of_mass(likely, mass)
+    return _bound_of_mass(weights[weights > 0], mass)
+
+
+def _bound_of_mass(weights: _Floats32, mass: float) -> np.float32:
+    """The weight at which the sum from the largest downwards reaches `mass`. weights > 0.
+
+    A long list is not sorted: a histogram over logarithms finds the narrow range in which the mass
+    is reached, and only what lies in that range is.
+    """
+    if len(weights) > _SORTABLE:
+        depths = -np.log(weights)
+        scale = np.float32(_BUCKETS - 1) / max(depths.max(), np.float32(1e-6))
+        bucket = (depths * scale).astype(np.intp)
+        per_bucket = np.bincount(bucket, weights)
+        reached = np.cumsum(per_bucket)
+        crossing = min(int(np.count_nonzero(reached < mass)), len(reached) - 1)
+        mass -= float(reached[crossing] - per_bucket[crossing])
+        weights = weights[bucket == crossing]
+    ordered = np.sort(weights)[::-1]
+    reached = np.cumsum(ordered, dtype=np.float64)
+    bound: np.float32 = ordered[min(int(np.count_nonzero(reached < mass)), len(ordered) - 1)]
+    return bound
+
+
+def _quantile(weights: _Floats32, u: float) -> int:
+    """The first index at which the running sum exceeds u times the whole; its weight is not 0.
+
+    Sums are float64. Only the block that holds the answer is summed one by one.
+    """
+    per_block = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
+    sums = np.cumsum(per_block)
+    target = u * float(sums[-1])
+    block = _first_above(sums, target)
+    start = block * _BLOCK
+    inner = np.cumsum(weights[start : start + _BLOCK], dtype=np.float64)
+    return start + _first_above(inner, target - (float(sums[block - 1]) if block else 0.0))
+
+
+def _first_above(sums: NDArray[np.float64], target: float) -> int:
+    # The last place that adds anything is the answer where rounding puts the target past the end.
+    return int(np.searchsorted(sums, min(target, np.nextafter(sums[-1], 0.0)), side="right"))
+
+
+def _logprobs(raw: _Floats32, token: int, k: int) -> TokenLogprobs:
+    """log-softmax of the chosen token and of the k best; of equals, the lower ids come first."""
+    peak = float(raw.max())
+    norm = peak + math.log(np.exp(raw - np.float32(peak)).sum(dtype=np.float64))
+    top: tuple[tuple[int, float], ...] = ()
+    if k:
+        best = np.arange(len(raw))
+        if k < len(raw):
+            best = np.flatnonzero(raw >= _kth_largest(raw, k))
+        best = best[np.argsort(-raw[best], kind="stable")[:k]]
+        top = tuple((int(i), float(raw[i]) - norm) for i in best)
+    return TokenLogprobs(token, float(raw[token]) - norm, top)
