@@ -1,0 +1,174 @@
+"""What load_executor derives from a configuration, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bros.core.config import EngineConfig
+from bros.core.errors import ConfigError, ModelError
+from bros.core.interfaces import EngineInfo
+from bros.core.plan import Chunk, StepPlan
+from bros.executor.loader import load_executor
+from bros.executor.model_store import ModelFiles
+from support.checkpoints import VOCAB, ScatteredRequest, all_logits, family_configs, save_checkpoint
+
+KV_BYTES_PER_BLOCK = 3 * 2 * 2 * 16 * 16 * 4
+"""Layers, K and V, KV heads, slots, head_dim, bytes."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path, family_configs()["llama"])
+    return tmp_path
+
+
+def info_of(folder: Path, **options: Any) -> EngineInfo:
+    runner, info = load_executor(EngineConfig(threads=1, **options), ModelFiles(folder, "tiny"))
+    runner.close()
+    return info
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | changes))
+
+
+def test_info_tells_what_was_resolved(folder: Path) -> None:
+    info = info_of(folder, kv_blocks=100, kernels="reference", policy="fcfs")
+    assert info == EngineInfo(
+        model="tiny",
+        weights="fp32",
+        kernels="reference",
+        kv_dtype="fp32",
+        device="cpu",
+        max_model_len=128,
+        vocab_size=VOCAB,
+        block_size=16,
+        num_kv_blocks=100,
+        policy="fcfs",
+        eos_token_ids=(2,),
+    )
+
+
+@pytest.mark.parametrize(("kv_dtype", "shrink"), [("fp32", 1), ("bf16", 2), ("fp16", 2)])
+def test_kv_memory_is_turned_into_blocks(folder: Path, kv_dtype: str, shrink: int) -> None:
+    memory = 10 * KV_BYTES_PER_BLOCK + 5
+    info = info_of(folder, kv_memory=f"{memory}B", kv_dtype=kv_dtype)
+    assert info.num_kv_blocks == memory // (KV_BYTES_PER_BLOCK // shrink)
+
+
+def test_kv_memory_too_small_for_a_block_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--kv-memory: 1000 bytes hold no block"):
+        info_of(folder, kv_memory="1000B")
+
+
+def test_max_model_len_is_the_least_of_request_model_and_cache(folder: Path) -> None:
+    assert info_of(folder, kv_blocks=100).max_model_len == 128
+    assert info_of(folder, kv_blocks=100, max_model_len=50).max_model_len == 50
+    assert info_of(folder, kv_blocks=3).max_model_len == 48
+    assert info_of(folder, kv_blocks=3, max_model_len=100).max_model_len == 48
+    with pytest.raises(ConfigError, match="--max-model-len: 129 is more than the 128 tokens"):
+        info_of(folder, kv_blocks=100, max_model_len=129)
+
+
+def test_eos_comes_from_generation_config_first(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=[5, 9])
+    assert info_of(folder, kv_blocks=1).eos_token_ids == (5, 9)
+    edit_json(folder / "generation_config.json", eos_token_id=None)
+    edit_json(folder / "config.json", eos_token_id=7)
+    assert info_of(folder, kv_blocks=1).eos_token_ids == (7,)
+    (folder / "generation_config.json").unlink()
+    assert info_of(folder, kv_blocks=1).eos_token_ids == (7,)
+    edit_json(folder / "config.json", eos_token_id=None)
+    assert info_of(folder, kv_blocks=1).eos_token_ids == ()
+
+
+def test_threads_are_set(folder: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        load_executor(EngineConfig(threads=2, kv_blocks=1), ModelFiles(folder, "tiny"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_sliding_window_is_exact_up_to_the_window_and_refused_beyond(tmp_path: Path) -> None:
+    config = family_configs()["mistral"]
+    config.sliding_window = 48
+    model = save_checkpoint(tmp_path, config)
+    with pytest.raises(ModelError, match="--max-model-len 48"):
+        info_of(tmp_path, kv_blocks=8)
+    options = EngineConfig(kv_blocks=8, max_model_len=48, threads=1)
+    runner, info = load_executor(options, ModelFiles(tmp_path, "tiny"))
+    assert info.max_model_len == 48
+    tokens = list(range(48))
+    request = ScatteredRequest("a", tokens, [1, 0, 2])
+    logits = runner.logits(StepPlan(0, (request.next_chunk(48, random.Random(0)),)))
+    torch.testing.assert_close(logits, all_logits(model, tokens)[-1:], atol=1e-4, rtol=0)
+
+
+def test_execute_chooses_a_token_for_each_chunk_that_asks(folder: Path) -> None:
+    runner, _ = load_executor(EngineConfig(kv_blocks=8, threads=1), ModelFiles(folder, "tiny"))
+    rng = random.Random(0)
+    requests = [ScatteredRequest(name, [3, 1, 4, 1, 5], [i]) for i, name in enumerate("abc")]
+    chunks = [request.next_chunk(5, rng) for request in requests]
+    silent = Chunk("b", 0, (9, 2), chunks[1].segments, chunks[1].slots[:2], None)
+    plan = StepPlan(11, (chunks[0], silent, chunks[2]))
+    result = runner.execute(plan)
+    best = int(runner.logits(plan)[0].argmax())
+    assert result.step == 11
+    assert [(s.request_id, s.token_id) for s in result.samples] == [("a", best), ("c", best)]
+    nothing = runner.execute(StepPlan(12, (silent,)))
+    assert nothing.samples == ()
+
+
+def test_closing_twice_is_fine(folder: Path) -> None:
+    runner, _ = load_executor(EngineConfig(kv_blocks=1, threads=1), ModelFiles(folder, "tiny"))
+    runner.close()
+    runner.close()
+
+
+def test_missing_or_broken_config_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="config.json is not valid JSON"):
+        info_of(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="does not hold a JSON object"):
+        info_of(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match="config.json cannot be read"):
+        info_of(folder)
+
+
+def test_broken_or_missing_weights_are_refused(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="cannot be read as safetensors"):
+        info_of(folder)
+    weights.unlink()
+    with pytest.raises(ModelError, match="holds no \\*.safetensors"):
+        info_of(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weights": {}}')
+    with pytest.raises(ModelError, match="not a safetensors index"):
+        info_of(folder)
+    edit_json(folder / "model.safetensors.index.json", weight_map={"a": "gone.safetensors"})
+    with pytest.raises(ModelError, match="gone.safetensors cannot be read"):
+        info_of(folder)
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(folder: Path) -> None:
+    edit_json(folder / "config.json", intermediate_size=48)
+    with pytest.raises(ModelError, match=r"gate_proj.* has shape \[96, 64\].*\[48, 64\]"):
+        info_of(folder)
+    edit_json(folder / "config.json", intermediate_size=96, num_hidden_layers=4)
+    with pytest.raises(ModelError, match="no tensor named model.layers.3"):
+        info_of(folder)
+    edit_json(folder / "config.json", num_hidden_layers=2)
+    with pytest.raises(ModelError, match="9 tensors that LlamaForCausalLM.*does not use"):
+        info_of(folder)

@@ -1,0 +1,164 @@
+"""Logits of every model family equal those of transformers, however the work is cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from bros.core.config import EngineConfig
+from bros.core.plan import StepPlan
+from bros.executor.loader import load_executor
+from bros.executor.model_store import ModelFiles
+from bros.executor.quantized import Int4Groups
+from bros.executor.runner import ModelRunner
+from support.checkpoints import (
+    VOCAB,
+    ScatteredRequest,
+    all_logits,
+    family_configs,
+    save_checkpoint,
+)
+
+FAMILIES = sorted(family_configs())
+KV_BLOCKS = 32
+TOLERANCE = 1e-4
+
+Model = tuple[torch.nn.Module, Path]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """Writes each family once per run."""
+    models: dict[str, Model] = {}
+
+    def save(family: str) -> Model:
+        if family not in models:
+            folder = tmp_path_factory.mktemp(family)
+            models[family] = save_checkpoint(folder, family_configs()[family]), folder
+        return models[family]
+
+    return save
+
+
+def load(folder: Path, weights: str = "fp32", kv_dtype: str = "fp32") -> ModelRunner:
+    config = EngineConfig(kv_blocks=KV_BLOCKS, weights=weights, kv_dtype=kv_dtype, threads=1)
+    return load_executor(config, ModelFiles(folder, "tiny"))[0]
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def largest_error(
+    runner: ModelRunner, model: torch.nn.Module, lengths: Sequence[int], rng: random.Random
+) -> float:
+    """Run requests of these lengths in random chunks, packed at random; the worst logit error."""
+    blocks = rng.sample(range(KV_BLOCKS), KV_BLOCKS)
+    requests, expected = [], {}
+    for index, length in enumerate(lengths):
+        tokens = random_tokens(length, seed=index)
+        own = [blocks.pop() for _ in range(-(-length // 16))]
+        requests.append(ScatteredRequest(str(index), tokens, own))
+        expected[str(index)] = all_logits(model, tokens)
+    worst, step = 0.0, 0
+    while open_requests := [request for request in requests if request.remaining]:
+        packed = rng.sample(open_requests, rng.randint(1, len(open_requests)))
+        # Decodes (one token) are as likely as longer chunks.
+        sizes = [1 if rng.random() < 0.5 else rng.randint(1, r.remaining) for r in packed]
+        chunks = [r.next_chunk(size, rng) for r, size in zip(packed, sizes, strict=True)]
+        logits = runner.logits(StepPlan(step, tuple(chunks)))
+        reference = torch.stack([expected[r.name][r.computed - 1] for r in packed])
+        worst = max(worst, (logits - reference).abs().max().item())
+        step += 1
+    return worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_in_one_chunk_matches_transformers(
+    family: str, saved: Callable[[str], Model]
+) -> None:
+    model, folder = saved(family)
+    tokens = random_tokens(60, seed=1)
+    request = ScatteredRequest("a", tokens, [5, 2, 9, 0])
+    logits = load(folder).logits(StepPlan(0, (request.next_chunk(60, random.Random(0)),)))
+    torch.testing.assert_close(logits, all_logits(model, tokens)[-1:], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batches_over_scattered_blocks_match_transformers(
+    family: str, saved: Callable[[str], Model]
+) -> None:
+    model, folder = saved(family)
+    assert largest_error(load(folder), model, [40, 17, 33, 5], random.Random(2)) < TOLERANCE
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    family=st.sampled_from(["llama", "opt-post-norm", "qwen3"]),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    seed=st.integers(0, 2**16),
+)
+def test_any_cut_into_chunks_matches_transformers(
+    saved: Callable[[str], Model], family: str, lengths: list[int], seed: int
+) -> None:
+    model, folder = saved(family)
+    assert largest_error(load(folder), model, lengths, random.Random(seed)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv_dtype", "tolerance"),
+    [("bf16", "fp32", 0.15), ("fp32", "bf16", 0.1), ("fp32", "fp16", 0.02)],
+)
+def test_less_precise_weights_and_caches_stay_close(
+    saved: Callable[[str], Model], weights: str, kv_dtype: str, tolerance: float
+) -> None:
+    """Logits of these models have a standard deviation of about 1."""
+    model, folder = saved("llama")
+    runner = load(folder, weights, kv_dtype)
+    error = largest_error(runner, model, [40, 17, 33], random.Random(3))
+    assert TOLERANCE < error < tolerance
+
+
+def test_int4_matches_a_model_with_its_linears_rounded_to_sixteen_steps(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path, family_configs()["llama"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter.copy_(Int4Groups.from_dense(parameter).dequantize())
+    error = largest_error(load(tmp_path, "int4"), model, [40, 17, 33], random.Random(3))
+    assert error < 0.15
+
+
+def test_int4_few_and_many_rows_agree(saved: Callable[[str], Model]) -> None:
+    """One row goes through int4 kernels, twenty through the same weights in bf16."""
+    runner = load(saved("llama")[1], "int4")
+    rng = random.Random(0)
+    one = ScatteredRequest("one", random_tokens(20, seed=4), [0, 1])
+    many = ScatteredRequest("many", one.token_ids, [2, 3])
+    for step in range(20):
+        stepwise = runner.logits(StepPlan(step, (one.next_chunk(1, rng),)))
+    at_once = runner.logits(StepPlan(20, (many.next_chunk(20, rng),)))
+    torch.testing.assert_close(stepwise, at_once, atol=0.15, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_checkpoints_in_half_precision_load(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = save_checkpoint(tmp_path / "fp32", family_configs()["llama"])
+    model.to(dtype).save_pretrained(tmp_path / "half")  # type: ignore[operator]
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype=torch.float32).eval()
+    error = largest_error(load(tmp_path / "half"), expected, [30], random.Random(0))
+    assert error < TOLERANCE
+
+
+def test_sharded_checkpoint_matches(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path, family_configs()["llama"], max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert largest_error(load(tmp_path), model, [30], random.Random(0)) < TOLERANCE

@@ -1,0 +1,92 @@
+"""Reading config.json: both spellings of rotary parameters, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from bros.core.errors import ModelError
+from bros.executor.models.rope import RopeSpec
+from bros.executor.models.spec import ModelSpec
+from support.checkpoints import family_configs
+
+LLAMA = family_configs()["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]}
+OPT = family_configs()["opt"].to_dict() | {"architectures": ["OPTForCausalLM"]}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "parameters"),
+    [
+        ("linear", {"factor": 3.0}),
+        ("llama3", LLAMA3),
+        ("yarn", YARN),
+        ("yarn", YARN | {"attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0}),
+    ],
+)
+def test_rope_table_matches_transformers(rope_type: str, parameters: dict[str, Any]) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 500000.0} | parameters
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope
+    )
+    inverse, amplitude = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
+    angles = torch.outer(torch.arange(3000.0), inverse)
+    expected = torch.cat((angles.cos(), angles.sin()), dim=1) * amplitude
+    table = RopeSpec.from_config(config.to_dict(), 128, 131072).table(3000)
+    torch.testing.assert_close(table, expected, atol=1e-3, rtol=0)
+
+
+def test_older_spelling_of_rope_parameters_means_the_same() -> None:
+    new = RopeSpec.from_config(
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3}, 64, 131072
+    )
+    old = RopeSpec.from_config(
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, 64, 131072
+    )
+    oldest = RopeSpec.from_config(
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3"} | LLAMA3}, 64, 131072
+    )
+    assert new == old == oldest
+    assert RopeSpec.from_config({"rope_theta": 1e6, "rope_scaling": None}, 64, 128).theta == 1e6
+    assert RopeSpec.from_config({}, 64, 128).theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
+        (LLAMA | {"architectures": []} | {"model_type": "mamba"}, "'mamba' is not supported"),
+        (LLAMA | {"hidden_act": "gelu"}, "activation 'gelu'"),
+        (LLAMA | {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        (LLAMA | {"rope_parameters": {"rope_type": "linear"}}, "needs a factor"),
+        (LLAMA | {"hidden_size": None}, "config.json is not usable"),
+        ({k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}, "num_hidden_layers"),
+        (OPT | {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+        (OPT | {"activation_function": "tanh"}, "activation 'tanh'"),
+    ],
+)
+def test_unsupported_configs_are_refused_in_clear_words(
+    config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelSpec.from_config(config)
+
+
+def test_sliding_window_counts_only_where_it_is_used() -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    qwen2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64}
+    assert ModelSpec.from_config(mistral).sliding_window == 64
+    assert ModelSpec.from_config(mistral | {"sliding_window": None}).sliding_window is None
+    assert ModelSpec.from_config(qwen2 | {"use_sliding_window": False}).sliding_window is None
+    assert ModelSpec.from_config(qwen2 | {"use_sliding_window": True}).sliding_window == 64
