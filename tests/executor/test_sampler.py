@@ -1,0 +1,405 @@
+"""The sampler against a plain float64 one, against transformers, and against statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from bros.core.plan import SampleSpec
+from bros.core.request import SamplingParams
+from bros.executor.sampler import Sampler, uniform
+
+# ---- The oracle: every step written as it is defined, one token after the other.
+
+
+def oracle(logits: list[float], spec: SampleSpec, *, d_u: float = 0.0, d_mass: float = 0.0) -> int:
+    """d_u and d_mass move the random number and top_p by a little, to find out near-ties."""
+    x = adjusted_by_oracle(logits, spec)
+    if spec.params.temperature == 0:
+        return x.index(max(x))
+    weights = [math.exp((value - max(x)) / spec.params.temperature) for value in x]
+    allowed = allowed_by_oracle(x, weights, spec.params, d_mass)
+    goal = (uniform(spec.seed, spec.output_index) + d_u) * sum(weights[i] for i in allowed)
+    mass = 0.0
+    for token in allowed:
+        mass += weights[token]
+        if mass > goal:
+            return token
+    return max(i for i in allowed if weights[i] > 0)
+
+
+def adjusted_by_oracle(logits: list[float], spec: SampleSpec) -> list[float]:
+    p, x = spec.params, list(logits)
+    for token, bias in p.logit_bias.items():
+        x[token] += bias
+    for token in spec.forbidden:
+        x[token] = -math.inf
+    for token in set(spec.token_ids):
+        factor = p.repetition_penalty
+        x[token] = x[token] / factor if x[token] > 0 else x[token] * factor
+    for token, count in Counter(spec.token_ids[spec.prompt_len :]).items():
+        x[token] -= p.presence_penalty + p.frequency_penalty * count
+    return x
+
+
+def allowed_by_oracle(
+    x: list[float], weights: list[float], p: SamplingParams, d_mass: float
+) -> list[int]:
+    allowed = [i for i in range(len(x)) if weights[i] >= p.min_p]
+    if 0 < p.top_k < len(allowed):
+        kth = sorted((x[i] for i in allowed), reverse=True)[p.top_k - 1]
+        allowed = [i for i in allowed if x[i] >= kth]
+    if p.top_p < 1:
+        mass, goal = 0.0, (p.top_p + d_mass) * sum(weights[i] for i in allowed)
+        for last in sorted(allowed, key=lambda i: -x[i]):
+            mass += weights[last]
+            if mass >= goal:
+                break
+        allowed = [i for i in allowed if x[i] >= x[last]]
+    return allowed
+
+
+def acceptable(logits: list[float], spec: SampleSpec) -> set[int]:
+    """What the oracle says, and what it says a hair's breadth (1e-5) away from there."""
+    return {
+        oracle(logits, spec, d_u=d_u, d_mass=d_mass)
+        for d_u in (0.0, -1e-5, 1e-5)
+        for d_mass in (0.0, -1e-5, 1e-5)
+    }
+
+
+def sample_one(logits: list[float] | np.ndarray, spec: SampleSpec) -> int:
+    row = torch.tensor(np.asarray(logits, dtype=np.float32))[None]
+    return Sampler().sample(row, [spec])[0][0]
+
+
+# A grid, so that equal logits occur and different ones differ by more than rounding.
+grid = st.integers(-640, 640).map(lambda i: i / 32)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[float], SampleSpec]:
+    logits = draw(st.lists(grid, min_size=2, max_size=40))
+    token = st.integers(0, len(logits) - 1)
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.05, 0.7, 1.0, 1.3, 10.0])),
+        top_p=draw(st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01])),
+        top_k=draw(st.sampled_from([0, 1, 2, 5, 30, 1000])),
+        min_p=draw(st.sampled_from([0.0, 0.001, 0.1, 0.5, 1.0])),
+        logit_bias=draw(st.dictionaries(token, st.sampled_from([-100, -1, 0.5, 100]), max_size=3)),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.5, -1.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.25, -0.5])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.25, 0.5])),
+    )
+    history = draw(st.lists(token, max_size=12)) if params.needs_history else []
+    forbidden = draw(st.lists(token, max_size=min(3, len(logits) - 1)))
+    spec = SampleSpec(
+        params,
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        output_index=draw(st.integers(0, 100_000)),
+        prompt_len=draw(st.integers(0, len(history))),
+        token_ids=history,
+        forbidden=forbidden,
+    )
+    return logits, spec
+
+
+@given(cases())
+def test_token_is_the_one_of_the_plain_sampler(case: tuple[list[float], SampleSpec]) -> None:
+    logits, spec = case
+    assert sample_one(logits, spec) in acceptable(logits, spec)
+
+
+@pytest.mark.parametrize("vocab", [255, 256, 257, 5003, 49152])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.6, top_p=0.95),
+        SamplingParams(temperature=2.0, top_p=0.9),
+        SamplingParams(top_k=200, top_p=0.8),
+        SamplingParams(top_k=4000, min_p=0.02),
+    ],
+    ids=["plain", "nucleus", "hot nucleus", "top_k and top_p", "large top_k and min_p"],
+)
+def test_large_vocabularies(vocab: int, spread: float, params: SamplingParams) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = np.round(rng.standard_normal(vocab) * spread * 512) / 512
+    for index in range(3):
+        spec = SampleSpec(params, seed=7, output_index=index)
+        assert sample_one(logits, spec) in fast_acceptable(logits, spec)
+
+
+def fast_acceptable(logits: np.ndarray, spec: SampleSpec) -> set[int]:
+    """The oracle for filters and draws only, in float64 arrays because of the size."""
+    p = spec.params
+    weights = np.exp((logits - logits.max()) / p.temperature)
+    order = np.argsort(-logits, kind="stable")
+    found = set()
+    for d_mass in (-1e-5, 0.0, 1e-5):
+        for d_u in (-1e-5, 0.0, 1e-5):
+            bound = -np.inf
+            if 0 < p.top_k < len(logits):
+                bound = logits[order[p.top_k - 1]]
+            allowed = (logits >= bound) & (weights >= p.min_p)
+            if p.top_p < 1.0:
+                ranked = order[allowed[order]]
+                reached = np.cumsum(weights[ranked])
+                size = np.searchsorted(reached, (p.top_p + d_mass) * reached[-1])
+                allowed &= logits >= logits[ranked[min(size, len(ranked) - 1)]]
+            sums = np.cumsum(np.where(allowed, weights, 0.0))
+            u = uniform(spec.seed, spec.output_index) + d_u
+            found.add(int(np.searchsorted(sums, max(u, 0.0) * sums[-1], side="right")))
+    return found
+
+
+# ---- Independence
+
+
+def mixed_specs(rng: random.Random, rows: int, vocab: int) -> list[SampleSpec]:
+    specs = []
+    for row in range(rows):
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.5, 1.0, 1.5]),
+            top_p=rng.choice([1.0, 0.95, 0.3]),
+            top_k=rng.choice([0, 0, 1, 40, 3000]),
+            min_p=rng.choice([0.0, 0.0, 0.05]),
+            logprobs=rng.choice([None, 0, 5]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            logit_bias=rng.choice([{}, {3: 5.0}]),
+        )
+        history = [rng.randrange(vocab) for _ in range(30)] if params.needs_history else []
+        specs.append(SampleSpec(params, rng.getrandbits(60), row, 10, history))
+    return specs
+
+
+@pytest.mark.parametrize("vocab", [300, 5003, 49152])
+def test_a_row_is_the_same_alone_in_a_batch_and_in_any_order(vocab: int) -> None:
+    rows = 12
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(rows, vocab, generator=generator) * 4
+    specs = mixed_specs(random.Random(vocab), rows, vocab)
+    together = Sampler().sample(logits, specs)
+    backwards = Sampler().sample(logits.flip(0), specs[::-1])
+    alone = [Sampler().sample(logits[i : i + 1].clone(), [specs[i]])[0] for i in range(rows)]
+    assert together == alone == backwards[::-1]
+
+
+def test_logits_are_not_changed_and_no_rows_are_fine() -> None:
+    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    Sampler().sample(logits, mixed_specs(random.Random(1), 8, 500))
+    assert torch.equal(logits, before)
+    assert Sampler().sample(logits[:0], []) == []
+
+
+# ---- Statistics
+
+
+def chi_square_limit(degrees: int, z: float = 3.3) -> float:
+    """Wilson and Hilferty's approximation of a chi-square quantile; z = 3.3 is 99.95 %."""
+    return degrees * (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+@pytest.mark.parametrize("seed", [0, 1, -5, 2**63 - 1])
+def test_draws_follow_the_distribution(seed: int) -> None:
+    logits = torch.linspace(-2, 1.5, 30)
+    draws = 20_000
+    sampler, params, row = Sampler(), SamplingParams(temperature=0.8), logits[None]
+    counts = Counter(sampler.sample(row, [SampleSpec(params, seed, i)])[0][0] for i in range(draws))
+    expected = torch.softmax(logits.double() / 0.8, dim=0) * draws
+    chi_square = sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected.tolist()))
+    assert chi_square < chi_square_limit(29)
+
+
+@pytest.mark.parametrize("along", ["seed", "index", "both"])
+def test_random_numbers_are_uniform_and_independent_of_their_neighbours(along: str) -> None:
+    def draw(i: int) -> float:
+        return uniform(i if along != "index" else 11, i if along != "seed" else 11)
+
+    numbers = [draw(i) for i in range(20_001)]
+    assert all(0.0 <= u < 1.0 for u in numbers)
+    pairs = Counter((int(a * 8), int(b * 8)) for a, b in zip(numbers, numbers[1:], strict=False))
+    expected = 20_000 / 64
+    chi_square = sum((pairs[a, b] - expected) ** 2 / expected for a in range(8) for b in range(8))
+    assert chi_square < chi_square_limit(63)
+
+
+def test_same_seed_same_draw_other_index_other_draw() -> None:
+    logits = [0.0] * 1000
+    spec = SampleSpec(SamplingParams(), seed=3, output_index=0)
+    assert sample_one(logits, spec) == sample_one(logits, spec)
+    draws = [sample_one(logits, dataclasses.replace(spec, output_index=i)) for i in range(20)]
+    assert len(set(draws)) > 15
+
+
+# ---- Against transformers
+
+
+def allowed_by_draws(logits: torch.Tensor, params: SamplingParams) -> set[int]:
+    sampler = Sampler()
+    return {
+        sampler.sample(logits[None], [SampleSpec(params, 5, index)])[0][0] for index in range(2000)
+    }
+
+
+def allowed_by_transformers(scores: torch.Tensor, *warpers: object) -> set[int]:
+    for warper in warpers:
+        scores = warper(None, scores)  # type: ignore[operator]
+    return set(torch.nonzero(torch.isfinite(scores[0])).flatten().tolist())
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_filters_allow_what_those_of_transformers_allow(seed: int) -> None:
+    # Every token has more than 1.5 % of the mass: 2000 draws meet all that are allowed.
+    logits = torch.rand(20, generator=torch.Generator().manual_seed(seed)) * 2
+    scores = logits[None]
+    for top_k in (1, 7, 19):
+        expected = allowed_by_transformers(scores, TopKLogitsWarper(top_k))
+        assert allowed_by_draws(logits, SamplingParams(top_k=top_k)) == expected
+    for top_p in (0.01, 0.5, 0.93):
+        expected = allowed_by_transformers(scores, TopPLogitsWarper(top_p))
+        assert allowed_by_draws(logits, SamplingParams(top_p=top_p)) == expected
+    for min_p in (0.2, 0.6, 1.0):
+        expected = allowed_by_transformers(scores, MinPLogitsWarper(min_p))
+        assert allowed_by_draws(logits, SamplingParams(min_p=min_p)) == expected
+    expected = allowed_by_transformers(
+        scores / 0.9, MinPLogitsWarper(0.2), TopKLogitsWarper(12), TopPLogitsWarper(0.8)
+    )
+    params = SamplingParams(temperature=0.9, min_p=0.2, top_k=12, top_p=0.8)
+    assert allowed_by_draws(logits, params) == expected
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])
+def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    rng = torch.Generator().manual_seed(9)
+    logits = torch.randn(200, 12, generator=rng)
+    history = torch.randint(0, 12, (200, 8), generator=rng)
+    expected = processor(history, logits.clone()).argmax(1).tolist()
+    params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
+    specs = [SampleSpec(params, 0, 0, 3, row) for row in history.tolist()]
+    tokens = [token for token, _ in Sampler().sample(logits, specs)]
+    assert tokens == expected
+    assert tokens != logits.argmax(1).tolist()
+
+
+# ---- Single rules
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    assert sample_one([1.0, 4.0, 4.0, 0.0], SampleSpec(GREEDY, 0, 0)) == 1
+
+
+def test_presence_and_frequency_count_output_only() -> None:
+    logits = [2.0, 1.5, 0.0]
+    presence = GREEDY.with_changes(presence_penalty=1.0)
+    assert sample_one(logits, SampleSpec(presence, 0, 0, 2, [0, 0])) == 0
+    assert sample_one(logits, SampleSpec(presence, 0, 0, 1, [0, 0])) == 1
+    frequency = GREEDY.with_changes(frequency_penalty=0.3)
+    assert sample_one(logits, SampleSpec(frequency, 0, 0, 0, [0])) == 0
+    assert sample_one(logits, SampleSpec(frequency, 0, 0, 0, [0, 0])) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bias_of_100_forces_and_bans(temperature: float) -> None:
+    logits = [5.0, 4.0, -9.0]
+    for index in range(50):
+        forced = SamplingParams(temperature=temperature, logit_bias={2: 100})
+        assert sample_one(logits, SampleSpec(forced, 1, index)) == 2
+        banned = SamplingParams(temperature=temperature, logit_bias={0: -100})
+        assert sample_one(logits, SampleSpec(banned, 1, index)) != 0
+
+
+def test_forbidden_beats_bias_and_filters() -> None:
+    params = SamplingParams(logit_bias={0: 100}, top_k=1)
+    assert sample_one([5.0, 4.0, 3.0], SampleSpec(params, 1, 0, forbidden=(0,))) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1.0, 100.0])
+def test_top_k_of_one_is_greedy_at_any_temperature(temperature: float) -> None:
+    logits = [10.0, 10.000001, 9.0]
+    params = SamplingParams(temperature=temperature, top_k=1)
+    assert {sample_one(logits, SampleSpec(params, 1, i)) for i in range(20)} == {1}
+
+
+def test_top_k_beyond_the_vocabulary_is_off() -> None:
+    logits = [0.1 * i for i in range(20)]
+    for index in range(50):
+        spec = SampleSpec(SamplingParams(top_k=10_000), 1, index)
+        plain = SampleSpec(SamplingParams(), 1, index)
+        assert sample_one(logits, spec) == sample_one(logits, plain)
+
+
+def test_equal_logits_pass_a_filter_together() -> None:
+    logits = torch.tensor([1.0, 3.0, 3.0, 3.0, 0.0])
+    assert allowed_by_draws(logits, SamplingParams(top_k=2)) == {1, 2, 3}
+    assert allowed_by_draws(logits, SamplingParams(top_p=0.1)) == {1, 2, 3}
+    equal = allowed_by_draws(torch.zeros(5000), SamplingParams(top_p=0.5))  # > half of them
+    assert min(equal) < 100 and max(equal) > 4900
+
+
+def test_tokens_that_cannot_be_are_never_drawn() -> None:
+    logits = torch.full((600,), -math.inf)
+    logits[[0, 300, 599]] = 0.0
+    assert allowed_by_draws(logits, SamplingParams()) == {0, 300, 599}
+    assert allowed_by_draws(logits, SamplingParams(top_k=50, top_p=0.99)) == {0, 300, 599}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams()])
+def test_broken_logits_are_refused(bad: float, params: SamplingParams) -> None:
+    with pytest.raises(ValueError, match="no token can be chosen"):
+        sample_one([0.0, bad, 1.0], SampleSpec(params, 0, 0))
+
+
+def test_everything_forbidden_is_refused() -> None:
+    with pytest.raises(ValueError, match="no token can be chosen"):
+        sample_one([0.0, 1.0], SampleSpec(GREEDY, 0, 0, forbidden=(0, 1)))
+
+
+# ---- Log-probabilities
+
+
+@pytest.mark.parametrize("vocab", [5, 3000])
+def test_logprobs_are_those_of_the_model_whatever_the_sampling(vocab: int) -> None:
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(4)) * 3
+    expected = torch.log_softmax(logits[0].double(), dim=0)
+    params = SamplingParams(temperature=0.2, top_k=3, logit_bias={0: 50.0}, logprobs=5)
+    token, logprobs = Sampler().sample(logits, [SampleSpec(params, 1, 0)])[0]
+    assert logprobs is not None
+    assert token == logprobs.token_id == 0
+    assert logprobs.logprob == pytest.approx(expected[0].item(), abs=1e-5)
+    best = expected.topk(5)
+    assert [i for i, _ in logprobs.top] == best.indices.tolist()
+    assert [v for _, v in logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_number_of_logprobs() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
+    none, zero, two, many = (
+        Sampler().sample(logits, [SampleSpec(GREEDY.with_changes(logprobs=k), 0, 0)])[0][1]
+        for k in (None, 0, 2, 20)
+    )
+    assert none is None
+    assert zero is not None and zero.top == ()
+    assert two is not None and [i for i, _ in two.top] == [1, 2]
+    assert many is not None and [i for i, _ in many.top] == [1, 2, 3, 0]
