@@ -53,12 +53,12 @@ _BLOCK_TENSORS = {
 }
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
-_SHARD_BYTES = 2**31
 
 
-def convert_gguf(path: Path, folder: Path) -> None:
+def convert_gguf(path: Path, folder: Path, shard_bytes: int = 2**31) -> None:
     """Write config.json, generation_config.json, tokenizer files and weights into `folder`.
 
+    shard_bytes: a weights file is closed once it has so many; the next one is begun.
     Raises ModelError if the file is damaged or of an architecture or kind not in ARCHITECTURES.
     """
     try:
@@ -69,7 +69,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
     eos = _field(reader, "tokenizer.ggml.eos_token_id")
     _write_json(folder / "config.json", config | {"eos_token_id": eos})
     _write_json(folder / "generation_config.json", {"eos_token_id": _eos_token_ids(reader)})
-    _write_weights(folder, _weights(reader, config))
+    _write_weights(folder, _weights(reader, config), shard_bytes)
     _write_tokenizer(path, folder, _field(reader, "tokenizer.ggml.pre"))
     for written in folder.iterdir():
         with open(written, "rb") as file:
@@ -197,7 +197,7 @@ def _unpermuted(rows: Array, heads: int) -> Array:
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _write_weights(folder: Path, weights: Iterator[tuple[str, Array]]) -> None:
+def _write_weights(folder: Path, weights: Iterator[tuple[str, Array]], shard_bytes: int) -> None:
     """Several files with an index, so that no more than one shard is in memory at a time."""
     weight_map: dict[str, str] = {}
     shard: dict[str, Array] = {}
@@ -210,7 +210,7 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Array]]) -> None:
 
     for name, array in weights:
         shard[name] = array
-        if sum(held.nbytes for held in shard.values()) >= _SHARD_BYTES:
+        if sum(held.nbytes for held in shard.values()) >= shard_bytes:
             flush()
     if shard:
         flush()
@@ -224,7 +224,7 @@ def _write_tokenizer(path: Path, folder: Path, pre_tokenizer: str | None) -> Non
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except Exception as error:  # tokenizers raises nothing more specific
         raise ModelError(f"{path} has no usable tokenizer: {error!r}") from error
     if pre_tokenizer == "smollm":
         # Digits stand alone before anything else is split, which transformers leaves out: it

@@ -1,0 +1,214 @@
+"""Conversion of GGUF files: the same logits as the model that was written, and the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from bros.core.config import EngineConfig
+from bros.core.errors import ModelError
+from bros.core.plan import StepPlan
+from bros.executor.gguf import convert_gguf
+from bros.executor.loader import load_executor
+from bros.executor.model_store import ModelFiles
+from bros.executor.runner import ModelRunner
+from support.checkpoints import ScatteredRequest, all_logits, save_checkpoint
+from support.gguf_files import NEWLINE, SPACE, TOKENS, write_gguf
+
+SHAPE = {
+    "vocab_size": len(TOKENS),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+TOKENS_IN = list(range(3, 50))
+
+
+def written(tmp_path: Path, config: PreTrainedConfig, kind: str, **options: object) -> Path:
+    """The GGUF file of a random model; transformers' logits are saved beside it."""
+    model = save_checkpoint(tmp_path / "random", config)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model, config, kind, **options)  # type: ignore[arg-type]
+    torch.save(all_logits(model, TOKENS_IN), tmp_path / "logits.pt")
+    return path
+
+
+def converted(path: Path) -> Path:
+    folder = path.parent / "converted"
+    folder.mkdir()
+    convert_gguf(path, folder)
+    return folder
+
+
+def load(folder: Path, weights: str = "fp32") -> ModelRunner:
+    config = EngineConfig(kv_blocks=16, weights=weights, threads=1)
+    return load_executor(config, ModelFiles(folder, "tiny"))[0]
+
+
+def last_logits(runner: ModelRunner) -> torch.Tensor:
+    request = ScatteredRequest("a", TOKENS_IN, [3, 1, 7])
+    plan = StepPlan(0, (request.next_chunk(len(TOKENS_IN), random.Random(0)),))
+    return runner.logits(plan)[0]
+
+
+def expected_logits(path: Path) -> torch.Tensor:
+    logits: torch.Tensor = torch.load(path.parent / "logits.pt")
+    return logits[-1]
+
+
+@pytest.mark.parametrize("stored", [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q8_0])
+def test_every_quantisation_gives_the_logits_of_its_own_values(
+    tmp_path: Path, stored: Type
+) -> None:
+    path = written(tmp_path, LlamaConfig(**SHAPE), "llama", quantized=stored)
+    logits = last_logits(load(converted(path)))
+    torch.testing.assert_close(logits, expected_logits(path), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+        ("llama", LlamaConfig(**SHAPE, attention_bias=True)),
+        ("qwen2", Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})),
+        ("qwen3", Qwen3Config(**SHAPE | {"head_dim": 32}, tie_word_embeddings=True)),
+    ],
+    ids=["llama-tied", "llama-biases", "qwen2", "qwen3"],
+)
+def test_every_architecture_matches(tmp_path: Path, kind: str, config: PreTrainedConfig) -> None:
+    if kind == "qwen2":
+        config.head_dim = 16  # what the writer reads; Qwen2 derives it
+    path = written(tmp_path, config, kind, quantized=Type.Q8_0)
+    logits = last_logits(load(converted(path)))
+    torch.testing.assert_close(logits, expected_logits(path), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q4_1])
+def test_int4_uses_the_stored_groups_without_rounding_again(tmp_path: Path, stored: Type) -> None:
+    path = written(tmp_path, LlamaConfig(**SHAPE), "llama", quantized=stored)
+    error = last_logits(load(converted(path), "int4")) - expected_logits(path)
+    assert error.abs().max() < 0.1  # rounding Q4 values again would give about 1
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama3_divisors() -> np.ndarray:
+    """rope_freqs.weight of a file with LLAMA3_ROPE and heads of 16."""
+    inverse = 10000.0 ** -(np.arange(0, 16, 2) / 16)
+    keep = np.clip((8192 * inverse / (2 * np.pi) - 1) / 3, 0, 1)
+    return (1 / (keep + (1 - keep) / 32)).astype(np.float32)
+
+
+def test_llama3_rope_is_recognised_from_its_divisors(tmp_path: Path) -> None:
+    config = LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE)
+    divisors = {"rope_freqs.weight": llama3_divisors()}
+    folder = converted(written(tmp_path, config, "llama", tensors=divisors))
+    assert json.loads((folder / "config.json").read_text())["rope_parameters"] == LLAMA3_ROPE
+    torch.testing.assert_close(
+        last_logits(load(folder)), expected_logits(tmp_path / "tiny.gguf"), atol=1e-4, rtol=0
+    )
+
+
+def test_unknown_rope_divisors_are_refused(tmp_path: Path) -> None:
+    divisors = {"rope_freqs.weight": llama3_divisors()[::-1].copy()}
+    path = written(tmp_path, LlamaConfig(**SHAPE), "llama", tensors=divisors)
+    with pytest.raises(ModelError, match="not Llama 3's"):
+        converted(path)
+
+
+@pytest.mark.parametrize("scaling", ["linear", "yarn"])
+def test_rope_scaling_is_kept(tmp_path: Path, scaling: str) -> None:
+    extra = {
+        "llama.rope.scaling.type": scaling,
+        "llama.rope.scaling.factor": 4,
+        "llama.rope.scaling.original_context_length": 32,
+    }
+    folder = converted(written(tmp_path, LlamaConfig(**SHAPE), "llama", extra=extra))
+    assert json.loads((folder / "config.json").read_text())["rope_parameters"] == {
+        "rope_type": scaling,
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+
+
+def test_tokenizer_template_and_eos_survive(tmp_path: Path) -> None:
+    extra = {"tokenizer.ggml.eot_token_id": 5}
+    folder = converted(written(tmp_path, LlamaConfig(**SHAPE), "llama", extra=extra))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "<|start|>ab\n\n12  3<|end|>"
+    ids = tokenizer(text)["input_ids"]
+    assert [TOKENS[index] for index in ids] == [
+        *("<|start|>", "a", "b", 2 * NEWLINE, "1", "2", 2 * SPACE, "3", "<|end|>")
+    ]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0, 5]}
+
+
+def test_large_models_are_split_into_shards(tmp_path: Path) -> None:
+    path = written(tmp_path, LlamaConfig(**SHAPE), "llama", quantized=Type.Q8_0)
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    convert_gguf(path, folder, shard_bytes=20_000)
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    torch.testing.assert_close(last_logits(load(folder)), expected_logits(path), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "message"),
+    [
+        ("gemma3", {}, "'gemma3' is not supported; supported are llama, qwen2, qwen3"),
+        ("llama", {"llama.expert_count": 8}, "mixture-of-experts"),
+        ("llama", {"llama.rope.dimension_count": 8}, "rotate a part of each head"),
+        ("llama", {"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
+        ("llama", {"tokenizer.ggml.model": "rwkv"}, "no usable tokenizer"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    tmp_path: Path, kind: str, extra: dict[str, str | int], message: str
+) -> None:
+    path = written(tmp_path, LlamaConfig(**SHAPE), kind, extra=extra)
+    with pytest.raises(ModelError, match=message):
+        converted(path)
+
+
+def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
+    strange = {"blk.0.ssm_conv1d.weight": np.zeros(4, np.float32)}
+    path = written(tmp_path, LlamaConfig(**SHAPE), "llama", tensors=strange)
+    with pytest.raises(ModelError, match="tensor blk.0.ssm_conv1d.weight"):
+        converted(path)
+
+
+def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"not a model at all, but long enough to have a header")
+    with pytest.raises(ModelError, match="not a readable GGUF file"):
+        converted(path)
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, LlamaConfig(**SHAPE), "llama")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="not a readable GGUF file"):
+        converted(path)
