@@ -17,7 +17,7 @@ constexpr int kDimBlock = 2;
 constexpr int64_t kScoreStride = kDecodeSplit + 16;  // kDecodeSplit + kDecodeLanes, whole vectors
 static_assert(kDecodeLanes <= 16 && kScoreStride % kLanes == 0, "");
 
-// Consecutive keys, and as many values, `stride` elements apart.
+// Consecutive rows of the cache: keys, and as many values.
 struct Run {
   const void* k;
   const void* v;
@@ -198,18 +198,23 @@ BROS_INLINE void write_lane(const Problem& p, const Task& task, int64_t lane, co
   for (int64_t d = 0; d < p.dim; ++d) out[d] = o[d] * scale;
 }
 
-template <class T>
-void decode_task(const Problem& p, const Task& task, float q_scale, const DecodeScratch& s,
-                 float* partials) {
-  const int64_t lanes = task.num_queries * p.group;
-  const int64_t stride = round_up(p.dim, kLanes);
-  for (int64_t lane = 0; lane < lanes; ++lane) {
+void start_lanes(const Problem& p, const Task& task, float q_scale, const DecodeScratch& s,
+                 int64_t stride) {
+  for (int64_t lane = 0; lane < task.num_queries * p.group; ++lane) {
     const float* q = p.query(task.token + lane / p.group, task.kv_head * p.group + lane % p.group);
     for (int64_t d = 0; d < stride; ++d) {
       s.q[lane * stride + d] = d < p.dim ? q[d] * q_scale : 0.0f;
       s.o[lane * stride + d] = 0.0f;
     }
   }
+}
+
+template <class T>
+void decode_task(const Problem& p, const Task& task, float q_scale, const DecodeScratch& s,
+                 float* partials) {
+  const int64_t lanes = task.num_queries * p.group;
+  const int64_t stride = round_up(p.dim, kLanes);
+  start_lanes(p, task, q_scale, s, stride);
   const int64_t num_runs = list_runs<T>(p, task, s.runs);
   const int64_t chunk = task.with_chunk ? task.num_queries : 0;
   float* scores = s.scores;
