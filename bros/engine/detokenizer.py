@@ -43,12 +43,17 @@ class TokenTable:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
-    def first_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token that opens a text: some decoders drop its leading space."""
+    def first_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that opens a text: some decoders drop its leading space.
+
+        None for an id outside the vocabulary, after which the text is still to be opened.
+        """
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return None
         if self._metaspace is not None:
-            piece = self._tokenizer.id_to_token(token_id) or ""
             return self._encode(piece.replace(self._metaspace, ""))
-        return self.bytes_of(token_id).removeprefix(self._separator)
+        return self._encode(piece)
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of a token inside a text. Ids outside the vocabulary are empty."""
@@ -135,8 +140,12 @@ class IncrementalDetokenizer:
         for token_id in token_ids:
             if self._skip_special and table.is_special(token_id):
                 continue
-            data += table.first_bytes(token_id) if self._first else table.bytes_of(token_id)
-            self._first = False
+            if self._first:
+                opening = table.first_bytes(token_id)
+                data += opening or b""
+                self._first = opening is None
+            else:
+                data += table.bytes_of(token_id)
         return self._stripped(self._utf8.decode(data)) if data else ""
 
     def finish(self) -> str:
