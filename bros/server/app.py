@@ -1,0 +1,36 @@
+"""The ASGI application: routes, middleware and error handlers around a ServerState."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from bros.core.errors import BrosError
+from bros.server.errors import handle_expected, handle_http
+from bros.server.middleware import BearerAuth, ErrorBarrier, RequestLog
+from bros.server.routes import chat, completions, models, service, tokens
+from bros.server.state import ServerState
+
+
+def create_app(state: ServerState) -> Starlette:
+    """The app for one server. Whoever builds the state closes the engine afterwards."""
+    routes = [
+        *(chat.ROUTES + completions.ROUTES + models.ROUTES + tokens.ROUTES),
+        *service.routes(),
+    ]
+    paths = frozenset(route.path for route in routes)
+    middleware = [
+        Middleware(RequestLog, state=state, paths=paths),
+        Middleware(ErrorBarrier),
+    ]
+    if state.config.api_key:
+        middleware.append(Middleware(BearerAuth, api_key=state.config.api_key))
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={BrosError: handle_expected, HTTPException: handle_http},
+    )
+    app.router.redirect_slashes = False  # /v1/models/ is a mistake, not another address
+    app.state.server = state
+    return app

@@ -1,0 +1,176 @@
+"""Every failure as the OpenAI error envelope: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bros.core.errors import (
+    AuthenticationError,
+    BrosError,
+    EngineDeadError,
+    InvalidRequestError,
+    NotFoundError,
+    QueueFullError,
+)
+
+logger = logging.getLogger(__name__)
+
+INVALID_REQUEST = "invalid_request_error"
+RATE_LIMIT = "rate_limit_error"
+SERVER_ERROR = "server_error"
+
+_MAX_RETRY_AFTER_S = 120
+"""OpenAI's clients give up instead of waiting longer than this."""
+
+_MAX_MESSAGE_CHARS = 2000
+
+
+class BodyTooLargeError(BrosError):
+    """The request body exceeds the size limit (HTTP 413)."""
+
+
+class ServerStoppingError(BrosError):
+    """The server shuts down before the request is finished (HTTP 503)."""
+
+
+class GenerationFailedError(BrosError):
+    """The engine ended a request without a proper finish (HTTP 500)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiError:
+    """An error as the client sees it."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        error = {
+            "message": self.message[:_MAX_MESSAGE_CHARS],
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}, separators=(",", ":"))
+
+    def to_response(self) -> Response:
+        return Response(self.to_json(), self.status, dict(self.headers), "application/json")
+
+    def to_event(self) -> bytes:
+        """The error inside an event stream whose status line has already been sent."""
+        return f"data: {self.to_json()}\n\n".encode()
+
+
+def describe(error: Exception) -> ApiError:
+    """What a client is told about `error`. Our own bugs are not described, only logged."""
+    match error:
+        case InvalidRequestError():
+            return ApiError(
+                status=400,
+                message=error.message,
+                type=INVALID_REQUEST,
+                param=error.param,
+                code=error.code,
+            )
+        case AuthenticationError():
+            return ApiError(
+                status=401,
+                message=str(error),
+                type=INVALID_REQUEST,
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        case NotFoundError():
+            return ApiError(
+                status=404,
+                message=str(error),
+                type=INVALID_REQUEST,
+                param=error.param,
+                code=error.code,
+            )
+        case BodyTooLargeError():
+            return ApiError(
+                status=413,
+                message=str(error),
+                type=INVALID_REQUEST,
+                code="request_too_large",
+                headers={"connection": "close"},  # the rest of the body is not read
+            )
+        case QueueFullError():
+            return _describe_full_queue(error)
+        case HTTPException():
+            return _describe_http(error)
+    return _describe_server_error(error)
+
+
+def _describe_full_queue(error: QueueFullError) -> ApiError:
+    wait_s = min(max(error.retry_after_s, 1.0), _MAX_RETRY_AFTER_S)
+    headers = {
+        "retry-after": str(math.ceil(wait_s)),
+        "retry-after-ms": str(math.ceil(wait_s * 1000)),
+    }
+    return ApiError(
+        status=429,
+        message=str(error),
+        type=RATE_LIMIT,
+        code="rate_limit_exceeded",
+        headers=headers,
+    )
+
+
+def _describe_http(error: HTTPException) -> ApiError:
+    kind = INVALID_REQUEST if error.status_code < 500 else SERVER_ERROR
+    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    return ApiError(
+        status=error.status_code,
+        message=error.detail,
+        type=kind,
+        code=code,
+        headers=error.headers or {},
+    )
+
+
+def _describe_server_error(error: Exception) -> ApiError:
+    if isinstance(error, EngineDeadError):
+        status, code = 503, "engine_unavailable"
+    elif isinstance(error, ServerStoppingError):
+        status, code = 503, "server_shutting_down"
+    elif isinstance(error, BrosError):
+        status, code = 500, "engine_error"
+    else:
+        return ApiError(
+            status=500,
+            message="The server had an internal error; its log has the details.",
+            type=SERVER_ERROR,
+            code="internal_error",
+        )
+    return ApiError(status=status, message=str(error), type=SERVER_ERROR, code=code)
+
+
+async def handle_expected(request: Request, error: Exception) -> Response:
+    """Exception handler for BrosError."""
+    return describe(error).to_response()
+
+
+async def handle_http(request: Request, error: Exception) -> Response:
+    """Exception handler for what routing raises: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    detail = {
+        404: f"There is nothing at {path}.",
+        405: f"{request.method} is not allowed on {path}.",
+    }.get(error.status_code, error.detail)
+    return describe(HTTPException(error.status_code, detail, error.headers)).to_response()

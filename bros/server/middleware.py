@@ -1,0 +1,115 @@
+"""Pure ASGI middleware, so that streams and disconnects pass through untouched."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from bros.core.errors import AuthenticationError
+from bros.server.errors import describe
+from bros.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("bros.access")
+
+OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
+"""Served without a key: the page that asks for one, and what probes and scrapers read."""
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_CLIENT_LEFT = 499
+
+
+class RequestLog:
+    """Gives every response an x-request-id, counts it and writes one line about it.
+
+    A client's own x-request-id is kept if it is printable ASCII of at most 128 characters.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState, paths: frozenset[str]) -> None:
+        """paths: the ones that metrics tell apart."""
+        self._app = app
+        self._state = state
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else self._state.ids.new("req")
+        started_s = self._state.clock.now()
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            status = _CLIENT_LEFT
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._state.metrics.http_request(path, status)
+            access_logger.info(
+                "%s %s %d %.1f ms %s",
+                scope["method"],
+                # As it came: the decoded path could hold line breaks.
+                scope.get("raw_path", b"").decode("latin-1"),
+                status,
+                (self._state.clock.now() - started_s) * 1000,
+                request_id,
+            )
+
+
+class ErrorBarrier:
+    """The last resort: an exception nobody expected becomes a 500 and a traceback in the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise  # the server cuts the connection and logs it
+            logger.exception("%s failed", scope["path"])
+            await describe(error).to_response()(scope, receive, send)
+
+
+class BearerAuth:
+    """Asks for the key on every path that is not in OPEN_PATHS."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            headers = dict(scope["headers"])
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._expected):
+                error = AuthenticationError(
+                    "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
+                )
+                await describe(error).to_response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,150 @@
+"""The API description at /openapi.json, from the same models that check and write messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from bros.server import protocol, replies
+
+_REF = "#/components/schemas/{model}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    method: str
+    path: str
+    summary: str
+    reply: type[BaseModel] | str
+    body: type[BaseModel] | None = None
+    parameters: tuple[dict[str, Any], ...] = ()
+
+
+_SLO_HEADERS = tuple(
+    {
+        "name": f"x-slo-{objective}-ms",
+        "in": "header",
+        "description": f"{text}; the field slo of the body wins",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+    for objective, text in (("ttft", "Arrival to first token"), ("tpot", "Between two tokens"))
+)
+_MODEL_PARAMETER = {
+    "name": "model",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string"},
+}
+
+_OPERATIONS = (
+    _Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation; with stream, as server-sent events",
+        replies.ChatCompletion,
+        protocol.ChatCompletionRequest,
+        _SLO_HEADERS,
+    ),
+    _Operation(
+        "post",
+        "/v1/completions",
+        "Continue prompts; with stream, as server-sent events",
+        replies.Completion,
+        protocol.CompletionRequest,
+        _SLO_HEADERS,
+    ),
+    _Operation("get", "/v1/models", "The models there are", replies.ModelList),
+    _Operation(
+        "get",
+        "/v1/models/{model}",
+        "One model",
+        replies.ModelCard,
+        parameters=(_MODEL_PARAMETER,),
+    ),
+    _Operation(
+        "post",
+        "/tokenize",
+        "Token ids of a text or a conversation",
+        replies.TokenizeReply,
+        protocol.TokenizeRequest,
+    ),
+    _Operation(
+        "post",
+        "/detokenize",
+        "The text of token ids",
+        replies.DetokenizeReply,
+        protocol.DetokenizeRequest,
+    ),
+    _Operation("get", "/health", "200 if the engine runs, else 503", replies.Health),
+    _Operation("get", "/metrics", "Metrics in Prometheus' text format", "text/plain"),
+    _Operation("get", "/version", "The version of the server", replies.Version),
+    _Operation("get", "/openapi.json", "This description", "application/json"),
+    _Operation("get", "/", "A page to try the server with", "text/html"),
+)
+
+
+def describe_api(version: str) -> dict[str, Any]:
+    """An OpenAPI 3.1 document."""
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in _OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _describe(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "bros", "version": version, "license": {"name": "Apache-2.0"}},
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"bearer": []}, {}],
+    }
+
+
+def _schemas() -> dict[str, Any]:
+    models: dict[type[BaseModel], None] = {replies.ErrorEnvelope: None}
+    for operation in _OPERATIONS:
+        for model in (operation.body, operation.reply):
+            if isinstance(model, type):
+                models[model] = None
+    inputs = {operation.body for operation in _OPERATIONS}
+    _, document = models_json_schema(
+        [(model, "validation" if model in inputs else "serialization") for model in models],
+        ref_template=_REF,
+    )
+    schemas: dict[str, Any] = document["$defs"]
+    return schemas
+
+
+def _describe(operation: _Operation) -> dict[str, Any]:
+    reply = operation.reply
+    media, schema = (
+        (reply, {}) if isinstance(reply, str) else ("application/json", _reference(reply))
+    )
+    content: dict[str, Any] = {media: {"schema": schema}}
+    if operation.parameters is _SLO_HEADERS:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": "What was asked for", "content": content},
+            "default": {
+                "description": "What went wrong",
+                "content": {"application/json": {"schema": _reference(replies.ErrorEnvelope)}},
+            },
+        },
+    }
+    if operation.parameters:
+        described["parameters"] = list(operation.parameters)
+    if operation.body is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _reference(operation.body)}},
+        }
+    return described
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REF.format(model=model.__name__)}

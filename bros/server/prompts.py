@@ -1,0 +1,60 @@
+"""Prompts as token ids, without holding up the event loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import anyio.to_thread
+
+from bros.core.errors import InvalidRequestError
+from bros.server.protocol import ChatMessage
+from bros.server.state import ServerState
+
+T = TypeVar("T")
+
+_INLINE_CHARS = 2000
+"""Shorter texts take less than about a millisecond, less than going to a thread is worth."""
+
+_RESERVED = ("messages", "self")
+
+
+async def encode_text(
+    state: ServerState, text: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of a text; long ones on a thread."""
+    encode = functools.partial(state.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return await _run(encode, len(text))
+
+
+async def encode_chat(
+    state: ServerState, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any] | None
+) -> list[int]:
+    """Token ids of a conversation up to where the answer begins.
+
+    Raises InvalidRequestError if the model's chat template does not take it.
+    """
+    kwargs = dict(template_kwargs or {})
+    for name in _RESERVED:
+        if name in kwargs:
+            raise InvalidRequestError(
+                f"'chat_template_kwargs' must not contain {name!r}.", param="chat_template_kwargs"
+            )
+    plain = [_plain(message) for message in messages]
+    apply = functools.partial(state.tokenizer.apply_chat_template, plain, **kwargs)
+    return await _run(apply, sum(len(message["content"] or "") for message in plain))
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    """As templates know it: `developer` is OpenAI's newer name for `system`."""
+    fields = message.model_dump()
+    if fields["role"] == "developer":
+        fields["role"] = "system"
+    return fields
+
+
+async def _run(work: Callable[[], T], num_chars: int) -> T:
+    if num_chars <= _INLINE_CHARS:
+        return work()
+    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)

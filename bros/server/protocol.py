@@ -1,0 +1,210 @@
+"""What clients may send: OpenAI's requests, and the sampling fields of vLLM.
+
+Wrong types are refused; fields that are not declared here are ignored, as OpenAI-compatible
+servers do, unless ignoring them would give a wrong answer (unsupported.py). Ranges of sampling
+parameters are checked by SamplingParams. `null` means not given, everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from bros.core.request import MAX_LOGPROBS
+
+_INT32_MAX = 2**31 - 1
+
+Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+MaxTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
+Milliseconds = Annotated[float, Field(gt=0, le=1e12)]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+
+
+def _wrong(kind: str, message: str) -> PydanticCustomError:
+    # The message goes through a placeholder because braces in it would be taken for one.
+    return PydanticCustomError(kind, "{reason}", {"reason": message})
+
+
+def _check_stop(value: object) -> list[str]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
+        raise _wrong("stop_type", "must be a string or a list of strings")
+    return values
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item <= _INT32_MAX for item in value
+    )
+
+
+def _check_prompts(value: object) -> list[str | list[int]]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if type(value[0]) is int and _is_token_ids(value):
+            return [value]
+        if all(isinstance(item, str) for item in value) or all(map(_is_token_ids, value)):
+            return value
+    raise _wrong(
+        "prompt_type",
+        "must be a string, a list of strings, a list of token ids or a list of those; not empty",
+    )
+
+
+def _check_content(value: object) -> str | None:
+    """The text of a message; its parts, if it has several, are lines."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong("content_type", "must be a string or a list of content parts")
+    return "\n".join(_part_text(i, part) for i, part in enumerate(value))
+
+
+def _part_text(index: int, part: object) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise _wrong("content_type", f"part {index} must be an object with a type")
+    if part["type"] != "text":
+        kind = part["type"][:50]
+        raise _wrong("content_value", f"part {index} is a {kind!r}; this model takes text only")
+    if not isinstance(part.get("text"), str):
+        raise _wrong("content_type", f"part {index} must have a text that is a string")
+    text: str = part["text"]
+    return text
+
+
+_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXT_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+
+Stop = Annotated[
+    Any,
+    PlainValidator(_check_stop),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+Prompts = Annotated[
+    Any,
+    PlainValidator(_check_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                _TOKEN_IDS_SCHEMA,
+                {"type": "array", "items": _TOKEN_IDS_SCHEMA},
+            ]
+        }
+    ),
+]
+Content = Annotated[
+    Any,
+    PlainValidator(_check_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": _TEXT_PART_SCHEMA},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class WireModel(BaseModel):
+    """Strict: a string is not a number, and neither is true. NaN and infinity are refused."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class SloFields(WireModel):
+    """Objectives of one request in milliseconds; they win over the x-slo-* headers."""
+
+    ttft_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    deadline_ms: Milliseconds | None = None
+
+
+class StreamOptions(WireModel):
+    include_usage: bool | None = None
+
+
+class GenerationRequest(WireModel):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = Field(None, description="0 or -1: off")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Int | None = None
+    stop: Stop | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: Int | None = None
+    max_tokens: MaxTokens | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    service_tier: ServiceTier | None = Field(
+        None, description="flex is best-effort, all others are real-time"
+    )
+    slo: SloFields | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+
+
+class ChatMessage(WireModel):
+    """One message. Further fields (name, tool_calls, ...) are given to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Content = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions"""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions"""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+
+class TokenizeRequest(WireModel):
+    """POST /tokenize: a prompt or the messages of a chat, one of the two."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(WireModel):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]

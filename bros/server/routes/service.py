@@ -1,0 +1,79 @@
+"""What operators and browsers ask for: health, metrics, version, API description, a page."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.resources
+import json
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import bros
+from bros.core.errors import EngineDeadError
+from bros.core.interfaces import EngineStats
+from bros.server.openapi import describe_api
+from bros.server.replies import Health, Version
+from bros.server.state import ServerState
+
+_STATS_TIMEOUT_S = 5.0
+"""A scrape must not hang because a step takes long."""
+
+_PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+}
+
+
+async def health(request: Request) -> Response:
+    """200 if the engine runs, else 503."""
+    alive = ServerState.of(request).engine.alive
+    reply = Health(status="ok" if alive else "engine down")
+    return Response(reply.model_dump_json(), 200 if alive else 503, media_type="application/json")
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    state = ServerState.of(request)
+    return Response(
+        state.metrics.render(await _stats(state)),
+        headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
+    )
+
+
+async def version(request: Request) -> Response:
+    """The version of bros."""
+    reply = Version(version=bros.__version__)
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+async def _stats(state: ServerState) -> EngineStats | None:
+    try:
+        return await asyncio.wait_for(state.engine.stats(), _STATS_TIMEOUT_S)
+    except (EngineDeadError, TimeoutError):
+        return None
+
+
+def routes() -> tuple[Route, ...]:
+    """The page and the API description are made once, here."""
+    page = importlib.resources.files("bros.server").joinpath("static/index.html").read_bytes()
+    api = json.dumps(describe_api(bros.__version__))
+
+    async def index(request: Request) -> Response:
+        return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
+
+    async def openapi(request: Request) -> Response:
+        return Response(api, media_type="application/json")
+
+    return (
+        Route("/", index, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+    )

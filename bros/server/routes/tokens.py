@@ -1,0 +1,57 @@
+"""POST /tokenize and /detokenize, as vLLM has them"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from bros.core.errors import InvalidRequestError
+from bros.server.body import read_object, validate
+from bros.server.prompts import encode_chat, encode_text
+from bros.server.protocol import DetokenizeRequest, TokenizeRequest
+from bros.server.replies import DetokenizeReply, TokenizeReply
+from bros.server.state import ServerState
+
+
+async def tokenize(request: Request) -> Response:
+    """Token ids of a prompt or of a conversation."""
+    state = ServerState.of(request)
+    body = validate(TokenizeRequest, await read_object(request, state.max_body_bytes))
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
+    if body.messages is not None:
+        tokens = await encode_chat(state, body.messages, body.chat_template_kwargs)
+    else:
+        special = body.add_special_tokens is not False
+        tokens = await encode_text(state, body.prompt or "", add_special_tokens=special)
+    names = [state.tokenizer.token_text(token_id) for token_id in tokens]
+    reply = TokenizeReply(
+        count=len(tokens),
+        max_model_len=state.engine.info.max_model_len,
+        tokens=tokens,
+        token_strs=names if body.return_token_strs else None,
+    )
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    state = ServerState.of(request)
+    body = validate(DetokenizeRequest, await read_object(request, state.max_body_bytes))
+    state.check_model(body.model)
+    vocab_size = state.engine.info.vocab_size
+    if body.tokens and max(body.tokens) >= vocab_size:
+        raise InvalidRequestError(
+            f"Token id {max(body.tokens)} is outside the vocabulary [0, {vocab_size}).",
+            param="tokens",
+        )
+    reply = DetokenizeReply(prompt=state.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+ROUTES = (
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+)

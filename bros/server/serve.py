@@ -1,0 +1,137 @@
+"""Runs an app on a socket and ends it gracefully."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from bros.core.errors import ConfigError
+
+DRAIN_S = 30.0
+"""How long open requests may go on after the server was told to stop."""
+
+_LAST_RESORT_S = 5.0
+"""How long they then have to say goodbye before their tasks are cancelled."""
+
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that none sends into a closing one."""
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to an address, not listening yet; port 0 takes a free one.
+
+    Raises ConfigError saying what is in the way. Binding early, before a model is loaded, tells
+    the user early.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host: cannot listen on {host}: {error.strerror}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"--port: cannot listen on {host}:{port}: {error.strerror}") from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """The address of a bound socket as a URL with the actual port."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer:
+    """Serves an app of `create_app` on a bound socket until it is stopped."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        bound: socket.socket,
+        *,
+        on_listening: Callable[[str], None] = lambda url: None,
+        log_level: str = "info",
+        drain_s: float = DRAIN_S,
+    ) -> None:
+        """on_listening is called with the URL once connections are accepted."""
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            # Its own lines on starting and stopping say nothing that ours do not.
+            log_level="debug" if log_level == "debug" else "warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(drain_s + _LAST_RESORT_S),
+        )
+        self._bound = bound
+        self._server = _Server(
+            config, app.state.server.stopping, drain_s, lambda: on_listening(url_of(bound))
+        )
+
+    async def run(self) -> None:
+        """Serve until `stop`, SIGINT or SIGTERM; then give open requests `drain_s` to finish.
+
+        What is not finished then gets an error and is aborted. A second SIGINT does not wait.
+        Signals are handled in the main thread only.
+        """
+        await self._server.serve(sockets=[self._bound])
+
+    def stop(self) -> None:
+        """Begin to shut down. May be called from any thread, repeatedly."""
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        stopping: asyncio.Event,
+        drain_s: float,
+        on_listening: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+        self._drain_s = drain_s
+        self._on_listening = on_listening
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # The parent raises the signals again at the end, which for SIGTERM would end the
+        # process before anybody could shut the engine down.
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.signal(number, self.handle_exit) for number in _STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._drain_s, self._stopping.set)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()

@@ -1,0 +1,58 @@
+"""What the routes share; built by the composition root, one per server."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from bros.core.clock import Clock
+from bros.core.config import ServerConfig
+from bros.core.errors import NotFoundError
+from bros.core.ids import IdGenerator
+from bros.core.interfaces import EngineClient
+from bros.engine.generation import TextGenerator
+from bros.engine.tokenizer import Tokenizer
+from bros.server.metrics import ServerMetrics
+
+MAX_BODY_BYTES = 16 * 2**20
+"""Larger requests get 413; a prompt of a million token ids takes about 7 MiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerState:
+    """Everything the HTTP layer works with.
+
+    model_name: the name in the API. created: Unix seconds, shown in /v1/models.
+    stopping: set it to end open requests with an error (see HttpServer).
+    """
+
+    engine: EngineClient
+    tokenizer: Tokenizer
+    generator: TextGenerator
+    model_name: str
+    created: int
+    config: ServerConfig
+    clock: Clock
+    ids: IdGenerator
+    metrics: ServerMetrics
+    max_body_bytes: int = MAX_BODY_BYTES
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    def of(cls, request: Request) -> ServerState:
+        """The state of the app that serves `request`."""
+        state = request.app.state.server
+        assert isinstance(state, cls)
+        return state
+
+    def check_model(self, name: str | None) -> None:
+        """Raise NotFoundError unless `name` is the served model; None means the served one."""
+        if name is None or name in (self.model_name, self.engine.info.model):
+            return
+        raise NotFoundError(
+            f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}.",
+            param="model",
+            code="model_not_found",
+        )

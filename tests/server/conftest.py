@@ -1,0 +1,31 @@
+"""Servers around a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from support.scripted_server import LiveServer, Server
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    async with made.http:
+        yield made
+
+
+@pytest.fixture
+async def locked_server() -> AsyncIterator[Server]:
+    made = Server(api_key="secret")
+    async with made.http:
+        yield made
+
+
+@pytest.fixture
+def live() -> Iterator[LiveServer]:
+    made = LiveServer()
+    try:
+        yield made
+    finally:
+        made.stop()

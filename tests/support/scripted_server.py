@@ -1,0 +1,248 @@
+"""A whole server around a scripted engine: everything is real but the model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import tokenizers
+from starlette.applications import Starlette
+from tokenizers import decoders, models, pre_tokenizers
+
+from bros.core.clock import ManualClock
+from bros.core.config import ServerConfig
+from bros.core.errors import EngineDeadError
+from bros.core.ids import IdGenerator
+from bros.core.interfaces import ClassStats, EngineInfo, EngineStats
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    ServiceClass,
+    TokenLogprobs,
+)
+from bros.engine.chat_template import ChatTemplates
+from bros.engine.generation import TextGenerator
+from bros.engine.tokenizer import Tokenizer
+from bros.scheduler.limits import Limits
+from bros.server.app import create_app
+from bros.server.metrics import ServerMetrics
+from bros.server.serve import HttpServer, bind
+from bros.server.state import ServerState
+
+EOS_TEXT = "<|im_end|>"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MAX_MODEL_LEN = 500
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token per byte, and the three tokens of ChatML."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", EOS_TEXT])
+    special = {"eos_token": EOS_TEXT}
+    return Tokenizer(backend, special, ChatTemplates({"default": CHATML}, special, ManualClock()))
+
+
+class ScriptedEngine:
+    """An EngineClient that answers with a text, token by token, and EOS.
+
+    Tests set: `text`; `refusal`, raised on submission; `hold_after`, tokens after which a request
+    waits for ever; `die_after`, tokens after which the engine dies; `fail_after`, after which
+    the request ends with an error; `cached_tokens`; `alive`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.text = "Hello world"
+        self.refusal: Exception | None = None
+        self.hold_after: int | None = None
+        self.die_after: int | None = None
+        self.fail_after: int | None = None
+        self.cached_tokens = 0
+        self.alive = True
+        self.submitted: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.holding = asyncio.Event()
+        self.abort_seen = asyncio.Event()
+        assert tokenizer.eos_token_id is not None
+        self.eos = tokenizer.eos_token_id
+        self.info = EngineInfo(
+            model="org/scripted",
+            weights="fp32",
+            kernels="reference",
+            kv_dtype="fp32",
+            device="none",
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=tokenizer.vocab_size,
+            block_size=16,
+            num_kv_blocks=100,
+            policy="fcfs",
+            eos_token_ids=(self.eos,),
+        )
+        self._limits = Limits(
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=tokenizer.vocab_size,
+            max_num_seqs=8,
+            max_batch_tokens=64,
+            max_queue=8,
+        )
+
+    async def submit(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        if not self.alive:
+            raise EngineDeadError("The engine is not running.")
+        self._limits.check(request)
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(request)
+        return self._run(request)
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.abort_seen.set()
+
+    async def stats(self) -> EngineStats:
+        if not self.alive:
+            raise EngineDeadError("The engine is not running.")
+        by_class = {
+            ServiceClass.RT: ClassStats(running=2, waiting=1, prompt_tokens=70, output_tokens=30),
+            ServiceClass.BE: ClassStats(running=3, waiting=9, prompt_tokens=7, output_tokens=5),
+        }
+        return EngineStats(steps=11, kv_blocks_used=25, kv_blocks_total=100, by_class=by_class)
+
+    async def close(self) -> None:
+        pass
+
+    async def _run(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        script = [*self.tokenizer.encode(self.text), self.eos]
+        limit = request.sampling.max_tokens or MAX_MODEL_LEN
+        for count, token_id in enumerate(script[:limit], start=1):
+            await self._misbehave(count - 1)
+            if count - 1 == self.fail_after:
+                yield RequestOutput(
+                    request_id=request.request_id,
+                    finish_reason=FinishReason.ERROR,
+                    error="The numbers overflowed.",
+                )
+                return
+            yield self._output(request, count, token_id, limit)
+            await asyncio.sleep(0)
+
+    async def _misbehave(self, produced: int) -> None:
+        if produced == self.hold_after:
+            self.holding.set()
+            await asyncio.Event().wait()
+        if produced == self.die_after:
+            raise EngineDeadError("The engine died.")
+
+    def _output(
+        self, request: EngineRequest, count: int, token_id: int, limit: int
+    ) -> RequestOutput:
+        finish = None
+        if token_id == self.eos:
+            finish = FinishReason.STOP
+        elif count == limit:
+            finish = FinishReason.LENGTH
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if request.sampling.logprobs is not None:
+            best = ((token_id, -0.5), (token_id - 1, -1.5))
+            logprobs = (TokenLogprobs(token_id, -0.5, best[: request.sampling.logprobs]),)
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=(token_id,),
+            logprobs=logprobs,
+            finish_reason=finish,
+            cached_tokens=self.cached_tokens,
+        )
+
+
+class Server:
+    """An app, what is behind it, and a client that talks to it in this process."""
+
+    def __init__(self, **config: Any) -> None:
+        self.clock = ManualClock()
+        self.tokenizer = make_tokenizer()
+        self.engine = ScriptedEngine(self.tokenizer)
+        ids = IdGenerator(random.Random(0))
+        self.state = ServerState(
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            generator=TextGenerator(self.engine, self.tokenizer, self.clock, ids),
+            model_name="scripted",
+            created=1_700_000_000,
+            config=ServerConfig(**config),
+            clock=self.clock,
+            ids=ids,
+            metrics=ServerMetrics(self.clock),
+        )
+        self.app: Starlette = create_app(self.state)
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        body = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        body = {"model": "scripted", "prompt": "Hi", "max_tokens": 100, **fields}
+        return await self.http.post("/v1/completions", json=body)
+
+    def last(self) -> EngineRequest:
+        """The request the engine was given last."""
+        return self.engine.submitted[-1]
+
+
+class LiveServer:
+    """A Server behind a real socket on a thread of its own, for clients that block."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.http: HttpServer
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        self._ready.wait()
+
+    def stop(self) -> None:
+        self.http.stop()
+        self._thread.join()
+
+    async def _serve(self) -> None:
+        self.server = Server()
+        self.http = HttpServer(
+            self.server.app, bind("127.0.0.1", 0), on_listening=self._listening, drain_s=0.2
+        )
+        await self.http.run()
+
+    def _listening(self, url: str) -> None:
+        self.url = url
+        self._ready.set()
+
+
+def events(text: str) -> list[str]:
+    """The data of each server-sent event."""
+    blocks = text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") for block in blocks)
+    return [block.removeprefix("data: ") for block in blocks]
+
+
+def assert_envelope(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a response that must have `status` and all four keys."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"]
+    return error
