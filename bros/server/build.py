@@ -1,0 +1,158 @@
+"""The composition root: decides which implementations a server, or a local chat, is made of."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bros.core.clock import SystemClock
+from bros.core.config import Config, ServerConfig
+from bros.core.ids import IdGenerator
+from bros.core.request import SamplingParams
+from bros.engine.generation import TextGenerator
+from bros.engine.process_client import ProcessEngineClient
+from bros.engine.tokenizer import Tokenizer
+from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
+from bros.server.app import create_app
+from bros.server.metrics import ServerMetrics
+from bros.server.serve import HttpServer, bind
+from bros.server.state import ServerState
+
+logger = logging.getLogger("bros.server")
+
+
+def serve(config: Config) -> int:
+    """Run a server until it is told to stop; returns the exit status.
+
+    0 after SIGINT or SIGTERM, 1 if the engine died and was not to be restarted.
+    Raises ConfigError, ModelError or EngineDeadError if it cannot start.
+    """
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    bound = bind(config.server.host, config.server.port)
+    with bound:
+        files = resolve_model(config.engine.model, _cache_dir(config.server), report=_say)
+        return asyncio.run(_serve(config, files, bound))
+
+
+async def _serve(config: Config, files: ModelFiles, bound: socket.socket) -> int:
+    servers: list[HttpServer] = []
+    deaths: list[str] = []
+
+    def on_final_death(reason: str) -> None:
+        deaths.append(reason)
+        for server in servers:
+            server.stop()
+
+    engine = ProcessEngineClient(
+        config.engine,
+        files,
+        log_level=config.server.log_level,
+        restart=config.server.on_engine_death == "restart",
+        on_final_death=on_final_death,
+    )
+    _say(f"Loading {files.name} ...")
+    try:
+        _, tokenizer = await asyncio.gather(
+            engine.start(), asyncio.to_thread(Tokenizer.load, files.folder)
+        )
+        state = _state(config.server, files, engine, tokenizer)
+        server = HttpServer(
+            create_app(state),
+            bound,
+            on_listening=lambda url: _say(_banner(url, state)),
+            log_level=config.server.log_level,
+        )
+        servers.append(server)
+        if not deaths:
+            await server.run()
+    finally:
+        await engine.close()
+    if deaths:
+        logger.error("the server ends because its engine did: %s", deaths[0])
+    return 1 if deaths else 0
+
+
+def _state(
+    config: ServerConfig, files: ModelFiles, engine: ProcessEngineClient, tokenizer: Tokenizer
+) -> ServerState:
+    clock = SystemClock()
+    ids = IdGenerator(random.SystemRandom())
+    return ServerState(
+        engine=engine,
+        tokenizer=tokenizer,
+        generator=TextGenerator(engine, tokenizer, clock, ids),
+        model_name=config.served_model_name or files.name,
+        created=int(clock.unix_time()),
+        config=config,
+        clock=clock,
+        ids=ids,
+        metrics=ServerMetrics(clock),
+    )
+
+
+def _banner(url: str, state: ServerState) -> str:
+    info = state.engine.info
+    shown_url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:")
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if state.config.api_key else ""
+    kv_tokens = info.num_kv_blocks * info.block_size
+    return (
+        f"\n  bros is ready at {shown_url}\n"
+        f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels)\n"
+        f"  context  {info.max_model_len} tokens; KV cache {kv_tokens} tokens in {info.kv_dtype}\n"
+        f"  policy   {info.policy}\n\n"
+        f"  curl {shown_url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"    -d '{json.dumps(body)}'\n"
+    )
+
+
+def _cache_dir(config: ServerConfig) -> Path:
+    return Path(config.data_dir).expanduser() if config.data_dir else default_cache_dir()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+class LocalChat:
+    """Answers conversations with an engine of this process."""
+
+    def __init__(self, tokenizer: Tokenizer, generator: TextGenerator) -> None:
+        self._tokenizer = tokenizer
+        self._generator = generator
+
+    async def stream(self, messages: Sequence[Mapping[str, Any]]) -> AsyncIterator[str]:
+        """Pieces of the answer as they come; leaving early stops the generation.
+
+        Raises InvalidRequestError, for one if the conversation is too long.
+        """
+        prompt = self._tokenizer.apply_chat_template(messages)
+        async with await self._generator.start(prompt, SamplingParams()) as generation:
+            async for delta in generation:
+                if delta.text:
+                    yield delta.text
+
+
+@contextlib.asynccontextmanager
+async def local_chat(config: Config) -> AsyncIterator[LocalChat]:
+    """A chat without a server; the engine ends with the block.
+
+    Raises ConfigError or ModelError if the model cannot be loaded.
+    """
+    # Late, because it imports torch, which the server process does without.
+    from bros.engine.local import open_local
+
+    async with open_local(config.engine, _cache_dir(config.server), _say) as local:
+        yield LocalChat(local.tokenizer, local.generator)
