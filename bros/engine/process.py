@@ -14,8 +14,8 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
@@ -50,8 +50,10 @@ class Launch:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's business
-    launch = Launch.from_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_exit_with_parent, args=(sys.stdin.buffer,), daemon=True).start()
+    # Unbuffered: a thread that waits in a buffered reader cannot be left behind at exit.
+    stdin = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
+    launch = Launch.from_json(stdin.readline())
+    threading.Thread(target=_exit_with_parent, args=(stdin,), daemon=True).start()
     logging.basicConfig(
         level=launch.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
     )
@@ -80,8 +82,8 @@ def _serve(launch: Launch, transport: ZmqTransport) -> int:
     return 1
 
 
-def _exit_with_parent(stdin: BinaryIO) -> None:
-    stdin.read()
+def _exit_with_parent(stdin: FileIO) -> None:
+    stdin.read(1)
     os._exit(0)  # nothing here outlives the server: no state, no files
 
 

@@ -92,6 +92,17 @@ async def test_a_killed_engine_fails_open_requests_at_once_and_comes_back(
     assert await tokens_of(client, ask("after")) == before
 
 
+async def test_an_engine_that_is_closed_ends_by_itself_and_quietly(
+    files: ModelFiles, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = ProcessEngineClient(CONFIG, files, log_level="info")
+    await client.start()
+    pid = client.pid
+    await client.close()
+    assert pid is not None and not _exists(pid)
+    assert capfd.readouterr().err == ""
+
+
 async def test_without_restart_the_owner_is_told(files: ModelFiles) -> None:
     deaths: list[str] = []
     client = ProcessEngineClient(
