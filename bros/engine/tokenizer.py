@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import ModelError
@@ -64,7 +63,7 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise ModelError(f"The tokenizer in {folder} cannot be read: {error}") from error
-        _follow_config(tokenizer, config, special)
+        _prepare(tokenizer, special)
         sources = read_templates(folder, config)
         return cls(tokenizer, special, ChatTemplates(sources, special, clock or SystemClock()))
 
@@ -166,10 +165,9 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     return converted
 
 
-def _follow_config(
-    tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
-) -> None:
-    """Apply what tokenizer_config.json says over tokenizer.json, as transformers does."""
+def _prepare(tokenizer: tokenizers.Tokenizer, special: Mapping[str, str]) -> None:
+    """Settings that tokenizer.json may have wrong. What stands around a prompt is right there, so
+    add_bos_token and add_eos_token of the configuration are left aside, as in transformers."""
     # Settings left over from training would cut or fill up prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -178,10 +176,3 @@ def _follow_config(
     tokenizer.add_special_tokens(
         [token for token in missing if tokenizer.token_to_id(token) is not None]
     )
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    around = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
-    pattern = [token for token in (bos, "$A", eos) if token is not None]
-    tokenizer.post_processor = TemplateProcessing(single=pattern, special_tokens=around)
