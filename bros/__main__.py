@@ -1,0 +1,10 @@
+"""`python -m bros` is `bros`."""
+
+from __future__ import annotations
+
+import sys
+
+from bros.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

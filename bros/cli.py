@@ -1,0 +1,154 @@
+"""The command line: bros serve, bros chat, bros version."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from importlib import metadata
+from typing import NoReturn
+
+from bros import __version__
+from bros.core.config import Config
+from bros.core.config_sources import add_flags, all_options, load_config, near_matches
+from bros.core.errors import BrosError, ConfigError
+
+DESCRIPTION = "LLM inference engine that serves real-time and best-effort requests together."
+SOURCES = (
+    "Every option can also be set as an environment variable (--max-num-seqs is "
+    "BROS_MAX_NUM_SEQS) or in the TOML file given with --config (max_num_seqs = 64). "
+    "Flags win over variables, variables over the file."
+)
+INTERRUPTED = 130
+"""What shells expect from a program ended by Ctrl-C."""
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
+    """Run one command and return its exit status: 2 for a wrong option, 1 for other errors."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(arguments, os.environ if environ is None else environ)
+    except ConfigError as error:
+        return _fail(error, status=2)
+    except BrosError as error:
+        return _fail(error, status=1)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    parser = _parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ConfigError(_unknown_arguments(unknown))
+    if args.command is None:
+        parser.print_help()
+        return 0
+    if args.command == "version":
+        print(_versions())
+        return 0
+    config = _config(args, environ)
+    if args.command == "serve":
+        # Late: the server's imports take seconds, and --help must not.
+        from bros.server.build import serve
+
+        return serve(config)
+    return _chat(args, config)
+
+
+def _chat(args: argparse.Namespace, config: Config) -> int:
+    # Late, for the same reason.
+    from bros.chat import ChatBackend, remote_chat, run_chat
+
+    opening: AbstractAsyncContextManager[ChatBackend]
+    if args.url is not None:
+        opening = remote_chat(args.url, config.engine.model, config.server.api_key)
+    else:
+        from bros.server.build import local_chat
+
+        opening = local_chat(config)
+    return run_chat(opening, system=args.system)
+
+
+def _config(args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
+    names = ("config", *(option.name for option in all_options()))
+    flags = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if args.model_argument is not None:
+        if "model" in flags:
+            raise ConfigError(
+                f"--model: the model is given twice, as {args.model_argument!r} and as "
+                f"{flags['model']!r}; give it once"
+            )
+        flags["model"] = args.model_argument
+    return load_config(flags, environ, lambda line: _say(f"bros: warning: {line}"))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes the way all other errors are reported."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="bros", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"bros {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="start the OpenAI-compatible server",
+        usage="bros serve [MODEL] [options]",
+        description="Serve one model over an OpenAI-compatible HTTP API.",
+        epilog=SOURCES,
+        allow_abbrev=False,
+    )
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        usage="bros chat [MODEL] [--url URL] [--system TEXT] [options]",
+        description="Talk to a model in the terminal: loaded here, or behind --url.",
+        epilog=SOURCES,
+        allow_abbrev=False,
+    )
+    for command in (serve, chat):
+        command.add_argument(
+            "model_argument", metavar="MODEL", nargs="?", help="the same as --model"
+        )
+    chat.add_argument(
+        "--url", help="talk to this OpenAI-compatible server (--api-key is sent if given)"
+    )
+    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    for command in (serve, chat):
+        add_flags(command)
+    commands.add_parser("version", help="print the versions of bros and what it runs on")
+    return parser
+
+
+def _unknown_arguments(unknown: Sequence[str]) -> str:
+    first = unknown[0].split("=")[0]
+    if not first.startswith("-"):
+        return f"{first!r} is one argument too many"
+    known = [*(option.flag for option in all_options()), "--config", "--url", "--system"]
+    return f"{first}: there is no such option{near_matches(first, known)}"
+
+
+def _versions() -> str:
+    lines = [f"bros {__version__}", f"python {platform.python_version()}"]
+    for package in ("torch", "transformers", "starlette", "uvicorn"):
+        try:
+            lines.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{package} is not installed")
+    return "\n".join(lines)
+
+
+def _fail(error: BrosError, status: int) -> int:
+    _say(f"bros: error: {error}")
+    return status
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
