@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from bros.core.clock import Clock
-from bros.core.errors import PromptTooLongError
+from bros.core.errors import EngineDeadError, PromptTooLongError
 from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient, RequestStream
 from bros.core.request import (
@@ -154,7 +154,7 @@ class Generation:
         self.prompt_tokens = prompt_tokens
         self._engine = engine
         self._choices = choices
-        self._deltas: asyncio.Queue[TextDelta | BaseException] = asyncio.Queue()
+        self._deltas: asyncio.Queue[TextDelta | Exception | None] = asyncio.Queue()
         self._undelivered = len(choices)
         self._pumps = [
             asyncio.create_task(self._pump(choice, stream))
@@ -179,7 +179,9 @@ class Generation:
         if not self._undelivered:
             raise StopAsyncIteration
         item = await self._deltas.get()
-        if isinstance(item, BaseException):
+        if item is None:  # closed meanwhile
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
             await self.aclose()
             raise item
         if item.finish_reason is not None:
@@ -197,12 +199,14 @@ class Generation:
         and from a cancelled task: the clean-up is then completed in the background."""
         self._undelivered = 0
         if self._closing is None:
+            self._deltas.put_nowait(None)  # wakes up whoever waits in an iteration step
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        for pump in self._pumps:
-            pump.cancel()
+        for pump, choice in zip(self._pumps, self._choices, strict=True):
+            if not choice.finished:  # a finished one may be aborting its request just now
+                pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
         for choice in self._choices:
             if not choice.finished:
@@ -218,6 +222,7 @@ class Generation:
                     if output.finish_reason is None:  # a stop string, which the engine cannot see
                         await self._engine.abort(choice.request_id)
                     return
+            raise EngineDeadError("The engine's output ended without a finish reason.")
         except Exception as error:
             self._deltas.put_nowait(error)  # raised to whoever iterates
         finally:
