@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
-from support.scripted_server import LiveServer, Server
+
+from support.scripted_server import LiveServer, Server, live_server
 
 
 @pytest.fixture
@@ -23,9 +24,6 @@ async def locked_server() -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-def live() -> Iterator[LiveServer]:
-    made = LiveServer()
-    try:
+async def live() -> AsyncIterator[LiveServer]:
+    async with live_server() as made:
         yield made
-    finally:
-        made.stop()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-import threading
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -58,22 +59,27 @@ class ScriptedEngine:
     """An EngineClient that answers with a text, token by token, and EOS.
 
     Tests set: `text`; `refusal`, raised on submission; `hold_after`, tokens after which a request
-    waits for ever; `die_after`, tokens after which the engine dies; `fail_after`, after which
-    the request ends with an error; `cached_tokens`; `alive`.
+    waits for `release`; `die_after`, tokens after which the engine dies; `fail_after`, after
+    which requests whose id ends with `fails` end with an error; `step_s`, by which each token moves the clock;
+    `cached_tokens`; `alive`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, clock: ManualClock) -> None:
         self.tokenizer = tokenizer
+        self.clock = clock
+        self.step_s = 0.0
         self.text = "Hello world"
         self.refusal: Exception | None = None
         self.hold_after: int | None = None
         self.die_after: int | None = None
         self.fail_after: int | None = None
+        self.fails = ""
         self.cached_tokens = 0
         self.alive = True
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.holding = asyncio.Event()
+        self.release = asyncio.Event()
         self.abort_seen = asyncio.Event()
         assert tokenizer.eos_token_id is not None
         self.eos = tokenizer.eos_token_id
@@ -128,7 +134,7 @@ class ScriptedEngine:
         limit = request.sampling.max_tokens or MAX_MODEL_LEN
         for count, token_id in enumerate(script[:limit], start=1):
             await self._misbehave(count - 1)
-            if count - 1 == self.fail_after:
+            if count - 1 == self.fail_after and request.request_id.endswith(self.fails):
                 yield RequestOutput(
                     request_id=request.request_id,
                     finish_reason=FinishReason.ERROR,
@@ -139,9 +145,10 @@ class ScriptedEngine:
             await asyncio.sleep(0)
 
     async def _misbehave(self, produced: int) -> None:
+        self.clock.advance(self.step_s)
         if produced == self.hold_after:
             self.holding.set()
-            await asyncio.Event().wait()
+            await self.release.wait()
         if produced == self.die_after:
             raise EngineDeadError("The engine died.")
 
@@ -155,7 +162,7 @@ class ScriptedEngine:
             finish = FinishReason.LENGTH
         logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.logprobs is not None:
-            best = ((token_id, -0.5), (token_id - 1, -1.5))
+            best = ((token_id, -0.5), (token_id ^ 1, -1.5))
             logprobs = (TokenLogprobs(token_id, -0.5, best[: request.sampling.logprobs]),)
         return RequestOutput(
             request_id=request.request_id,
@@ -172,7 +179,7 @@ class Server:
     def __init__(self, **config: Any) -> None:
         self.clock = ManualClock()
         self.tokenizer = make_tokenizer()
-        self.engine = ScriptedEngine(self.tokenizer)
+        self.engine = ScriptedEngine(self.tokenizer, self.clock)
         ids = IdGenerator(random.Random(0))
         self.state = ServerState(
             engine=self.engine,
@@ -202,31 +209,31 @@ class Server:
         return self.engine.submitted[-1]
 
 
+@contextlib.asynccontextmanager
+async def live_server(*, drain_s: float = 0.1, **config: Any) -> AsyncIterator[LiveServer]:
+    """A Server on a real socket, in this event loop."""
+    server = Server(**config)
+    listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    http = HttpServer(
+        server.app, bind("127.0.0.1", 0), on_listening=listening.set_result, drain_s=drain_s
+    )
+    running = asyncio.create_task(http.run())
+    try:
+        yield LiveServer(server, http, await listening, running)
+    finally:
+        http.stop()
+        await running
+        await server.http.aclose()
+
+
+@dataclass(frozen=True, slots=True)
 class LiveServer:
-    """A Server behind a real socket on a thread of its own, for clients that block."""
+    """`running` ends when the server has shut down."""
 
-    def __init__(self) -> None:
-        self.url = ""
-        self.http: HttpServer
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self._thread.start()
-        self._ready.wait()
-
-    def stop(self) -> None:
-        self.http.stop()
-        self._thread.join()
-
-    async def _serve(self) -> None:
-        self.server = Server()
-        self.http = HttpServer(
-            self.server.app, bind("127.0.0.1", 0), on_listening=self._listening, drain_s=0.2
-        )
-        await self.http.run()
-
-    def _listening(self, url: str) -> None:
-        self.url = url
-        self._ready.set()
+    server: Server
+    http: HttpServer
+    url: str
+    running: asyncio.Task[None]
 
 
 def events(text: str) -> list[str]:

@@ -1,0 +1,116 @@
+"""A client that leaves frees what was computed for it, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from support.scripted_server import LiveServer, Server
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+SOON_S = 5.0
+
+
+class Visitor:
+    """Calls an app directly, and leaves when told to."""
+
+    def __init__(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        self._request = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        self._left = asyncio.Event()
+        self.got: list[Any] = []
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [],
+            "scheme": "http",
+            "server": ("test", 80),
+        }
+        self.call = asyncio.ensure_future(server.app(scope, self._receive, self._send))
+
+    async def leave(self) -> None:
+        self._left.set()
+        await asyncio.wait_for(self.call, SOON_S)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._request:
+            return self._request.pop()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.got.append(message)
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hi"}], **fields}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat()),
+        (CHAT, chat(stream=True)),
+        (CHAT, chat(n=3)),
+        (COMPLETIONS, {"prompt": "Hi"}),
+        (COMPLETIONS, {"prompt": ["a", "b"], "stream": True, "n": 2}),
+    ],
+)
+@pytest.mark.parametrize("tokens_before", [0, 3])
+async def test_leaving_aborts_every_choice(
+    server: Server, path: str, body: dict[str, Any], tokens_before: int
+) -> None:
+    server.engine.hold_after = tokens_before
+    visitor = Visitor(server, path, body)
+    await asyncio.wait_for(server.engine.holding.wait(), SOON_S)
+    assert server.engine.aborted == []
+    await visitor.leave()
+    submitted = {request.request_id for request in server.engine.submitted}
+    assert submitted
+    assert set(server.engine.aborted) == submitted
+
+
+async def test_a_whole_answer_is_not_begun_for_somebody_who_left(server: Server) -> None:
+    server.engine.hold_after = 0
+    visitor = Visitor(server, CHAT, chat())
+    await asyncio.wait_for(server.engine.holding.wait(), SOON_S)
+    await visitor.leave()
+    assert visitor.got == []
+
+
+async def test_who_stays_is_not_aborted(server: Server) -> None:
+    await server.chat()
+    await server.chat(stream=True)
+    assert server.engine.aborted == []
+
+
+async def test_abandoned_choices_are_counted(server: Server) -> None:
+    server.engine.hold_after = 1
+    visitor = Visitor(server, CHAT, chat(n=2))
+    await asyncio.wait_for(server.engine.holding.wait(), SOON_S)
+    await visitor.leave()
+    text = (await server.http.get("/metrics")).text
+    assert 'bros_requests_total{class="rt",finish_reason="abort"} 2.0' in text
+    assert 'bros_http_requests_total{path="/v1/chat/completions",status="499"} 1.0' in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_closed_connection_aborts(live: LiveServer, stream: bool) -> None:
+    engine = live.server.engine
+    engine.hold_after = 2
+    async with httpx.AsyncClient(base_url=live.url) as client:
+        request = asyncio.ensure_future(client.post(CHAT, json=chat(stream=stream)))
+        await asyncio.wait_for(engine.holding.wait(), SOON_S)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+    await asyncio.wait_for(engine.abort_seen.wait(), SOON_S)
+    assert engine.aborted == [engine.submitted[0].request_id]

@@ -1,0 +1,83 @@
+"""Listening and shutting down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+
+import httpx
+import pytest
+
+from bros.core.errors import ConfigError
+from bros.server.serve import bind, url_of
+from support.scripted_server import LiveServer, assert_envelope, events, live_server
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+async def test_port_zero_gives_the_actual_url(live: LiveServer) -> None:
+    assert live.url.startswith("http://127.0.0.1:")
+    async with httpx.AsyncClient(base_url=live.url) as client:
+        assert (await client.get("/health")).status_code == 200
+
+
+def test_a_port_in_use_is_an_error_that_names_it() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--port: cannot listen on 127\.0\.0\.1:{port}"):
+            bind("127.0.0.1", port)
+
+
+def test_a_host_that_is_not_ours_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"^--(host|port): "):
+        bind("192.0.2.1", 0)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_ipv6_addresses_are_bracketed() -> None:
+    with bind("::1", 0) as bound:
+        assert url_of(bound) == f"http://[::1]:{bound.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_open_requests_are_told_when_the_server_stops(stream: bool) -> None:
+    async with live_server(drain_s=0.05) as live, httpx.AsyncClient(base_url=live.url) as client:
+        engine = live.server.engine
+        engine.hold_after = 2
+        request = asyncio.ensure_future(client.post(CHAT, json={**BODY, "stream": stream}))
+        await engine.holding.wait()
+        live.http.stop()
+        response = await request
+        await live.running
+    if stream:
+        assert response.status_code == 200
+        error = json.loads(events(response.text)[-1])["error"]
+    else:
+        error = assert_envelope(response, 503)
+    assert error["code"] == "server_shutting_down"
+    assert engine.aborted == [engine.submitted[0].request_id]
+
+
+async def test_requests_that_end_in_time_end_well() -> None:
+    async with live_server(drain_s=30) as live, httpx.AsyncClient(base_url=live.url) as client:
+        engine = live.server.engine
+        engine.hold_after = 2
+        request = asyncio.ensure_future(client.post(CHAT, json={**BODY, "stream": True}))
+        await engine.holding.wait()
+        live.http.stop()
+        engine.release.set()
+        text = (await request).text
+        await live.running
+    assert events(text)[-1] == "[DONE]"
+    assert engine.aborted == []
+
+
+async def test_sigterm_drains_and_returns() -> None:
+    async with live_server() as live:
+        signal.raise_signal(signal.SIGTERM)
+        await live.running
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

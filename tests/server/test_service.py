@@ -1,0 +1,159 @@
+"""Models, tokens, health, metrics, the API description and the page."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
+
+import bros
+from support.scripted_server import Server, assert_envelope
+
+
+async def test_models(server: Server) -> None:
+    card = {
+        "id": "scripted",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "bros",
+        "root": "org/scripted",
+        "max_model_len": 500,
+    }
+    assert (await server.http.get("/v1/models")).json() == {"object": "list", "data": [card]}
+    assert (await server.http.get("/v1/models/scripted")).json() == card
+    assert (await server.http.get("/v1/models/org/scripted")).json() == card
+    error = assert_envelope(await server.http.get("/v1/models/other"), 404)
+    assert error["code"] == "model_not_found"
+
+
+async def test_tokenize_and_back(server: Server) -> None:
+    reply = await server.http.post("/tokenize", json={"prompt": "né", "return_token_strs": True})
+    body = reply.json()
+    assert body["tokens"] == server.tokenizer.encode("né")
+    assert (body["count"], body["max_model_len"]) == (3, 500)
+    assert body["token_strs"] == ["n", "\ufffd", "\ufffd"]
+    back = await server.http.post("/detokenize", json={"tokens": body["tokens"]})
+    assert back.json() == {"prompt": "né"}
+
+
+async def test_tokenize_messages_as_chat_does(server: Server) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    body = (await server.http.post("/tokenize", json={"messages": messages})).json()
+    await server.chat(messages=messages)
+    assert body["tokens"] == list(server.last().prompt_token_ids)
+    text = (await server.http.post("/detokenize", json={"tokens": body["tokens"]})).json()
+    assert text["prompt"].startswith("<|im_start|>user\nHi<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user"}]}, "prompt"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [1, "2"]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [258]}, "tokens"),
+    ],
+)
+async def test_wrong_tokens_requests(
+    server: Server, path: str, body: dict[str, Any], param: str
+) -> None:
+    assert assert_envelope(await server.http.post(path, json=body), 400)["param"] == param
+
+
+async def test_health_follows_the_engine(server: Server) -> None:
+    response = await server.http.get("/health")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    server.engine.alive = False
+    response = await server.http.get("/health")
+    assert (response.status_code, response.json()) == (503, {"status": "engine down"})
+
+
+async def test_version(server: Server) -> None:
+    assert (await server.http.get("/version")).json() == {"version": bros.__version__}
+
+
+async def samples(server: Server) -> dict[tuple[str, ...], float]:
+    """(name, label values...) -> value, parsed by Prometheus' own client."""
+    text = (await server.http.get("/metrics")).text
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_show_the_engine_by_class(server: Server) -> None:
+    found = await samples(server)
+    assert found[("bros_engine_up",)] == 1
+    assert found[("bros_engine_steps_total",)] == 11
+    assert found[("bros_kv_usage_ratio",)] == 0.25
+    assert found[("bros_requests_running", "rt")] == 2
+    assert found[("bros_requests_running", "be")] == 3
+    assert found[("bros_requests_waiting", "rt")] == 1
+    assert found[("bros_requests_waiting", "be")] == 9
+    assert found[("bros_prompt_tokens_total", "rt")] == 70
+    assert found[("bros_output_tokens_total", "be")] == 5
+
+
+async def test_metrics_time_requests_by_class(server: Server) -> None:
+    await server.chat(max_tokens=4)
+    await server.chat(n=2, service_tier="flex")
+    found = await samples(server)
+    assert found[("bros_requests_total", "rt", "length")] == 1
+    assert found[("bros_requests_total", "be", "stop")] == 2
+    for service_class, choices, gaps in (("rt", 1, 3), ("be", 2, 22)):
+        assert found[("bros_time_to_first_token_seconds_count", service_class)] == choices
+        assert found[("bros_time_per_output_token_seconds_count", service_class)] == choices
+        assert found[("bros_request_duration_seconds_count", service_class)] == choices
+        assert found[("bros_inter_token_seconds_count", service_class)] == gaps
+    assert found[("bros_http_requests_total", "/v1/chat/completions", "200")] == 2
+
+
+async def test_metrics_measure_with_the_clock(server: Server) -> None:
+    server.engine.step_s = 0.125
+    await server.chat(max_tokens=5)
+    found = await samples(server)
+    assert found[("bros_request_duration_seconds_sum", "rt")] == 5 * 0.125
+    ttft_s = found[("bros_time_to_first_token_seconds_sum", "rt")]
+    assert ttft_s >= 0.125
+    assert found[("bros_time_per_output_token_seconds_sum", "rt")] == (5 * 0.125 - ttft_s) / 4
+    assert found[("bros_inter_token_seconds_sum", "rt")] == 5 * 0.125 - ttft_s
+
+
+async def test_metrics_survive_a_dead_engine(server: Server) -> None:
+    server.engine.alive = False
+    found = await samples(server)
+    assert found[("bros_engine_up",)] == 0
+    assert ("bros_kv_usage_ratio",) not in found
+
+
+async def test_api_description_covers_every_route_and_resolves(server: Server) -> None:
+    document = (await server.http.get("/openapi.json")).json()
+    routes = {
+        re.sub(r":\w+}", "}", route.path): route.methods
+        for route in server.app.routes
+        if isinstance(route, Route)
+    }
+    assert document["paths"].keys() == routes.keys()
+    for path, methods in document["paths"].items():
+        assert {method.upper() for method in methods} <= (routes[path] or set())
+    references = set(re.findall(r'"#/components/schemas/([^"]+)"', str(document).replace("'", '"')))
+    assert references
+    assert references <= document["components"]["schemas"].keys()
+    chat = document["components"]["schemas"]["ChatCompletionRequest"]
+    assert chat["required"] == ["messages"]
+    assert {"slo", "service_tier", "top_k", "stop"} <= chat["properties"].keys()
+
+
+async def test_page_is_self_contained(server: Server) -> None:
+    response = await server.http.get("/")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", response.text)
+    assert "/v1/chat/completions" in response.text

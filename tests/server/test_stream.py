@@ -1,0 +1,150 @@
+"""Streaming: the text of server-sent events, down to the byte."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from support.scripted_server import Server, events
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    """The chunks of a stream that ends as it should."""
+    data = events(text)
+    assert data.pop() == "[DONE]"
+    return [json.loads(item) for item in data]
+
+
+async def test_chat_stream_byte_for_byte(server: Server) -> None:
+    server.engine.text = "hé\u2028"
+    response = await server.chat(stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert "content-length" not in response.headers
+    response_id = json.loads(events(response.text)[0])["id"]
+    head = (
+        f'data: {{"id":"{response_id}","object":"chat.completion.chunk","created":1700000000,'
+        '"model":"scripted","service_tier":"default",'
+        '"system_fingerprint":"bros-0.1.0-fp32-reference-fp32","choices":['
+    )
+    rest = '"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+    assert response.content.decode("ascii") == (
+        head + '{"index":0,"delta":{"role":"assistant","content":"","refusal":null},' + rest
+        + head + '{"index":0,"delta":{"content":"h"},' + rest
+        + head + '{"index":0,"delta":{"content":"\\u00e9"},' + rest
+        + head + '{"index":0,"delta":{"content":"\\u2028"},' + rest
+        + head + '{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop",'
+        '"stop_reason":null}],"usage":null}\n\n'
+        + head + '],"usage":{"prompt_tokens":21,"completion_tokens":7,"total_tokens":28,'
+        '"prompt_tokens_details":{"cached_tokens":0}}}\n\n'
+        "data: [DONE]\n\n"
+    )  # fmt: skip
+
+
+async def test_completion_stream_byte_for_byte(server: Server) -> None:
+    server.engine.text = "ab"
+    response = await server.complete(stream=True)
+    response_id = json.loads(events(response.text)[0])["id"]
+    head = (
+        f'data: {{"id":"{response_id}","object":"text_completion","created":1700000000,'
+        '"model":"scripted","service_tier":"default",'
+        '"system_fingerprint":"bros-0.1.0-fp32-reference-fp32","choices":['
+    )
+    assert response.content.decode("ascii") == (
+        head + '{"index":0,"text":"a","logprobs":null,"finish_reason":null}]}\n\n'
+        + head + '{"index":0,"text":"b","logprobs":null,"finish_reason":null}]}\n\n'
+        + head + '{"index":0,"text":"","logprobs":null,"finish_reason":"stop",'
+        '"stop_reason":null}]}\n\n'
+        "data: [DONE]\n\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stop": "wor"}, {"max_tokens": 4}])
+async def test_stream_says_the_same_as_a_whole_answer(
+    server: Server, fields: dict[str, Any]
+) -> None:
+    whole = (await server.chat(**fields)).json()
+    stream = await server.chat(stream=True, stream_options={"include_usage": True}, **fields)
+    *body, last = chunks(stream.text)
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [
+            chunk["choices"][0] for chunk in body if chunk["choices"][0]["index"] == choice["index"]
+        ]
+        assert mine[0]["delta"]["role"] == "assistant"
+        text = "".join(piece["delta"].get("content", "") for piece in mine)
+        assert text == choice["message"]["content"]
+        assert [piece["finish_reason"] for piece in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        assert mine[-1]["stop_reason"] == choice["stop_reason"]
+
+
+async def test_streamed_completions_of_several_prompts(server: Server) -> None:
+    response = await server.complete(prompt=["a", "b"], n=2, echo=True, stream=True)
+    texts = dict.fromkeys(range(4), "")
+    for chunk in chunks(response.text):
+        choice = chunk["choices"][0]
+        texts[choice["index"]] += choice["text"]
+    assert texts == {0: "aHello world", 1: "aHello world", 2: "bHello world", 3: "bHello world"}
+
+
+@pytest.mark.parametrize("logprobs", [0, 2])
+async def test_streamed_completion_logprobs_add_up(server: Server, logprobs: int) -> None:
+    server.engine.text = "hé!"
+    whole = (await server.complete(logprobs=logprobs)).json()["choices"][0]["logprobs"]
+    response = await server.complete(logprobs=logprobs, stream=True)
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks(response.text)]
+    for name, values in whole.items():
+        pieces = [part[name] for part in parts if part is not None]
+        if values is None:
+            assert pieces == [None] * len(pieces)
+        else:
+            assert [value for piece in pieces for value in piece] == values
+
+
+async def test_streamed_chat_logprobs_add_up(server: Server) -> None:
+    server.engine.text = "hé!"
+    whole = (await server.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]["logprobs"]
+    response = await server.chat(logprobs=True, top_logprobs=2, stream=True)
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks(response.text)]
+    assert [entry for part in parts if part for entry in part["content"]] == whole["content"]
+
+
+async def test_without_include_usage_there_is_no_usage(server: Server) -> None:
+    for chunk in chunks((await server.chat(stream=True)).text):
+        assert chunk["choices"]
+        assert "usage" not in chunk
+
+
+async def test_tier_is_in_every_chunk(server: Server) -> None:
+    response = await server.chat(stream=True, service_tier="flex")
+    assert {chunk["service_tier"] for chunk in chunks(response.text)} == {"flex"}
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code", "message"),
+    [
+        ("die_after", "engine_unavailable", "The engine died."),
+        ("fail_after", "engine_error", "The numbers overflowed."),
+    ],
+)
+async def test_error_on_the_way_is_an_event_and_no_done_follows(
+    server: Server, trouble: str, code: str, message: str
+) -> None:
+    setattr(server.engine, trouble, 2)
+    response = await server.chat(stream=True)
+    assert response.status_code == 200
+    *body, last = [json.loads(item) for item in events(response.text)]
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in body)
+    assert text == "He"
+    assert last == {
+        "error": {"message": message, "type": "server_error", "param": None, "code": code}
+    }
+
+
+async def test_error_before_the_first_token_has_a_status(server: Server) -> None:
+    response = await server.chat(stream=True, messages=[{"role": "user", "content": "x" * 600}])
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/json"
