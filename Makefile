@@ -15,7 +15,7 @@ TEST_TIMEOUT ?= 900
 ARGS ?=
 
 BIN := .venv/bin
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 INSTALLED := .venv/.installed
 
 .PHONY: help install serve test lint type bench clean
