@@ -34,7 +34,7 @@ PROMPT = [5, 6, 7]
 
 
 class ScriptedEngine:
-    """Streams say what the test puts into them; submissions wait while `gate` is closed."""
+    """Streams say what the test puts in; submissions and aborts wait while `gate` is closed."""
 
     info: EngineInfo
     alive = True
@@ -66,6 +66,7 @@ class ScriptedEngine:
             self.closed_streams += 1
 
     async def abort(self, request_id: str) -> None:
+        await self.gate.wait()
         self.aborted.append(request_id)
 
     async def stats(self) -> EngineStats:
@@ -203,6 +204,7 @@ async def test_cancelled_while_starting_leaves_nothing_running() -> None:
     starting = asyncio.create_task(start(engine, n=2))
     await settled()
     starting.cancel()
+    engine.gate.set()
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert set(engine.aborted) == {"r-0", "r-1"}
@@ -371,11 +373,11 @@ async def test_text_held_for_a_stop_string_is_given_at_the_end() -> None:
 async def test_stop_strings_do_not_count_within_min_tokens() -> None:
     engine = ScriptedEngine()
     generation = await start(engine, stop=("aa",), min_tokens=3)
-    engine.say("aaaxa")
-    assert (await anext(generation)).text == "aaax"
+    engine.say("aaaaxa")
+    assert (await anext(generation)).text == "aaaax"
     engine.say("ab")
     delta = await anext(generation)
-    assert (delta.text, delta.stop_reason, delta.num_output_tokens) == ("", "aa", 6)
+    assert (delta.text, delta.stop_reason, delta.num_output_tokens) == ("", "aa", 7)
 
 
 async def test_one_choice_may_stop_while_others_go_on() -> None:
@@ -397,9 +399,9 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 @given(
-    text=st.text(st.sampled_from("ab é"), min_size=1, max_size=30),
-    sizes=st.lists(st.integers(1, 5), min_size=30, max_size=30),
-    stops=st.lists(st.text(st.sampled_from("abé"), min_size=1, max_size=4), max_size=3),
+    text=st.text(st.sampled_from("abé"), min_size=1, max_size=20),
+    sizes=st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    stops=st.lists(st.text(st.sampled_from("abé"), min_size=1, max_size=3), max_size=3),
     min_tokens=st.integers(0, 6),
 )
 def test_result_does_not_depend_on_how_tokens_arrive(
@@ -489,6 +491,19 @@ async def test_closing_is_completed_even_if_it_is_cancelled() -> None:
         await closer
     await settled()
     assert engine.aborted == ["r-0", "r-1"]
+
+
+async def test_closing_does_not_cut_off_the_abort_after_a_stop_string() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("b",))
+    engine.gate.clear()
+    engine.say("ab")
+    assert (await anext(generation)).finish_reason is FinishReason.STOP
+    closer = asyncio.create_task(generation.aclose())
+    await settled()
+    engine.gate.set()
+    await closer
+    assert engine.aborted == ["r"]
 
 
 async def test_a_step_that_was_cancelled_loses_nothing() -> None:
