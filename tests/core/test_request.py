@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from bros.core.errors import BrosError, InvalidRequestError
+from bros.core.request import MAX_SEED, FinishReason, SamplingParams, ServiceClass
+
+INT32 = 2**31 - 1
+# field -> (low, low is allowed, high), as the docstring and the OpenAI API have it.
+RANGES: dict[str, tuple[float, bool, float]] = {
+    "temperature": (0, True, 100),
+    "top_p": (0, False, 1),
+    "top_k": (0, True, INT32),
+    "min_p": (0, True, 1),
+    "n": (1, True, 128),
+    "presence_penalty": (-2, True, 2),
+    "frequency_penalty": (-2, True, 2),
+    "repetition_penalty": (0, False, 100),
+    "min_tokens": (0, True, INT32),
+    "max_tokens": (1, True, INT32),
+    "logprobs": (0, True, 20),
+    "seed": (-MAX_SEED - 1, True, MAX_SEED),
+}
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+FLOATS += ("repetition_penalty",)
+
+
+def make(name: str, value: Any) -> SamplingParams:
+    return SamplingParams(**{name: value})
+
+
+@given(st.sampled_from(sorted(RANGES)), st.data())
+def test_values_are_accepted_exactly_inside_their_range(name: str, data: st.DataObject) -> None:
+    low, low_allowed, high = RANGES[name]
+    if name in FLOATS:
+        value = data.draw(st.one_of(st.floats(low - 1, high + 1), st.just(low), st.just(high)))
+    else:
+        whole = st.integers(int(low) - 5, int(high) + 5)
+        value = data.draw(st.one_of(whole, st.just(low), st.just(high)))
+    if (low <= value if low_allowed else low < value) and value <= high:
+        assert getattr(make(name, value), name) == value
+    else:
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be in ") as caught:
+            make(name, value)
+        assert caught.value.param == name
+        assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_none_are_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        make(name, value)
+    assert caught.value.param == name
+
+
+def test_min_tokens_must_not_exceed_max_tokens() -> None:
+    assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
+    with pytest.raises(InvalidRequestError, match="must not exceed max_tokens") as caught:
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert caught.value.param == "min_tokens"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", ["a"] * 17),
+        ("stop", [""]),
+        ("stop", ["a", ""]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [2**31]),
+        ("logit_bias", {-1: 0.0}),
+        ("logit_bias", {1: 100.5}),
+        ("logit_bias", {1: math.nan}),
+    ],
+)
+def test_wrong_stops_and_biases_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        make(field, value)
+    assert caught.value.param == field
+
+
+def test_stop_takes_one_string_or_several() -> None:
+    assert make("stop", "END").stop == ("END",)
+    assert make("stop", ["a", "b"]).stop == ("a", "b")
+    assert make("stop_token_ids", [1, 2]).stop_token_ids == (1, 2)
+
+
+@given(st.floats(-2, 2), st.floats(-2, 2), st.floats(0.01, 100))
+def test_history_is_needed_exactly_for_penalties(
+    presence: float, frequency: float, repetition: float
+) -> None:
+    params = SamplingParams(
+        presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition
+    )
+    assert params.needs_history == ((presence, frequency, repetition) != (0.0, 0.0, 1.0))
+    assert not SamplingParams().needs_history
+
+
+@given(st.floats(0, 100))
+def test_greedy_is_temperature_zero(temperature: float) -> None:
+    assert SamplingParams(temperature=temperature).greedy == (temperature == 0)
+
+
+def test_with_changes_copies_and_checks_again() -> None:
+    params = SamplingParams(n=3, stop=("a",))
+    changed = params.with_changes(n=1, seed=7)
+    assert (changed.n, changed.seed, changed.stop) == (1, 7, ("a",))
+    assert (params.n, params.seed) == (3, None)
+    with pytest.raises(InvalidRequestError, match="^n must be in"):
+        params.with_changes(n=0)
+
+
+def test_params_cannot_be_changed_in_place() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().n = 2  # type: ignore[misc]
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_equal_params_are_equal(seed: int, other: int) -> None:
+    assume(seed != other)
+    assert SamplingParams(seed=seed) == SamplingParams(seed=seed)
+    assert SamplingParams(seed=seed) != SamplingParams(seed=other)
+
+
+def test_enums_are_their_wire_values() -> None:
+    assert [str(c) for c in ServiceClass] == ["rt", "be"]
+    assert [str(r) for r in FinishReason] == ["stop", "length", "abort", "error"]
+
+
+def test_invalid_request_is_a_bros_error_and_a_value_error() -> None:
+    assert issubclass(InvalidRequestError, BrosError)
+    assert issubclass(InvalidRequestError, ValueError)
