@@ -29,8 +29,9 @@ def load_executor(config: EngineConfig, files: ModelFiles) -> tuple[ModelRunner,
     Also sets the number of threads torch uses in this process (config.threads, or as many as
     this process may run on).
 
-    weights auto is fp32: it is exact, its packed form is the fastest from a dozen rows on, and
-    a server lives there. kv_dtype auto is fp32: the CPU kernels compute in fp32.
+    weights auto is fp32, at which greedy output does not depend on how the work was cut into
+    iterations; bf16 is 1.3 to 1.8 times as fast and rounds every linear layer's input to 8 bits.
+    kv_dtype auto is fp32 as well.
 
     Raises ModelError if the model cannot be read or is not supported, ConfigError if an option
     asks for what the model or the KV cache cannot give.

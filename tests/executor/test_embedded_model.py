@@ -41,7 +41,7 @@ def expected(embedded: ModelFiles, token_ids: list[int]) -> torch.Tensor:
 
 
 def load(files: ModelFiles, weights: str) -> tuple[ModelRunner, EngineInfo]:
-    return load_executor(EngineConfig(weights=weights, kv_blocks=32, threads=2), files)
+    return load_executor(EngineConfig(weights=weights, kv_blocks=32, threads=1), files)
 
 
 def stepwise_logits(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:

@@ -3,7 +3,12 @@
 A layer is called with fp32 activations [tokens, in_features] and returns fp32
 [tokens, out_features], whatever precision its weights have.
 
-All linear layers of SmolLM2-135M in one iteration, ms, 2 cores of a Zen 4 (MEASURED):
+A whole iteration of SmolLM2-135M on 2 cores of a Zen 4 with 500 tokens of context, in ms. MKL's
+packed layout (`_mkl_linear`) took twice as long as oneDNN's at 8 to 32 rows.
+
+            1 row   8 rows   32 rows   prefill 256
+    fp32       28       38        96           285
+    bf16       18       28        74           162
 """
 
 from __future__ import annotations
@@ -19,7 +24,11 @@ from bros.executor.quantized import GROUP, Int4Groups
 from bros.executor.weights import WeightSource
 
 INT4_MAX_ROWS = 8
-"""Above so many rows reading weights is no longer the cost, and packed bf16 beats int4."""
+"""Above so many rows reading weights is no longer the cost, and packed bf16 beats int4.
+
+QKV, output and gate-up linears of all layers of SmolLM2-135M, ms: 4 rows int4 4.9, bf16 6.8;
+8 rows 8.7 and 8.8; 12 rows 12.8 and 10.1.
+"""
 
 _INT4_ROW_MULTIPLE = 16
 """torch's int4 kernel takes weights with a multiple of so many output features."""
