@@ -12,6 +12,8 @@ from bros.core.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 
 
@@ -51,8 +53,8 @@ class SamplingParams:
     seed: the same seed gives the same text whatever else is in the batch; None draws one.
     logprobs: None is off, k >= 0 returns the chosen token's log-probability and the k best.
     logit_bias: token id -> added to the logit, in [-100, 100].
-    presence/frequency_penalty in [-2, 2] count output tokens; repetition_penalty > 0
-    (1 is off) covers prompt and output.
+    presence/frequency_penalty in [-2, 2] count output tokens; repetition_penalty in
+    [0.01, 100] (1 is off) covers prompt and output.
     stop: strings that end the output and are not part of it; stop_token_ids likewise.
     min_tokens: no stop of any kind before so many tokens. max_tokens: None is up to the
     model's context length.
@@ -87,7 +89,7 @@ class SamplingParams:
         _check_range("n", self.n, 1, 128)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
@@ -110,6 +112,11 @@ class SamplingParams:
             )
         if any(not s for s in self.stop):
             raise InvalidRequestError("stop strings must not be empty.", param="stop")
+        for name, most in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS)):
+            if len(getattr(self, name)) > most:
+                raise InvalidRequestError(
+                    f"{name} takes at most {most} tokens, got {len(getattr(self, name))}.", name
+                )
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id, 0, 2**31 - 1)
         for token_id, bias in self.logit_bias.items():

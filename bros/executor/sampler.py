@@ -70,7 +70,8 @@ def _sample_row(raw: _Floats32, spec: SampleSpec) -> tuple[int, TokenLogprobs | 
         raise ValueError(f"no token can be chosen: the best logit is {peak}")
     if not params.greedy:
         scaled = logits - np.float32(peak)
-        scaled /= np.float32(max(params.temperature, _SMALLEST_TEMPERATURE))
+        with np.errstate(over="ignore"):  # far below the best is -inf, which is right
+            scaled /= np.float32(max(params.temperature, _SMALLEST_TEMPERATURE))
         token = _draw(scaled, params, uniform(spec.seed, spec.output_index))
     return token, None if params.logprobs is None else _logprobs(raw, token, params.logprobs)
 

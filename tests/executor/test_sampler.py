@@ -371,6 +371,29 @@ def test_broken_logits_are_refused(bad: float, params: SamplingParams) -> None:
         sample_one([0.0, bad, 1.0], SampleSpec(params, 0, 0))
 
 
+@given(data=st.data())
+def test_no_parameters_that_are_valid_make_it_fail(data: st.DataObject) -> None:
+    """A failure here would stop the engine for everybody."""
+    tokens = st.integers(0, 49)
+    params = SamplingParams(
+        temperature=data.draw(st.sampled_from([0.0, 5e-324, 1e-40, 1e-10, 1.0, 100.0])),
+        top_p=data.draw(st.sampled_from([5e-324, 1e-10, 0.5, 1.0])),
+        top_k=data.draw(st.sampled_from([0, 1, 49, 2**31 - 1])),
+        min_p=data.draw(st.sampled_from([0.0, 5e-324, 0.5, 1.0])),
+        presence_penalty=data.draw(st.sampled_from([-2.0, 0.0, 2.0])),
+        frequency_penalty=data.draw(st.sampled_from([-2.0, 0.0, 2.0])),
+        repetition_penalty=data.draw(st.sampled_from([0.01, 1.0, 100.0])),
+        logit_bias=data.draw(st.dictionaries(tokens, st.sampled_from([-100.0, 100.0]))),
+        logprobs=data.draw(st.sampled_from([None, 0, 20])),
+    )
+    scale = data.draw(st.sampled_from([0.0, 1.0, 1e4]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    history = data.draw(st.lists(tokens, min_size=3, max_size=30))
+    spec = SampleSpec(params, data.draw(st.integers(0, 2**63 - 1)), 0, 2, history)
+    ((token, _),) = Sampler().sample(torch.randn(1, 50, generator=generator) * scale, [spec])
+    assert 0 <= token < 50
+
+
 def test_everything_forbidden_is_refused() -> None:
     with pytest.raises(ValueError, match="no token can be chosen"):
         sample_one([0.0, 1.0], SampleSpec(GREEDY, 0, 0, forbidden=(0, 1)))

@@ -1,0 +1,150 @@
+"""Greedy output is the output of transformers, however the work is cut up and packed.
+
+The embedded model in fp32, forty prompts, 64 tokens each. Different row counts sum in a
+different order, so a position where the best two logits of transformers are closer than
+MARGIN may go either way; such a position ends the comparison of its prompt, and there may be
+only few.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from bros.core.clock import SystemClock
+from bros.core.config import EngineConfig
+from bros.core.request import EngineRequest, SamplingParams, ServiceClass
+from bros.engine.build import build_engine
+from bros.engine.engine import Engine
+from bros.engine.tokenizer import Tokenizer
+from bros.executor.model_store import ModelFiles
+from bros.executor.transformers_model import load_in_transformers
+from support.prompts import PROMPTS
+
+pytestmark = pytest.mark.slow
+
+NEW_TOKENS = 64
+MARGIN = 1e-3
+MOST_NEAR_TIES = 3
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Expected:
+    """transformers' tokens for one prompt, as far as they are beyond doubt."""
+
+    prompt: list[int]
+    tokens: list[int]
+    ends_at_near_tie: bool
+
+
+@pytest.fixture(scope="module")
+def expected(embedded_model: ModelFiles) -> list[Expected]:
+    tokenizer = Tokenizer.load(embedded_model.folder)
+    model = load_in_transformers(embedded_model)
+    prompts = {number: tokenizer.encode(prompt) for number, prompt in enumerate(PROMPTS)}
+    by_length = sorted(prompts, key=lambda number: len(prompts[number]))
+    cases: dict[int, Expected] = {}
+    for first in range(0, len(by_length), BATCH):
+        group = by_length[first : first + BATCH]
+        answers = _generate(model, [prompts[number] for number in group])
+        cases.update(zip(group, answers, strict=True))
+    return [cases[number] for number in range(len(PROMPTS))]
+
+
+@torch.inference_mode()
+def _generate(model: torch.nn.Module, prompts: list[list[int]]) -> list[Expected]:
+    """One call of generate for prompts of similar length, padded on the left."""
+    width = max(map(len, prompts))
+    out = model.generate(  # type: ignore[operator]
+        torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]),
+        attention_mask=torch.tensor(
+            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        ),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        eos_token_id=-1,  # never: all prompts run to the full length
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best_two = torch.stack([logits.topk(2).values for logits in out.logits], dim=1)
+    cases = []
+    for row, prompt in enumerate(prompts):
+        tokens = out.sequences[row, width:].tolist()
+        close = (best_two[row, :, 0] - best_two[row, :, 1] < MARGIN).nonzero().flatten().tolist()
+        cases.append(Expected(prompt, tokens[: close[0]] if close else tokens, bool(close)))
+    return cases
+
+
+def engine_for(files: ModelFiles, **options: object) -> Engine:
+    config = EngineConfig(weights="fp32", max_model_len=1024, **options)  # type: ignore[arg-type]
+    return build_engine(config, files, SystemClock())
+
+
+def submit(engine: Engine, name: str, prompt: Sequence[int], service_class: ServiceClass) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    engine.submit(
+        EngineRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            service_class=service_class,
+        )
+    )
+
+
+def check(engine: Engine, expected: list[Expected], *, at_once: bool) -> None:
+    """Run every prompt and compare; `at_once` submits all before the first step."""
+    got: dict[str, list[int]] = {}
+    for number, case in enumerate(expected):
+        got[str(number)] = []
+        submit(engine, str(number), case.prompt, random.Random(number).choice(list(ServiceClass)))
+        while not at_once and engine.has_work:
+            _step(engine, got)
+    while engine.has_work:
+        _step(engine, got)
+    engine.close()
+    for number, case in enumerate(expected):
+        answer = got[str(number)]
+        assert len(answer) == NEW_TOKENS
+        assert answer[: len(case.tokens)] == case.tokens, PROMPTS[number]
+
+
+def _step(engine: Engine, got: dict[str, list[int]]) -> None:
+    for output in engine.step():
+        got[output.request_id] += output.token_ids
+
+
+def test_near_ties_are_rare(expected: list[Expected]) -> None:
+    """Else the other tests would compare next to nothing."""
+    assert sum(case.ends_at_near_tie for case in expected) <= MOST_NEAR_TIES
+    assert sum(len(case.tokens) for case in expected) > 0.9 * len(expected) * NEW_TOKENS
+
+
+def test_one_at_a_time(embedded_model: ModelFiles, expected: list[Expected]) -> None:
+    check(engine_for(embedded_model), expected, at_once=False)
+
+
+@pytest.mark.parametrize("chunk", [16, 256])
+def test_all_at_once(embedded_model: ModelFiles, expected: list[Expected], chunk: int) -> None:
+    check(engine_for(embedded_model, max_batch_tokens=chunk), expected, at_once=True)
+
+
+def test_reference_kernels(embedded_model: ModelFiles, expected: list[Expected]) -> None:
+    check(engine_for(embedded_model, kernels="reference"), expected[:20], at_once=True)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_memory_so_small_that_requests_are_preempted(
+    embedded_model: ModelFiles, expected: list[Expected], policy: str
+) -> None:
+    engine = engine_for(embedded_model, kv_blocks=64, policy=policy)
+    check(engine, expected, at_once=True)
+    stats = engine.stats()
+    assert sum(counted.preemptions for counted in stats.by_class.values()) > 0
+    assert stats.kv_blocks_used == 0

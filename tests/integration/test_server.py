@@ -1,0 +1,216 @@
+"""The whole server with the embedded model, as clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from support.server_process import ServerProcess, rss_mib, running_server, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+MODEL = "SmolLM2-135M-Instruct"
+CLIENTS = 200
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with running_server("--weights", "int4") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics").text
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    assert found, f"no metric {name} in\n{text}"
+    return float(found[1])
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.service_tier == "default"
+
+
+def test_streamed_chat_gives_the_same_text(client: openai.OpenAI) -> None:
+    options = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
+    whole = client.chat.completions.create(**options)  # type: ignore[call-overload]
+    chunks = list(
+        client.chat.completions.create(  # type: ignore[call-overload]
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len([piece for piece in pieces if piece]) > 3
+    assert chunks[-1].usage == whole.usage
+
+
+def test_completion_with_logprobs_n_stop_and_seed(client: openai.OpenAI) -> None:
+    def ask() -> openai.types.Completion:
+        return client.completions.create(
+            model=MODEL, prompt="Once upon a time", max_tokens=12, n=3, seed=7, logprobs=2
+        )
+
+    first, second = ask(), ask()
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices], "a seed repeats the text"
+    assert len(set(texts)) == 3, "and the choices differ"
+    logprobs = first.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None
+    assert "".join(logprobs.tokens) == texts[0]
+    stop = texts[0].split()[1]
+    stopped = client.completions.create(
+        model=MODEL, prompt="Once upon a time", max_tokens=12, seed=7, stop=stop
+    )
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].text == texts[0].split(stop)[0]
+
+
+async def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(server: ServerProcess) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+
+        async def ask(seed: int) -> str:
+            answer = await client.completions.create(
+                model=MODEL, prompt="My favourite animal", max_tokens=16, seed=seed
+            )
+            return answer.choices[0].text
+
+        alone = await ask(3)
+        crowd = await asyncio.gather(*(ask(seed) for seed in range(6)))
+    assert crowd[3] == alone
+
+
+async def test_many_streaming_clients_at_once_and_memory_is_flat_afterwards(
+    server: ServerProcess,
+) -> None:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=240) as client:
+
+        async def stream(number: int) -> tuple[int, bool]:
+            body = {
+                "prompt": f"Item {number} of the list is",
+                "max_tokens": 8,
+                "stream": True,
+                "ignore_eos": True,
+                "service_tier": "flex" if number % 2 else "default",
+                "stream_options": {"include_usage": True},
+            }
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                assert response.status_code == 200, await response.aread()
+                lines = [line async for line in response.aiter_lines() if line]
+            usage = re.search(r'"completion_tokens":(\d+)', lines[-2])
+            assert usage
+            return int(usage[1]), lines[-1] == "data: [DONE]"
+
+        async def everyone() -> None:
+            results = await asyncio.gather(*(stream(number) for number in range(CLIENTS)))
+            assert results == [(8, True)] * CLIENTS
+
+        await everyone()
+        before = {pid: rss_mib(pid) for pid in (server.pid, server.engine_pid)}
+        await everyone()
+    for pid, mib in before.items():
+        assert rss_mib(pid) < mib + 16
+    assert metric(server, "bros_kv_blocks_used") == 0
+    for service_class in ("rt", "be"):
+        assert metric(server, f'bros_requests_running{{class="{service_class}"}}') == 0
+        assert metric(server, f'bros_requests_waiting{{class="{service_class}"}}') == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_memory(server: ServerProcess, stream: bool) -> None:
+    body = {"prompt": "Tell me", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        if stream:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_lines())
+                wait_until(lambda: metric(server, "bros_kv_blocks_used") > 0, 5, "it runs")
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=0.5)
+    wait_until(lambda: metric(server, "bros_kv_blocks_used") == 0, 5, "memory is freed")
+
+
+def test_malformed_requests_are_refused_in_the_envelope(server: ServerProcess) -> None:
+    wrong = [
+        (b"{", "Content-Type"),
+        (b'{"messages": 5}', "messages"),
+        (b'{"messages": [], "temperature": "hot"}', "temperature"),
+        (b"\xff\xfe", "utf"),
+    ]
+    for body, _ in wrong:
+        response = httpx.post(
+            f"{server.url}/v1/chat/completions",
+            content=body,
+            headers={"Content-Type": "application/json"},
+        )
+        assert response.status_code == 400
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    long = "word " * 20_000
+    response = httpx.post(f"{server.url}/v1/completions", json={"prompt": long}, timeout=60)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded" and "8192" in error["message"]
+
+
+def test_an_engine_that_dies_fails_open_requests_and_comes_back(server: ServerProcess) -> None:
+    body = {"prompt": "Tell me", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(server.engine_pid, signal.SIGKILL)
+            rest = list(lines)
+        assert any('"error"' in line for line in rest)
+        assert not any("[DONE]" in line for line in rest)
+        assert client.get("/health").status_code == 503
+        refused = client.post("/v1/completions", json={"prompt": "hi"})
+        assert refused.status_code == 503 and refused.json()["error"]["message"]
+        wait_until(lambda: client.get("/health").status_code == 200, 60, "the engine is back")
+        answer = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+        assert answer.status_code == 200
+
+
+def test_ctrl_c_ends_the_server_with_status_0(server: ServerProcess) -> None:
+    """Last in this module: the others share the server."""
+    engine_pid = server.engine_pid
+    assert server.stop() == 0
+    assert not os.path.exists(f"/proc/{engine_pid}")
+    assert "Traceback" not in server.output
+
+
+def test_on_engine_death_exit_ends_the_server_with_an_error() -> None:
+    with running_server("--on-engine-death", "exit", "--kv-blocks", "64") as server:
+        assert server.url
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert server.wait(timeout_s=60) == 1
+    assert "code -9" in server.output
+
+
+def test_a_wrong_option_and_a_missing_model_end_it_at_once() -> None:
+    for arguments, status, words in (
+        (("--max-num-seqs", "0"), 2, "--max-num-seqs: 0 must be at least 1"),
+        (("/no/such/folder",), 1, "/no/such/folder"),
+        (("--max-model-len", "100000"), 1, "--max-model-len: 100000 is more than"),
+    ):
+        with running_server(*arguments) as server:
+            assert server.wait(timeout_s=60) == status
+        assert words in server.output and "Traceback" not in server.output

@@ -1,0 +1,102 @@
+"""`bros serve` as users run it: a process of its own, on a free port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+READY = re.compile(r"bros is ready at (http://\S+)")
+
+
+class ServerProcess:
+    """A running server; everything it printed is in `output`."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "bros", "serve", "--port", "0", *arguments]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.output = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    @property
+    def url(self) -> str:
+        """Waits until the server is ready; raises AssertionError with its output if it ends."""
+        assert self._ready.wait(timeout=120), f"not ready after two minutes:\n{self.output}"
+        found = READY.search(self.output)
+        assert found, f"the server did not start:\n{self.output}"
+        return found[1]
+
+    @property
+    def engine_pid(self) -> int:
+        """The process id of its only child."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        (pid,) = children.read_text().split()
+        return int(pid)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit status."""
+        return self._process.wait(timeout=timeout_s)
+
+    def stop(self) -> int:
+        """Ctrl-C, and wait; returns the exit status."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            return self._process.wait(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+            self._reader.join()
+            if self._process.stdout:
+                self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.output += line
+            if READY.search(line):
+                self._ready.set()
+        self._ready.set()
+
+
+@contextlib.contextmanager
+def running_server(*arguments: str) -> Iterator[ServerProcess]:
+    """A server that is stopped at the end of the block."""
+    server = ServerProcess(*arguments)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory of a process in MiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found
+    return int(found[1]) / 1024
+
+
+def wait_until(condition: object, timeout_s: float, what: str) -> float:
+    """Poll `condition()` until it is true; returns the seconds it took."""
+    assert callable(condition)
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, f"not within {timeout_s} s: {what}"
+        time.sleep(0.01)
+    return time.monotonic() - began
