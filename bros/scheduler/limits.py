@@ -33,9 +33,13 @@ class Limits:
         params = request.sampling
         self._check_ids("prompt", min(prompt), max(prompt))
         if params.stop_token_ids:
-            self._check_ids(
-                "stop_token_ids", min(params.stop_token_ids), max(params.stop_token_ids)
-            )
+            stops = params.stop_token_ids
+            self._check_ids("stop_token_ids", min(stops), max(stops))
+            if params.min_tokens and len(self.eos_token_ids.union(stops)) >= self.vocab_size:
+                raise InvalidRequestError(
+                    "stop_token_ids leaves no token to choose before min_tokens.",
+                    param="stop_token_ids",
+                )
         if params.logit_bias:
             self._check_ids("logit_bias", min(params.logit_bias), max(params.logit_bias))
 
