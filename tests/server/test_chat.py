@@ -174,6 +174,11 @@ async def test_template_variables_are_passed_on(server: Server) -> None:
     assert prompt == "<|im_start|>user\nU<|im_end|>\n"
 
 
+async def test_a_template_that_says_nothing_is_a_mistake_of_the_messages(server: Server) -> None:
+    response = await server.chat(chat_template_kwargs={"silent": True})
+    assert assert_envelope(response, 400)["param"] == "messages"
+
+
 async def test_a_long_prompt_is_tokenized_the_same_way(server: Server) -> None:
     text = "x" * 3000  # long enough to go to a thread
     error = assert_envelope(await server.chat(messages=[{"role": "user", "content": text}]), 400)

@@ -175,6 +175,7 @@ async def test_failure_on_the_way_fails_a_whole_answer(
 
 
 async def test_one_failing_choice_stops_the_others(server: Server) -> None:
+    server.engine.text = "x" * 90
     server.engine.fail_after, server.engine.fails = 2, "-0"
     assert_envelope(await server.complete(prompt=["a", "b"]), 500)
     _, other = server.engine.submitted

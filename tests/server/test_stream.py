@@ -144,6 +144,24 @@ async def test_error_on_the_way_is_an_event_and_no_done_follows(
     }
 
 
+async def test_death_ends_the_stream_of_several_prompts(server: Server) -> None:
+    server.engine.die_after = 2
+    response = await server.complete(prompt=["a", "b"], stream=True)
+    last = json.loads(events(response.text)[-1])
+    assert last["error"]["code"] == "engine_unavailable"
+
+
+async def test_bug_of_ours_in_a_stream_is_logged_and_not_described(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.engine.die_after, server.engine.death = 2, ZeroDivisionError("secret detail")
+    response = await server.chat(stream=True)
+    last = json.loads(events(response.text)[-1])
+    assert last["error"]["type"] == "server_error"
+    assert "secret" not in response.text
+    assert "ZeroDivisionError: secret detail" in caplog.text
+
+
 async def test_error_before_the_first_token_has_a_status(server: Server) -> None:
     response = await server.chat(stream=True, messages=[{"role": "user", "content": "x" * 600}])
     assert response.status_code == 400

@@ -37,8 +37,9 @@ from bros.server.state import ServerState
 
 EOS_TEXT = "<|im_end|>"
 CHATML = (
+    "{% if silent %}{% else %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% endif %}"
 )
 MAX_MODEL_LEN = 500
 
@@ -59,9 +60,9 @@ class ScriptedEngine:
     """An EngineClient that answers with a text, token by token, and EOS.
 
     Tests set: `text`; `refusal`, raised on submission; `hold_after`, tokens after which a request
-    waits for `release`; `die_after`, tokens after which the engine dies; `fail_after`, after
-    which requests whose id ends with `fails` end with an error; `step_s`, by which each token moves the clock;
-    `cached_tokens`; `alive`.
+    waits for `release`; `die_after`, tokens after which the engine dies of `death`; `fail_after`,
+    after which requests whose id ends with `fails` end with an error; `step_s`, by which each
+    token moves the clock; `cached_tokens`; `alive`.
     """
 
     def __init__(self, tokenizer: Tokenizer, clock: ManualClock) -> None:
@@ -72,6 +73,7 @@ class ScriptedEngine:
         self.refusal: Exception | None = None
         self.hold_after: int | None = None
         self.die_after: int | None = None
+        self.death: Exception = EngineDeadError("The engine died.")
         self.fail_after: int | None = None
         self.fails = ""
         self.cached_tokens = 0
@@ -150,7 +152,7 @@ class ScriptedEngine:
             self.holding.set()
             await self.release.wait()
         if produced == self.die_after:
-            raise EngineDeadError("The engine died.")
+            raise self.death
 
     def _output(
         self, request: EngineRequest, count: int, token_id: int, limit: int
