@@ -147,7 +147,8 @@ class Chat:
         async for piece in self._backend.stream(self.messages):
             pieces.append(piece)
             # Text of a model must not be able to steer the terminal.
-            self._console.out(piece.translate(_UNPRINTABLE), end="", highlight=False)
+            self._console.file.write(piece.translate(_UNPRINTABLE))
+            self._console.file.flush()
 
 
 class RemoteChat:
