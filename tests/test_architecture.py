@@ -47,7 +47,8 @@ CONFINED = {  # library -> where it may be imported
     "uuid": (),
 }
 STDLIB_ONLY = "bros/core/"
-MAY_READ_ENVIRONMENT = ("bros/cli.py",)
+# The second sets what libgomp reads when torch is loaded, which is too early for an argument.
+MAY_READ_ENVIRONMENT = ("bros/cli.py", "bros/executor/__init__.py")
 MAY_DRAW_ENTROPY = ("bros/engine/local.py", "bros/server/build.py")
 
 # (file, name) of class attributes that a library wants to be mutable.
