@@ -11,6 +11,7 @@ from torch import Tensor
 from bros.core.errors import ConfigError
 from bros.kernels import _C
 from bros.kernels.interface import AttentionBatch, HeadLayout
+from bros.kernels.rows import empty_rows
 
 _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -51,16 +52,16 @@ class CpuKernels:
         return self._norm(_address(residual), x, weight, eps)
 
     def _norm(self, residual: int, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        size = x.shape[-1]
+        rows, size = x.shape
         assert weight.shape == (size,)
-        out = torch.empty_like(x)
+        out = empty_rows(rows, size)
         _C.rms_norm(
             self._level,
             out.data_ptr(),
             residual,
             _address(x),
             _address(weight),
-            x.numel() // max(size, 1),
+            rows,
             size,
             eps,
             torch.get_num_threads(),
@@ -122,7 +123,7 @@ class CpuKernels:
         assert qkv.shape[1] == layout.qkv_size and layout.num_heads % layout.num_kv_heads == 0
         assert rows >= 0 and batch.segment_start.shape == (rows + 1,)
         assert batch.segments.numel() == 3 * num_segments
-        out = qkv.new_empty(qkv.shape[0], layout.q_size)
+        out = empty_rows(qkv.shape[0], layout.q_size)
         _C.attention(
             self._level,
             out.data_ptr(),
@@ -146,7 +147,7 @@ class CpuKernels:
         """[tokens, 2 * n] -> silu(first half) * second half, [tokens, n]."""
         tokens, double = gate_up.shape
         assert double % 2 == 0
-        out = gate_up.new_empty(tokens, double // 2)
+        out = empty_rows(tokens, double // 2)
         _C.silu_and_mul(
             self._level,
             out.data_ptr(),

@@ -28,6 +28,9 @@ from bros.server.state import ServerState
 
 logger = logging.getLogger("bros.server")
 
+_CHAT_SAMPLING = SamplingParams(temperature=0.2, top_p=0.9)
+"""For the terminal chat: small models ramble at higher temperatures."""
+
 
 def serve(config: Config) -> int:
     """Run a server until it is told to stop; returns the exit status.
@@ -105,7 +108,8 @@ def _state(
 def _banner(url: str, state: ServerState) -> str:
     info = state.engine.info
     shown_url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:")
-    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"messages": [question], "temperature": 0}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if state.config.api_key else ""
     kv_tokens = info.num_kv_blocks * info.block_size
     return (
@@ -139,7 +143,7 @@ class LocalChat:
         Raises InvalidRequestError, for one if the conversation is too long.
         """
         prompt = self._tokenizer.apply_chat_template(messages)
-        async with await self._generator.start(prompt, SamplingParams()) as generation:
+        async with await self._generator.start(prompt, _CHAT_SAMPLING) as generation:
             async for delta in generation:
                 if delta.text:
                     yield delta.text

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bros.executor.quantized import GROUP, Int4Groups
 from bros.executor.weights import WeightSource
+from bros.kernels.rows import with_spare_rows
 
 INT4_MAX_ROWS = 8
 """Above so many rows reading weights is no longer the cost, and packed bf16 beats int4.
@@ -52,11 +53,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """fp32 or bf16 weights in oneDNN's blocked layout. The packed copy replaces the weight.
-
-    oneDNN compiles its code on the first call with a new number of rows (about 1 ms a shape)
-    and keeps the last thousand.
-    """
+    """fp32 or bf16 weights in oneDNN's blocked layout. The packed copy replaces the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         # The row count is a hint for choosing the layout; any may follow.
@@ -65,10 +62,11 @@ class PackedLinear:
         self._bias = None if bias is None else bias.to(weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x.to(self._dtype), self._packed, self._bias, "none", [], ""
+            with_spare_rows(x).to(self._dtype), self._packed, self._bias, "none", [], ""
         )
-        return out.float()
+        return out.float()[:rows]
 
 
 class Int4Linear:
@@ -113,9 +111,16 @@ def make_linear(
     rows = sum(count for _, count in parts)
     if weights == "int4" and columns % GROUP == 0 and rows % _INT4_ROW_MULTIPLE == 0:
         groups = Int4Groups.concatenate([source.int4(name, (n, columns)) for name, n in parts])
-        return Int4Linear(groups, pack(groups.dequantize().bfloat16(), stacked_bias), stacked_bias)
+        wide = groups.dequantize().to(_wide_dtype())
+        return Int4Linear(groups, pack(wide, stacked_bias), stacked_bias)
     weight = torch.cat([source.dense(name, (n, columns)) for name, n in parts])
     return pack(weight if weights == "fp32" else weight.bfloat16(), stacked_bias)
+
+
+def _wide_dtype() -> torch.dtype:
+    """bf16 where the CPU multiplies it natively; elsewhere it is slower than fp32."""
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
