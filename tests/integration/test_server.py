@@ -23,7 +23,7 @@ CLIENTS = 200
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with running_server("--weights", "int4") as server:
+    with running_server() as server:
         yield server
 
 
@@ -82,6 +82,21 @@ def test_completion_with_logprobs_n_stop_and_seed(client: openai.OpenAI) -> None
     )
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].text == texts[0].split(stop)[0]
+
+
+async def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(server: ServerProcess) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+
+        async def ask(seed: int) -> str:
+            answer = await client.completions.create(
+                model=MODEL, prompt="My favourite animal", max_tokens=24, seed=seed
+            )
+            return answer.choices[0].text
+
+        alone = [await ask(seed) for seed in range(3)]
+        crowd = await asyncio.gather(*(ask(seed) for seed in range(12)))
+    assert crowd[:3] == alone
+    assert len(set(crowd)) == 12
 
 
 async def test_many_streaming_clients_at_once_and_memory_is_flat_afterwards(
