@@ -1,0 +1,132 @@
+"""Where the time of one prefill goes, and how far its matrix products are from the machine's best.
+
+    python benchmarks/prefill_profile.py [--tokens 256 1024] [--weights fp32] [--json FILE]
+
+Products are timed by torch's profiler, the kernels of bros by a wrapper around each call; what
+is left is Python, sampling and scheduling. The machine's best is the fastest of several large
+square fp32 products of torch, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from engine_speed import BrosTarget, environment
+from rich.console import Console
+from rich.table import Table
+
+from bros.executor import loader
+from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.kernels.dispatch import select_kernels
+from bros.kernels.interface import Kernels
+
+OPERATIONS = ("rms_norm", "add_rms_norm_", "rope_and_cache_", "attention", "silu_and_mul")
+PRODUCTS = ("mkldnn::_linear_pointwise", "aten::_weight_int4pack_mm_for_cpu", "aten::linear")
+ROUNDS = 5
+
+
+class TimedKernels:
+    """Kernels that add up how long each operation took, in seconds."""
+
+    def __init__(self, inner: Kernels) -> None:
+        self._inner = inner
+        self.seconds: dict[str, float] = defaultdict(float)
+        for operation in OPERATIONS:
+            setattr(self, operation, self._timed(operation))
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def _timed(self, operation: str) -> Callable[..., Any]:
+        function = getattr(self._inner, operation)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds[operation] += time.perf_counter() - began
+            return result
+
+        return call
+
+
+def best_gflops() -> float:
+    """The fastest large fp32 product of this machine, in 1e9 operations per second."""
+    best = 0.0
+    for size in (1024, 2048, 3072):
+        a, b = torch.randn(size, size), torch.randn(size, size)
+        for _ in range(5):
+            began = time.perf_counter()
+            torch.mm(a, b)
+            best = max(best, 2 * size**3 / (time.perf_counter() - began) / 1e9)
+    return best
+
+
+def profile(target: BrosTarget, kernels: TimedKernels, tokens: int) -> dict[str, float]:
+    """Median milliseconds by part over several prefills, and their total."""
+    target.prefill(tokens)
+    rounds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(ROUNDS):
+        kernels.seconds.clear()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            (total,) = target.prefill(tokens)
+        events = {event.key: event.cpu_time_total / 1e3 for event in profiler.key_averages()}
+        parts = {"products": sum(events.get(name, 0.0) for name in PRODUCTS)}
+        parts |= {name: kernels.seconds[name] * 1e3 for name in OPERATIONS}
+        parts["rest"] = total - sum(parts.values())
+        for name, value in {**parts, "total": total}.items():
+            rounds[name].append(value)
+    return {name: statistics.median(values) for name, values in rounds.items()}
+
+
+def product_gflop(config: dict[str, Any], tokens: int) -> float:
+    """1e9 operations of all linear layers but the head and what the last block leaves out."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    qkv = (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * head_dim * hidden
+    rest = config["num_attention_heads"] * head_dim * hidden + 3 * hidden * inner
+    layers = config["num_hidden_layers"]
+    return 2 * tokens * (layers * qkv + (layers - 1) * rest) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--weights", default="fp32")
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    args = parser.parse_args()
+    console = Console()
+    files = resolve_model(None, default_cache_dir(), console.print)
+    config = json.loads((files.folder / "config.json").read_text())
+    kernels = TimedKernels(select_kernels("auto"))
+    with mock.patch.object(loader, "select_kernels", lambda name: kernels):
+        target = BrosTarget(files, args.weights)
+    best = best_gflops()
+    table = Table(title=f"prefill, {args.weights}: milliseconds by part, median of {ROUNDS}")
+    table.add_column("")
+    results: dict[str, dict[str, float]] = {}
+    for tokens in args.tokens:
+        table.add_column(f"{tokens} tokens", justify="right")
+        parts = profile(target, kernels, tokens)
+        parts["product_gflops"] = product_gflop(config, tokens) / parts["products"] * 1e3
+        results[str(tokens)] = parts
+    for name in next(iter(results.values())):
+        table.add_row(name, *(f"{parts[name]:.1f}" for parts in results.values()))
+    console.print(table)
+    console.print(f"best large fp32 product of torch here: {best:.0f} GFLOP/s")
+    if args.json:
+        result = {"environment": environment(), "best_gflops": best, "median_ms": results}
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
