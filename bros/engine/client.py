@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from bros.core.errors import EngineDeadError
+from bros.core.errors import EngineDeadError, InvalidRequestError
 from bros.core.interfaces import EngineInfo, EngineStats
 from bros.core.request import EngineRequest, RequestOutput
 from bros.engine.messages import (
@@ -88,6 +88,8 @@ class MessageClient:
         """
         self._check_alive()
         request_id = request.request_id
+        if request_id in self._streams:
+            raise InvalidRequestError(f"request id {request_id!r} is in use.", "request_id")
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stream = OutputStream()
         self._streams[request_id] = stream

@@ -176,7 +176,6 @@ class ProcessEngineClient(MessageClient):
     def _post(self, command: Command) -> None:
         if self._push is None:
             raise EngineDeadError("The engine has not been started.")
-        try:
+        # Without a peer it is dropped: the supervisor is about to fail everything that is open.
+        with contextlib.suppress(zmq.Again):
             self._push.send_multipart(self._encoder.encode(command), zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # no peer any more; the supervisor is about to notice
-            raise EngineDeadError("The engine is not running.") from error

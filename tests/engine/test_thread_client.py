@@ -139,6 +139,17 @@ async def test_refusals_reach_the_caller_as_they_were_raised(
     assert isinstance(results[3], QueueFullError) and results[3].waiting == 3
 
 
+async def test_an_id_in_use_is_refused_and_its_owner_is_not_disturbed(
+    client: ThreadEngineClient, model: GatedModel
+) -> None:
+    model.gate.clear()
+    stream = await client.submit(ask("same", max_tokens=3))
+    with pytest.raises(InvalidRequestError, match="in use"):
+        await client.submit(ask("same"))
+    model.gate.set()
+    assert len([output async for output in stream]) == 3
+
+
 async def test_abort_frees_memory_and_ends_the_stream(
     client: ThreadEngineClient, model: GatedModel
 ) -> None:
