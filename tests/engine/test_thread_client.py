@@ -39,6 +39,7 @@ class GatedModel(ToyModel):
         self.gate.set()
         self.broken = False
         self.steps = 0
+        self.hold_after = -1  # steps, after which the gate closes by itself
         self.closed = False
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -46,6 +47,8 @@ class GatedModel(ToyModel):
         if self.broken:
             raise RuntimeError("device on fire")
         self.steps += 1
+        if self.steps == self.hold_after:
+            self.gate.clear()
         return super().execute(plan)
 
     def close(self) -> None:
@@ -150,19 +153,20 @@ async def test_an_id_in_use_is_refused_and_its_owner_is_not_disturbed(
     assert len([output async for output in stream]) == 3
 
 
-async def test_abort_frees_memory_and_ends_the_stream(
+async def test_abort_frees_memory_after_the_step_that_is_running(
     client: ThreadEngineClient, model: GatedModel
 ) -> None:
-    stream = await client.submit(ask("a", max_tokens=150))
-    outputs = []
-    async for output in stream:
-        outputs.append(output)
-        if len(outputs) == 2:
-            await client.abort("a")
-            await client.abort("unknown")
-    assert outputs[-1].finish_reason is FinishReason.ABORT
-    assert (await client.stats()).kv_blocks_used == 0
-    assert client.num_open == 0
+    model.hold_after = 2
+    stream = aiter(await client.submit(ask("a", max_tokens=150)))
+    for _ in range(2):
+        assert (await anext(stream)).finish_reason is None
+    await client.abort("a")
+    await client.abort("unknown")
+    model.gate.set()
+    rest = [output async for output in stream]
+    assert [output.finish_reason for output in rest[-1:]] == [FinishReason.ABORT]
+    assert model.steps <= 3, "the step that may have begun before the abort, and no other"
+    assert (await client.stats()).kv_blocks_used == 0 and client.num_open == 0
 
 
 async def test_a_caller_cancelled_during_submission_leaves_nothing_behind(
@@ -208,8 +212,12 @@ async def test_when_a_step_fails_everything_open_fails_at_once_and_later_calls_t
 async def test_close_ends_the_thread_and_releases_the_executor(model: GatedModel) -> None:
     client = ThreadEngineClient(make_engine(model))
     await client.wait_ready()
+    model.hold_after = 1
     stream = await client.submit(ask("a", max_tokens=150))
-    await client.close()
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    model.gate.set()
+    await closing
     assert model.closed and not client.alive
     with pytest.raises(EngineDeadError, match="closed"):
         async for _ in stream:
