@@ -60,8 +60,8 @@ class LLM:
         """Continue texts (or lists of token ids); one result per prompt, in order.
 
         A result holds params.n choices. `params` is one for all or one per prompt.
-        Raises InvalidRequestError or PromptTooLongError before anything is generated if a
-        prompt cannot be served.
+        Raises InvalidRequestError or PromptTooLongError if a prompt cannot be served; the others
+        are given up then.
         """
         single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts
@@ -183,6 +183,13 @@ class _LoopThread:
             raise
 
     def close(self) -> None:
+        self.run(self._cancel_all())  # whoever waits in `run` is told
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

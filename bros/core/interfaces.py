@@ -24,6 +24,7 @@ class EngineInfo:
     block_size: int
     num_kv_blocks: int
     policy: str
+    max_queue: int = 2**31 - 1
     eos_token_ids: tuple[int, ...] = ()
 
 
@@ -84,7 +85,8 @@ class EngineClient(Protocol):
     async def submit(self, request: EngineRequest) -> RequestStream:
         """Hand over a request; returns once the engine has accepted it.
 
-        Raises PromptTooLongError, InvalidRequestError, QueueFullError or EngineDeadError.
+        Cancelling the call withdraws the request. Raises PromptTooLongError,
+        InvalidRequestError, QueueFullError or EngineDeadError.
         """
         ...
 

@@ -71,11 +71,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token chosen after a chunk that asked for one."""
+    """The token chosen after a chunk that asked for one; with `error`, that none could be."""
 
     request_id: str
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from bros.core.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
@@ -109,6 +110,10 @@ class SamplingParams:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError(
                 f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}.", "stop"
+            )
+        if any(len(s) > MAX_STOP_CHARS for s in self.stop):
+            raise InvalidRequestError(
+                f"stop strings must have at most {MAX_STOP_CHARS} characters.", param="stop"
             )
         if any(not s for s in self.stop):
             raise InvalidRequestError("stop strings must not be empty.", param="stop")

@@ -136,17 +136,17 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these ids complete; half a character is kept for later."""
         table = self._table
-        data = b""
+        pieces: list[bytes] = []
         for token_id in token_ids:
             if self._skip_special and table.is_special(token_id):
                 continue
             if self._first:
                 opening = table.first_bytes(token_id)
-                data += opening or b""
+                pieces.append(opening or b"")
                 self._first = opening is None
             else:
-                data += table.bytes_of(token_id)
-        return self._stripped(self._utf8.decode(data)) if data else ""
+                pieces.append(table.bytes_of(token_id))
+        return self._stripped(self._utf8.decode(b"".join(pieces))) if pieces else ""
 
     def finish(self) -> str:
         """U+FFFD for a character that was never completed, else nothing. Call it once."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from bros.core.clock import Clock
-from bros.core.errors import EngineDeadError, PromptTooLongError
+from bros.core.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient, RequestStream
 from bros.core.request import (
@@ -91,6 +91,14 @@ class TextGenerator:
         i uses seed + i. `param` is what a PromptTooLongError names. Raises what
         EngineClient.submit raises; nothing is left running then.
         """
+        info = self._engine.info
+        if len(prompt_token_ids) >= info.max_model_len:
+            # Here already, so that n copies of a huge prompt never go to the engine.
+            raise PromptTooLongError(len(prompt_token_ids), info.max_model_len, param)
+        if sampling.n > info.max_queue:
+            raise InvalidRequestError(
+                f"n must be at most {info.max_queue} on this server, got {sampling.n}.", "n"
+            )
         base_id = request_id or self._ids.new("req")
         requests = [
             EngineRequest(
@@ -129,8 +137,9 @@ class TextGenerator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for request in requests:
-            await self._engine.abort(request.request_id)
+        for request, task in zip(requests, tasks, strict=True):
+            if not task.cancelled() and task.exception() is None:
+                await self._engine.abort(request.request_id)
 
 
 class Generation:

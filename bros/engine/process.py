@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -49,11 +50,13 @@ class Launch:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's business
+    # Both reach the whole process group; when to end is the server's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Unbuffered: a thread that waits in a buffered reader cannot be left behind at exit.
     stdin = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
     launch = Launch.from_json(stdin.readline())
-    threading.Thread(target=_exit_with_parent, args=(stdin,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(stdin, launch), daemon=True).start()
     logging.basicConfig(
         level=launch.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
     )
@@ -82,9 +85,10 @@ def _serve(launch: Launch, transport: ZmqTransport) -> int:
     return 1
 
 
-def _exit_with_parent(stdin: FileIO) -> None:
+def _exit_with_parent(stdin: FileIO, launch: Launch) -> None:
     stdin.read(1)
-    os._exit(0)  # nothing here outlives the server: no state, no files
+    shutil.rmtree(launch.socket_folder, ignore_errors=True)  # the server had no time to
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -96,7 +95,7 @@ class ProcessEngineClient(MessageClient):
                 self._kill()
                 await self._supervisor
         self.on_death("The server is shutting down.")
-        self._context.term()
+        self._context.destroy(linger=0)
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -104,8 +103,11 @@ class ProcessEngineClient(MessageClient):
                 self._process.kill()
 
     async def _supervise(self) -> None:
-        while True:
-            reason, came_up = await self._run_once()
+        while not self._closing:
+            try:
+                reason, came_up = await self._run_once()
+            except Exception as error:  # no folder, no socket, no process: not worth a retry
+                reason, came_up = f"The engine could not be started: {error}", False
             self.on_death(reason)
             if self._closing:
                 return
@@ -117,32 +119,33 @@ class ProcessEngineClient(MessageClient):
 
     async def _run_once(self) -> tuple[str, bool]:
         """One life of the process: (why it ended, whether it had come up)."""
-        folder = Path(tempfile.mkdtemp(prefix="bros-"))  # readable by this user only
         self._last_words, self._came_up = "", False
-        self._push = open_socket(self._context, zmq.PUSH)
-        self._push.bind(command_address(folder))
-        pull = zmq.asyncio.Context(self._context).socket(zmq.PULL)
-        pull.set_hwm(0)
-        pull.setsockopt(zmq.LINGER, 0)
-        pull.bind(reply_address(folder))
-        receiver = asyncio.create_task(self._receive(pull), name="engine-replies")
-        try:
-            self._process = await self._spawn(folder)
-            code = await self._process.wait()
+        async with contextlib.AsyncExitStack() as stack:
+            # Readable by this user only.
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bros-")))
+            self._push = stack.enter_context(open_socket(self._context, zmq.PUSH))
+            self._push.bind(command_address(folder))
+            pull = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+            stack.callback(pull.close, linger=0)
+            pull.set_hwm(0)
+            pull.bind(reply_address(folder))
+            receiver = asyncio.create_task(self._receive(pull), name="engine-replies")
+            stack.push_async_callback(_cancel, receiver)
+            process = self._process = await self._spawn(folder)
+            stack.callback(self._forget, process)
+            if self._closing:
+                self._kill()
+            code = await process.wait()
             receiver.cancel()
             while await pull.poll(_DRAIN_MS):  # what it said before it ended
                 self._take(await pull.recv_multipart())
-            reason = self._last_words or f"The engine process ended unexpectedly (code {code})."
-            return reason, self._came_up
-        finally:
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.close()
-            self._process = None
-            receiver.cancel()
-            await asyncio.gather(receiver, return_exceptions=True)
-            self._push.close()
-            pull.close()
-            shutil.rmtree(folder, ignore_errors=True)
+        reason = self._last_words or f"The engine process ended unexpectedly (code {code})."
+        return reason, self._came_up
+
+    def _forget(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        self._process = None
 
     async def _spawn(self, folder: Path) -> asyncio.subprocess.Process:
         launch = Launch(
@@ -179,3 +182,8 @@ class ProcessEngineClient(MessageClient):
         # Without a peer it is dropped: the supervisor is about to fail everything that is open.
         with contextlib.suppress(zmq.Again):
             self._push.send_multipart(self._encoder.encode(command), zmq.NOBLOCK)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -41,7 +41,7 @@ class ThreadEngineClient(MessageClient):
         if self._thread.is_alive():
             self._commands.put(Shutdown())
             await asyncio.to_thread(self._thread.join)
-            self._engine.close()
+        self._engine.close()
         self.on_death("The engine was closed.")
 
     def _run(self, transport: _QueueTransport) -> None:

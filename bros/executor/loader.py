@@ -60,7 +60,8 @@ def load_executor(config: EngineConfig, files: ModelFiles) -> tuple[ModelRunner,
         block_size=KV_BLOCK_SIZE,
         num_kv_blocks=num_blocks,
         policy=config.policy,
-        eos_token_ids=_eos_token_ids(files.folder, settings),
+        eos_token_ids=_eos_token_ids(files.folder, settings, spec.vocab_size),
+        max_queue=config.max_queue,
     )
     return ModelRunner(decoder, kv, Sampler()), info
 
@@ -82,15 +83,19 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> in
     return length
 
 
-def _eos_token_ids(folder: Path, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Tokens that end an answer: generation_config.json's if it names any, else config.json's."""
+def _eos_token_ids(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end an answer: generation_config.json's if it names any, else config.json's.
+
+    Ids outside the vocabulary, which some checkpoints carry, can never be sampled and are left out.
+    """
     generation = folder / "generation_config.json"
     eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
     if eos is None:
         eos = settings.get("eos_token_id")
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    ids = eos if isinstance(eos, list) else [eos]
+    return tuple(int(token_id) for token_id in ids if 0 <= int(token_id) < vocab_size)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bros.core.plan import SampledToken, StepPlan, StepResult
+from bros.core.plan import SampledToken, SampleSpec, StepPlan, StepResult
 from bros.executor.inputs import build_inputs
 from bros.executor.kv_storage import KvStorage
 from bros.executor.models.decoder import Decoder
@@ -30,17 +30,18 @@ class ModelRunner:
         decoder = self._running_decoder()
         inputs = build_inputs(plan)
         logits = decoder(inputs, self._kv.layers)
-        specs = [spec for _, spec in inputs.samples]
-        chosen = self._sampler.sample(logits, specs) if specs else []
+        rows = zip(inputs.samples, logits, strict=True)
         return StepResult(
-            plan.step,
-            tuple(
-                SampledToken(request_id, token_id, logprobs)
-                for (request_id, _), (token_id, logprobs) in zip(
-                    inputs.samples, chosen, strict=True
-                )
-            ),
+            plan.step, tuple(self._sample(name, spec, row) for (name, spec), row in rows)
         )
+
+    def _sample(self, request_id: str, spec: SampleSpec, logits: Tensor) -> SampledToken:
+        """Broken logits fail their own request only."""
+        try:
+            ((token_id, logprobs),) = self._sampler.sample(logits[None], [spec])
+        except ValueError as error:
+            return SampledToken(request_id, -1, error=str(error))
+        return SampledToken(request_id, token_id, logprobs)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:

@@ -108,6 +108,10 @@ class Scheduler:
             state = self._states.get(sample.request_id)
             if state is None:
                 continue  # aborted while the step ran
+            if sample.error is not None:
+                self._drop(state, now)
+                outputs.append(_failed(state, sample.error))
+                continue
             counters = self._counters[state.request.service_class]
             if state.num_outputs == 0:
                 counters.prompt_tokens += state.prompt_len
@@ -223,6 +227,10 @@ class Scheduler:
         del queue[index]
         if queue is self._waiting:
             self._counters[state.request.service_class].waiting -= 1
+
+
+def _failed(state: RequestState, error: str) -> RequestOutput:
+    return RequestOutput(request_id=state.request_id, finish_reason=FinishReason.ERROR, error=error)
 
 
 def _rank(state: RequestState) -> Rank:

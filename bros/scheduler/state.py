@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from bros.core.plan import SampleSpec
 from bros.core.request import EngineRequest, FinishReason
 
@@ -44,7 +46,7 @@ class RequestState:
         self.request_id = request.request_id
         self.arrival_index = arrival_index
         self.seed = seed
-        self.token_ids = list(request.prompt_token_ids)
+        self.token_ids = array("i", request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.num_cached = 0
         self.rank: Rank = (arrival_index,)  # until a policy has its say
@@ -71,7 +73,7 @@ class RequestState:
             seed=self.seed,
             output_index=self.num_outputs,
             prompt_len=self.prompt_len,
-            token_ids=tuple(self.token_ids) if params.needs_history else (),
+            token_ids=self.token_ids[:] if params.needs_history else (),
             forbidden=tuple(self.stop_ids) if too_early else (),
         )
 

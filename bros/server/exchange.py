@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 import bros
 from bros.core.request import SamplingParams
+from bros.server import offload
 from bros.server.answer import Answer, FinishedChoice
 from bros.server.interrupts import run_interruptible
 from bros.server.protocol import GenerationRequest
@@ -104,5 +105,12 @@ class Exchange:
             if self._answer is not None:
                 await self._answer.aclose()
             raise
-        reply = complete(choices, self._answer)
-        return Response(reply.model_dump_json(), media_type="application/json")
+        answer = self._answer
+
+        def render() -> str:
+            return complete(choices, answer).model_dump_json()
+
+        # Rendering the logprobs of one token costs about as much as a hundred of text.
+        size = 100 * sum(len(choice.logprobs) for choice in choices)
+        body = await offload.run(self._state, render, size)
+        return Response(body, media_type="application/json")

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
-
-import anyio.to_thread
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bros.core.errors import InvalidRequestError
+from bros.server import offload
 from bros.server.protocol import ChatMessage
 from bros.server.state import ServerState
-
-T = TypeVar("T")
-
-_INLINE_CHARS = 2000
-"""Shorter texts take less than about a millisecond, less than going to a thread is worth."""
 
 _RESERVED = ("messages", "self")
 
@@ -25,7 +19,7 @@ async def encode_text(
 ) -> list[int]:
     """Token ids of a text; long ones on a thread."""
     encode = functools.partial(state.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return await _run(encode, len(text))
+    return await offload.run(state, encode, len(text))
 
 
 async def encode_chat(
@@ -43,7 +37,8 @@ async def encode_chat(
             )
     plain = [_plain(message) for message in messages]
     apply = functools.partial(state.tokenizer.apply_chat_template, plain, **kwargs)
-    return await _run(apply, sum(len(message["content"] or "") for message in plain))
+    # Written out, because any field of a message may end up in the prompt.
+    return await offload.run(state, apply, len(repr((plain, kwargs))))
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
@@ -52,9 +47,3 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     if fields["role"] == "developer":
         fields["role"] = "system"
     return fields
-
-
-async def _run(work: Callable[[], T], num_chars: int) -> T:
-    if num_chars <= _INLINE_CHARS:
-        return work()
-    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)

@@ -161,8 +161,8 @@ class GenerationRequest(WireModel):
         None, description="flex is best-effort, all others are real-time"
     )
     slo: SloFields | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
+    user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
 
 
 class ChatMessage(WireModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import anyio
 from starlette.requests import Request
 
 from bros.core.clock import Clock
@@ -16,8 +17,8 @@ from bros.engine.generation import TextGenerator
 from bros.engine.tokenizer import Tokenizer
 from bros.server.metrics import ServerMetrics
 
-MAX_BODY_BYTES = 16 * 2**20
-"""Larger requests get 413; a prompt of a million token ids takes about 7 MiB."""
+MAX_BODY_BYTES = 4 * 2**20
+"""Larger requests get 413; a prompt of half a million token ids takes about that much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class ServerState:
 
     model_name: the name in the API. created: Unix seconds, shown in /v1/models.
     stopping: set it to end open requests with an error (see HttpServer).
+    threads: bounds work done beside the event loop, and with it memory.
     """
 
     engine: EngineClient
@@ -39,6 +41,7 @@ class ServerState:
     metrics: ServerMetrics
     max_body_bytes: int = MAX_BODY_BYTES
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))
 
     @classmethod
     def of(cls, request: Request) -> ServerState:

@@ -104,12 +104,16 @@ class CompletionChunkWriter:
         self._frame = frame
         self._tokenizer = tokenizer
         self._top = logprobs
-        self._echoes = dict(echoes)
+        self._echoes = echoes
+        self._echoed: set[int] = set()
         self._writers: dict[int, CompletionLogprobsWriter] = {}
 
     def write(self, delta: TextDelta) -> bytes:
         index = delta.index
-        text = self._echoes.pop(index, "") + delta.text
+        text = delta.text
+        if index not in self._echoed:
+            self._echoed.add(index)
+            text = self._echoes.get(index, "") + text
         logprobs = self._logprobs(delta)
         reason, stop = "null", ""
         if delta.finish_reason is not None:

@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
-from bros.core.errors import EngineDeadError, PromptTooLongError, QueueFullError
+from bros.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+)
 from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineInfo, EngineStats
 from bros.core.request import (
@@ -36,10 +41,14 @@ PROMPT = [5, 6, 7]
 class ScriptedEngine:
     """Streams say what the test puts in; submissions and aborts wait while `gate` is closed."""
 
-    info: EngineInfo
     alive = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_model_len: int = 1000, max_queue: int = 1000) -> None:
+        self.info = EngineInfo(
+            model="m", weights="w", kernels="k", kv_dtype="d", device="none",
+            max_model_len=max_model_len, vocab_size=1000, block_size=16, num_kv_blocks=100,
+            policy="fcfs", max_queue=max_queue,
+        )  # fmt: skip
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.refusals: dict[str, Exception] = {}
@@ -50,7 +59,11 @@ class ScriptedEngine:
 
     async def submit(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
         self.submitted.append(request)
-        await self.gate.wait()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted.append(request.request_id)  # as EngineClient.submit promises
+            raise
         if request.request_id in self.refusals:
             raise self.refusals[request.request_id]
         self.queues[request.request_id] = asyncio.Queue()
@@ -187,6 +200,27 @@ async def test_one_refused_choice_withdraws_the_others(refused: int) -> None:
     with pytest.raises(QueueFullError):
         await start(engine, n=3)
     assert {f"r-{i}" for i in range(3)} - {f"r-{refused}"} <= set(engine.aborted)
+
+
+async def test_a_refused_id_does_not_abort_the_request_that_has_it() -> None:
+    engine = ScriptedEngine()
+    first = await start(engine, n=1)
+    engine.refusals["r"] = InvalidRequestError("in use", "request_id")
+    with pytest.raises(InvalidRequestError):
+        await start(engine, n=1)
+    assert engine.aborted == []
+    await first.aclose()
+
+
+async def test_what_can_never_be_served_is_refused_before_the_engine_sees_it() -> None:
+    engine = ScriptedEngine(max_model_len=len(PROMPT), max_queue=4)
+    with pytest.raises(PromptTooLongError) as caught:
+        await start(engine, n=3)
+    assert (caught.value.prompt_tokens, caught.value.max_model_len) == (len(PROMPT), len(PROMPT))
+    engine = ScriptedEngine(max_queue=4)
+    with pytest.raises(InvalidRequestError, match="n must be at most 4"):
+        await start(engine, n=5)
+    assert engine.submitted == []
 
 
 async def test_prompt_too_long_names_the_callers_field() -> None:

@@ -103,6 +103,43 @@ async def test_an_engine_that_is_closed_ends_by_itself_and_quietly(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("ticks", range(6))
+async def test_closing_while_the_process_is_being_started_does_not_hang(
+    files: ModelFiles, ticks: int
+) -> None:
+    client = ProcessEngineClient(CONFIG, files, log_level="error")
+    starting = asyncio.create_task(client.start())
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    starting.cancel()
+    async with asyncio.timeout(30):
+        await asyncio.gather(starting, client.close(), return_exceptions=True)
+    assert client.pid is None and not client.alive
+
+
+async def test_an_engine_that_cannot_even_be_started_says_why(
+    files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    deaths: list[str] = []
+    client = ProcessEngineClient(CONFIG, files, log_level="error", on_final_death=deaths.append)
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineDeadError, match="could not be started"):
+            await client.start()
+    assert len(deaths) == 1
+    await client.close()
+
+
+async def test_a_signal_to_the_whole_group_leaves_the_engine_to_its_server(
+    client: ProcessEngineClient,
+) -> None:
+    pid = client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGINT)
+    assert len(await tokens_of(client, ask("still here"))) == 8 and client.pid == pid
+
+
 async def test_without_restart_the_owner_is_told(files: ModelFiles) -> None:
     deaths: list[str] = []
     client = ProcessEngineClient(

@@ -209,6 +209,16 @@ async def test_when_a_step_fails_everything_open_fails_at_once_and_later_calls_t
     await client.abort("a")
 
 
+async def test_close_after_a_failure_releases_the_executor_too(model: GatedModel) -> None:
+    client = ThreadEngineClient(make_engine(model))
+    await client.wait_ready()
+    model.broken = True
+    with pytest.raises(EngineDeadError, match="device on fire"):
+        await tokens_of(client, ask("a"))
+    await client.close()
+    assert model.closed
+
+
 async def test_close_ends_the_thread_and_releases_the_executor(model: GatedModel) -> None:
     client = ThreadEngineClient(make_engine(model))
     await client.wait_ready()

@@ -40,7 +40,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def test_info_tells_what_was_resolved(folder: Path) -> None:
-    info = info_of(folder, kv_blocks=100, kernels="reference", policy="fcfs")
+    info = info_of(folder, kv_blocks=100, kernels="reference", policy="fcfs", max_queue=7)
     assert info == EngineInfo(
         model="tiny",
         weights="fp32",
@@ -52,8 +52,16 @@ def test_info_tells_what_was_resolved(folder: Path) -> None:
         block_size=16,
         num_kv_blocks=100,
         policy="fcfs",
+        max_queue=7,
         eos_token_ids=(2,),
     )
+
+
+def test_end_tokens_outside_the_vocabulary_are_left_out(folder: Path) -> None:
+    """A checkpoint may carry them; forbidding one would be an error in every step."""
+    eos = json.dumps({"eos_token_id": [-1, 3, VOCAB, 10**6]})
+    (folder / "generation_config.json").write_text(eos)
+    assert info_of(folder, kv_blocks=100, kernels="reference").eos_token_ids == (3,)
 
 
 @pytest.mark.parametrize(("kv_dtype", "shrink"), [("fp32", 1), ("bf16", 2), ("fp16", 2)])

@@ -206,6 +206,20 @@ def test_why_a_request_ends(params: dict[str, object], reason: FinishReason, len
     assert outputs[-1].finish_reason is reason
 
 
+def test_a_token_that_could_not_be_chosen_ends_its_own_request_only() -> None:
+    scheduler = make_scheduler()
+    for name in "ab":
+        scheduler.submit(request(name, 2), now=0.0)
+    plan = scheduler.schedule()
+    assert plan is not None
+    samples = (SampledToken("a", -1, error="broken logits"), SampledToken("b", 7))
+    failed, fine = scheduler.apply(StepResult(plan.step, samples), now=0.0)
+    assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, "broken logits")
+    assert fine.token_ids == (7,) and fine.finish_reason is None
+    scheduler.check_integrity()
+    assert ids(scheduler.schedule()) == ["b"]
+
+
 def test_stop_tokens_are_forbidden_before_min_tokens() -> None:
     scheduler = make_scheduler()
     scheduler.submit(request("a", 2, min_tokens=1, stop_token_ids=(5,)), now=0.0)
@@ -226,7 +240,7 @@ def test_history_goes_along_only_where_a_penalty_needs_it() -> None:
     assert plan is not None
     specs = {chunk.request_id: chunk.sample for chunk in plan.chunks}
     assert specs["plain"] is not None and specs["plain"].token_ids == ()
-    assert specs["penalty"] is not None and specs["penalty"].token_ids == (3, 4)
+    assert specs["penalty"] is not None and list(specs["penalty"].token_ids) == [3, 4]
     assert specs["penalty"].prompt_len == 2
 
 

@@ -35,18 +35,21 @@ async def create_completion(request: Request) -> Response:
     state.check_model(body.model)
     refuse_unsupported(fields, COMPLETION)
     sampling = completion_sampling(body)
-    if len(body.prompt) * sampling.n > MAX_CHOICES:
+    most = min(MAX_CHOICES, state.engine.info.max_queue)
+    if len(body.prompt) * sampling.n > most:
         raise InvalidRequestError(
-            f"{len(body.prompt)} prompts with n = {sampling.n} make more than {MAX_CHOICES} "
-            "choices; send several requests.",
+            f"{len(body.prompt)} prompts with n = {sampling.n} make more than {most} choices; "
+            "send several requests.",
             param="prompt",
         )
     exchange = Exchange(request, body, sampling, id_prefix="cmpl", arrival_s=arrival_s)
-    echoes = _echoes(state, body, sampling.n)
+    echoes: dict[int, str] = {}
 
     async def start() -> None:
         prompts = await asyncio.gather(*(_token_ids(state, item) for item in body.prompt))
         await exchange.generate(prompts, param="prompt")
+        if body.echo:  # only now, when no prompt is longer than the context
+            echoes.update(_echoes(state, body, sampling.n))
 
     def complete(choices: list[FinishedChoice], answer: Answer) -> Completion:
         for choice in choices:
@@ -68,8 +71,6 @@ async def _token_ids(state: ServerState, prompt: str | list[int]) -> list[int]:
 
 def _echoes(state: ServerState, body: CompletionRequest, n: int) -> dict[int, str]:
     """Index of a choice -> the prompt that goes before its text."""
-    if not body.echo:
-        return {}
     texts = [
         prompt if isinstance(prompt, str) else state.tokenizer.decode(prompt)
         for prompt in body.prompt

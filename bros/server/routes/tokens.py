@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bros.core.errors import InvalidRequestError
+from bros.server import offload
 from bros.server.body import read_object, validate
 from bros.server.prompts import encode_chat, encode_text
 from bros.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -26,14 +27,19 @@ async def tokenize(request: Request) -> Response:
     else:
         special = body.add_special_tokens is not False
         tokens = await encode_text(state, body.prompt or "", add_special_tokens=special)
-    names = [state.tokenizer.token_text(token_id) for token_id in tokens]
-    reply = TokenizeReply(
-        count=len(tokens),
-        max_model_len=state.engine.info.max_model_len,
-        tokens=tokens,
-        token_strs=names if body.return_token_strs else None,
-    )
-    return Response(reply.model_dump_json(), media_type="application/json")
+
+    def render() -> str:
+        names = None
+        if body.return_token_strs:
+            names = [state.tokenizer.token_text(token_id) for token_id in tokens]
+        return TokenizeReply(
+            count=len(tokens),
+            max_model_len=state.engine.info.max_model_len,
+            tokens=tokens,
+            token_strs=names,
+        ).model_dump_json()
+
+    return Response(await offload.run(state, render, len(tokens)), media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
@@ -47,8 +53,13 @@ async def detokenize(request: Request) -> Response:
             f"Token id {max(body.tokens)} is outside the vocabulary [0, {vocab_size}).",
             param="tokens",
         )
-    reply = DetokenizeReply(prompt=state.tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return Response(reply.model_dump_json(), media_type="application/json")
+
+    def render() -> str:
+        text = state.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return DetokenizeReply(prompt=text).model_dump_json()
+
+    size = len(body.tokens)
+    return Response(await offload.run(state, render, size), media_type="application/json")
 
 
 ROUTES = (
