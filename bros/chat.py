@@ -15,6 +15,9 @@ from rich.console import Console
 
 from bros.core.errors import BrosError, ConfigError
 
+CHAT_TEMPERATURE, CHAT_TOP_P = 0.2, 0.9
+"""Small models ramble at higher temperatures. As in server/build.py's local chat."""
+
 HELP = """\
 /system TEXT  set the system prompt (without TEXT: remove it)
 /clear        forget the conversation, keep the system prompt
@@ -160,7 +163,13 @@ class RemoteChat:
 
     async def stream(self, messages: list[dict[str, str]]) -> AsyncIterator[str]:
         """Pieces of the answer as they come. Raises BrosError saying what the server said."""
-        body = {"model": self._model, "messages": messages, "stream": True}
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "stream": True,
+            "temperature": CHAT_TEMPERATURE,
+            "top_p": CHAT_TOP_P,
+        }
         with _readable_errors(self._client):
             async with self._client.stream("POST", "chat/completions", json=body) as response:
                 if response.is_error:

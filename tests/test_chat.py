@@ -259,6 +259,8 @@ async def test_remote_answer_is_streamed(url: str) -> None:
             "model": "m",
             "messages": [user("Hi")],
             "stream": True,
+            "temperature": 0.2,
+            "top_p": 0.9,
         }
         usage = {"choices": [], "usage": {}}
         return events(delta(None), delta("Hel"), delta("lo"), usage, "[DONE]", delta("no"))

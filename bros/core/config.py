@@ -58,6 +58,10 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
         return
     flag = "--" + spec.name.replace("_", "-")
     limits = spec.metadata
+    if value == "" and limits.get("secret"):
+        raise ConfigError(f"{flag}: must not be empty; leave it out for a server without a key")
+    if "low" in limits and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ConfigError(f"{flag}: {value!r} is not a number")
     if "choices" in limits and value not in limits["choices"]:
         allowed = ", ".join(limits["choices"])
         raise ConfigError(f"{flag}: {value!r} is not one of {allowed}")
@@ -98,7 +102,7 @@ class EngineConfig(_Checked):
     policy: str = option("priority", "who runs first", choices=POLICIES)
     max_queue: int = option(512, "most waiting requests per class before 429", low=1)
     seed: int = option(0, "seed for requests that bring none", low=0)
-    threads: int | None = option(None, "CPU threads; default: all cores", low=1)
+    threads: int | None = option(None, "CPU threads; default: all cores", low=1, high=512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +111,7 @@ class ServerConfig(_Checked):
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
-    api_key: str | None = option(None, "key that clients must send as a bearer token")
+    api_key: str | None = option(None, "key that clients must send as a bearer token", secret=True)
     served_model_name: str | None = option(None, "model name in the API; default: from the model")
     data_dir: str | None = option(None, "folder for converted models; default: ~/.cache/bros")
     log_level: str = option("info", "how much to log", choices=LOG_LEVELS)

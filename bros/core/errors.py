@@ -31,10 +31,19 @@ class InvalidRequestError(BrosError, ValueError):
 class PromptTooLongError(InvalidRequestError):
     """The prompt leaves no room for a single output token, or could never fit the KV cache."""
 
-    def __init__(self, prompt_tokens: int, max_model_len: int, param: str = "messages") -> None:
+    def __init__(
+        self,
+        prompt_tokens: int,
+        max_model_len: int,
+        param: str = "messages",
+        *,
+        exact: bool = True,
+    ) -> None:
+        """exact: False if counting stopped once the prompt was certainly too long."""
+        count = str(prompt_tokens) if exact else f"more than {prompt_tokens - 1}"
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
-            f"{prompt_tokens} tokens and at least one token must be generated.",
+            f"{count} tokens and at least one token must be generated.",
             param=param,
             code="context_length_exceeded",
         )

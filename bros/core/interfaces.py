@@ -38,6 +38,7 @@ class ClassStats:
     output_tokens: int = 0
     finished: int = 0
     preemptions: int = 0
+    kv_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

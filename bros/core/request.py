@@ -149,6 +149,8 @@ class SamplingParams:
 def _check_range(
     name: str, value: float, low: float, high: float, *, low_open: bool = False
 ) -> None:
+    if not isinstance(value, int | float):
+        raise InvalidRequestError(f"{name} must be a number, got {value!r}.", param=name)
     in_range = (low < value if low_open else low <= value) and value <= high
     if not in_range or not math.isfinite(value):
         bracket = "(" if low_open else "["

@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 5.0
 """How long an engine may take to end after Shutdown before it is killed."""
 
+_MAX_FAILURES = 3
+_BACK_OFF_S = 1.0
+"""Starts that fail in a row, and the pause after each, longer every time."""
+
 _DRAIN_MS = 100
 """How long to look for messages of a process that has ended."""
 
@@ -40,8 +44,8 @@ class ProcessEngineClient(MessageClient):
     """Starts, watches and talks to one engine process.
 
     When the process dies, everything open fails at once with EngineDeadError. Then it is
-    started again if `restart`, for as long as it comes up; otherwise, or when a restarted one
-    does not come up, `on_final_death` is called with the reason.
+    started again if `restart`. Without `restart`, when it does not come up the first time, or
+    three times in a row later, `on_final_death` is called with the reason.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class ProcessEngineClient(MessageClient):
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
+        self._has_been_up = False
         self._last_words, self._came_up = "", False
 
     @property
@@ -103,6 +108,7 @@ class ProcessEngineClient(MessageClient):
                 self._process.kill()
 
     async def _supervise(self) -> None:
+        failures = 0
         while not self._closing:
             try:
                 reason, came_up = await self._run_once()
@@ -112,10 +118,13 @@ class ProcessEngineClient(MessageClient):
             if self._closing:
                 return
             logger.error("%s", reason)
-            if not (self._restart and came_up):
+            self._has_been_up = self._has_been_up or came_up
+            failures = 0 if came_up else failures + 1
+            if not (self._restart and self._has_been_up) or failures >= _MAX_FAILURES:
                 self._on_final_death(reason)
                 return
             logger.warning("restarting the engine")
+            await asyncio.sleep(failures * _BACK_OFF_S)
 
     async def _run_once(self) -> tuple[str, bool]:
         """One life of the process: (why it ended, whether it had come up)."""

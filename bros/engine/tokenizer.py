@@ -14,9 +14,13 @@ from typing import Any
 import tokenizers
 
 from bros.core.clock import Clock, SystemClock
-from bros.core.errors import ModelError
+from bros.core.errors import ModelError, PromptTooLongError
 from bros.engine.chat_template import ChatTemplates, read_templates
 from bros.engine.detokenizer import IncrementalDetokenizer, TokenTable
+
+_PIECE_CHARS = 50_000
+_CUT_TOKENS = 16
+"""How many tokens more a text may have for being cut in two; one or two, as a rule."""
 
 _SPECIAL_NAMES = (
     "bos_token",
@@ -79,13 +83,30 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; add_special_tokens puts in what the model wants around a prompt.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: int | None = None
+    ) -> list[int]:
+        """Token ids of a text; add_special_tokens puts BOS or EOS where the model wants them.
 
-        Releases the interpreter lock: long texts are best encoded on a worker thread.
+        Long texts are best encoded on a worker thread. Raises PromptTooLongError (param "prompt")
+        early if a long text certainly has more than `limit` tokens.
         """
+        if limit is not None:
+            self._refuse_if_longer(text, limit)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def _refuse_if_longer(self, text: str, limit: int) -> None:
+        # Piece by piece, because one call holds the interpreter lock for half a second per MB.
+        if len(text) <= _PIECE_CHARS:
+            return
+        count = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
+            count += max(len(ids) - _CUT_TOKENS, 0)
+            if count > limit:
+                raise PromptTooLongError(count, limit, "prompt", exact=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD (see TokenTable)."""

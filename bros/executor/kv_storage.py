@@ -41,7 +41,14 @@ class KvStorage:
     """
 
     def __init__(self, spec: ModelSpec, num_blocks: int, dtype: torch.dtype) -> None:
-        memory = mmap.mmap(-1, num_blocks * bytes_per_block(spec, dtype))
+        size = num_blocks * bytes_per_block(spec, dtype)
+        try:
+            memory = mmap.mmap(-1, size)
+        except (OSError, OverflowError):
+            raise ConfigError(
+                f"--kv-memory, --kv-blocks: this machine has no {size / 2**30:.1f} GiB for the KV "
+                "cache; ask for less"
+            ) from None
         with contextlib.suppress(AttributeError, OSError):  # not every system has large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, KV_BLOCK_SIZE, spec.head_dim)

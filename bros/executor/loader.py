@@ -74,6 +74,11 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> in
             f"--max-model-len: {asked} is more than the {spec.max_positions} tokens this model "
             f"was made for"
         )
+    if asked is not None and asked > num_blocks * KV_BLOCK_SIZE:
+        raise ConfigError(
+            f"--max-model-len: {asked} tokens do not fit the KV cache of "
+            f"{num_blocks * KV_BLOCK_SIZE}; give more --kv-memory or --kv-blocks"
+        )
     length = min(asked or spec.max_positions, spec.max_positions, num_blocks * KV_BLOCK_SIZE)
     if spec.sliding_window is not None and length > spec.sliding_window:
         raise ModelError(

@@ -130,5 +130,8 @@ def _converted(gguf: Path, cache_dir: Path, report: Callable[[str], None]) -> Pa
                 convert_gguf(gguf, partial)
                 os.rename(partial, folder)
     except OSError as error:
-        raise ModelError(f"{gguf} cannot be converted into {cache_dir}: {error}") from error
+        raise ModelError(
+            f"{gguf.name} cannot be converted into {cache_dir}: {error}; choose another folder "
+            "with --data-dir"
+        ) from error
     return folder

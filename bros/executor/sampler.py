@@ -5,7 +5,8 @@ loops are several times faster than torch operations over a whole batch (measure
 and a row that never meets another cannot depend on it.
 
 Filters are thresholds: a token is allowed if its logit reaches a bound, so equal logits are allowed
-or refused together, and among the allowed ones the draw goes by the order of the vocabulary.
+or refused together. Among the allowed ones an exponential race (the Gumbel-max trick) decides,
+first between blocks of the vocabulary and then within the block that won.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _SORTABLE = 4096  # numbers that are sorted sooner than counted
 _BUCKETS = 2048
 _SMALLEST_TEMPERATURE = 1e-20  # below it, dividing by the temperature could overflow
 _UINT64 = 2**64 - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK_NOISE = 2**32  # noise from here on is for blocks, below it for tokens
 
 
 class Sampler:
@@ -49,9 +52,19 @@ class Sampler:
         return [_sample_row(row, spec) for row, spec in zip(rows, specs, strict=True)]
 
 
-def uniform(seed: int, index: int) -> float:
-    """The random number in [0, 1) with this name: SplitMix64 of the seed, then of the index."""
-    return (_splitmix64(_splitmix64(seed & _UINT64) ^ index) >> 11) * 2.0**-53
+def noise(seed: int, index: int, first: int, count: int) -> NDArray[np.float64]:
+    """`count` exponential random numbers, numbered from `first`, of the draw (seed, index).
+
+    SplitMix64 of the seed and the index starts a SplitMix64 sequence; number i is its i-th value,
+    so it depends on (seed, index, i) alone.
+    """
+    start = _splitmix64(_splitmix64(seed & _UINT64) ^ index)
+    state = np.arange(first + 1, first + count + 1, dtype=np.uint64) * _GOLDEN + np.uint64(start)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    numbers: NDArray[np.float64] = -np.log(((state >> np.uint64(11)) + 0.5) * 2.0**-53)
+    return numbers
 
 
 def _splitmix64(state: int) -> int:
@@ -72,7 +85,7 @@ def _sample_row(raw: _Floats32, spec: SampleSpec) -> tuple[int, TokenLogprobs | 
         scaled = logits - np.float32(peak)
         with np.errstate(over="ignore"):  # far below the best is -inf, which is right
             scaled /= np.float32(max(params.temperature, _SMALLEST_TEMPERATURE))
-        token = _draw(scaled, params, uniform(spec.seed, spec.output_index))
+        token = _draw(scaled, spec)
     return token, None if params.logprobs is None else _logprobs(raw, token, params.logprobs)
 
 
@@ -107,8 +120,15 @@ def _penalize(
         logits[tokens] -= penalty.astype(np.float32)
 
 
-def _draw(scaled: _Floats32, params: SamplingParams, u: float) -> int:
-    """The token at quantile u of softmax(scaled) under the filters. scaled: <= 0, the best is 0."""
+def _draw(scaled: _Floats32, spec: SampleSpec) -> int:
+    """A token with probability softmax(scaled) under the filters. scaled: <= 0, the best is 0.
+
+    Every token, and every block of tokens, has noise of its own, so logits that are off by a
+    rounding error (another batch, another chunking) change the choice only where two were about
+    to win at once. With one random number and a running sum over the vocabulary, an error
+    anywhere would move every boundary after it.
+    """
+    params = spec.params
     weights = np.exp(scaled)  # relative to the best, so min_p is a bound on them
     if params.min_p > 0.0:
         weights *= weights >= np.float32(params.min_p)
@@ -116,7 +136,11 @@ def _draw(scaled: _Floats32, params: SamplingParams, u: float) -> int:
         weights *= scaled >= _kth_largest(scaled, params.top_k)
     if params.top_p < 1.0:
         weights *= weights >= _nucleus_bound(weights, params.top_p)
-    return _quantile(weights, u)
+    blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
+    block = _race(blocks, noise(spec.seed, spec.output_index, _BLOCK_NOISE, len(blocks)))
+    start = block * _BLOCK
+    inner = weights[start : start + _BLOCK].astype(np.float64)
+    return start + _race(inner, noise(spec.seed, spec.output_index, start, len(inner)))
 
 
 def _kth_largest(values: _Floats32, k: int) -> np.float32:
@@ -163,23 +187,10 @@ def _bound_of_mass(weights: _Floats32, mass: float) -> np.float32:
     return bound
 
 
-def _quantile(weights: _Floats32, u: float) -> int:
-    """The first index at which the running sum exceeds u times the whole; its weight is not 0.
-
-    Sums are float64. Only the block that holds the answer is summed one by one.
-    """
-    per_block = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
-    sums = np.cumsum(per_block)
-    target = u * float(sums[-1])
-    block = _first_above(sums, target)
-    start = block * _BLOCK
-    inner = np.cumsum(weights[start : start + _BLOCK], dtype=np.float64)
-    return start + _first_above(inner, target - (float(sums[block - 1]) if block else 0.0))
-
-
-def _first_above(sums: NDArray[np.float64], target: float) -> int:
-    # The last place that adds anything is the answer where rounding puts the target past the end.
-    return int(np.searchsorted(sums, min(target, np.nextafter(sums[-1], 0.0)), side="right"))
+def _race(masses: NDArray[np.float64], times: NDArray[np.float64]) -> int:
+    """Exponential race: i wins with probability masses[i] / sum; what has no mass never does."""
+    with np.errstate(divide="ignore"):
+        return int((times / masses).argmin())
 
 
 def _logprobs(raw: _Floats32, token: int, k: int) -> TokenLogprobs:

@@ -33,9 +33,10 @@ class ClassCounters:
         interval = (now - self._departures[0]) / len(self._departures)
         return float(min(max(math.ceil(interval), _MIN_RETRY_S), _MAX_RETRY_S))
 
-    def snapshot(self, running: int) -> ClassStats:
+    def snapshot(self, running: int, kv_blocks: int) -> ClassStats:
         return ClassStats(
             running=running,
+            kv_blocks=kv_blocks,
             waiting=self.waiting,
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,

@@ -133,13 +133,18 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """A snapshot of queues, memory and counters."""
         running = {cls: 0 for cls in ServiceClass}
+        kv_blocks = {cls: 0 for cls in ServiceClass}
         for state in self._running:
             running[state.request.service_class] += 1
+            kv_blocks[state.request.service_class] += self._kv.blocks_of(state.request_id)
         return EngineStats(
             steps=self._steps,
             kv_blocks_used=self._kv.num_used_blocks,
             kv_blocks_total=self._kv.num_blocks,
-            by_class={cls: c.snapshot(running[cls]) for cls, c in self._counters.items()},
+            by_class={
+                cls: counters.snapshot(running[cls], kv_blocks[cls])
+                for cls, counters in self._counters.items()
+            },
         )
 
     def check_integrity(self) -> None:

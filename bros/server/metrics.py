@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -167,23 +167,21 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("bros_engine_steps", "Iterations run", value=stats.steps)
         total = stats.kv_blocks_total
         yield GaugeMetricFamily("bros_kv_blocks", "KV blocks there are", value=total)
-        yield GaugeMetricFamily(
-            "bros_kv_blocks_used", "KV blocks in use", value=stats.kv_blocks_used
-        )
-        yield GaugeMetricFamily(
-            "bros_kv_usage_ratio",
-            "Share of the KV cache in use",
-            value=stats.kv_blocks_used / total if total else 0.0,
-        )
         yield from self._by_class(stats)
 
     def _by_class(self, stats: EngineStats) -> Iterator[Metric]:
-        gauges = {"running": "Requests being computed", "waiting": "Requests in the queue"}
-        for name, text in gauges.items():
-            gauge = GaugeMetricFamily(f"bros_requests_{name}", text, labels=("class",))
+        total = max(stats.kv_blocks_total, 1)
+        gauges: dict[str, tuple[str, Callable[[ClassStats], float]]] = {
+            "requests_running": ("Requests being computed", lambda counts: counts.running),
+            "requests_waiting": ("Requests in the queue", lambda counts: counts.waiting),
+            "kv_blocks_used": ("KV blocks in use", lambda counts: counts.kv_blocks),
+            "kv_usage_ratio": ("Share of all KV blocks", lambda c: c.kv_blocks / total),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"bros_{name}", text, labels=("class",))
             for service_class in ServiceClass:
                 counts = stats.by_class.get(service_class, ClassStats())
-                gauge.add_metric((service_class.value,), getattr(counts, name))
+                gauge.add_metric((service_class.value,), value(counts))
             yield gauge
         counters = {
             "prompt_tokens": "Prompt tokens taken in",

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bros.core.errors import InvalidRequestError
+from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.server import offload
 from bros.server.protocol import ChatMessage
 from bros.server.state import ServerState
@@ -15,19 +15,25 @@ _RESERVED = ("messages", "self")
 
 
 async def encode_text(
-    state: ServerState, text: str, *, add_special_tokens: bool = True
+    state: ServerState, text: str, *, add_special_tokens: bool = True, limit: int | None = None
 ) -> list[int]:
-    """Token ids of a text; long ones on a thread."""
-    encode = functools.partial(state.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    """Token ids of a text; long ones on a thread. Raises PromptTooLongError beyond `limit`."""
+    encode = functools.partial(
+        state.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=limit
+    )
     return await offload.run(state, encode, len(text))
 
 
 async def encode_chat(
-    state: ServerState, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any] | None
+    state: ServerState,
+    messages: Sequence[ChatMessage],
+    template_kwargs: Mapping[str, Any] | None,
+    limit: int | None = None,
 ) -> list[int]:
     """Token ids of a conversation up to where the answer begins.
 
-    Raises InvalidRequestError if the model's chat template does not take it.
+    Raises InvalidRequestError if the model's chat template does not take it, and
+    PromptTooLongError beyond `limit` tokens.
     """
     kwargs = dict(template_kwargs or {})
     for name in _RESERVED:
@@ -36,7 +42,16 @@ async def encode_chat(
                 f"'chat_template_kwargs' must not contain {name!r}.", param="chat_template_kwargs"
             )
     plain = [_plain(message) for message in messages]
-    apply = functools.partial(state.tokenizer.apply_chat_template, plain, **kwargs)
+
+    def apply() -> list[int]:
+        text = state.tokenizer.render_chat(plain, **kwargs)
+        try:
+            return state.tokenizer.encode(text, add_special_tokens=False, limit=limit)
+        except PromptTooLongError as error:
+            raise PromptTooLongError(
+                error.prompt_tokens, error.max_model_len, "messages", exact=False
+            ) from None
+
     # Written out, because any field of a message may end up in the prompt.
     return await offload.run(state, apply, len(repr((plain, kwargs))))
 

@@ -36,6 +36,9 @@ def test_limits_are_inclusive_and_enforced(part: type, field: dataclasses.Field[
     if limits.get("size"):
         good.append("3GiB")
         bad.append("3 parsecs")
+    if limits.get("secret"):
+        good.append("a key")
+        bad.append("")
     assert good and bad
     for value in good:
         assert getattr(part(**{field.name: value}), field.name) == value

@@ -17,7 +17,7 @@ from tokenizers import decoders, processors
 from transformers import PreTrainedTokenizerFast
 
 from bros.core.clock import ManualClock
-from bros.core.errors import InvalidRequestError, ModelError
+from bros.core.errors import InvalidRequestError, ModelError, PromptTooLongError
 from bros.engine.tokenizer import Tokenizer
 from support.tiny_tokenizer import (
     SENTENCES,
@@ -321,3 +321,14 @@ def test_a_template_that_is_no_jinja_fails_at_load(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, chat_template="{% for %}")
     with pytest.raises(ModelError, match="chat template 'default' is not valid"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_text_far_beyond_the_limit_is_refused_early_and_no_other() -> None:
+    tokenizer = tiny_tokenizer()
+    text = "the dog and the cat 🙂 " * 6000
+    count = len(tokenizer.encode(text))
+    assert tokenizer.encode(text, limit=count) == tokenizer.encode(text)
+    with pytest.raises(PromptTooLongError, match="more than") as caught:
+        tokenizer.encode(text, limit=1000)
+    assert 1000 < caught.value.prompt_tokens < count
+    assert len(tokenizer.encode("the dog " * 10, limit=1)) > 1, "short texts are simply encoded"

@@ -76,11 +76,21 @@ def test_kv_memory_too_small_for_a_block_is_refused(folder: Path) -> None:
         info_of(folder, kv_memory="1000B")
 
 
+@pytest.mark.parametrize("options", [{"kv_memory": "99999999TiB"}, {"kv_blocks": 10**12}])
+def test_more_kv_memory_than_there_is_names_the_options(
+    folder: Path, options: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match="--kv-memory, --kv-blocks: this machine has no"):
+        info_of(folder, **options)
+
+
 def test_max_model_len_is_the_least_of_request_model_and_cache(folder: Path) -> None:
     assert info_of(folder, kv_blocks=100).max_model_len == 128
     assert info_of(folder, kv_blocks=100, max_model_len=50).max_model_len == 50
     assert info_of(folder, kv_blocks=3).max_model_len == 48
-    assert info_of(folder, kv_blocks=3, max_model_len=100).max_model_len == 48
+    assert info_of(folder, kv_blocks=3, max_model_len=48).max_model_len == 48
+    with pytest.raises(ConfigError, match="--max-model-len: 100 tokens do not fit the KV cache"):
+        info_of(folder, kv_blocks=3, max_model_len=100)
     with pytest.raises(ConfigError, match="--max-model-len: 129 is more than the 128 tokens"):
         info_of(folder, kv_blocks=100, max_model_len=129)
 

@@ -92,7 +92,9 @@ async def test_metrics_show_the_engine_by_class(server: Server) -> None:
     found = await samples(server)
     assert found[("bros_engine_up",)] == 1
     assert found[("bros_engine_steps_total",)] == 11
-    assert found[("bros_kv_usage_ratio",)] == 0.25
+    assert found[("bros_kv_blocks",)] == 100
+    assert found[("bros_kv_blocks_used", "rt")] == 20
+    assert found[("bros_kv_usage_ratio", "be")] == 0.05
     assert found[("bros_requests_running", "rt")] == 2
     assert found[("bros_requests_running", "be")] == 3
     assert found[("bros_requests_waiting", "rt")] == 1

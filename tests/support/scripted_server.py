@@ -123,8 +123,12 @@ class ScriptedEngine:
         if not self.alive:
             raise EngineDeadError("The engine is not running.")
         by_class = {
-            ServiceClass.RT: ClassStats(running=2, waiting=1, prompt_tokens=70, output_tokens=30),
-            ServiceClass.BE: ClassStats(running=3, waiting=9, prompt_tokens=7, output_tokens=5),
+            ServiceClass.RT: ClassStats(
+                running=2, waiting=1, prompt_tokens=70, output_tokens=30, kv_blocks=20
+            ),
+            ServiceClass.BE: ClassStats(
+                running=3, waiting=9, prompt_tokens=7, output_tokens=5, kv_blocks=5
+            ),
         }
         return EngineStats(steps=11, kv_blocks_used=25, kv_blocks_total=100, by_class=by_class)
 

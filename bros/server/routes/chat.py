@@ -33,7 +33,8 @@ async def create_chat_completion(request: Request) -> Response:
     exchange = Exchange(request, body, sampling, id_prefix="chatcmpl", arrival_s=arrival_s)
 
     async def start() -> None:
-        prompt = await encode_chat(state, body.messages, body.chat_template_kwargs)
+        limit = state.engine.info.max_model_len
+        prompt = await encode_chat(state, body.messages, body.chat_template_kwargs, limit)
         if not prompt:
             raise InvalidRequestError("The messages give an empty prompt.", param="messages")
         await exchange.generate([prompt], param="messages")

@@ -66,7 +66,9 @@ async def create_completion(request: Request) -> Response:
 
 
 async def _token_ids(state: ServerState, prompt: str | list[int]) -> list[int]:
-    return await encode_text(state, prompt) if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str):
+        return prompt
+    return await encode_text(state, prompt, limit=state.engine.info.max_model_len)
 
 
 def _echoes(state: ServerState, body: CompletionRequest, n: int) -> dict[int, str]:
