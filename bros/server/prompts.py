@@ -59,6 +59,10 @@ async def encode_chat(
 def _plain(message: ChatMessage) -> dict[str, Any]:
     """As templates know it: `developer` is OpenAI's newer name for `system`."""
     fields = message.model_dump()
+    if fields["content"] is None and fields["role"] != "assistant":
+        raise InvalidRequestError(
+            f"A message of the role {fields['role']!r} needs 'content'.", param="messages"
+        )
     if fields["role"] == "developer":
         fields["role"] = "system"
     return fields

@@ -202,3 +202,15 @@ async def test_unknown_model_is_404(server: Server) -> None:
 async def test_unknown_fields_are_ignored(server: Server) -> None:
     response = await server.chat(prompt_cache_key="k", store=True, metadata={"a": "b"}, zz=[1])
     assert response.status_code == 200
+
+
+async def test_a_message_without_content_is_refused_unless_it_is_the_assistants(
+    server: Server,
+) -> None:
+    response = await server.http.post("/v1/chat/completions", json={"messages": [{"role": "user"}]})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["message"]) == (
+        "messages",
+        "A message of the role 'user' needs 'content'.",
+    )
