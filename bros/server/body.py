@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -10,8 +12,32 @@ from starlette.requests import Request
 
 from bros.core.errors import InvalidRequestError
 from bros.server.errors import BodyTooLargeError
+from bros.server.protocol import ModelRequest
+from bros.server.state import ServerState
+from bros.server.unsupported import refuse_unsupported
 
 M = TypeVar("M", bound=BaseModel)
+R = TypeVar("R", bound=ModelRequest)
+
+_NOTHING_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+
+
+async def read_request(
+    request: Request,
+    model: type[R],
+    unsupported: Mapping[str, tuple[Any, ...]] = _NOTHING_UNSUPPORTED,
+) -> R:
+    """The body as a `model`, meant for the model that is served here.
+
+    `unsupported` is a table of unsupported.py. Raises what read_object raises, NotFoundError for
+    another model, and InvalidRequestError for a field that is wrong or cannot be honoured.
+    """
+    state = ServerState.of(request)
+    fields = await read_object(request, state.max_body_bytes)
+    body = validate(model, fields)
+    state.check_model(body.model)
+    refuse_unsupported(fields, unsupported)
+    return body
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:

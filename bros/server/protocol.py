@@ -136,10 +136,15 @@ class StreamOptions(WireModel):
     include_usage: bool | None = None
 
 
-class GenerationRequest(WireModel):
-    """What chat and text completions have in common."""
+class ModelRequest(WireModel):
+    """What every request to a model has."""
 
     model: str | None = None
+
+
+class GenerationRequest(ModelRequest):
+    """What chat and text completions have in common."""
+
     n: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -192,10 +197,9 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
 
 
-class TokenizeRequest(WireModel):
+class TokenizeRequest(ModelRequest):
     """POST /tokenize: a prompt or the messages of a chat, one of the two."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
@@ -203,8 +207,7 @@ class TokenizeRequest(WireModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(WireModel):
+class DetokenizeRequest(ModelRequest):
     """POST /detokenize"""
 
-    model: str | None = None
     tokens: list[TokenId]

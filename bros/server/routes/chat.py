@@ -9,7 +9,7 @@ from starlette.routing import Route
 from bros.core.errors import InvalidRequestError
 from bros.core.request import SamplingParams
 from bros.server.answer import Answer, FinishedChoice
-from bros.server.body import read_object, validate
+from bros.server.body import read_request
 from bros.server.exchange import Exchange
 from bros.server.logprobs import chat_logprobs
 from bros.server.prompts import encode_chat
@@ -18,17 +18,14 @@ from bros.server.replies import AssistantMessage, ChatChoice, ChatCompletion, Ch
 from bros.server.state import ServerState
 from bros.server.stream import ChatChunkWriter
 from bros.server.terms import chat_sampling
-from bros.server.unsupported import CHAT, refuse_unsupported
+from bros.server.unsupported import CHAT
 
 
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     state = ServerState.of(request)
     arrival_s = state.clock.now()
-    fields = await read_object(request, state.max_body_bytes)
-    body = validate(ChatCompletionRequest, fields)
-    state.check_model(body.model)
-    refuse_unsupported(fields, CHAT)
+    body = await read_request(request, ChatCompletionRequest, CHAT)
     sampling = chat_sampling(body)
     exchange = Exchange(request, body, sampling, id_prefix="chatcmpl", arrival_s=arrival_s)
 

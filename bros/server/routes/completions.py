@@ -11,7 +11,7 @@ from starlette.routing import Route
 from bros.core.errors import InvalidRequestError
 from bros.core.request import SamplingParams
 from bros.server.answer import Answer, FinishedChoice
-from bros.server.body import read_object, validate
+from bros.server.body import read_request
 from bros.server.exchange import Exchange
 from bros.server.logprobs import CompletionLogprobsWriter
 from bros.server.prompts import encode_text
@@ -20,7 +20,7 @@ from bros.server.replies import Completion, CompletionChoice
 from bros.server.state import ServerState
 from bros.server.stream import CompletionChunkWriter
 from bros.server.terms import completion_sampling
-from bros.server.unsupported import COMPLETION, refuse_unsupported
+from bros.server.unsupported import COMPLETION
 
 MAX_CHOICES = 1024
 """Most prompts times n of one request."""
@@ -30,10 +30,7 @@ async def create_completion(request: Request) -> Response:
     """Continue one or several prompts."""
     state = ServerState.of(request)
     arrival_s = state.clock.now()
-    fields = await read_object(request, state.max_body_bytes)
-    body = validate(CompletionRequest, fields)
-    state.check_model(body.model)
-    refuse_unsupported(fields, COMPLETION)
+    body = await read_request(request, CompletionRequest, COMPLETION)
     sampling = completion_sampling(body)
     most = min(MAX_CHOICES, state.engine.info.max_queue)
     if len(body.prompt) * sampling.n > most:

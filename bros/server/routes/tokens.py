@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from bros.core.errors import InvalidRequestError
 from bros.server import offload
-from bros.server.body import read_object, validate
+from bros.server.body import read_request
 from bros.server.prompts import encode_chat, encode_text
 from bros.server.protocol import DetokenizeRequest, TokenizeRequest
 from bros.server.replies import DetokenizeReply, TokenizeReply
@@ -18,8 +18,7 @@ from bros.server.state import ServerState
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or of a conversation."""
     state = ServerState.of(request)
-    body = validate(TokenizeRequest, await read_object(request, state.max_body_bytes))
-    state.check_model(body.model)
+    body = await read_request(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
     if body.messages is not None:
@@ -45,8 +44,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     state = ServerState.of(request)
-    body = validate(DetokenizeRequest, await read_object(request, state.max_body_bytes))
-    state.check_model(body.model)
+    body = await read_request(request, DetokenizeRequest)
     vocab_size = state.engine.info.vocab_size
     if body.tokens and max(body.tokens) >= vocab_size:
         raise InvalidRequestError(
