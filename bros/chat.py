@@ -14,9 +14,7 @@ import httpx
 from rich.console import Console
 
 from bros.core.errors import BrosError, ConfigError
-
-CHAT_TEMPERATURE, CHAT_TOP_P = 0.2, 0.9
-"""Small models ramble at higher temperatures. As in server/build.py's local chat."""
+from bros.core.request import CHAT_SAMPLING
 
 HELP = """\
 /system TEXT  set the system prompt (without TEXT: remove it)
@@ -167,8 +165,8 @@ class RemoteChat:
             "model": self._model,
             "messages": messages,
             "stream": True,
-            "temperature": CHAT_TEMPERATURE,
-            "top_p": CHAT_TOP_P,
+            "temperature": CHAT_SAMPLING.temperature,
+            "top_p": CHAT_SAMPLING.top_p,
         }
         with _readable_errors(self._client):
             async with self._client.stream("POST", "chat/completions", json=body) as response:

@@ -159,6 +159,10 @@ def _check_range(
         )
 
 
+CHAT_SAMPLING = SamplingParams(temperature=0.2, top_p=0.9)
+"""For the terminal chat, local or remote: small models ramble at higher temperatures."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One sequence to generate. `arrival_s` is Clock.now() of the process that accepted it.

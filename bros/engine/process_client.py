@@ -69,7 +69,6 @@ class ProcessEngineClient(MessageClient):
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
-        self._has_been_up = False
         self._last_words, self._came_up = "", False
 
     @property
@@ -108,19 +107,19 @@ class ProcessEngineClient(MessageClient):
                 self._process.kill()
 
     async def _supervise(self) -> None:
-        failures = 0
+        has_been_up, failures = False, 0
         while not self._closing:
             try:
                 reason, came_up = await self._run_once()
-            except Exception as error:  # no folder, no socket, no process: not worth a retry
+            except Exception as error:  # no folder, no socket or no process
                 reason, came_up = f"The engine could not be started: {error}", False
             self.on_death(reason)
             if self._closing:
                 return
             logger.error("%s", reason)
-            self._has_been_up = self._has_been_up or came_up
+            has_been_up = has_been_up or came_up
             failures = 0 if came_up else failures + 1
-            if not (self._restart and self._has_been_up) or failures >= _MAX_FAILURES:
+            if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
                 self._on_final_death(reason)
                 return
             logger.warning("restarting the engine")

@@ -16,7 +16,7 @@ from typing import Any
 from bros.core.clock import SystemClock
 from bros.core.config import Config, ServerConfig
 from bros.core.ids import IdGenerator
-from bros.core.request import SamplingParams
+from bros.core.request import CHAT_SAMPLING
 from bros.engine.generation import TextGenerator
 from bros.engine.process_client import ProcessEngineClient
 from bros.engine.tokenizer import Tokenizer
@@ -27,9 +27,6 @@ from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
 
 logger = logging.getLogger("bros.server")
-
-_CHAT_SAMPLING = SamplingParams(temperature=0.2, top_p=0.9)
-"""For the terminal chat: small models ramble at higher temperatures."""
 
 
 def serve(config: Config) -> int:
@@ -143,7 +140,7 @@ class LocalChat:
         Raises InvalidRequestError, for one if the conversation is too long.
         """
         prompt = self._tokenizer.apply_chat_template(messages)
-        async with await self._generator.start(prompt, _CHAT_SAMPLING) as generation:
+        async with await self._generator.start(prompt, CHAT_SAMPLING) as generation:
             async for delta in generation:
                 if delta.text:
                     yield delta.text

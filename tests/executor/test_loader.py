@@ -150,6 +150,8 @@ def test_closing_twice_is_fine(folder: Path) -> None:
     runner, _ = load_executor(EngineConfig(kv_blocks=1, threads=1), ModelFiles(folder, "tiny"))
     runner.close()
     runner.close()
+    with pytest.raises(AssertionError, match="the executor is closed"):
+        runner.execute(StepPlan(1, ()))
 
 
 def test_missing_or_broken_config_is_refused(folder: Path) -> None:
