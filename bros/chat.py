@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -85,6 +86,24 @@ def _enable_line_editing() -> None:
         import readline  # noqa: F401
 
 
+async def _interruptible(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; Ctrl-C cancels it even while nothing happens on the event loop.
+
+    A plain handler, as asyncio.Runner has, is not seen by a loop that is just about to wait.
+    """
+    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    assert task is not None
+    # Only the main thread may have handlers, and not on every system.
+    with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+        loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await work
+    finally:
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+            loop.remove_signal_handler(signal.SIGINT)
+
+
 class Chat:
     """A conversation and what the user's lines do to it."""
 
@@ -131,8 +150,8 @@ class Chat:
         self._turns.append({"role": "user", "content": line})
         pieces: list[str] = []
         try:
-            self._runner.run(self._print_answer(pieces))
-        except KeyboardInterrupt:
+            self._runner.run(_interruptible(self._print_answer(pieces)))
+        except (KeyboardInterrupt, asyncio.CancelledError):
             self.say("\n(stopped)", style="dim")
         except BrosError as error:
             start_of_line = "\n" if pieces else ""
