@@ -15,7 +15,11 @@ from typing import Any
 
 from bros.core.errors import ConfigError
 
-POLICIES = ("fcfs", "priority")
+POLICIES = ("bros", "fcfs", "priority", "rr", "edf")
+LATE = ("renew", "edf", "shed")
+OVERLOAD = ("late", "relegate", "reject")
+PACKING = ("chunked", "paper")
+GROWTH = ("tcp", "additive")
 WEIGHTS = ("auto", "fp32", "bf16", "int4")
 KV_DTYPES = ("auto", "fp32", "bf16", "fp16")
 KERNELS = ("auto", "reference", "cpu")
@@ -100,6 +104,43 @@ class EngineConfig(_Checked):
         256, "most tokens in one iteration; longer prompts are split into chunks", low=1
     )
     policy: str = option("priority", "who runs first", choices=POLICIES)
+    profile: str | None = option(
+        None, "file with measured step times; default: stored for this machine, else measured"
+    )
+    slo_ttft: float = option(
+        400.0, "milliseconds to the first token that real-time requests are held to", low=1
+    )
+    slo_tpot: float = option(
+        200.0, "milliseconds between tokens that real-time requests are held to", low=1
+    )
+    rt_wait: float = option(
+        0.3,
+        "longest iteration with best-effort work, as a share of --slo-ttft: what a new real-time "
+        "request may have to wait for",
+        low=0.01,
+        high=1,
+    )
+    be_share: float = option(
+        0.02, "share of the time that best-effort work gets in any case", low=0, high=0.9
+    )
+    be_max_wait: float = option(
+        30.0, "seconds after which a waiting best-effort request goes before others", low=0
+    )
+    late: str = option(
+        "renew",
+        "late real-time tokens: give them a new deadline, keep the old one, or drop the request",
+        choices=LATE,
+    )
+    overload: str = option(
+        "late",
+        "real-time requests that cannot meet --slo-ttft on arrival: serve them late, as "
+        "best-effort, or refuse them",
+        choices=OVERLOAD,
+    )
+    packing: str = option(
+        "chunked", "how --policy bros packs: paper is the published algorithm", choices=PACKING
+    )
+    batch_growth: str = option("tcp", "how the batch size grows", choices=GROWTH)
     max_queue: int = option(512, "most waiting requests per class before 429", low=1)
     seed: int = option(0, "seed for requests that bring none", low=0)
     threads: int | None = option(None, "CPU threads; default: all cores", low=1, high=512)

@@ -6,6 +6,7 @@ BrosError
 ├── AuthenticationError      missing or wrong API key                       (HTTP 401)
 ├── NotFoundError            no such model, request or object               (HTTP 404)
 ├── QueueFullError           too many requests are waiting, try later       (HTTP 429)
+├── OverloadedError          objectives cannot be met now, try later        (HTTP 429)
 ├── EngineDeadError          the engine stopped; open requests are lost     (HTTP 503)
 ├── ConfigError              a flag, variable or file entry is wrong        (start-up)
 └── ModelError               the model cannot be loaded or is unsupported   (start-up)
@@ -70,6 +71,14 @@ class QueueFullError(BrosError):
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(f"{waiting} requests are already waiting; retry in {retry_after_s:.0f} s.")
         self.waiting = waiting
+        self.retry_after_s = retry_after_s
+
+
+class OverloadedError(BrosError):
+    """A real-time request could not meet its objectives now; `retry_after_s` says when it may."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
         self.retry_after_s = retry_after_s
 
 

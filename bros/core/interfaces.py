@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bros.core.plan import StepPlan, StepResult
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass
+from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Facts about a running engine that never change while it runs."""
+    """Facts about a running engine that never change while it runs.
+
+    default_slo: what real-time requests without objectives of their own are held to.
+    """
 
     model: str
     weights: str
@@ -26,11 +29,30 @@ class EngineInfo:
     policy: str
     max_queue: int = 2**31 - 1
     eos_token_ids: tuple[int, ...] = ()
+    default_slo: Slo = Slo(ttft_s=0.4, tpot_s=0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A histogram: counts[i] values were at most bounds[i], and above bounds[i - 1].
+
+    The last count, which has no bound, is of everything above; `total` is the sum of values.
+    """
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = (0,)
+    total: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassStats:
-    """Counters and gauges of one service class."""
+    """Counters and gauges of one service class.
+
+    The objectives count finished requests and their tokens, as the engine committed them:
+    ttft_met and tpot_met requests (mean time between tokens) of `finished`; tokens_on_time of
+    output_tokens, each against its own deadline. slack: deadline minus commit in seconds.
+    relegated: requests of this class that came in as the other one.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -39,16 +61,63 @@ class ClassStats:
     finished: int = 0
     preemptions: int = 0
     kv_blocks: int = 0
+    ttft_met: int = 0
+    tpot_met: int = 0
+    both_met: int = 0
+    tokens_on_time: int = 0
+    relegated: int = 0
+    rejected: int = 0
+    slack: Buckets = Buckets()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot. Counters count since the engine started."""
+    """A snapshot. Counters count since the engine started, all times are seconds.
+
+    batch_size: rows the policy allows in the next step; batch_resets: how often it fell back.
+    step_s, predicted_s, step_error_s: sums over steps of the time they took, of what the cost
+    model said beforehand, and of the absolute difference.
+    be_tax_s: how much shorter the steps with real-time work would have been without best-effort
+    work in them, by the cost model. safety_factor: what predictions are multiplied by.
+    """
 
     steps: int = 0
+    step_s: float = 0.0
+    predicted_s: float = 0.0
+    step_error_s: float = 0.0
+    be_tax_s: float = 0.0
+    safety_factor: float = 1.0
+    batch_size: int = 0
+    batch_resets: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     by_class: Mapping[ServiceClass, ClassStats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTrace:
+    """What became of one request and why it waited. Times in seconds after its arrival.
+
+    events: (time, what) in order: queued, scheduled, first token, preempted, finished, ...
+    waits: reason -> seconds in which the request could have run and did not:
+    "time" (the step had no time left for it), "rows" (the batch was full), "tokens" (the token
+    budget was used up), "memory" (no KV blocks), "turn" (the policy served others first).
+    ttft_s, tpot_s: None until there is a first and a second token.
+    """
+
+    request_id: str
+    service_class: ServiceClass
+    requested_class: ServiceClass
+    slo: Slo
+    prompt_tokens: int
+    output_tokens: int
+    events: tuple[tuple[float, str], ...]
+    waits: Mapping[str, float]
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    late_tokens: int = 0
+    preemptions: int = 0
+    finish_reason: FinishReason | None = None
 
 
 class Executor(Protocol):
@@ -69,6 +138,11 @@ class RequestStream(Protocol):
     Raises EngineDeadError from the iterator if the engine dies first.
     """
 
+    @property
+    def service_class(self) -> ServiceClass:
+        """What the engine accepted it as; BE for a real-time request that was relegated."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
 
@@ -87,7 +161,7 @@ class EngineClient(Protocol):
         """Hand over a request; returns once the engine has accepted it.
 
         Cancelling the call withdraws the request. Raises PromptTooLongError,
-        InvalidRequestError, QueueFullError or EngineDeadError.
+        InvalidRequestError, QueueFullError, OverloadedError or EngineDeadError.
         """
         ...
 
@@ -97,6 +171,13 @@ class EngineClient(Protocol):
 
     async def stats(self) -> EngineStats:
         """Raises EngineDeadError if there is no engine to ask."""
+        ...
+
+    async def trace(self, request_id: str) -> RequestTrace | None:
+        """What is known of a running or recent request; None if nothing is.
+
+        Raises EngineDeadError if there is no engine to ask.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -194,7 +194,8 @@ class RequestOutput:
     """What one step gave one request. The last one has a finish_reason.
 
     A stop token (EOS or one of stop_token_ids) is in `token_ids`; with finish_reason STOP the
-    last token is the stop token and is not shown as text.
+    last token is the stop token and is not shown as text. retry_after_s: with ERROR, that the
+    request was given up for want of capacity and may come back after so many seconds.
     """
 
     request_id: str
@@ -203,3 +204,4 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     error: str | None = None
+    retry_after_s: float | None = None

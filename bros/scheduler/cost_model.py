@@ -1,0 +1,222 @@
+"""How long a step will take, before it runs (spec: BROS 3.1, with chunked prefill).
+
+    T(step) = constant                              weights are read once, whatever the batch
+            + token_s  x padded tokens              matrix products, every token of the step
+            + sum of slope x tokens beyond a knot   where products become compute-bound
+            + sample_s x rows that yield a token    the head and sampling
+            + pair_s   x chunk x context pairs      attention of prompt chunks
+            + context_s x context of decode rows    attention of decode rows, with
+            + unique_context_s x unique context     shared prefixes read once
+    swap(K) = swap_constant_s + swap_token_s x K    copies of checkpointed tokens
+
+Swapping is added, or hidden behind the rest (max) where the device can overlap copies.
+A `StepLoad` holds the sums, so adding a candidate costs the same for every batch size.
+Fitting is in fitting.py, stored models in profiles.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+
+class StepLoad:
+    """What a cost model needs to know of a batch: running sums over its chunks.
+
+    A chunk of one token is a decode row, all others are prompt chunks:
+
+        tokens          of all chunks
+        decode_rows     chunks of one token
+        samples         prompt chunks that end their prompt (decode rows always yield a token)
+        pairs           sum of n * context + n * (n + 1) / 2 over prompt chunks of n tokens
+        context         sum of context + 1 over decode rows
+        unique_context  the same without what rows share with rows before them
+        swap_tokens     tokens copied between host and device for this step
+    """
+
+    __slots__ = (
+        "context",
+        "decode_rows",
+        "pairs",
+        "samples",
+        "swap_tokens",
+        "tokens",
+        "unique_context",
+    )
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.decode_rows = 0
+        self.samples = 0
+        self.pairs = 0.0
+        self.context = 0
+        self.unique_context = 0
+        self.swap_tokens = 0
+
+    def add(
+        self, tokens: int, context: int, sampled: bool, shared: int = 0, swapped: int = 0
+    ) -> None:
+        """One more chunk of `tokens` after `context` cached tokens.
+
+        shared: how many of its context tokens are read for another row of the batch anyway.
+        swapped: tokens that have to be brought back to the device for it.
+        """
+        self._count(1, tokens, context, sampled, shared, swapped)
+
+    def remove(
+        self, tokens: int, context: int, sampled: bool, shared: int = 0, swapped: int = 0
+    ) -> None:
+        """Take back an `add` with the same arguments."""
+        self._count(-1, tokens, context, sampled, shared, swapped)
+
+    def _count(
+        self, sign: int, tokens: int, context: int, sampled: bool, shared: int, swapped: int
+    ) -> None:
+        self.tokens += sign * tokens
+        if tokens == 1:
+            self.decode_rows += sign
+            self.context += sign * (context + 1)
+            self.unique_context += sign * (context + 1 - shared)
+        else:
+            self.pairs += sign * (tokens * context + tokens * (tokens + 1) / 2)
+            self.samples += sign * sampled
+        self.swap_tokens += sign * swapped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """A fitted step time model; all coefficients are seconds per unit and not negative.
+
+    hinges: (knot, slope) pairs, each adding slope seconds for every padded token above knot.
+    padding: (limit, multiple) pairs with rising limits: up to `limit` tokens, a step costs as
+    much as the next multiple; above the last limit its multiple goes on.
+    overlap_swap: copies run beside the computation.
+    """
+
+    constant_s: float
+    token_s: float
+    sample_s: float
+    pair_s: float
+    context_s: float
+    unique_context_s: float = 0.0
+    hinges: tuple[tuple[int, float], ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
+    swap_constant_s: float = 0.0
+    swap_token_s: float = 0.0
+    overlap_swap: bool = False
+    _limits: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_limits", tuple(limit for limit, _ in self.padding))
+
+    def padded(self, tokens: int) -> int:
+        """Tokens that the device computes when asked for `tokens`."""
+        if not self.padding:
+            return tokens
+        index = min(bisect.bisect_left(self._limits, tokens), len(self.padding) - 1)
+        multiple = self.padding[index][1]
+        return -(-tokens // multiple) * multiple
+
+    def seconds(self, load: StepLoad) -> float:
+        """The step as a whole; 0 for an empty one."""
+        if load.tokens == 0:
+            return 0.0
+        computing = (
+            self._products(load.tokens)
+            + self.sample_s * (load.samples + load.decode_rows)
+            + self.pair_s * load.pairs
+            + self.context_s * load.context
+            + self.unique_context_s * load.unique_context
+        )
+        if load.swap_tokens == 0:
+            return computing
+        swapping = self.swap_constant_s + self.swap_token_s * load.swap_tokens
+        return max(computing, swapping) if self.overlap_swap else computing + swapping
+
+    def decode_seconds(self, load: StepLoad) -> float:
+        """The step if it held its decode rows alone; 0 if it has none."""
+        if load.decode_rows == 0:
+            return 0.0
+        return (
+            self._products(load.decode_rows)
+            + self.sample_s * load.decode_rows
+            + self.context_s * load.context
+            + self.unique_context_s * load.unique_context
+        )
+
+    def prefill_seconds(self, tokens: int, context: int = 0) -> float:
+        """A prompt of `tokens` after `context` cached ones, in one step of its own."""
+        load = StepLoad()
+        load.add(tokens, context, True)
+        return self.seconds(load)
+
+    def _products(self, tokens: int) -> float:
+        padded = self.padded(tokens)
+        seconds = self.constant_s + self.token_s * padded
+        for knot, slope in self.hinges:
+            if padded > knot:
+                seconds += slope * (padded - knot)
+        return seconds
+
+
+_RHO_LOW, _RHO_HIGH = 0.5, 2.0
+
+
+class StepTimePredictor:
+    """A CostModel corrected by what steps really took.
+
+    Each phase has a factor rho, a moving average of actual / predicted clipped to [0.5, 2]
+    (spec: BROS 3.1); what prompt chunks add to a batch is scaled by the prefill factor, the
+    decode rows alone by the decode factor. An objective is a percentile and not a mean, so
+    `safe` multiplies with a factor that follows the `quantile` of actual / predicted: it goes
+    up a little whenever a step takes longer than it said, and down a little less when not.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        *,
+        alpha: float = 0.05,
+        quantile: float = 0.95,
+        factor_step: float = 0.01,
+        max_factor: float = 1.5,
+    ) -> None:
+        self.model = model
+        self.rho_prefill = 1.0
+        self.rho_decode = 1.0
+        self.safety_factor = 1.05
+        self._alpha = alpha
+        self._down = factor_step * (1.0 - quantile)
+        self._up = factor_step * quantile
+        self._max_factor = max_factor
+
+    def seconds(self, load: StepLoad) -> float:
+        """The expected time of a step."""
+        whole, decode = self.model.seconds(load), self.model.decode_seconds(load)
+        return self.rho_decode * decode + self.rho_prefill * (whole - decode)
+
+    def safe_seconds(self, load: StepLoad) -> float:
+        """A time that a step exceeds rarely."""
+        return self.safety_factor * self.seconds(load)
+
+    def prefill_seconds(self, tokens: int, context: int = 0) -> float:
+        """The expected time of a prompt in one step of its own."""
+        return self.rho_prefill * self.model.prefill_seconds(tokens, context)
+
+    def observe(self, load: StepLoad, actual_s: float) -> None:
+        """Learn from a step that ran. Outliers count as the end of the clipping range."""
+        expected = self.seconds(load)
+        if expected <= 0.0:
+            return
+        ratio = actual_s / expected
+        late = ratio > self.safety_factor
+        factor = self.safety_factor + (self._up if late else -self._down)
+        self.safety_factor = min(max(factor, 1.0), self._max_factor)
+        decode = self.rho_decode * self.model.decode_seconds(load) / expected
+        ratio = min(max(ratio, _RHO_LOW), _RHO_HIGH)
+        self.rho_decode = _corrected(self.rho_decode, ratio, self._alpha * decode)
+        self.rho_prefill = _corrected(self.rho_prefill, ratio, self._alpha * (1.0 - decode))
+
+
+def _corrected(rho: float, ratio: float, weight: float) -> float:
+    return min(max(rho * (1.0 + weight * (ratio - 1.0)), _RHO_LOW), _RHO_HIGH)
