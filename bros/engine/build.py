@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
@@ -15,8 +17,12 @@ from bros.scheduler.policies import make_policy
 from bros.scheduler.scheduler import Scheduler
 
 
-def build_engine(config: EngineConfig, files: ModelFiles, clock: Clock) -> Engine:
+def build_engine(
+    config: EngineConfig, files: ModelFiles, clock: Clock, *, profiles: Sequence[Path] = ()
+) -> Engine:
     """Load the model and set up KV memory and scheduling.
+
+    profiles: folders with measured step times, the user's own first.
 
     Raises ModelError if the model cannot be served, ConfigError if an option does not fit it.
     """

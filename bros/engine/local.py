@@ -17,6 +17,7 @@ from bros.engine.generation import TextGenerator
 from bros.engine.thread_client import ThreadEngineClient
 from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import ModelFiles, resolve_model
+from bros.scheduler.profiles import profile_folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ async def open_local(
     files = await asyncio.to_thread(resolve_model, config.model, cache_dir, report)
     clock = SystemClock()
     engine, tokenizer = await asyncio.gather(
-        asyncio.to_thread(build_engine, config, files, clock),
+        asyncio.to_thread(build_engine, config, files, clock, profiles=profile_folders(cache_dir)),
         asyncio.to_thread(Tokenizer.load, files.folder),
     )
     client = ThreadEngineClient(engine)

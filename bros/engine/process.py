@@ -31,13 +31,14 @@ logger = logging.getLogger("bros.engine")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """All an engine process is told when it starts."""
+    """All an engine process is told when it starts. profiles: folders, see build_engine."""
 
     socket_folder: str
     model_folder: str
     model_name: str
     log_level: str
     config: EngineConfig
+    profiles: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
         """One line."""
@@ -46,7 +47,9 @@ class Launch:
     @classmethod
     def from_json(cls, line: bytes) -> Launch:
         values = json.loads(line)
-        return cls(**{**values, "config": EngineConfig(**values["config"])})
+        values["config"] = EngineConfig(**values["config"])
+        values["profiles"] = tuple(values["profiles"])
+        return cls(**values)
 
 
 def main() -> int:
@@ -73,7 +76,8 @@ def _serve(launch: Launch, transport: ZmqTransport) -> int:
         from bros.engine.build import build_engine
 
         files = ModelFiles(folder=Path(launch.model_folder), name=launch.model_name)
-        engine = build_engine(launch.config, files, SystemClock())
+        profiles = [Path(folder) for folder in launch.profiles]
+        engine = build_engine(launch.config, files, SystemClock(), profiles=profiles)
         run_engine(engine, transport)
         engine.close()
         return 0

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -53,6 +53,7 @@ class ProcessEngineClient(MessageClient):
         config: EngineConfig,
         files: ModelFiles,
         *,
+        profiles: Sequence[Path] = (),
         log_level: str = "info",
         restart: bool = True,
         on_final_death: Callable[[str], None] = lambda reason: None,
@@ -60,6 +61,7 @@ class ProcessEngineClient(MessageClient):
         super().__init__(self._post)
         self._config = config
         self._files = files
+        self._profiles = tuple(str(folder) for folder in profiles)
         self._log_level = log_level
         self._restart = restart
         self._on_final_death = on_final_death
@@ -162,6 +164,7 @@ class ProcessEngineClient(MessageClient):
             model_name=self._files.name,
             log_level=self._log_level,
             config=self._config,
+            profiles=self._profiles,
         )
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "bros.engine.process", stdin=asyncio.subprocess.PIPE

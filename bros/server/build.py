@@ -21,6 +21,7 @@ from bros.engine.generation import TextGenerator
 from bros.engine.process_client import ProcessEngineClient
 from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
+from bros.scheduler.profiles import profile_folders
 from bros.server.app import create_app
 from bros.server.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
@@ -58,6 +59,7 @@ async def _serve(config: Config, files: ModelFiles, bound: socket.socket) -> int
     engine = ProcessEngineClient(
         config.engine,
         files,
+        profiles=profile_folders(_cache_dir(config.server)),
         log_level=config.server.log_level,
         restart=config.server.on_engine_death == "restart",
         on_final_death=on_final_death,
