@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from bros.core.errors import EngineDeadError, InvalidRequestError
-from bros.core.interfaces import EngineInfo, EngineStats
-from bros.core.request import EngineRequest, RequestOutput
+from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass
 from bros.engine.messages import (
     Abort,
     Accepted,
     AskStats,
+    AskTrace,
     Command,
     Failed,
     Outputs,
@@ -22,13 +23,15 @@ from bros.engine.messages import (
     Reply,
     StatsReply,
     Submit,
+    TraceReply,
 )
 
 
 class OutputStream:
     """Outputs of one request, in order. One consumer; ends after a finish_reason."""
 
-    def __init__(self) -> None:
+    def __init__(self, service_class: ServiceClass) -> None:
+        self.service_class = service_class  # the engine's word replaces the caller's wish
         self._queue: asyncio.Queue[RequestOutput | EngineDeadError] = asyncio.Queue()
 
     def put(self, item: RequestOutput | EngineDeadError) -> None:
@@ -47,7 +50,7 @@ class OutputStream:
 class MessageClient:
     """An EngineClient on top of `send`; the transport feeds `on_reply` in the event loop.
 
-    Submissions and statistics are answered in the order in which they were sent.
+    Submissions and questions are each answered in the order in which they were sent.
     """
 
     def __init__(self, send: Callable[[Command], None]) -> None:
@@ -57,8 +60,8 @@ class MessageClient:
         self._death = "The engine is not running."
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, OutputStream] = {}
-        self._submissions: dict[str, asyncio.Future[None]] = {}
-        self._stats: deque[asyncio.Future[EngineStats]] = deque()
+        self._submissions: dict[str, asyncio.Future[ServiceClass]] = {}
+        self._questions: deque[asyncio.Future[Any]] = deque()
 
     @property
     def info(self) -> EngineInfo:
@@ -84,19 +87,20 @@ class MessageClient:
     async def submit(self, request: EngineRequest) -> OutputStream:
         """Hand over a request; returns once the engine has accepted it.
 
-        Raises PromptTooLongError, InvalidRequestError, QueueFullError or EngineDeadError.
+        Raises PromptTooLongError, InvalidRequestError, QueueFullError, OverloadedError or
+        EngineDeadError.
         """
         self._check_alive()
         request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in use.", "request_id")
-        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        stream = OutputStream()
+        accepted: asyncio.Future[ServiceClass] = asyncio.get_running_loop().create_future()
+        stream = OutputStream(request.service_class)
         self._streams[request_id] = stream
         self._submissions[request_id] = accepted
         try:
             self._send(Submit(request))
-            await accepted
+            stream.service_class = await accepted
         except BaseException as error:
             self._streams.pop(request_id, None)
             if isinstance(error, asyncio.CancelledError) and self._alive:
@@ -113,26 +117,31 @@ class MessageClient:
 
     async def stats(self) -> EngineStats:
         """Raises EngineDeadError if there is no engine to ask."""
-        self._check_alive()
-        reply: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._stats.append(reply)
-        self._send(AskStats())
-        return await reply
+        stats: EngineStats = await self._ask(AskStats())
+        return stats
+
+    async def trace(self, request_id: str) -> RequestTrace | None:
+        """What is known of a running or recent request; None if nothing is.
+
+        Raises EngineDeadError if there is no engine to ask.
+        """
+        trace: RequestTrace | None = await self._ask(AskTrace(request_id))
+        return trace
 
     def on_reply(self, reply: Reply) -> None:
-        """Take in one message of the engine. Call it in the event loop only."""
+        """Take in one message of the engine. Call it in the event loop, not within `send`."""
         match reply:
             case Outputs(outputs):
                 for output in outputs:
                     self._deliver(output)
-            case Accepted(request_id):
-                self._resolve(request_id, None)
+            case Accepted(request_id, service_class):
+                self._resolve(request_id, service_class)
             case Refused(request_id):
                 self._resolve(request_id, reply.to_error())
-            case StatsReply(stats):
-                future = self._stats.popleft()
+            case StatsReply(answer) | TraceReply(answer):
+                future = self._questions.popleft()
                 if not future.done():
-                    future.set_result(stats)
+                    future.set_result(answer)
             case Ready(info):
                 self._info, self._alive = info, True
                 if not self._ready.done():
@@ -149,19 +158,26 @@ class MessageClient:
         else:
             self._ready.set_exception(error)
             self._ready.exception()  # it may be that nobody waits
-        waiting: list[asyncio.Future[Any]] = [*self._submissions.values(), *self._stats]
+        waiting: list[asyncio.Future[Any]] = [*self._submissions.values(), *self._questions]
         for future in waiting:
             if not future.done():
                 future.set_exception(EngineDeadError(message))
         for stream in self._streams.values():
             stream.put(EngineDeadError(message))
         self._submissions.clear()
-        self._stats.clear()
+        self._questions.clear()
         self._streams.clear()
 
     def _check_alive(self) -> None:
         if not self._alive:
             raise EngineDeadError(self._death)
+
+    async def _ask(self, question: AskStats | AskTrace) -> Any:
+        self._check_alive()
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._send(question)  # if it fails, no answer comes
+        self._questions.append(reply)
+        return await reply
 
     def _deliver(self, output: RequestOutput) -> None:
         stream = self._streams.get(output.request_id)
@@ -171,11 +187,11 @@ class MessageClient:
             del self._streams[output.request_id]
         stream.put(output)
 
-    def _resolve(self, request_id: str, error: Exception | None) -> None:
+    def _resolve(self, request_id: str, result: ServiceClass | Exception) -> None:
         future = self._submissions.get(request_id)
         if future is None or future.done():
             return
-        if error is None:
-            future.set_result(None)
+        if isinstance(result, Exception):
+            future.set_exception(result)
         else:
-            future.set_exception(error)
+            future.set_result(result)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bros.core.clock import Clock
-from bros.core.interfaces import EngineInfo, EngineStats, Executor
-from bros.core.request import EngineRequest, RequestOutput
+from bros.core.interfaces import EngineInfo, EngineStats, Executor, RequestTrace
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass
 from bros.scheduler.scheduler import Scheduler
 
 
@@ -23,9 +23,12 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
-    def submit(self, request: EngineRequest) -> None:
-        """Accept a request. Raises InvalidRequestError, PromptTooLongError, QueueFullError."""
-        self._scheduler.submit(request, self._clock.now())
+    def submit(self, request: EngineRequest) -> ServiceClass:
+        """Accept a request; returns the class it is served as, BE if it was relegated.
+
+        Raises InvalidRequestError, PromptTooLongError, QueueFullError or OverloadedError.
+        """
+        return self._scheduler.submit(request, self._clock.now())
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Drop a request and free its KV at once; its last output, or None if it is unknown."""
@@ -46,6 +49,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
+
+    def trace(self, request_id: str) -> RequestTrace | None:
+        """What became of a running or recent request; None if nothing is known of it."""
+        return self._scheduler.trace(request_id, self._clock.now())
 
     def close(self) -> None:
         self._executor.close()

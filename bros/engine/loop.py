@@ -12,6 +12,7 @@ from bros.engine.messages import (
     Abort,
     Accepted,
     AskStats,
+    AskTrace,
     Command,
     Outputs,
     Ready,
@@ -20,6 +21,7 @@ from bros.engine.messages import (
     Shutdown,
     StatsReply,
     Submit,
+    TraceReply,
 )
 
 
@@ -47,6 +49,8 @@ def run_engine(engine: Engine, transport: Transport) -> None:
                         transport.send(Outputs((output,)))
                 case AskStats():
                     transport.send(StatsReply(engine.stats()))
+                case AskTrace(request_id):
+                    transport.send(TraceReply(engine.trace(request_id)))
                 case Shutdown():
                     return
         outputs = engine.step()
@@ -56,7 +60,7 @@ def run_engine(engine: Engine, transport: Transport) -> None:
 
 def _submit(engine: Engine, request: EngineRequest) -> Reply:
     try:
-        engine.submit(request)
+        service_class = engine.submit(request)
     except BrosError as error:
         return Refused.from_error(request.request_id, error)
-    return Accepted(request.request_id)
+    return Accepted(request.request_id, service_class)

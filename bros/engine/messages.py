@@ -1,7 +1,7 @@
 """What an engine client and an engine say to each other, on any transport.
 
-client -> engine   Submit, Abort, AskStats, Shutdown
-engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, Failed
+client -> engine   Submit, Abort, AskStats, AskTrace, Shutdown
+engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from bros.core.errors import (
     BrosError,
     InvalidRequestError,
+    OverloadedError,
     PromptTooLongError,
     QueueFullError,
 )
-from bros.core.interfaces import EngineInfo, EngineStats
-from bros.core.request import EngineRequest, RequestOutput
+from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,11 @@ class AskStats:
 
 
 @dataclass(frozen=True, slots=True)
+class AskTrace:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Stop after the current step."""
 
@@ -47,7 +53,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
+    """service_class: what the engine serves it as; BE for a relegated real-time request."""
+
     request_id: str
+    service_class: ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,8 @@ class Refused:
         if isinstance(error, QueueFullError):
             waiting = (error.waiting, error.retry_after_s)
             return cls(request_id, "queue_full", str(error), numbers=waiting)
+        if isinstance(error, OverloadedError):
+            return cls(request_id, "overloaded", str(error), numbers=(error.retry_after_s, 0))
         if isinstance(error, InvalidRequestError):
             return cls(request_id, "invalid", error.message, error.param, error.code)
         return cls(request_id, "other", str(error))
@@ -79,6 +90,8 @@ class Refused:
             return PromptTooLongError(int(first), int(second), self.param or "messages")
         if self.kind == "queue_full":
             return QueueFullError(int(first), second)
+        if self.kind == "overloaded":
+            return OverloadedError(self.message, first)
         if self.kind == "invalid":
             return InvalidRequestError(self.message, self.param, self.code)
         return BrosError(self.message)
@@ -97,13 +110,20 @@ class StatsReply:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceReply:
+    """None if nothing is known of the request."""
+
+    trace: RequestTrace | None
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The engine cannot start or go on; nothing follows."""
 
     message: str
 
 
-Command = Submit | Abort | AskStats | Shutdown
-Reply = Ready | Accepted | Refused | Outputs | StatsReply | Failed
-COMMANDS: tuple[type, ...] = (Submit, Abort, AskStats, Shutdown)
-REPLIES: tuple[type, ...] = (Ready, Accepted, Refused, Outputs, StatsReply, Failed)
+Command = Submit | Abort | AskStats | AskTrace | Shutdown
+Reply = Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed
+COMMANDS: tuple[type, ...] = (Submit, Abort, AskStats, AskTrace, Shutdown)
+REPLIES: tuple[type, ...] = (Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed)

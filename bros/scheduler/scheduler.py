@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator
 
 from bros.core.errors import InvalidRequestError, QueueFullError
-from bros.core.interfaces import EngineStats
+from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.plan import Chunk, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass
 from bros.kvcache.manager import KvCacheManager
@@ -49,8 +49,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._states)
 
-    def submit(self, request: EngineRequest, now: float) -> None:
-        """Queue a request. Raises InvalidRequestError, PromptTooLongError or QueueFullError."""
+    def submit(self, request: EngineRequest, now: float) -> ServiceClass:
+        """Queue a request; returns the class it is served as.
+
+        Raises InvalidRequestError, PromptTooLongError or QueueFullError.
+        """
         self._limits.check(request)
         if request.request_id in self._states:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use.", "request_id")
@@ -69,6 +72,7 @@ class Scheduler:
         self._arrivals += 1
         self._states[request.request_id] = state
         self._enqueue(self._waiting, state)
+        return request.service_class
 
     def abort(self, request_id: str, now: float) -> RequestOutput | None:
         """Drop a request and its memory; None if it is not (or no longer) here."""
@@ -146,6 +150,10 @@ class Scheduler:
                 for cls, counters in self._counters.items()
             },
         )
+
+    def trace(self, request_id: str, now: float) -> RequestTrace | None:
+        """What became of a request; None if nothing is known of it."""
+        return None
 
     def check_integrity(self) -> None:
         """Raise AssertionError if queues and KV memory disagree (for tests)."""

@@ -116,8 +116,8 @@ async def test_many_requests_at_once_each_get_their_own_tokens(client: ThreadEng
 async def test_info_and_stats(client: ThreadEngineClient) -> None:
     assert client.alive and client.info.max_model_len == MAX_LEN
     await tokens_of(client, ask("a"))
-    stats = await client.stats()
-    assert stats.by_class[ServiceClass.RT].finished == 1
+    stats, trace = await asyncio.gather(client.stats(), client.trace("never heard of"))
+    assert stats.by_class[ServiceClass.RT].finished == 1 and trace is None
     assert stats.kv_blocks_used == 0 and stats.kv_blocks_total == 64
 
 
@@ -203,7 +203,7 @@ async def test_when_a_step_fails_everything_open_fails_at_once_and_later_calls_t
         with pytest.raises(EngineDeadError):
             await task
     assert not client.alive and client.num_open == 0
-    for call in (client.submit(ask("c")), client.stats()):
+    for call in (client.submit(ask("c")), client.stats(), client.trace("a")):
         with pytest.raises(EngineDeadError, match="device on fire"):
             await call
     await client.abort("a")

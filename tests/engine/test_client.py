@@ -1,0 +1,137 @@
+"""What a client makes of an engine's messages, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bros.core.errors import EngineDeadError, OverloadedError
+from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    ServiceClass,
+    Slo,
+)
+from bros.engine.client import MessageClient
+from bros.engine.messages import (
+    Accepted,
+    AskStats,
+    AskTrace,
+    Command,
+    Outputs,
+    Ready,
+    Refused,
+    StatsReply,
+    Submit,
+    TraceReply,
+)
+
+INFO = EngineInfo(
+    model="m", weights="w", kernels="k", kv_dtype="d", device="none", max_model_len=10,
+    vocab_size=10, block_size=16, num_kv_blocks=10, policy="bros",
+)  # fmt: skip
+ASK = EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
+
+
+class Wire:
+    """A client that is up, and what it has sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Command] = []
+        self.client = MessageClient(self.sent.append)
+        self.client.on_reply(Ready(INFO))
+
+
+@pytest.fixture
+async def wire() -> Wire:
+    return Wire()
+
+
+def trace_of(request_id: str) -> RequestTrace:
+    return RequestTrace(
+        request_id=request_id, service_class=ServiceClass.RT, requested_class=ServiceClass.RT,
+        slo=Slo(), prompt_tokens=1, output_tokens=2, events=((0.0, "queued"),), waits={"rows": 0.5},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("served_as", ServiceClass)
+async def test_a_stream_tells_what_the_engine_took_the_request_as(
+    wire: Wire, served_as: ServiceClass
+) -> None:
+    submission = asyncio.create_task(wire.client.submit(ASK))
+    await asyncio.sleep(0)
+    assert wire.sent == [Submit(ASK)]
+    wire.client.on_reply(Accepted("r", served_as))
+    # In the same message as far as the event loop is concerned: nothing may be lost.
+    last = RequestOutput(request_id="r", token_ids=(7,), finish_reason=FinishReason.LENGTH)
+    wire.client.on_reply(Outputs((last,)))
+    stream = await submission
+    assert stream.service_class is served_as
+    assert [output async for output in stream] == [last]
+
+
+async def test_a_refusal_for_overload_reaches_the_caller(wire: Wire) -> None:
+    submission = asyncio.create_task(wire.client.submit(ASK))
+    await asyncio.sleep(0)
+    wire.client.on_reply(Refused.from_error("r", OverloadedError("Too busy.", 7.5)))
+    with pytest.raises(OverloadedError, match="Too busy") as refused:
+        await submission
+    assert refused.value.retry_after_s == 7.5
+    assert wire.client.num_open == 0
+
+
+async def test_questions_are_answered_in_the_order_in_which_they_were_asked(wire: Wire) -> None:
+    first = asyncio.create_task(wire.client.trace("a"))
+    given_up = asyncio.create_task(wire.client.trace("b"))
+    stats = asyncio.create_task(wire.client.stats())
+    last = asyncio.create_task(wire.client.trace("c"))
+    await asyncio.sleep(0)
+    assert wire.sent == [AskTrace("a"), AskTrace("b"), AskStats(), AskTrace("c")]
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    wire.client.on_reply(TraceReply(trace_of("a")))
+    wire.client.on_reply(TraceReply(trace_of("b")))
+    wire.client.on_reply(StatsReply(EngineStats(steps=3)))
+    wire.client.on_reply(TraceReply(None))
+    assert await first == trace_of("a")
+    assert given_up.cancelled()
+    assert (await stats).steps == 3
+    assert await last is None
+
+
+async def test_a_question_that_cannot_be_sent_does_not_shift_the_answers() -> None:
+    sent: list[Command] = []
+
+    def send(command: Command) -> None:
+        if command == AskTrace("bad"):
+            raise ValueError("not to be encoded")
+        sent.append(command)
+
+    client = MessageClient(send)
+    client.on_reply(Ready(INFO))
+    with pytest.raises(ValueError, match="encoded"):
+        await client.trace("bad")
+    good = asyncio.create_task(client.trace("good"))
+    await asyncio.sleep(0)
+    client.on_reply(TraceReply(trace_of("good")))
+    assert await good == trace_of("good")
+
+
+async def test_death_ends_questions_and_the_next_engine_starts_afresh(wire: Wire) -> None:
+    asked = [asyncio.create_task(wire.client.trace("a")), asyncio.create_task(wire.client.stats())]
+    await asyncio.sleep(0)
+    wire.client.on_death("It burnt.")
+    for task in asked:
+        with pytest.raises(EngineDeadError, match="burnt"):
+            await task
+    with pytest.raises(EngineDeadError, match="burnt"):
+        await wire.client.trace("a")
+    wire.client.on_reply(Ready(INFO))
+    again = asyncio.create_task(wire.client.trace("b"))
+    await asyncio.sleep(0)
+    wire.client.on_reply(TraceReply(trace_of("b")))
+    assert await again == trace_of("b")
