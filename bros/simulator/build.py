@@ -1,0 +1,138 @@
+"""Everything that determines a run, and how a run is put together from it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bros.core.clock import ManualClock
+from bros.core.config import EngineConfig
+from bros.core.errors import ConfigError
+from bros.core.interfaces import EngineInfo
+from bros.core.plan import StepPlan
+from bros.core.request import Slo
+from bros.engine.engine import Engine
+from bros.kvcache.manager import KvCacheManager
+from bros.scheduler.cost_model import CostModel
+from bros.scheduler.limits import Limits
+from bros.scheduler.policies import make_policy
+from bros.scheduler.scheduler import Scheduler
+from bros.simulator.sim_executor import Disturbance, SimExecutor
+from bros.simulator.simulation import Simulation
+from bros.simulator.workload import BeLoad, RtLoad, generator
+
+BLOCK_SIZE = 16
+_VOCAB = 32_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What is simulated: step times of a model on a machine, and its KV memory in blocks."""
+
+    name: str
+    model: str
+    weights: str
+    steps: CostModel
+    kv_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One run. Two runs of equal scenarios give the same records to the bit.
+
+    disturbance: what the device does differently from what the scheduler is told.
+    """
+
+    config: EngineConfig
+    device: Device
+    rt: RtLoad
+    be: BeLoad
+    seed: int
+    duration_s: float
+    disturbance: Disturbance = Disturbance()
+
+    @property
+    def slo(self) -> Slo:
+        """What real-time requests are held to."""
+        return Slo(ttft_s=self.config.slo_ttft / 1e3, tpot_s=self.config.slo_tpot / 1e3)
+
+
+def build_simulation(
+    scenario: Scenario,
+    *,
+    observe: Callable[[StepPlan, float], None] | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Simulation:
+    """Engine, virtual clock and workload. observe is told every plan and its seconds.
+
+    Raises ConfigError if the scenario cannot be run.
+    """
+    info = _info(scenario)
+    _check_best_effort(scenario, info.max_model_len)
+    clock = ManualClock()
+    executor = SimExecutor(
+        scenario.device.steps,
+        clock,
+        disturbance=scenario.disturbance,
+        rng=generator(scenario.seed, "noise"),
+        observe=observe,
+    )
+    engine = Engine(_scheduler(scenario.config, info), executor, clock, info)
+    return Simulation(
+        engine,
+        executor,
+        clock,
+        rt=scenario.rt.arrivals(scenario.duration_s, scenario.seed),
+        be=scenario.be,
+        seed=scenario.seed,
+        duration_s=scenario.duration_s,
+        progress=progress,
+    )
+
+
+def _info(scenario: Scenario) -> EngineInfo:
+    config, device = scenario.config, scenario.device
+    blocks = config.kv_blocks or device.kv_blocks
+    fits = blocks * BLOCK_SIZE
+    return EngineInfo(
+        model=device.model,
+        weights=device.weights,
+        kernels="simulated",
+        kv_dtype="simulated",
+        device=device.name,
+        max_model_len=min(config.max_model_len or fits, fits),
+        vocab_size=_VOCAB,
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=blocks,
+        policy=config.policy,
+        max_queue=config.max_queue,
+        default_slo=scenario.slo,
+    )
+
+
+def _scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
+    limits = Limits(
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        max_queue=config.max_queue,
+        eos_token_ids=frozenset(info.eos_token_ids),
+    )
+    kv = KvCacheManager(info.num_kv_blocks, info.block_size)
+    return Scheduler(make_policy(config.policy), kv, limits, random.Random(config.seed))
+
+
+def _check_best_effort(scenario: Scenario, max_model_len: int) -> None:
+    be = scenario.be
+    if be.in_flight > scenario.config.max_queue:
+        raise ConfigError(
+            f"--be: {be.in_flight} requests in flight need --max-queue {be.in_flight} or more, "
+            f"it is {scenario.config.max_queue}"
+        )
+    if be.in_flight and be.sizes.longest > max_model_len:
+        raise ConfigError(
+            f"--be: requests of up to {be.sizes.longest} tokens do not fit, the longest that "
+            f"can be served is {max_model_len}; see --kv-blocks and --max-model-len"
+        )

@@ -1,0 +1,249 @@
+"""What a run was like, in numbers that can be compared.
+
+Whether an objective was met is *decided* for a request once its tokens are there, or once it is
+certain that they are late. So a request that is still open at the end counts as missed if it is
+overdue by then, and is left out (not counted as met) if it is not. Refused requests count as
+missed, and so do those that the engine gave up. Nothing else is left out.
+
+    ttft    arrival to first token
+    tpot    (last token - first token) / (tokens - 1), of requests with two tokens or more
+    normalized latency    (last token - arrival) / tokens, of finished requests
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bros.core.interfaces import ClassStats
+from bros.core.request import ServiceClass, Slo
+from bros.simulator.simulation import RequestRecord, SimulationResult
+
+_TOLERANCE_S = 1e-9
+"""Rounding of virtual time; a step planned to end at the deadline is in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Mean and percentiles (nearest rank) in seconds; all None of nothing."""
+
+    count: int
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary:
+        if not values:
+            return cls(0)
+        ordered = sorted(values)
+        ranks = (ordered[math.ceil(p * len(ordered) / 100) - 1] for p in (50, 90, 95, 99))
+        return cls(len(ordered), math.fsum(ordered) / len(ordered), *ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """`met` of `decided`; value is None if nothing was decided."""
+
+    met: int
+    decided: int
+
+    @property
+    def value(self) -> float | None:
+        return self.met / self.decided if self.decided else None
+
+    @classmethod
+    def of(cls, verdicts: Sequence[bool | None]) -> Share:
+        decided = [verdict for verdict in verdicts if verdict is not None]
+        return cls(sum(decided), len(decided))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassReport:
+    """One service class of one run.
+
+    requests = finished + unfinished + refused. unfinished: open at the end (or given up by the
+    engine). ttft_s, tpot_s: overdue open requests are in them with the time so far, a lower
+    bound. ttft_met, tpot_met, both_met: requests; a request with one token has only a ttft.
+    tokens_on_time: tokens within tpot of the one before (the first: within ttft of arrival).
+    requests_per_s: finished ones. tokens_per_s: prompt tokens of requests with a first token,
+    and output tokens. All rates are per second of the whole run.
+    """
+
+    requests: int
+    finished: int
+    unfinished: int
+    refused: int
+    relegated: int
+    preemptions: int
+    normalized_latency_s: float | None
+    ttft_s: Summary
+    tpot_s: Summary
+    ttft_met: Share
+    tpot_met: Share
+    both_met: Share
+    tokens_on_time: Share
+    requests_per_s: float
+    tokens_per_s: float
+    output_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One run. busy: share of the time in which a step ran. digest: of all records."""
+
+    end_s: float
+    busy: float
+    idle_s: float
+    steps: int
+    mean_step_s: float | None
+    skipped: int
+    digest: str
+    by_class: dict[ServiceClass, ClassReport]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judged:
+    """One request against its objectives; None where nothing is decided."""
+
+    ttft_s: float | None
+    tpot_s: float | None
+    ttft_met: bool | None
+    tpot_met: bool | None
+    both_met: bool | None
+    tokens_met: int = 0
+    tokens_decided: int = 0
+
+
+def report_of(result: SimulationResult, slo: Slo) -> Report:
+    """slo: what real-time requests are held to. Best-effort requests are held to nothing."""
+    by_class = {}
+    for service_class in ServiceClass:
+        records = [r for r in result.records if r.service_class is service_class]
+        stats = result.stats.by_class.get(service_class, ClassStats())
+        held = slo if service_class is ServiceClass.RT else Slo()
+        by_class[service_class] = _class_report(records, held, result.end_s, stats)
+    return Report(
+        end_s=result.end_s,
+        busy=result.busy_s / result.end_s if result.end_s else 0.0,
+        idle_s=result.idle_s,
+        steps=result.steps,
+        mean_step_s=result.busy_s / result.steps if result.steps else None,
+        skipped=result.skipped,
+        digest=result.digest(),
+        by_class=by_class,
+    )
+
+
+def _class_report(
+    records: Sequence[RequestRecord], slo: Slo, end_s: float, stats: ClassStats
+) -> ClassReport:
+    judged = [_judge(record, slo, end_s) for record in records]
+    finished = [record for record in records if record.finished]
+    latencies = [(r.token_times_s[-1] - r.arrival_s) / len(r.token_times_s) for r in finished]
+    refused = sum(record.refused for record in records)
+    output_tokens = sum(len(record.token_times_s) for record in records)
+    prompt_tokens = sum(r.size.prompt_tokens for r in records if r.token_times_s)
+    held = slo.ttft_s is not None
+    return ClassReport(
+        requests=len(records),
+        finished=len(finished),
+        unfinished=len(records) - len(finished) - refused,
+        refused=refused,
+        relegated=stats.relegated,
+        preemptions=stats.preemptions,
+        normalized_latency_s=math.fsum(latencies) / len(latencies) if latencies else None,
+        ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
+        tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
+        ttft_met=Share.of([j.ttft_met for j in judged if held]),
+        tpot_met=Share.of([j.tpot_met for j in judged if held]),
+        both_met=Share.of([j.both_met for j in judged if held]),
+        tokens_on_time=Share(
+            sum(j.tokens_met for j in judged), sum(j.tokens_decided for j in judged)
+        ),
+        requests_per_s=len(finished) / end_s,
+        tokens_per_s=(prompt_tokens + output_tokens) / end_s,
+        output_tokens_per_s=output_tokens / end_s,
+    )
+
+
+def _judge(record: RequestRecord, slo: Slo, end_s: float) -> _Judged:
+    ttft_s, ttft_met = _first_token(record, slo.ttft_s, end_s)
+    tpot_s, tpot_met = _later_tokens(record, slo.tpot_s, end_s)
+    if slo.ttft_s is None or slo.tpot_s is None:
+        return _Judged(ttft_s=ttft_s, tpot_s=tpot_s, ttft_met=None, tpot_met=None, both_met=None)
+    both_met: bool | None = None
+    if ttft_met is False or tpot_met is False:
+        both_met = False
+    elif record.finished:
+        both_met = True
+    met, decided = _tokens_on_time(record, ttft_met, slo.tpot_s, end_s)
+    return _Judged(
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        ttft_met=ttft_met,
+        tpot_met=tpot_met,
+        both_met=both_met,
+        tokens_met=met,
+        tokens_decided=decided,
+    )
+
+
+def _first_token(
+    record: RequestRecord, limit_s: float | None, end_s: float
+) -> tuple[float | None, bool | None]:
+    """Time to the first token and whether that was in time."""
+    if record.token_times_s:
+        seconds = record.token_times_s[0] - record.arrival_s
+        return seconds, limit_s is not None and _within(seconds, limit_s)
+    if _lost(record):
+        return None, False
+    waited = end_s - record.arrival_s
+    if limit_s is not None and not _within(waited, limit_s):
+        return waited, False
+    return None, None
+
+
+def _later_tokens(
+    record: RequestRecord, limit_s: float | None, end_s: float
+) -> tuple[float | None, bool | None]:
+    """Mean time per token after the first and whether that was in time."""
+    times = record.token_times_s
+    if record.finished:
+        if len(times) < 2:
+            return None, None
+        mean = (times[-1] - times[0]) / (len(times) - 1)
+        return mean, limit_s is not None and _within(mean, limit_s)
+    if _lost(record):
+        return None, False
+    if times and limit_s is not None:
+        at_best = (end_s - times[0]) / len(times)  # if the next token came right now
+        if not _within(at_best, limit_s):
+            return at_best, False
+    return None, None
+
+
+def _tokens_on_time(
+    record: RequestRecord, ttft_met: bool | None, limit_s: float, end_s: float
+) -> tuple[int, int]:
+    """(met, decided) tokens, the overdue next one of an open request included."""
+    times = record.token_times_s
+    met, decided = int(ttft_met is True), int(ttft_met is not None)
+    gaps = map(operator.sub, times[1:], times)
+    met += sum(gap <= limit_s + _TOLERANCE_S for gap in gaps)
+    decided += max(0, len(times) - 1)
+    overdue = times and not record.finished and not _within(end_s - times[-1], limit_s)
+    return met, decided + bool(overdue)
+
+
+def _lost(record: RequestRecord) -> bool:
+    """It was refused or given up, and will never be finished."""
+    return record.refused or (record.finish is not None and not record.finished)
+
+
+def _within(seconds: float, limit_s: float) -> bool:
+    return seconds <= limit_s + _TOLERANCE_S

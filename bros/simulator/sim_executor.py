@@ -1,0 +1,98 @@
+"""An executor that computes nothing: it moves a virtual clock by what a step would take."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bros.core.clock import ManualClock
+from bros.core.plan import SampledToken, StepPlan, StepResult
+from bros.scheduler.cost_model import CostModel, StepLoad
+
+TOKEN = 0
+"""What every simulated request is answered with; never a stop token, see workload.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbance:
+    """How real steps differ from the model that the scheduler has.
+
+    noise: standard deviation of the logarithm of a factor with mean 1, drawn for each step.
+    slowdown: every step takes so many times as long as the model says.
+    """
+
+    noise: float = 0.0
+    slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.noise < math.inf or not 0.0 < self.slowdown < math.inf:
+            raise ValueError(f"noise must not be negative and slowdown positive: {self}")
+
+
+class SimExecutor:
+    """Takes the time that `model` predicts for each plan, from `clock`.
+
+    rng is drawn from once per step if there is noise. observe is told every plan and its
+    seconds.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        clock: ManualClock,
+        *,
+        disturbance: Disturbance | None = None,
+        rng: random.Random | None = None,
+        observe: Callable[[StepPlan, float], None] | None = None,
+    ) -> None:
+        disturbance = disturbance or Disturbance()
+        if disturbance.noise and rng is None:
+            raise ValueError("noise needs a random generator")
+        self._model = model
+        self._clock = clock
+        self._sigma = disturbance.noise
+        self._slowdown = disturbance.slowdown
+        self._rng = rng
+        self._observe = observe
+        self.steps = 0
+        self.busy_s = 0.0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Let the step's time pass and return TOKEN for every chunk that asked for a sample."""
+        seconds = self._model.seconds(load_of(plan)) * self._slowdown
+        if self._rng is not None and self._sigma:
+            seconds *= math.exp(self._rng.gauss(-0.5 * self._sigma**2, self._sigma))
+        if self._observe is not None:
+            self._observe(plan, seconds)
+        self.steps += 1
+        self.busy_s += seconds
+        self._clock.advance(seconds)
+        samples = [SampledToken(c.request_id, TOKEN) for c in plan.chunks if c.sample is not None]
+        return StepResult(plan.step, tuple(samples))
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+def load_of(plan: StepPlan) -> StepLoad:
+    """The same as StepLoad.add for every chunk; written out, because it is the hot path."""
+    tokens = rows = context = samples = 0
+    pairs = 0.0
+    for chunk in plan.chunks:
+        n = len(chunk.token_ids)
+        tokens += n
+        if n == 1:
+            rows += 1
+            context += chunk.start + 1
+        else:
+            pairs += n * chunk.start + n * (n + 1) / 2
+            samples += chunk.sample is not None
+    load = StepLoad()
+    load.tokens = tokens
+    load.decode_rows = rows
+    load.context = load.unique_context = context
+    load.pairs = pairs
+    load.samples = samples
+    return load

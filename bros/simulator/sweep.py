@@ -1,0 +1,132 @@
+"""Runs many scenarios on several processes. What comes out does not depend on how many."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+
+from bros.core.errors import ConfigError
+from bros.simulator.build import Scenario, build_simulation
+from bros.simulator.metrics import Report, report_of
+
+Progress = Callable[[int, float], None]
+"""Told the index of a scenario and the share of it that is done."""
+
+_Message = tuple[str, object]
+
+
+class WorkerError(RuntimeError):
+    """A run failed for a reason that is not the caller's; the text is the worker's traceback."""
+
+
+def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = None) -> Report:
+    """Simulate one scenario. Raises ConfigError if it cannot be run."""
+    result = build_simulation(scenario, progress=progress).run()
+    return report_of(result, scenario.slo)
+
+
+def run_sweep(
+    scenarios: Sequence[Scenario], jobs: int, progress: Progress | None = None
+) -> list[Report]:
+    """One report per scenario, in their order; jobs: most processes at a time.
+
+    One job runs in this process. Raises ConfigError if a scenario cannot be run, WorkerError if
+    a worker fails.
+    """
+    progress = progress or _ignore
+    if min(jobs, len(scenarios)) <= 1:
+        return [
+            run_scenario(scenario, lambda share, i=index: progress(i, share))  # type: ignore[misc]
+            for index, scenario in enumerate(scenarios)
+        ]
+    pool = _Pool(scenarios, min(jobs, len(scenarios)))
+    try:
+        return pool.run(progress)
+    finally:
+        pool.stop()
+
+
+class _Pool:
+    """Workers that are handed one scenario after the other through a pipe each."""
+
+    def __init__(self, scenarios: Sequence[Scenario], jobs: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._scenarios = scenarios
+        self._next = 0
+        self._reports: dict[int, Report] = {}
+        self._working: dict[Connection, int] = {}  # pipe -> index of its scenario
+        self._processes = []
+        self._pipes = []
+        for _ in range(jobs):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, progress: Progress) -> list[Report]:
+        for pipe in self._pipes:
+            self._hand_out(pipe)
+        while self._working:
+            ready = set(wait(list(self._working)))
+            for pipe in [pipe for pipe in self._pipes if pipe in ready]:
+                self._receive(pipe, progress)
+        return [self._reports[index] for index in range(len(self._scenarios))]
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+
+    def _hand_out(self, pipe: Connection) -> None:
+        self._working.pop(pipe, None)
+        if self._next < len(self._scenarios):
+            pipe.send(self._scenarios[self._next])
+            self._working[pipe] = self._next
+            self._next += 1
+
+    def _receive(self, pipe: Connection, progress: Progress) -> None:
+        index = self._working[pipe]
+        try:
+            kind, content = pipe.recv()
+        except EOFError:
+            raise WorkerError(f"the process that ran simulation {index + 1} died") from None
+        if kind == "progress":
+            progress(index, content)
+        elif kind == "report":
+            self._reports[index] = content
+            progress(index, 1.0)
+            self._hand_out(pipe)
+        else:
+            raise (ConfigError if kind == "refused" else WorkerError)(content)
+
+
+def _work(pipe: Connection) -> None:
+    """A worker process. Ctrl-C reaches it too, but ending it is the parent's business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            scenario = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(scenario, lambda share: pipe.send(("progress", share))))
+
+
+def _answer(scenario: Scenario, progress: Callable[[float], None]) -> _Message:
+    try:
+        return "report", run_scenario(scenario, progress)
+    except ConfigError as error:
+        return "refused", str(error)
+    except Exception:
+        return "failed", traceback.format_exc()
+
+
+def _ignore(index: int, share: float) -> None:
+    """Nobody wants to know."""
