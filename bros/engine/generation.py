@@ -34,7 +34,8 @@ class TextDelta:
     what became certain with them, so it may lag behind and may be empty. The delta with a
     finish_reason is the last one of its choice. stop_reason: with STOP, the stop string or the
     one of stop_token_ids that ended it; None for the model's own end of sequence.
-    num_output_tokens counts this choice's tokens so far. error: what happened, with ERROR.
+    num_output_tokens counts this choice's tokens so far. error: what happened, with ERROR;
+    retry_after_s: that it was for want of capacity, and when to come back.
     """
 
     index: int
@@ -46,6 +47,7 @@ class TextDelta:
     num_output_tokens: int = 0
     cached_tokens: int = 0
     error: str | None = None
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +89,8 @@ class TextGenerator:
     ) -> Generation:
         """Submit sampling.n requests; returns when the engine has accepted all of them.
 
-        They are called `request_id`, or `request_id-0`, `-1`, ... if n > 1. With a seed, choice
-        i uses seed + i. `param` is what a PromptTooLongError names. Raises what
+        They are called as `numbered(request_id, n)` says. With a seed, choice i uses seed + i.
+        `param` is what a PromptTooLongError names. Raises what
         EngineClient.submit raises; nothing is left running then.
         """
         info = self._engine.info
@@ -102,7 +104,7 @@ class TextGenerator:
         base_id = request_id or self._ids.new("req")
         requests = [
             EngineRequest(
-                request_id=base_id if sampling.n == 1 else f"{base_id}-{i}",
+                request_id=choice_id,
                 prompt_token_ids=prompt_token_ids,
                 sampling=_for_choice(sampling, i),
                 service_class=service_class,
@@ -110,7 +112,7 @@ class TextGenerator:
                 arrival_s=self._clock.now(),
                 tenant=tenant,
             )
-            for i in range(sampling.n)
+            for i, choice_id in enumerate(numbered(base_id, sampling.n))
         ]
         try:
             streams = await self._submit_all(requests)
@@ -163,6 +165,7 @@ class Generation:
         self.prompt_tokens = prompt_tokens
         self._engine = engine
         self._choices = choices
+        self._service_classes = tuple(stream.service_class for stream in streams)
         self._deltas: asyncio.Queue[TextDelta | Exception | None] = asyncio.Queue()
         self._undelivered = len(choices)
         self._pumps = [
@@ -170,6 +173,11 @@ class Generation:
             for choice, stream in zip(choices, streams, strict=True)
         ]
         self._closing: asyncio.Future[None] | None = None
+
+    @property
+    def service_classes(self) -> tuple[ServiceClass, ...]:
+        """What the engine serves each choice as; BE for real-time ones that were relegated."""
+        return self._service_classes
 
     @property
     def cached_tokens(self) -> int:
@@ -237,6 +245,11 @@ class Generation:
         finally:
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()
+
+
+def numbered(base_id: str, count: int) -> tuple[str, ...]:
+    """Ids of `count` parts of one whole: `base_id` itself, or `base_id-0`, `base_id-1`, ..."""
+    return (base_id,) if count == 1 else tuple(f"{base_id}-{i}" for i in range(count))
 
 
 async def collect(generation: Generation) -> list[ChoiceResult]:
@@ -325,6 +338,7 @@ class _Choice:
             num_output_tokens=self.num_output_tokens,
             cached_tokens=self.cached_tokens,
             error=output.error if reason is FinishReason.ERROR else None,
+            retry_after_s=output.retry_after_s if reason is FinishReason.ERROR else None,
         )
 
     def _match(self, token_ids: Sequence[int], matcher: StopMatcher) -> tuple[str, str | None, int]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from bros.core.request import FinishReason, TokenLogprobs
+from bros.core.errors import OverloadedError
+from bros.core.request import FinishReason, ServiceClass, TokenLogprobs
 from bros.engine.generation import Generation, TextDelta
 from bros.server.errors import GenerationFailedError
 from bros.server.metrics import RequestObserver
 from bros.server.replies import PromptTokensDetails, Usage
+
+Observe = Callable[[Sequence[ServiceClass]], RequestObserver]
 
 
 @dataclass(slots=True)
@@ -28,15 +31,18 @@ class FinishedChoice:
 
 
 class Answer:
-    """Choice c of prompt p has index p * n + c. Use `deltas` or `collect` once; always close."""
+    """Choice c of prompt p has index p * n + c. Use `deltas` or `collect` once; always close.
 
-    def __init__(
-        self, generations: Sequence[Generation], n: int, observer: RequestObserver
-    ) -> None:
+    best_effort: whether any choice is served as that, asked for or relegated.
+    """
+
+    def __init__(self, generations: Sequence[Generation], n: int, observe: Observe) -> None:
+        """observe: given what each choice is served as, makes who is told about its deltas."""
         self._generations = generations
         self._n = n
-        self._observer = observer
-        self._unfinished = len(generations) * n
+        classes = [cls for generation in generations for cls in generation.service_classes]
+        self.best_effort = ServiceClass.BE in classes
+        self._observer = observe(classes)
         self._closed = False
 
     @classmethod
@@ -44,12 +50,12 @@ class Answer:
         cls,
         starts: Sequence[Coroutine[Any, Any, Generation]],
         n: int,
-        observer: RequestObserver,
+        observe: Observe,
     ) -> Self:
         """Await the generations of all prompts; if one is refused, none is left running."""
         tasks = [asyncio.ensure_future(start) for start in starts]
         try:
-            return cls(await asyncio.gather(*tasks), n, observer)
+            return cls(await asyncio.gather(*tasks), n, observe)
         except BaseException:
             await asyncio.shield(asyncio.ensure_future(_close_all(tasks)))
             raise
@@ -69,7 +75,8 @@ class Answer:
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """What happens, as it happens.
 
-        Raises GenerationFailedError if a choice ends without a proper finish, and
+        Raises OverloadedError if a choice was given up for want of capacity,
+        GenerationFailedError if it ends without a proper finish for any other reason, and
         EngineDeadError if the engine dies.
         """
         if len(self._generations) == 1:
@@ -99,19 +106,18 @@ class Answer:
         if self._closed:
             return
         self._closed = True
-        self._observer.abandoned(self._unfinished)
+        self._observer.close()
         closing = asyncio.gather(*(generation.aclose() for generation in self._generations))
         await asyncio.shield(closing)
 
     def _take(self, delta: TextDelta) -> None:
         self._observer.on_delta(delta)
-        if delta.finish_reason is None:
+        if delta.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
             return
-        self._unfinished -= 1
-        if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise GenerationFailedError(
-                delta.error or "The engine ended the request before it was complete."
-            )
+        message = delta.error or "The engine ended the request before it was complete."
+        if delta.retry_after_s is not None:
+            raise OverloadedError(message, delta.retry_after_s)
+        raise GenerationFailedError(message)
 
     async def _merged(self) -> AsyncGenerator[TextDelta, None]:
         queue: asyncio.Queue[TextDelta | Exception | None] = asyncio.Queue()

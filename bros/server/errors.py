@@ -19,6 +19,7 @@ from bros.core.errors import (
     EngineDeadError,
     InvalidRequestError,
     NotFoundError,
+    OverloadedError,
     QueueFullError,
 )
 
@@ -110,13 +111,15 @@ def describe(error: Exception) -> ApiError:
                 headers={"connection": "close"},  # the rest of the body is not read
             )
         case QueueFullError():
-            return _describe_full_queue(error)
+            return _describe_busy(error, "rate_limit_exceeded")
+        case OverloadedError():
+            return _describe_busy(error, "overloaded")
         case HTTPException():
             return _describe_http(error)
     return _describe_server_error(error)
 
 
-def _describe_full_queue(error: QueueFullError) -> ApiError:
+def _describe_busy(error: QueueFullError | OverloadedError, code: str) -> ApiError:
     wait_s = min(max(error.retry_after_s, 1.0), _MAX_RETRY_AFTER_S)
     headers = {
         "retry-after": str(math.ceil(wait_s)),
@@ -126,7 +129,7 @@ def _describe_full_queue(error: QueueFullError) -> ApiError:
         status=429,
         message=str(error),
         type=RATE_LIMIT,
-        code="rate_limit_exceeded",
+        code=code,
         headers=headers,
     )
 

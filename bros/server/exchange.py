@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 import bros
 from bros.core.request import SamplingParams
+from bros.engine.generation import numbered
 from bros.server import offload
 from bros.server.answer import Answer, FinishedChoice
 from bros.server.interrupts import run_interruptible
@@ -18,7 +20,7 @@ from bros.server.protocol import GenerationRequest
 from bros.server.sse import EventStream
 from bros.server.state import ServerState
 from bros.server.stream import ChunkFrame, ChunkWriter
-from bros.server.terms import slo_of, tier_of
+from bros.server.terms import slo_of, tier_of, tier_used
 
 
 class Exchange:
@@ -41,15 +43,24 @@ class Exchange:
         self._body = body
         self._sampling = sampling
         self._arrival_s = arrival_s
+        self._info = self._state.engine.info
         self._tier = tier_of(body)
-        self._slo = slo_of(body, request.headers)
+        self._slo = slo_of(body, request.headers, self._info.default_slo)
+        self._id = self._state.ids.new(id_prefix)
+        self._created = int(self._state.clock.unix_time())
         self._answer: Answer | None = None
-        info = self._state.engine.info
-        self.header: dict[str, Any] = {
-            "id": self._state.ids.new(id_prefix),
-            "created": int(self._state.clock.unix_time()),
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What all responses begin with. Once `generate` is done, for only then it is known
+        what the engine serves the request as."""
+        assert self._answer is not None
+        info = self._info
+        return {
+            "id": self._id,
+            "created": self._created,
             "model": self._state.model_name,
-            "service_tier": self._tier.used,
+            "service_tier": tier_used(self._tier, best_effort=self._answer.best_effort),
             # What besides seed and parameters decides the output.
             "system_fingerprint": (
                 f"bros-{bros.__version__}-{info.weights}-{info.kernels}-{info.kv_dtype}"
@@ -57,7 +68,7 @@ class Exchange:
         }
 
     def frame(self, kind: str) -> ChunkFrame:
-        """For stream chunks whose `object` is `kind`."""
+        """For stream chunks whose `object` is `kind`; available when `header` is."""
         options = self._body.stream_options
         return ChunkFrame(kind, self.header, include_usage=bool(options and options.include_usage))
 
@@ -67,29 +78,30 @@ class Exchange:
         `param` is the field that holds the prompt. Raises what TextGenerator.start raises.
         """
         state, n = self._state, self._sampling.n
-        base_id = self.header["id"]
         starts = [
             state.generator.start(
                 prompt,
                 self._sampling,
-                request_id=base_id if len(prompts) == 1 else f"{base_id}-{i}",
+                request_id=request_id,
                 service_class=self._tier.service_class,
                 slo=self._slo,
                 tenant=self._body.safety_identifier or self._body.user or "",
                 param=param,
             )
-            for i, prompt in enumerate(prompts)
+            for request_id, prompt in zip(numbered(self._id, len(prompts)), prompts, strict=True)
         ]
-        observer = state.metrics.observer(self._tier.service_class, self._arrival_s)
-        self._answer = await Answer.start(starts, n, observer)
+        observe = partial(state.metrics.observer, self._arrival_s)
+        self._answer = await Answer.start(starts, n, observe)
+        state.recent.note(self._id, prompts=len(prompts), n=n)
 
     async def respond(
         self,
         start: Coroutine[Any, Any, None],
-        writer: ChunkWriter,
+        make_writer: Callable[[], ChunkWriter],
         complete: Callable[[list[FinishedChoice], Answer], BaseModel],
     ) -> Response:
-        """Run `start`, then stream through `writer` or wait and send what `complete` makes.
+        """Run `start`, then stream through what `make_writer` makes, or wait and send what
+        `complete` makes.
 
         Nothing is left running when the client leaves or anything fails.
         """
@@ -98,7 +110,7 @@ class Exchange:
             await run_interruptible(start, receive, stopping)
             assert self._answer is not None
             if self._body.stream:
-                return EventStream(self._answer, writer, stopping)
+                return EventStream(self._answer, make_writer(), stopping)
             choices = await run_interruptible(self._answer.collect(), receive, stopping)
             await self._answer.aclose()
         except BaseException:

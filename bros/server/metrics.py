@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from bros.core.clock import Clock
-from bros.core.interfaces import ClassStats, EngineStats
+from bros.core.interfaces import EngineStats
 from bros.core.request import FinishReason, ServiceClass
 from bros.engine.generation import TextDelta
+from bros.server.engine_metrics import EngineCollector
 
 _TTFT_BUCKETS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
@@ -33,7 +32,7 @@ class ServerMetrics:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector()
+        self._engine = EngineCollector()
         self._registry.register(self._engine)
         self._http = Counter(
             "bros_http_requests",
@@ -56,9 +55,12 @@ class ServerMetrics:
         """One HTTP request was answered. `path` must come from a bounded set."""
         self._http.labels(path, str(status)).inc()
 
-    def observer(self, service_class: ServiceClass, arrival_s: float) -> RequestObserver:
-        """For one request that arrived at `arrival_s` of the clock."""
-        return RequestObserver(self, service_class, arrival_s)
+    def observer(self, arrival_s: float, classes: Sequence[ServiceClass]) -> RequestObserver:
+        """For one request that arrived at `arrival_s` of the clock.
+
+        classes: what each choice is served as, by index.
+        """
+        return RequestObserver(self, arrival_s, classes)
 
     def render(self, stats: EngineStats | None) -> bytes:
         """Everything in Prometheus' text format. stats: None if the engine gives none."""
@@ -115,82 +117,42 @@ class RequestObserver:
     """Times the choices of one request. A choice is a request of its own to the engine."""
 
     def __init__(
-        self, metrics: ServerMetrics, service_class: ServiceClass, arrival_s: float
+        self, metrics: ServerMetrics, arrival_s: float, classes: Sequence[ServiceClass]
     ) -> None:
         self._metrics = metrics
-        self._class = service_class
-        self._histograms = metrics.of(service_class)
+        self._classes = classes
         self._arrival_s = arrival_s
+        self._open = set(range(len(classes)))
         self._first_s: dict[int, float] = {}
         self._last_s: dict[int, float] = {}
 
     def on_delta(self, delta: TextDelta) -> None:
         now = self._metrics.now()
         index = delta.index
+        histograms = self._metrics.of(self._classes[index])
         if delta.token_ids:
             last_s = self._last_s.get(index)
             if last_s is None:
                 self._first_s[index] = now
-                self._histograms.ttft.observe(now - self._arrival_s)
+                histograms.ttft.observe(now - self._arrival_s)
             else:
-                self._histograms.gap.observe((now - last_s) / len(delta.token_ids))
+                histograms.gap.observe((now - last_s) / len(delta.token_ids))
             self._last_s[index] = now
         if delta.finish_reason is not None:
             self._finish(delta, delta.finish_reason, now)
 
-    def abandoned(self, choices: int) -> None:
-        """So many choices were given up before they had a finish reason."""
-        for _ in range(choices):
-            self._metrics.count_finish(self._class, FinishReason.ABORT)
+    def close(self) -> None:
+        """Nothing follows: choices without a finish reason were given up."""
+        for index in self._open:
+            self._metrics.count_finish(self._classes[index], FinishReason.ABORT)
+        self._open.clear()
 
     def _finish(self, delta: TextDelta, reason: FinishReason, now: float) -> None:
-        self._metrics.count_finish(self._class, reason)
-        self._histograms.duration.observe(now - self._arrival_s)
+        self._open.discard(delta.index)
+        service_class = self._classes[delta.index]
+        histograms = self._metrics.of(service_class)
+        self._metrics.count_finish(service_class, reason)
+        histograms.duration.observe(now - self._arrival_s)
         if delta.num_output_tokens > 1:
             generating_s = now - self._first_s[delta.index]
-            self._histograms.tpot.observe(generating_s / (delta.num_output_tokens - 1))
-
-
-class _EngineCollector(Collector):
-    """Turns the latest EngineStats into metrics. Counters restart with the engine."""
-
-    def __init__(self) -> None:
-        self.stats: EngineStats | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self.stats
-        yield GaugeMetricFamily(
-            "bros_engine_up", "1 if the engine answers", value=stats is not None
-        )
-        if stats is None:
-            return
-        yield CounterMetricFamily("bros_engine_steps", "Iterations run", value=stats.steps)
-        total = stats.kv_blocks_total
-        yield GaugeMetricFamily("bros_kv_blocks", "KV blocks there are", value=total)
-        yield from self._by_class(stats)
-
-    def _by_class(self, stats: EngineStats) -> Iterator[Metric]:
-        total = max(stats.kv_blocks_total, 1)
-        gauges: dict[str, tuple[str, Callable[[ClassStats], float]]] = {
-            "requests_running": ("Requests being computed", lambda counts: counts.running),
-            "requests_waiting": ("Requests in the queue", lambda counts: counts.waiting),
-            "kv_blocks_used": ("KV blocks in use", lambda counts: counts.kv_blocks),
-            "kv_usage_ratio": ("Share of all KV blocks", lambda c: c.kv_blocks / total),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"bros_{name}", text, labels=("class",))
-            for service_class in ServiceClass:
-                counts = stats.by_class.get(service_class, ClassStats())
-                gauge.add_metric((service_class.value,), value(counts))
-            yield gauge
-        counters = {
-            "prompt_tokens": "Prompt tokens taken in",
-            "output_tokens": "Tokens generated",
-            "preemptions": "Requests interrupted for others",
-        }
-        for name, text in counters.items():
-            counter = CounterMetricFamily(f"bros_{name}", text, labels=("class",))
-            for service_class in ServiceClass:
-                counts = stats.by_class.get(service_class, ClassStats())
-                counter.add_metric((service_class.value,), getattr(counts, name))
-            yield counter
+            histograms.tpot.observe(generating_s / (delta.num_output_tokens - 1))

@@ -32,12 +32,17 @@ _SLO_HEADERS = tuple(
     }
     for objective, text in (("ttft", "Arrival to first token"), ("tpot", "Between two tokens"))
 )
-_MODEL_PARAMETER = {
-    "name": "model",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string"},
-}
+
+
+def _path_parameter(name: str, description: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": "path",
+        "required": True,
+        "description": description,
+        "schema": {"type": "string"},
+    }
+
 
 _OPERATIONS = (
     _Operation(
@@ -62,7 +67,14 @@ _OPERATIONS = (
         "/v1/models/{model}",
         "One model",
         replies.ModelCard,
-        parameters=(_MODEL_PARAMETER,),
+        parameters=(_path_parameter("model", "Its id in /v1/models"),),
+    ),
+    _Operation(
+        "get",
+        "/v1/requests/{id}/trace",
+        "What became of a running or recent request, and what it waited for",
+        replies.RequestTraceReply,
+        parameters=(_path_parameter("id", "The id of its response, such as chatcmpl-..."),),
     ),
     _Operation(
         "post",

@@ -127,9 +127,18 @@ class WireModel(BaseModel):
 class SloFields(WireModel):
     """Objectives of one request in milliseconds; they win over the x-slo-* headers."""
 
-    ttft_ms: Milliseconds | None = None
-    tpot_ms: Milliseconds | None = None
-    deadline_ms: Milliseconds | None = None
+    ttft_ms: Milliseconds | None = Field(
+        default=None,
+        description="Arrival to first token. Left out: the server's objective, half of it for "
+        "service_tier priority",
+    )
+    tpot_ms: Milliseconds | None = Field(
+        default=None,
+        description="Each further token after the one before; left out: as for ttft_ms",
+    )
+    deadline_ms: Milliseconds | None = Field(
+        default=None, description="Arrival to last token; left out: no deadline"
+    )
 
 
 class StreamOptions(WireModel):
@@ -163,7 +172,10 @@ class GenerationRequest(ModelRequest):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: ServiceTier | None = Field(
-        None, description="flex is best-effort, all others are real-time"
+        None,
+        description="flex is best-effort; all others are real-time, priority and its other name "
+        "fast with objectives half as long. The response says what was used: flex also for "
+        "a real-time request that had to be served as best-effort",
     )
     slo: SloFields | None = None
     user: str | None = Field(None, max_length=512)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+
+from bros.core.request import FinishReason, ServiceClass
 
 
 class ErrorDetail(BaseModel):
@@ -118,6 +120,48 @@ class TokenizeReply(BaseModel):
 
 class DetokenizeReply(BaseModel):
     prompt: str
+
+
+class Objectives(BaseModel):
+    """Milliseconds; null is no objective."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+    deadline_ms: float | None
+
+
+class TraceEvent(BaseModel):
+    at_ms: float = Field(description="After the arrival of the request")
+    event: str
+
+
+class ChoiceTrace(BaseModel):
+    """What became of one choice, and why it waited. Times are milliseconds."""
+
+    index: int
+    request_id: str = Field(description="What the engine calls it, as in the log")
+    service_class: ServiceClass = Field(description="What it is served as")
+    requested_class: ServiceClass = Field(description="What it came in as")
+    slo: Objectives = Field(description="What it is held to")
+    prompt_tokens: int
+    output_tokens: int
+    late_tokens: int = Field(description="Tokens that came after their deadline")
+    preemptions: int = Field(description="How often it was interrupted for others")
+    ttft_ms: float | None = Field(description="Arrival to first token; null until there is one")
+    tpot_ms: float | None = Field(description="Mean between tokens; null before the second")
+    waits_ms: dict[str, float] = Field(
+        description="How long it could have run and did not, by reason: time (no time was left "
+        "in the iteration), rows (the batch was full), tokens (the token budget was used up), "
+        "memory (no KV blocks), turn (others went first)"
+    )
+    events: list[TraceEvent]
+    finish_reason: FinishReason | None = Field(description="null while it is not finished")
+
+
+class RequestTraceReply(BaseModel):
+    id: str
+    object: Literal["request.trace"] = "request.trace"
+    choices: list[ChoiceTrace] = Field(description="Without those the engine no longer knows")
 
 
 class Health(BaseModel):

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from bros.core.errors import BrosError
 from bros.server.answer import Answer
-from bros.server.errors import describe
+from bros.server.errors import ApiError, describe
 from bros.server.interrupts import run_interruptible
 from bros.server.stream import DONE, ChunkWriter
 
@@ -27,7 +27,8 @@ _HEADERS = {
 class EventStream(Response):
     """Sends deltas as they come. The answer is closed however the stream ends.
 
-    An error on the way is sent as an event with the error envelope, and no [DONE] follows.
+    The status line goes out with the first event, so an error before it has a status of its
+    own. A later one is sent as an event with the error envelope, and no [DONE] follows.
     """
 
     media_type = "text/event-stream"
@@ -39,28 +40,27 @@ class EventStream(Response):
         self._answer = answer
         self._writer = writer
         self._stopping = stopping
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        failure: ApiError | None = None
         try:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
             await run_interruptible(self._send_deltas(send), receive, self._stopping)
-            rest = self._writer.end(self._answer.usage()) + DONE
         except (ClientDisconnect, OSError):
             raise ClientDisconnect() from None
-        except BrosError as error:
-            rest = describe(error).to_event()
         except Exception as error:
-            logger.exception("a stream failed")
-            rest = describe(error).to_event()
+            if not isinstance(error, BrosError):
+                logger.exception("a stream failed")
+            failure = describe(error)
         finally:
             await self._answer.aclose()
-        await send({"type": "http.response.body", "body": rest, "more_body": False})
+        if failure is None:
+            rest = self._writer.end(self._answer.usage()) + DONE
+            await self._send(send, rest, more=False)
+        elif self._begun:
+            await self._send(send, failure.to_event(), more=False)
+        else:
+            await failure.to_response()(scope, receive, send)
 
     async def _send_deltas(self, send: Send) -> None:
         write = self._writer.write
@@ -68,4 +68,16 @@ class EventStream(Response):
             async for delta in deltas:
                 events = write(delta)
                 if events:
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                    await self._send(send, events, more=True)
+
+    async def _send(self, send: Send, events: bytes, *, more: bool) -> None:
+        if not self._begun:
+            self._begun = True
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+        await send({"type": "http.response.body", "body": events, "more_body": more})

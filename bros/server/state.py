@@ -16,6 +16,7 @@ from bros.core.interfaces import EngineClient
 from bros.engine.generation import TextGenerator
 from bros.engine.tokenizer import Tokenizer
 from bros.server.metrics import ServerMetrics
+from bros.server.recent import RecentRequests
 
 MAX_BODY_BYTES = 4 * 2**20
 """Larger requests get 413; a prompt of half a million token ids takes about that much."""
@@ -27,6 +28,7 @@ class ServerState:
 
     model_name: the name in the API. created: Unix seconds, shown in /v1/models.
     stopping: set it to end open requests with an error (see HttpServer).
+    recent: which parts the latest requests have, for those who ask what became of them.
     threads: bounds work done beside the event loop, and with it memory.
     """
 
@@ -41,6 +43,7 @@ class ServerState:
     metrics: ServerMetrics
     max_body_bytes: int = MAX_BODY_BYTES
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    recent: RecentRequests = field(default_factory=RecentRequests)
     threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))
 
     @classmethod

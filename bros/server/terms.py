@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from starlette.datastructures import Headers
 
@@ -39,23 +40,33 @@ _SAME_NAME = (
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """What a `service_tier` means here; `used` is what the response says."""
+    """What a `service_tier` means here.
+
+    name: what the response calls it. slo_scale: times the server's objectives gives those of
+    the tier; None leaves them to the engine.
+    """
 
     service_class: ServiceClass
-    used: str
+    name: str
+    slo_scale: float | None = None
 
 
-_DEFAULT_TIER = Tier(ServiceClass.RT, "default")
-_TIERS: Mapping[str | None, Tier] = {
-    "priority": Tier(ServiceClass.RT, "priority"),
-    "fast": Tier(ServiceClass.RT, "priority"),
-    "flex": Tier(ServiceClass.BE, "flex"),
-}
+_DEFAULT = Tier(ServiceClass.RT, "default")
+_PRIORITY = Tier(ServiceClass.RT, "priority", slo_scale=0.5)
+_FLEX = Tier(ServiceClass.BE, "flex")
+_TIERS: Mapping[str | None, Tier] = MappingProxyType(
+    {"priority": _PRIORITY, "fast": _PRIORITY, "flex": _FLEX}
+)
 
 
 def tier_of(request: GenerationRequest) -> Tier:
     """flex is best-effort; everything else, and nothing, is real-time."""
-    return _TIERS.get(request.service_tier, _DEFAULT_TIER)
+    return _TIERS.get(request.service_tier, _DEFAULT)
+
+
+def tier_used(asked: Tier, *, best_effort: bool) -> str:
+    """What the response says. best_effort: what the engine serves any part of the request as."""
+    return _FLEX.name if best_effort else asked.name
 
 
 def chat_sampling(request: ChatCompletionRequest) -> SamplingParams:
@@ -80,15 +91,25 @@ def completion_sampling(request: CompletionRequest) -> SamplingParams:
     return _sampling(request, request.max_tokens or _COMPLETION_MAX_TOKENS, request.logprobs)
 
 
-def slo_of(request: GenerationRequest, headers: Headers) -> Slo:
-    """Field by field: the body's `slo`, else the header, else its llm-d alias, else None.
+def slo_of(request: GenerationRequest, headers: Headers, default: Slo) -> Slo:
+    """Field by field: the body's `slo`, else the header, else its llm-d alias, else the tier's.
 
-    Raises InvalidRequestError naming a header that is not a positive number.
+    default: the server's objectives, of which a tier may take a fraction. None where nothing
+    was asked: then they are the engine's to apply. Raises InvalidRequestError naming a header
+    that is not a positive number.
     """
     body = request.slo or SloFields()
-    ttft_ms = body.ttft_ms or _header_ms(headers, "ttft")
-    tpot_ms = body.tpot_ms or _header_ms(headers, "tpot")
-    return Slo(_seconds(ttft_ms), _seconds(tpot_ms), _seconds(body.deadline_ms))
+    scale = tier_of(request).slo_scale
+    asked = Slo(
+        _seconds(body.ttft_ms or _header_ms(headers, "ttft")),
+        _seconds(body.tpot_ms or _header_ms(headers, "tpot")),
+        _seconds(body.deadline_ms),
+    )
+    return Slo(
+        _first(asked.ttft_s, _scaled(default.ttft_s, scale)),
+        _first(asked.tpot_s, _scaled(default.tpot_s, scale)),
+        _first(asked.deadline_s, _scaled(default.deadline_s, scale)),
+    )
 
 
 def _sampling(
@@ -132,6 +153,14 @@ def _header_ms(headers: Headers, objective: str) -> float | None:
             )
         return value
     return None
+
+
+def _first(asked: float | None, otherwise: float | None) -> float | None:
+    return otherwise if asked is None else asked
+
+
+def _scaled(objective_s: float | None, scale: float | None) -> float | None:
+    return None if objective_s is None or scale is None else objective_s * scale
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -19,7 +19,7 @@ from bros.core.errors import (
     QueueFullError,
 )
 from bros.core.ids import IdGenerator
-from bros.core.interfaces import EngineInfo, EngineStats
+from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
 from bros.core.request import (
     MAX_SEED,
     EngineRequest,
@@ -38,6 +38,17 @@ EOS = 1
 PROMPT = [5, 6, 7]
 
 
+class ScriptedStream:
+    """The outputs of one request."""
+
+    def __init__(self, service_class: ServiceClass, outputs: AsyncIterator[RequestOutput]) -> None:
+        self.service_class = service_class
+        self._outputs = outputs
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self._outputs
+
+
 class ScriptedEngine:
     """Streams say what the test puts in; submissions and aborts wait while `gate` is closed."""
 
@@ -52,12 +63,13 @@ class ScriptedEngine:
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.refusals: dict[str, Exception] = {}
+        self.relegated: set[str] = set()
         self.queues: dict[str, asyncio.Queue[RequestOutput | Exception | None]] = {}
         self.gate = asyncio.Event()
         self.gate.set()
         self.closed_streams = 0
 
-    async def submit(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+    async def submit(self, request: EngineRequest) -> ScriptedStream:
         self.submitted.append(request)
         try:
             await self.gate.wait()
@@ -67,7 +79,9 @@ class ScriptedEngine:
         if request.request_id in self.refusals:
             raise self.refusals[request.request_id]
         self.queues[request.request_id] = asyncio.Queue()
-        return self._stream(request.request_id)
+        relegated = request.request_id in self.relegated
+        service_class = ServiceClass.BE if relegated else request.service_class
+        return ScriptedStream(service_class, self._stream(request.request_id))
 
     async def _stream(self, request_id: str) -> AsyncIterator[RequestOutput]:
         try:
@@ -85,6 +99,9 @@ class ScriptedEngine:
     async def stats(self) -> EngineStats:
         return EngineStats()
 
+    async def trace(self, request_id: str) -> RequestTrace | None:
+        return None
+
     async def close(self) -> None:
         return None
 
@@ -97,6 +114,7 @@ class ScriptedEngine:
         logprobs: bool = False,
         cached: int = 0,
         error: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         token_ids = one_by_one(text) if isinstance(text, str) else tuple(text)
         entries = tuple(TokenLogprobs(i, -0.5) for i in token_ids) if logprobs else ()
@@ -107,6 +125,7 @@ class ScriptedEngine:
             finish_reason=finish,
             cached_tokens=cached,
             error=error,
+            retry_after_s=retry_after_s,
         )
         self.queues[to].put_nowait(output)
 

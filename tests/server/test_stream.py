@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.scripted_server import Server, events
-
-
-def chunks(text: str) -> list[dict[str, Any]]:
-    """The chunks of a stream that ends as it should."""
-    data = events(text)
-    assert data.pop() == "[DONE]"
-    return [json.loads(item) for item in data]
+from support.scripted_server import Server, chunks, events
 
 
 async def test_chat_stream_byte_for_byte(server: Server) -> None:

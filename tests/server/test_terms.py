@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from bros.core.request import ServiceClass, Slo
-from support.scripted_server import Server, assert_envelope
+from support.scripted_server import Server, assert_envelope, chunks
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,33 @@ async def test_unknown_tier_is_refused(server: Server) -> None:
     assert assert_envelope(await server.chat(service_tier="best"), 400)["param"] == "service_tier"
 
 
+@pytest.mark.parametrize("asked", [None, "default", "priority"])
+@pytest.mark.parametrize(
+    ("fields", "relegates"),
+    [({}, ""), ({"n": 3}, ""), ({"n": 3}, "-0"), ({"n": 3}, "-2")],
+)
+async def test_a_relegated_request_says_flex_everywhere(
+    server: Server, asked: str | None, fields: dict[str, Any], relegates: str
+) -> None:
+    server.engine.relegates = relegates
+    for create in (server.chat, server.complete):
+        assert (await create(service_tier=asked, **fields)).json()["service_tier"] == "flex"
+        assert server.last().service_class is ServiceClass.RT, "relegating is the engine's choice"
+        stream = await create(service_tier=asked, stream=True, **fields)
+        assert {chunk["service_tier"] for chunk in chunks(stream.text)} == {"flex"}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_one_relegated_prompt_of_several_makes_the_whole_request_flex(
+    server: Server, n: int
+) -> None:
+    server.engine.relegates = "-1" if n == 1 else "-1-1"
+    fields = {"prompt": ["a", "b"], "n": n}
+    assert (await server.complete(**fields)).json()["service_tier"] == "flex"
+    stream = await server.complete(stream=True, **fields)
+    assert {chunk["service_tier"] for chunk in chunks(stream.text)} == {"flex"}
+
+
 async def slo_of(server: Server, headers: dict[str, str], **fields: Any) -> Slo:
     body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
     response = await server.http.post("/v1/chat/completions", json=body, headers=headers)
@@ -64,8 +92,49 @@ async def test_the_body_wins_over_headers_field_by_field(server: Server) -> None
     assert await slo_of(server, headers, slo={"ttft_ms": 100}) == Slo(0.1, 0.02)
 
 
-async def test_no_objectives_leave_them_to_the_server(server: Server) -> None:
-    assert await slo_of(server, {}) == Slo()
+NOTHING: list[dict[str, Any]] = [{}, {"slo": None}, {"slo": {}}, {"slo": {"ttft_ms": None}}]
+
+
+@pytest.mark.parametrize("tier", [None, "auto", "default", "scale", "flex"])
+@pytest.mark.parametrize("fields", NOTHING)
+async def test_no_objectives_leave_them_to_the_engine(
+    server: Server, tier: str | None, fields: dict[str, Any]
+) -> None:
+    assert await slo_of(server, {}, service_tier=tier, **fields) == Slo()
+
+
+@pytest.mark.parametrize("tier", ["priority", "fast"])
+@pytest.mark.parametrize("fields", NOTHING)
+async def test_priority_halves_the_objectives_of_the_server(
+    server: Server, tier: str, fields: dict[str, Any]
+) -> None:
+    server.engine.info = dataclasses.replace(
+        server.engine.info, default_slo=Slo(ttft_s=0.5, tpot_s=0.125)
+    )
+    assert await slo_of(server, {}, service_tier=tier, **fields) == Slo(0.25, 0.0625)
+
+
+async def test_what_a_priority_request_names_itself_is_not_halved(server: Server) -> None:
+    server.engine.info = dataclasses.replace(
+        server.engine.info, default_slo=Slo(ttft_s=0.5, tpot_s=0.125)
+    )
+    slo = {"ttft_ms": 2000, "deadline_ms": 9000}
+    asked = await slo_of(server, {}, service_tier="priority", slo=slo)
+    assert asked == Slo(2.0, 0.0625, 9.0)
+    headers = {"x-slo-tpot-ms": "300", "x-slo-ttft-ms": "999"}
+    asked = await slo_of(server, headers, service_tier="priority", slo=slo)
+    assert asked == Slo(2.0, 0.3, 9.0)
+
+
+async def test_objectives_of_a_best_effort_request_are_passed_on(server: Server) -> None:
+    asked = await slo_of(server, {"x-slo-ttft-ms": "5000"}, service_tier="flex")
+    assert asked == Slo(ttft_s=5.0)
+    assert server.last().service_class is ServiceClass.BE
+
+
+async def test_every_choice_and_prompt_gets_the_objectives(server: Server) -> None:
+    await server.complete(prompt=["a", "b"], n=2, slo={"tpot_ms": 50})
+    assert [request.slo for request in server.engine.submitted] == [Slo(tpot_s=0.05)] * 4
 
 
 @pytest.mark.parametrize("text", ["soon", "", "-1", "0", "nan", "inf", "1e300"])

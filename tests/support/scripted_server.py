@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from bros.core.clock import ManualClock
 from bros.core.config import ServerConfig
 from bros.core.errors import EngineDeadError
 from bros.core.ids import IdGenerator
-from bros.core.interfaces import ClassStats, EngineInfo, EngineStats
+from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
 from bros.core.request import (
     EngineRequest,
     FinishReason,
@@ -56,13 +57,26 @@ def make_tokenizer() -> Tokenizer:
     return Tokenizer(backend, special, ChatTemplates({"default": CHATML}, special, ManualClock()))
 
 
+class ScriptedStream:
+    """The outputs of one request."""
+
+    def __init__(self, service_class: ServiceClass, outputs: AsyncIterator[RequestOutput]) -> None:
+        self.service_class = service_class
+        self._outputs = outputs
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self._outputs
+
+
 class ScriptedEngine:
     """An EngineClient that answers with a text, token by token, and EOS.
 
     Tests set: `text`; `refusal`, raised on submission; `hold_after`, tokens after which a request
     waits for `release`; `die_after`, tokens after which the engine dies of `death`; `fail_after`,
-    after which requests whose id ends with `fails` end with an error; `step_s`, by which each
-    token moves the clock; `cached_tokens`; `alive`.
+    after which requests whose id ends with `fails` end with an error, one that may be tried again
+    after `retry_after_s` if that is not None; `relegates`, the end of ids that are served as
+    best-effort; `step_s`, by which each token moves the clock; `cached_tokens`; `figures`, its
+    statistics; `traces` by request id; `alive`.
     """
 
     def __init__(self, tokenizer: Tokenizer, clock: ManualClock) -> None:
@@ -76,6 +90,10 @@ class ScriptedEngine:
         self.death: Exception = EngineDeadError("The engine died.")
         self.fail_after: int | None = None
         self.fails = ""
+        self.retry_after_s: float | None = None
+        self.relegates: str | None = None
+        self.figures = EngineStats()
+        self.traces: dict[str, RequestTrace] = {}
         self.cached_tokens = 0
         self.alive = True
         self.submitted: list[EngineRequest] = []
@@ -106,14 +124,16 @@ class ScriptedEngine:
             max_queue=8,
         )
 
-    async def submit(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+    async def submit(self, request: EngineRequest) -> ScriptedStream:
         if not self.alive:
             raise EngineDeadError("The engine is not running.")
         self._limits.check(request)
         if self.refusal is not None:
             raise self.refusal
         self.submitted.append(request)
-        return self._run(request)
+        relegated = self.relegates is not None and request.request_id.endswith(self.relegates)
+        service_class = ServiceClass.BE if relegated else request.service_class
+        return ScriptedStream(service_class, self._run(request))
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -122,15 +142,12 @@ class ScriptedEngine:
     async def stats(self) -> EngineStats:
         if not self.alive:
             raise EngineDeadError("The engine is not running.")
-        by_class = {
-            ServiceClass.RT: ClassStats(
-                running=2, waiting=1, prompt_tokens=70, output_tokens=30, kv_blocks=20
-            ),
-            ServiceClass.BE: ClassStats(
-                running=3, waiting=9, prompt_tokens=7, output_tokens=5, kv_blocks=5
-            ),
-        }
-        return EngineStats(steps=11, kv_blocks_used=25, kv_blocks_total=100, by_class=by_class)
+        return self.figures
+
+    async def trace(self, request_id: str) -> RequestTrace | None:
+        if not self.alive:
+            raise EngineDeadError("The engine is not running.")
+        return self.traces.get(request_id)
 
     async def close(self) -> None:
         pass
@@ -145,6 +162,7 @@ class ScriptedEngine:
                     request_id=request.request_id,
                     finish_reason=FinishReason.ERROR,
                     error="The numbers overflowed.",
+                    retry_after_s=self.retry_after_s,
                 )
                 return
             yield self._output(request, count, token_id, limit)
@@ -248,6 +266,13 @@ def events(text: str) -> list[str]:
     assert blocks.pop() == ""
     assert all(block.startswith("data: ") for block in blocks)
     return [block.removeprefix("data: ") for block in blocks]
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    """The chunks of a stream that ends as it should."""
+    data = events(text)
+    assert data.pop() == "[DONE]"
+    return [json.loads(item) for item in data]
 
 
 def assert_envelope(response: httpx.Response, status: int) -> dict[str, Any]:

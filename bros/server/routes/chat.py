@@ -43,9 +43,11 @@ async def create_chat_completion(request: Request) -> Response:
             usage=answer.usage(),
         )
 
-    frame = exchange.frame("chat.completion.chunk")
-    writer = ChatChunkWriter(frame, state.tokenizer, sampling.logprobs is not None)
-    return await exchange.respond(start(), writer, complete)
+    def make_writer() -> ChatChunkWriter:
+        frame = exchange.frame("chat.completion.chunk")
+        return ChatChunkWriter(frame, state.tokenizer, sampling.logprobs is not None)
+
+    return await exchange.respond(start(), make_writer, complete)
 
 
 def _choice(state: ServerState, sampling: SamplingParams, choice: FinishedChoice) -> ChatChoice:

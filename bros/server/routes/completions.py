@@ -57,9 +57,11 @@ async def create_completion(request: Request) -> Response:
             usage=answer.usage(),
         )
 
-    frame = exchange.frame("text_completion")
-    writer = CompletionChunkWriter(frame, state.tokenizer, sampling.logprobs, echoes)
-    return await exchange.respond(start(), writer, complete)
+    def make_writer() -> CompletionChunkWriter:
+        frame = exchange.frame("text_completion")
+        return CompletionChunkWriter(frame, state.tokenizer, sampling.logprobs, echoes)
+
+    return await exchange.respond(start(), make_writer, complete)
 
 
 async def _token_ids(state: ServerState, prompt: str | list[int]) -> list[int]:

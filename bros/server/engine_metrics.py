@@ -1,0 +1,183 @@
+"""Engine statistics as Prometheus metrics. Help texts say what an operator does with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from bros.core.interfaces import Buckets, ClassStats, EngineStats
+from bros.core.request import ServiceClass
+
+_CLASS = "class"
+
+_ENGINE_GAUGES: Mapping[str, str] = MappingProxyType(
+    {
+        "batch_size": "Requests allowed in the next iteration; --max-num-seqs is the most",
+        "safety_factor": (
+            "What predicted step times are multiplied by to be on the safe side; "
+            "if it stays far above 1, measure the profile again on the idle machine"
+        ),
+    }
+)
+"""Names are those of EngineStats with bros_ before them, here and below."""
+
+_ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "steps": ("engine_steps", "Iterations run"),
+        "step_s": ("engine_step_seconds", "Time all iterations took; by bros_engine_steps: mean"),
+        "predicted_s": (
+            "engine_step_predicted_seconds",
+            "What the cost model said iterations would take; compare with "
+            "bros_engine_step_seconds: a lasting difference means that the profile is stale",
+        ),
+        "step_error_s": (
+            "engine_step_error_seconds",
+            "Sum of |predicted - actual|; by bros_engine_step_seconds: relative error of the "
+            "cost model. Above 0.3 objectives are missed or capacity is wasted: profile again",
+        ),
+        "be_tax_s": (
+            "be_tax_seconds",
+            "By how much best-effort work lengthened iterations of real-time requests; by "
+            "bros_engine_step_seconds: what sharing costs. To lower it, lower --rt-wait",
+        ),
+        "batch_resets": (
+            "batch_resets",
+            "How often the batch size fell back because real-time requests were getting late; "
+            "if it rises steadily, the load is at the limit",
+        ),
+    }
+)
+
+_CLASS_GAUGES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "running": ("requests_running", "Requests being computed"),
+        "waiting": ("requests_waiting", "Requests in the queue; at --max-queue, 429 follows"),
+        "kv_blocks": ("kv_blocks_used", "KV blocks in use"),
+    }
+)
+
+_CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "prompt_tokens": ("prompt_tokens", "Prompt tokens taken in"),
+        "output_tokens": ("output_tokens", "Tokens generated"),
+        "preemptions": (
+            "preemptions",
+            "Requests interrupted for others; if it rises quickly, raise --kv-memory",
+        ),
+        "finished": (
+            "requests_finished",
+            "Requests the engine completed; what bros_slo_met is measured against",
+        ),
+        "tokens_on_time": (
+            "tokens_on_time",
+            "Tokens that were ready by their deadline; by bros_output_tokens: share on time",
+        ),
+        "relegated": (
+            "requests_relegated",
+            "Requests served as this class that came in as the other one, because their "
+            "objectives could not be met; needs --overload relegate. If it rises, add capacity",
+        ),
+        "rejected": (
+            "requests_rejected",
+            "Requests answered with 429 because of overload, on arrival or before their first "
+            "token; if it rises, add capacity or relax the objectives",
+        ),
+    }
+)
+
+_OBJECTIVES: Mapping[str, str] = MappingProxyType(
+    {"ttft": "ttft_met", "tpot": "tpot_met", "both": "both_met"}
+)
+
+
+class EngineCollector(Collector):
+    """Turns the latest EngineStats into metrics. Counters restart with the engine."""
+
+    def __init__(self) -> None:
+        self.stats: EngineStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats
+        up = stats is not None
+        yield GaugeMetricFamily("bros_engine_up", "1 if the engine answers", value=up)
+        if stats is None:
+            return
+        yield GaugeMetricFamily("bros_kv_blocks", "KV blocks there are", stats.kv_blocks_total)
+        for field, text in _ENGINE_GAUGES.items():
+            yield GaugeMetricFamily(f"bros_{field}", text, getattr(stats, field))
+        for field, (name, text) in _ENGINE_COUNTERS.items():
+            yield CounterMetricFamily(f"bros_{name}", text, getattr(stats, field))
+        yield from _by_class(stats)
+
+
+def _by_class(stats: EngineStats) -> Iterator[Metric]:
+    counts = {cls.value: stats.by_class.get(cls, ClassStats()) for cls in ServiceClass}
+    for field, (name, text) in _CLASS_GAUGES.items():
+        gauge = GaugeMetricFamily(f"bros_{name}", text, labels=(_CLASS,))
+        for service_class, values in counts.items():
+            gauge.add_metric((service_class,), getattr(values, field))
+        yield gauge
+    for field, (name, text) in _CLASS_COUNTERS.items():
+        counter = CounterMetricFamily(f"bros_{name}", text, labels=(_CLASS,))
+        for service_class, values in counts.items():
+            counter.add_metric((service_class,), getattr(values, field))
+        yield counter
+    yield _kv_usage(counts, stats.kv_blocks_total)
+    yield _objectives(counts)
+    yield _slack(counts)
+
+
+def _kv_usage(counts: Mapping[str, ClassStats], total: int) -> Metric:
+    gauge = GaugeMetricFamily("bros_kv_usage_ratio", "Share of all KV blocks", labels=(_CLASS,))
+    for service_class, values in counts.items():
+        gauge.add_metric((service_class,), values.kv_blocks / max(total, 1))
+    return gauge
+
+
+def _objectives(counts: Mapping[str, ClassStats]) -> Metric:
+    counter = CounterMetricFamily(
+        "bros_slo_met",
+        "Finished requests that met an objective: time to first token (ttft), mean time between "
+        "tokens (tpot), both. By bros_requests_finished: attainment, the figure to alert on; if "
+        "it falls, lower --rt-wait, choose --overload relegate or reject, or add capacity",
+        labels=(_CLASS, "objective"),
+    )
+    for service_class, values in counts.items():
+        for objective, field in _OBJECTIVES.items():
+            counter.add_metric((service_class, objective), getattr(values, field))
+    return counter
+
+
+def _slack(counts: Mapping[str, ClassStats]) -> Metric:
+    name = "bros_token_slack_seconds"
+    histogram = HistogramMetricFamily(
+        name,
+        "Time left until a token's deadline when it was ready, negative if late. Much slack in "
+        "class rt leaves room for best-effort work (raise --rt-wait); none is a warning",
+        labels=(_CLASS,),
+    )
+    for service_class, values in counts.items():
+        slack, labels = values.slack, {_CLASS: service_class}
+        buckets = _cumulative(slack)
+        histogram.add_metric((service_class,), buckets, sum_value=None)
+        # The library leaves these two out where values may be negative, because the sum may
+        # then fall. The mean over all time is still worth having, and clients expect a count.
+        histogram.add_sample(f"{name}_count", labels, buckets[-1][1])
+        histogram.add_sample(f"{name}_sum", labels, slack.total)
+    return histogram
+
+
+def _cumulative(buckets: Buckets) -> list[tuple[str, float]]:
+    """(upper bound, values up to there), the last one for +Inf."""
+    bounds = [*map(floatToGoString, buckets.bounds), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(buckets.counts), strict=True))

@@ -1,0 +1,211 @@
+"""/metrics, read by Prometheus' own parser."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from bros.core.clock import ManualClock
+from bros.core.interfaces import Buckets, ClassStats, EngineStats
+from bros.core.request import ServiceClass
+from bros.server.metrics import ServerMetrics
+from support.scripted_server import Server
+
+FIGURES = EngineStats(
+    steps=11,
+    step_s=2.5,
+    predicted_s=2.25,
+    step_error_s=0.5,
+    be_tax_s=0.75,
+    safety_factor=1.125,
+    batch_size=24,
+    batch_resets=3,
+    kv_blocks_used=25,
+    kv_blocks_total=100,
+    by_class={
+        ServiceClass.RT: ClassStats(
+            running=2, waiting=1, prompt_tokens=70, output_tokens=30, finished=9, preemptions=1,
+            kv_blocks=20, ttft_met=8, tpot_met=7, both_met=6, tokens_on_time=28, rejected=4,
+            slack=Buckets(bounds=(-0.5, 0.0, 0.25), counts=(1, 2, 20, 5), total=4.5),
+        ),
+        ServiceClass.BE: ClassStats(
+            running=3, waiting=9, prompt_tokens=7, output_tokens=5, kv_blocks=5, relegated=2
+        ),
+    },
+)  # fmt: skip
+
+
+def parse(text: str) -> dict[tuple[str, ...], float]:
+    """(name, label values...) -> value."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def samples(server: Server) -> dict[tuple[str, ...], float]:
+    return parse((await server.http.get("/metrics")).text)
+
+
+def rendered(stats: EngineStats) -> str:
+    return ServerMetrics(ManualClock()).render(stats).decode()
+
+
+async def test_the_engine_is_shown(server: Server) -> None:
+    server.engine.figures = FIGURES
+    found = await samples(server)
+    assert {name: value for (name, *labels), value in found.items() if not labels} == {
+        "bros_engine_up": 1,
+        "bros_kv_blocks": 100,
+        "bros_batch_size": 24,
+        "bros_safety_factor": 1.125,
+        "bros_batch_resets_total": 3,
+        "bros_engine_steps_total": 11,
+        "bros_engine_step_seconds_total": 2.5,
+        "bros_engine_step_predicted_seconds_total": 2.25,
+        "bros_engine_step_error_seconds_total": 0.5,
+        "bros_be_tax_seconds_total": 0.75,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "rt", "be"),
+    [
+        ("bros_requests_running", 2, 3),
+        ("bros_requests_waiting", 1, 9),
+        ("bros_kv_blocks_used", 20, 5),
+        ("bros_kv_usage_ratio", 0.2, 0.05),
+        ("bros_prompt_tokens_total", 70, 7),
+        ("bros_output_tokens_total", 30, 5),
+        ("bros_preemptions_total", 1, 0),
+        ("bros_requests_finished_total", 9, 0),
+        ("bros_tokens_on_time_total", 28, 0),
+        ("bros_requests_relegated_total", 0, 2),
+        ("bros_requests_rejected_total", 4, 0),
+    ],
+)
+async def test_each_class_is_shown(server: Server, name: str, rt: float, be: float) -> None:
+    server.engine.figures = FIGURES
+    found = await samples(server)
+    assert (found[(name, "rt")], found[(name, "be")]) == (rt, be)
+
+
+async def test_attainment_can_be_computed_for_each_objective(server: Server) -> None:
+    server.engine.figures = FIGURES
+    found = await samples(server)
+    met = {key[1:]: value for key, value in found.items() if key[0] == "bros_slo_met_total"}
+    assert met == {
+        ("rt", "ttft"): 8, ("rt", "tpot"): 7, ("rt", "both"): 6,
+        ("be", "ttft"): 0, ("be", "tpot"): 0, ("be", "both"): 0,
+    }  # fmt: skip
+
+
+async def test_slack_is_a_histogram_that_may_begin_below_zero(server: Server) -> None:
+    server.engine.figures = FIGURES
+    found = await samples(server)
+    name = "bros_token_slack_seconds"
+    slack = {key[1:]: value for key, value in found.items() if key[0] == f"{name}_bucket"}
+    assert slack == {
+        ("rt", "-0.5"): 1, ("rt", "0.0"): 3, ("rt", "0.25"): 23, ("rt", "+Inf"): 28,
+        ("be", "+Inf"): 0,
+    }  # fmt: skip
+    assert (found[(f"{name}_count", "rt")], found[(f"{name}_sum", "rt")]) == (28, 4.5)
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8, unique=True).map(sorted),
+    st.data(),
+)
+def test_histograms_add_up_whatever_the_bounds(bounds: list[float], data: st.DataObject) -> None:
+    size = len(bounds) + 1
+    counts = data.draw(st.lists(st.integers(0, 2**40), min_size=size, max_size=size))
+    slack = Buckets(bounds=tuple(bounds), counts=tuple(counts), total=1.5)
+    text = rendered(EngineStats(by_class={ServiceClass.RT: ClassStats(slack=slack)}))
+    (family,) = (f for f in families(text) if f.name == "bros_token_slack_seconds")
+    found = [
+        (float(sample.labels["le"]), sample.value)
+        for sample in family.samples
+        if sample.name.endswith("_bucket") and sample.labels["class"] == "rt"
+    ]
+    expected = zip([*bounds, float("inf")], itertools.accumulate(counts), strict=True)
+    assert found == list(expected)
+    assert parse(text)[("bros_token_slack_seconds_count", "rt")] == sum(counts)
+
+
+def families(text: str) -> list[Metric]:
+    return list(text_string_to_metric_families(text))
+
+
+def test_every_metric_is_described_once_and_labels_are_few() -> None:
+    found = families(rendered(FIGURES))
+    names = [family.name for family in found]
+    assert len(names) == len(set(names))
+    for family in found:
+        assert family.documentation, family.name
+        assert family.type in ("counter", "gauge", "histogram"), family.name
+    labels = {label for family in found for sample in family.samples for label in sample.labels}
+    assert labels <= {"class", "objective", "le"}
+
+
+def test_an_engine_that_reports_nothing_yet_is_shown_with_zeros() -> None:
+    found = parse(rendered(EngineStats()))
+    assert found[("bros_slo_met_total", "rt", "both")] == 0
+    assert found[("bros_kv_usage_ratio", "be")] == 0
+    assert found[("bros_token_slack_seconds_count", "rt")] == 0
+
+
+async def test_requests_are_timed_by_class(server: Server) -> None:
+    await server.chat(max_tokens=4)
+    await server.chat(n=2, service_tier="flex")
+    found = await samples(server)
+    assert found[("bros_requests_total", "rt", "length")] == 1
+    assert found[("bros_requests_total", "be", "stop")] == 2
+    for service_class, choices, gaps in (("rt", 1, 3), ("be", 2, 22)):
+        assert found[("bros_time_to_first_token_seconds_count", service_class)] == choices
+        assert found[("bros_time_per_output_token_seconds_count", service_class)] == choices
+        assert found[("bros_request_duration_seconds_count", service_class)] == choices
+        assert found[("bros_inter_token_seconds_count", service_class)] == gaps
+    assert found[("bros_http_requests_total", "/v1/chat/completions", "200")] == 2
+
+
+async def test_times_are_those_of_the_clock(server: Server) -> None:
+    server.engine.step_s = 0.125
+    await server.chat(max_tokens=5)
+    found = await samples(server)
+    assert found[("bros_request_duration_seconds_sum", "rt")] == 5 * 0.125
+    ttft_s = found[("bros_time_to_first_token_seconds_sum", "rt")]
+    assert ttft_s >= 0.125
+    assert found[("bros_time_per_output_token_seconds_sum", "rt")] == (5 * 0.125 - ttft_s) / 4
+    assert found[("bros_inter_token_seconds_sum", "rt")] == 5 * 0.125 - ttft_s
+
+
+async def test_a_dead_engine_leaves_what_the_server_knows(server: Server) -> None:
+    server.engine.alive = False
+    found = await samples(server)
+    assert found[("bros_engine_up",)] == 0
+    assert ("bros_kv_usage_ratio",) not in found
+
+
+async def test_requests_count_as_the_class_that_served_them(server: Server) -> None:
+    server.engine.relegates = "-1"
+    await server.chat(n=2, max_tokens=3)
+    found = await samples(server)
+    for service_class in ("rt", "be"):
+        assert found[("bros_requests_total", service_class, "length")] == 1
+        assert found[("bros_time_to_first_token_seconds_count", service_class)] == 1
+        assert found[("bros_inter_token_seconds_count", service_class)] == 2
+        assert found[("bros_request_duration_seconds_count", service_class)] == 1
+
+
+async def test_a_choice_that_fails_and_those_it_takes_along_are_counted(server: Server) -> None:
+    server.engine.fail_after, server.engine.fails, server.engine.relegates = 0, "-0", "-1"
+    assert (await server.chat(n=2)).status_code == 500
+    found = await samples(server)
+    ends = {key[1:]: value for key, value in found.items() if key[0] == "bros_requests_total"}
+    assert ends == {("rt", "error"): 1, ("be", "abort"): 1}
