@@ -30,7 +30,14 @@ from bros.core.request import (
     Slo,
     TokenLogprobs,
 )
-from bros.engine.generation import ChoiceResult, Generation, TextDelta, TextGenerator, collect
+from bros.engine.generation import (
+    ChoiceResult,
+    Generation,
+    TextDelta,
+    TextGenerator,
+    collect,
+    numbered,
+)
 from support.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -209,6 +216,24 @@ async def test_all_choices_are_submitted_before_the_first_is_accepted() -> None:
     await (await starting).aclose()
 
 
+@pytest.mark.parametrize("asked", ServiceClass)
+async def test_each_choice_says_what_the_engine_serves_it_as(asked: ServiceClass) -> None:
+    engine = ScriptedEngine()
+    engine.relegated = {"r-1"}
+    generation = await generator(engine).start(
+        PROMPT, SamplingParams(n=3), request_id="r", service_class=asked
+    )
+    assert generation.service_classes == (asked, ServiceClass.BE, asked)
+    await generation.aclose()
+
+
+@pytest.mark.parametrize(("count", "ids"), [(1, ("a",)), (3, ("a-0", "a-1", "a-2"))])
+def test_parts_of_a_whole_are_numbered_if_there_are_several(
+    count: int, ids: tuple[str, ...]
+) -> None:
+    assert numbered("a", count) == ids
+
+
 # ---- Refusals
 
 
@@ -345,6 +370,17 @@ async def test_a_failed_request_says_why() -> None:
     engine.say("a", FinishReason.ERROR, error="out of memory")
     [result] = await collect(generation)
     assert (result.finish_reason, result.error) == (FinishReason.ERROR, "out of memory")
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 4.5])
+async def test_a_request_that_was_given_up_says_when_to_come_back(
+    retry_after_s: float | None,
+) -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    engine.say("", FinishReason.ERROR, error="busy", retry_after_s=retry_after_s)
+    (delta,) = [delta async for delta in generation]
+    assert (delta.error, delta.retry_after_s) == ("busy", retry_after_s)
 
 
 async def test_choices_are_merged_as_they_arrive() -> None:

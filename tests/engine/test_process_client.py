@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, PromptTooLongError
-from bros.core.request import EngineRequest, FinishReason, SamplingParams
+from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.engine.process_client import ProcessEngineClient
 from bros.executor.model_store import ModelFiles
 from support.tiny_models import save_tiny_llama
@@ -70,6 +71,12 @@ async def test_answers_stats_refusals_and_aborts_pass_the_socket(
     reasons = [output.finish_reason async for output in stream]
     assert reasons[-1] in (FinishReason.ABORT, FinishReason.LENGTH)
     assert (await client.stats()).kv_blocks_used == 0
+    assert await client.trace("never heard of") is None
+    relaxed = await client.submit(
+        dataclasses.replace(ask("relaxed"), service_class=ServiceClass.BE)
+    )
+    assert relaxed.service_class is ServiceClass.BE
+    assert [output async for output in relaxed][-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_a_killed_engine_fails_open_requests_at_once_and_comes_back(
