@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
+from bros.core.request import Slo
 from bros.engine.engine import Engine
+from bros.engine.profiling import step_time_model
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
-from bros.kvcache.manager import KvCacheManager
-from bros.scheduler.limits import Limits
-from bros.scheduler.policies import make_policy
-from bros.scheduler.scheduler import Scheduler
+from bros.scheduler.build import build_scheduler, needs_cost_model
 
 
 def build_engine(
-    config: EngineConfig, files: ModelFiles, clock: Clock, *, profiles: Sequence[Path] = ()
+    config: EngineConfig,
+    files: ModelFiles,
+    clock: Clock,
+    *,
+    profiles: Sequence[Path] = (),
+    report: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Load the model and set up KV memory and scheduling.
 
-    profiles: folders with measured step times, the user's own first.
+    profiles: folders with measured step times, the user's own first; without a matching one,
+    some steps are measured now. `report` is told in one line each what takes long.
 
     Raises ModelError if the model cannot be served, ConfigError if an option does not fit it.
     """
     executor, info = load_executor(config, files)
-    limits = Limits(
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=config.max_batch_tokens,
-        max_queue=config.max_queue,
-        eos_token_ids=frozenset(info.eos_token_ids),
-    )
-    kv = KvCacheManager(info.num_kv_blocks, info.block_size)
-    scheduler = Scheduler(make_policy(config.policy), kv, limits, random.Random(config.seed))
-    return Engine(scheduler, executor, clock, info)
+    slo = Slo(ttft_s=config.slo_ttft / 1000, tpot_s=config.slo_tpot / 1000)
+    info = dataclasses.replace(info, default_slo=slo)
+    model = None
+    if needs_cost_model(config):
+        model = step_time_model(config, executor, info, clock, profiles, report)
+    return Engine(build_scheduler(config, info, model), executor, clock, info)

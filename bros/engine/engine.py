@@ -39,13 +39,15 @@ class Engine:
 
         Raises RuntimeError if there is work but nothing can run, which would be a bug.
         """
-        plan = self._scheduler.schedule()
+        scheduler, clock = self._scheduler, self._clock
+        plan = scheduler.schedule(clock.now())
+        outputs = scheduler.take_given_up()
         if plan is None:
-            if self._scheduler.has_work:
+            if scheduler.has_work:
                 raise RuntimeError("there are requests, but none of them can run")
-            return []
+            return outputs
         result = self._executor.execute(plan)
-        return self._scheduler.apply(result, self._clock.now())
+        return outputs + scheduler.apply(result, clock.now())
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()

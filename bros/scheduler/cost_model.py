@@ -192,7 +192,10 @@ class StepTimePredictor:
 
     def seconds(self, load: StepLoad) -> float:
         """The expected time of a step."""
-        whole, decode = self.model.seconds(load), self.model.decode_seconds(load)
+        decode = self.model.decode_seconds(load)
+        if load.decode_rows == load.tokens and load.swap_tokens == 0:
+            return self.rho_decode * decode
+        whole = self.model.seconds(load)
         return self.rho_decode * decode + self.rho_prefill * (whole - decode)
 
     def safe_seconds(self, load: StepLoad) -> float:

@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
 
-from bros.core.interfaces import ClassStats
+from bros.core.interfaces import Buckets, ClassStats
+from bros.core.request import Slo
+from bros.scheduler.record import RequestRecord
 
 _RECENT = 32
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
+_SLACK_BOUNDS_S = (
+    *(-10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, 0.0),
+    *(0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 1.0, 2.0),
+)
+_LENGTH_ALPHA = 0.05
 
 
 class ClassCounters:
-    """What one class has had so far. Counts only grow, `waiting` goes both ways."""
+    """What one class has had so far. Counts only grow."""
 
     def __init__(self) -> None:
-        self.waiting = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.finished = 0
         self.preemptions = 0
+        self.relegated = 0
+        self.rejected = 0
+        self.mean_output_tokens: float | None = None
+        self._ttft_met = self._tpot_met = self._both_met = 0
+        self._late_tokens = 0
+        self._slack = [0] * (len(_SLACK_BOUNDS_S) + 1)
+        self._slack_total = 0.0
         self._departures: deque[float] = deque(maxlen=_RECENT)
+
+    def note_token(self, slack_s: float) -> None:
+        """A token came with `slack_s` seconds to spare; infinite if it had no deadline."""
+        self.output_tokens += 1
+        self._late_tokens += slack_s < 0.0
+        if slack_s < math.inf:
+            self._slack[bisect.bisect_left(_SLACK_BOUNDS_S, slack_s)] += 1
+            self._slack_total += slack_s
+
+    def note_finish(self, record: RequestRecord, slo: Slo) -> None:
+        """A request got its last token."""
+        self.finished += 1
+        ttft_met, tpot_met = record.met(slo)
+        self._ttft_met += ttft_met
+        self._tpot_met += tpot_met
+        self._both_met += ttft_met and tpot_met
+        if self.mean_output_tokens is None:
+            self.mean_output_tokens = record.num_tokens
+        self.mean_output_tokens += _LENGTH_ALPHA * (record.num_tokens - self.mean_output_tokens)
 
     def note_departure(self, now: float) -> None:
         """A request left, for whatever reason, at `now` seconds."""
@@ -33,13 +66,20 @@ class ClassCounters:
         interval = (now - self._departures[0]) / len(self._departures)
         return float(min(max(math.ceil(interval), _MIN_RETRY_S), _MAX_RETRY_S))
 
-    def snapshot(self, running: int, kv_blocks: int) -> ClassStats:
+    def snapshot(self, running: int, waiting: int, kv_blocks: int) -> ClassStats:
         return ClassStats(
             running=running,
             kv_blocks=kv_blocks,
-            waiting=self.waiting,
+            waiting=waiting,
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,
             finished=self.finished,
             preemptions=self.preemptions,
+            ttft_met=self._ttft_met,
+            tpot_met=self._tpot_met,
+            both_met=self._both_met,
+            tokens_on_time=self.output_tokens - self._late_tokens,
+            relegated=self.relegated,
+            rejected=self.rejected,
+            slack=Buckets(_SLACK_BOUNDS_S, tuple(self._slack), self._slack_total),
         )

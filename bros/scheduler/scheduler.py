@@ -1,129 +1,140 @@
 """Which tokens of which requests run next: one packing loop for every policy.
 
-    schedule() -> StepPlan -> (an executor runs it) -> apply(StepResult) -> outputs
+    schedule(now) -> StepPlan -> (an executor runs it) -> apply(StepResult, now) -> outputs
 
-Requests are looked at in the order of their rank. One that holds KV memory runs if it can
-grow; one that holds none is admitted if everything it has to compute fits. Either may take
-memory from requests of higher rank number, which then start over (recompute). The request of
-lowest rank can take everything, and fits alone (checked on submission), so there is always
-progress and never a deadlock.
+The policy says who may run in what order and how much a step may hold, packing.py chooses, and
+here the choice is committed: memory is taken and requests change queues. Nothing is changed
+before the choice is complete.
 """
 
 from __future__ import annotations
 
-import bisect
-import heapq
-import itertools
 import random
-from collections.abc import Iterator
+from collections import OrderedDict
 
-from bros.core.errors import InvalidRequestError, QueueFullError
+from bros.core.errors import InvalidRequestError, OverloadedError, QueueFullError
 from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.plan import Chunk, StepPlan, StepResult
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass
+from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.counters import ClassCounters
 from bros.scheduler.limits import Limits
+from bros.scheduler.memory import TrialMemory
+from bros.scheduler.packing import pack
 from bros.scheduler.policies import Policy
-from bros.scheduler.state import Rank, RequestState
+from bros.scheduler.queues import Queues
+from bros.scheduler.state import RequestState
+from bros.scheduler.steps import StepLedger
+
+_MAX_TRACES = 1000
 
 
 class Scheduler:
-    """Owns every request from `submit` until its last output or `abort`."""
+    """Owns every request from `submit` until its last output or `abort`.
+
+    counters: by class; shared with whoever estimates from them.
+    """
 
     def __init__(
-        self, policy: Policy, kv: KvCacheManager, limits: Limits, rng: random.Random
+        self,
+        policy: Policy,
+        kv: KvCacheManager,
+        limits: Limits,
+        default_slo: Slo,
+        counters: dict[ServiceClass, ClassCounters],
+        rng: random.Random,
     ) -> None:
         self._policy = policy
         self._kv = kv
         self._limits = limits
+        self._default_slo = default_slo
+        self._counters = counters
         self._rng = rng
         self._states: dict[str, RequestState] = {}
-        self._running: list[RequestState] = []  # hold KV memory; sorted by rank
-        self._waiting: list[RequestState] = []  # hold none; sorted by rank
+        self._queues = Queues()
         self._arrivals = 0
-        self._steps = 0
-        self._counters = {cls: ClassCounters() for cls in ServiceClass}
+        self._steps = StepLedger()
+        self._given_up: list[RequestOutput] = []
+        self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._states)
+        return bool(self._states or self._given_up)
 
     def submit(self, request: EngineRequest, now: float) -> ServiceClass:
         """Queue a request; returns the class it is served as.
 
-        Raises InvalidRequestError, PromptTooLongError or QueueFullError.
+        Raises InvalidRequestError, PromptTooLongError, QueueFullError or OverloadedError.
         """
         self._limits.check(request)
         if request.request_id in self._states:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use.", "request_id")
-        counters = self._counters[request.service_class]
-        if counters.waiting >= self._limits.max_queue:
-            raise QueueFullError(counters.waiting, counters.retry_after_s(now))
+        asked = request.service_class
+        self._check_queue(asked, now)
         seed = request.sampling.seed
         state = RequestState(
             request,
+            service_class=asked,
+            slo=self._objectives(request.slo, asked),
+            now=now,
             arrival_index=self._arrivals,
             seed=self._rng.getrandbits(63) if seed is None else seed,
             max_length=self._limits.max_model_len,
             eos_token_ids=self._limits.eos_token_ids,
         )
-        state.rank = self._policy.rank(state)
+        self._classify(state, now)
+        self._policy.place(state, now)
         self._arrivals += 1
         self._states[request.request_id] = state
-        self._enqueue(self._waiting, state)
-        return request.service_class
+        state.record.event(now, f"queued as {state.service_class.value}")
+        self._queues.enqueue(state)
+        return state.service_class
 
     def abort(self, request_id: str, now: float) -> RequestOutput | None:
         """Drop a request and its memory; None if it is not (or no longer) here."""
         state = self._states.get(request_id)
         if state is None:
             return None
-        self._drop(state, now)
+        self._drop(state, FinishReason.ABORT, now)
         return RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, now: float) -> StepPlan | None:
         """Choose the next step and allocate its memory; None if there is nothing to run."""
-        limits = self._limits
-        budget = limits.max_batch_tokens
-        chunks: list[Chunk] = []
-        admitting = True
-        for state in self._candidates():
-            if budget == 0 or len(chunks) == limits.max_num_seqs:
-                break
-            holds_kv = state.num_cached > 0
-            if not (holds_kv or admitting):
-                continue
-            num_tokens = min(state.remaining, budget)
-            if self._make_room(state, num_tokens):
-                chunks.append(self._append(state, num_tokens))
-                budget -= num_tokens
-            elif not holds_kv:
-                admitting = False  # nobody overtakes a request that waits for memory
-        if not chunks:
+        turn = self._policy.turn(self._queues, now)
+        for state in turn.give_up:
+            self._give_up(state, now)
+        memory = TrialMemory(
+            self._kv,
+            self._queues.running,
+            newcomers_preempt=self._policy.newcomers_preempt,
+            expected_tokens=self._policy.expected_tokens,
+        )
+        packing = pack(
+            turn.urgent, turn.filler, turn.bounds, memory, self._policy.predictor, now,
+            exclusive=turn.exclusive,
+        )  # fmt: skip
+        if not packing.selected:
             return None
-        self._steps += 1
-        return StepPlan(step=self._steps, chunks=tuple(chunks))
+        for victim in memory.victims:
+            self._preempt(victim, now)
+        chunks = tuple(self._commit(state, tokens, now) for state, tokens in packing.selected)
+        self._steps.begin(packing, self._policy.predictor, self._queues, now)
+        return StepPlan(step=self._steps.count, chunks=chunks)
 
     def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
         """Take in what a step produced; returns one output per sampled token."""
+        seconds, packing, be_waits = self._steps.end(now, self._policy.predictor, self._queues)
+        self._policy.settle(packing, seconds, be_waits)
         outputs: list[RequestOutput] = []
         for sample in result.samples:
             state = self._states.get(sample.request_id)
             if state is None:
                 continue  # aborted while the step ran
             if sample.error is not None:
-                self._drop(state, now)
+                self._drop(state, FinishReason.ERROR, now)
                 outputs.append(_failed(state, sample.error))
                 continue
-            counters = self._counters[state.request.service_class]
-            if state.num_outputs == 0:
-                counters.prompt_tokens += state.prompt_len
-            counters.output_tokens += 1
-            reason = state.add_output(sample.token_id)
-            if reason is not None:
-                counters.finished += 1
-                self._drop(state, now)
+            reason = self._take_token(state, sample.token_id, now)
             outputs.append(
                 RequestOutput(
                     request_id=state.request_id,
@@ -134,83 +145,84 @@ class Scheduler:
             )
         return outputs
 
+    def take_given_up(self) -> list[RequestOutput]:
+        """The last outputs of requests that were given up since the last call."""
+        outputs, self._given_up = self._given_up, []
+        return outputs
+
     def stats(self) -> EngineStats:
         """A snapshot of queues, memory and counters."""
         running = {cls: 0 for cls in ServiceClass}
         kv_blocks = {cls: 0 for cls in ServiceClass}
-        for state in self._running:
-            running[state.request.service_class] += 1
-            kv_blocks[state.request.service_class] += self._kv.blocks_of(state.request_id)
+        for state in self._queues.running:
+            running[state.service_class] += 1
+            kv_blocks[state.service_class] += self._kv.blocks_of(state.request_id)
+        rows, resets = self._policy.batch_size
+        predictor = self._policy.predictor
         return EngineStats(
-            steps=self._steps,
+            steps=self._steps.count,
+            step_s=self._steps.seconds,
+            predicted_s=self._steps.predicted_s,
+            step_error_s=self._steps.error_s,
+            be_tax_s=self._steps.be_tax_s,
+            safety_factor=predictor.safety_factor if predictor else 1.0,
+            batch_size=rows,
+            batch_resets=resets,
             kv_blocks_used=self._kv.num_used_blocks,
             kv_blocks_total=self._kv.num_blocks,
             by_class={
-                cls: counters.snapshot(running[cls], kv_blocks[cls])
+                cls: counters.snapshot(running[cls], len(self._queues.waiting[cls]), kv_blocks[cls])
                 for cls, counters in self._counters.items()
             },
         )
 
     def trace(self, request_id: str, now: float) -> RequestTrace | None:
-        """What became of a request; None if nothing is known of it."""
-        return None
+        """What became of a request; None if nothing is known of it (any more)."""
+        state = self._states.get(request_id)
+        if state is None:
+            return self._traces.get(request_id)
+        waits = state.num_cached == 0
+        blocked = self._queues.blocked.so_far(state.service_class) if waits else None
+        return state.trace(blocked, None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if queues and KV memory disagree (for tests)."""
         self._kv.check_integrity()
-        everyone = self._running + self._waiting
-        assert len(everyone) == len(self._states), "a request is lost or queued twice"
-        for queue in (self._running, self._waiting):
-            assert all(a.rank < b.rank for a, b in itertools.pairwise(queue)), "not sorted"
-        for state in everyone:
+        self._queues.check_integrity()
+        assert sorted(s.request_id for s in self._queues) == sorted(self._states)
+        for state in self._queues:
             assert self._kv.num_tokens(state.request_id) == state.num_cached
-            assert (state.num_cached > 0) == (state in self._running)
-        waiting = sum(counters.waiting for counters in self._counters.values())
-        assert waiting == len(self._waiting), "waiting counters are off"
 
-    def _candidates(self) -> Iterator[RequestState]:
-        # Copies, because preemption and admission move requests between the lists.
-        waiting = self._waiting[: self._limits.max_num_seqs]
-        return heapq.merge(self._running[:], waiting, key=_rank)
+    def _check_queue(self, service_class: ServiceClass, now: float) -> None:
+        waiting = len(self._queues.waiting[service_class])
+        if waiting >= self._limits.max_queue:
+            raise QueueFullError(waiting, self._counters[service_class].retry_after_s(now))
 
-    def _make_room(self, state: RequestState, num_tokens: int) -> bool:
-        """True if the next `num_tokens` tokens fit now, preempting requests behind this one.
+    def _objectives(self, asked: Slo, service_class: ServiceClass) -> Slo:
+        """Best-effort requests are held to nothing but a deadline for the whole."""
+        if service_class is ServiceClass.BE:
+            return Slo(deadline_s=asked.deadline_s)
+        default = self._default_slo
+        return Slo(asked.ttft_s or default.ttft_s, asked.tpot_s or default.tpot_s, asked.deadline_s)
 
-        A newcomer must fit with all it has to compute, and the last in line must leave every
-        holder one block to grow into, so that it is not admitted only to be thrown out.
-        """
-        kv = self._kv
-        if state.num_cached > 0:
-            needed = kv.blocks_needed(state.request_id, num_tokens)
-        else:
-            needed = kv.blocks_needed(state.request_id, state.remaining)
-            if self._running and state.rank > self._running[-1].rank:
-                needed += len(self._running)
-        shortfall = needed - kv.num_free_blocks
-        victims: list[RequestState] = []
-        while shortfall > 0:
-            index = len(self._running) - 1 - len(victims)
-            if index < 0 or self._running[index].rank <= state.rank:
-                return False
-            victims.append(self._running[index])
-            shortfall -= kv.blocks_of(victims[-1].request_id)
-        for victim in victims:
-            self._preempt(victim)
-        return True
+    def _classify(self, state: RequestState, now: float) -> None:
+        """Ask the policy under load whether a real-time request is served as one."""
+        asked = state.service_class
+        try:
+            used = self._policy.classify(state, self._queues, now)
+        except OverloadedError:
+            self._counters[asked].rejected += 1
+            raise
+        if used is not asked:
+            self._check_queue(used, now)
+            self._counters[used].relegated += 1
+            state.relegate(used, self._objectives(state.request.slo, used))
 
-    def _preempt(self, state: RequestState) -> None:
-        """Drop the request's memory; it computes everything again once it is admitted."""
-        self._kv.free(state.request_id)
-        state.num_cached = 0
-        self._dequeue(self._running, state)
-        self._enqueue(self._waiting, state)
-        self._counters[state.request.service_class].preemptions += 1
-
-    def _append(self, state: RequestState, num_tokens: int) -> Chunk:
+    def _commit(self, state: RequestState, num_tokens: int, now: float) -> Chunk:
         start, end = state.num_cached, state.num_cached + num_tokens
         if start == 0:
-            self._dequeue(self._waiting, state)
-            self._enqueue(self._running, state)
+            self._queues.start(state)
+            state.record.event(now, "scheduled")
         segments, slots = self._kv.append(state.request_id, num_tokens)
         last = num_tokens == state.remaining
         state.num_cached = end
@@ -223,28 +235,49 @@ class Scheduler:
             sample=state.sample_spec() if last else None,
         )
 
-    def _drop(self, state: RequestState, now: float) -> None:
+    def _take_token(self, state: RequestState, token_id: int, now: float) -> FinishReason | None:
+        counters = self._counters[state.service_class]
+        if state.num_outputs == 0:
+            counters.prompt_tokens += state.prompt_len
+        counters.note_token(state.record.token(now, state.slo))
+        reason = state.add_output(token_id, now)
+        if reason is not None:
+            counters.note_finish(state.record, state.slo)
+            self._drop(state, reason, now)
+        return reason
+
+    def _preempt(self, state: RequestState, now: float) -> None:
+        """Drop the request's memory; it computes everything again once it is admitted."""
+        self._kv.free(state.request_id)
+        state.num_cached = 0
+        self._policy.place(state, now)
+        self._queues.stop(state)
+        state.record.preemptions += 1
+        state.record.event(now, "preempted")
+        self._counters[state.service_class].preemptions += 1
+
+    def _give_up(self, state: RequestState, now: float) -> None:
+        retry_s = self._counters[state.service_class].retry_after_s(now)
+        self._drop(state, FinishReason.ERROR, now)
+        output = RequestOutput(
+            request_id=state.request_id,
+            finish_reason=FinishReason.ERROR,
+            error="The server was too busy to answer within this request's time objective.",
+            retry_after_s=retry_s,
+        )
+        self._given_up.append(output)
+
+    def _drop(self, state: RequestState, reason: FinishReason, now: float) -> None:
         del self._states[state.request_id]
         self._kv.free(state.request_id)
-        self._dequeue(self._running if state.num_cached else self._waiting, state)
-        self._counters[state.request.service_class].note_departure(now)
-
-    def _enqueue(self, queue: list[RequestState], state: RequestState) -> None:
-        bisect.insort(queue, state, key=_rank)
-        if queue is self._waiting:
-            self._counters[state.request.service_class].waiting += 1
-
-    def _dequeue(self, queue: list[RequestState], state: RequestState) -> None:
-        index = bisect.bisect_left(queue, state.rank, key=_rank)
-        assert queue[index] is state
-        del queue[index]
-        if queue is self._waiting:
-            self._counters[state.request.service_class].waiting -= 1
+        self._queues.remove(state)
+        state.record.left = True
+        state.record.event(now, f"ended: {reason.value}")
+        self._counters[state.service_class].note_departure(now)
+        self._traces[state.request_id] = state.trace(None, reason)
+        if len(self._traces) > _MAX_TRACES:
+            self._traces.popitem(last=False)
 
 
 def _failed(state: RequestState, error: str) -> RequestOutput:
     return RequestOutput(request_id=state.request_id, finish_reason=FinishReason.ERROR, error=error)
-
-
-def _rank(state: RequestState) -> Rank:
-    return state.rank

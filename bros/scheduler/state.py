@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections.abc import Mapping
 
+from bros.core.interfaces import RequestTrace
 from bros.core.plan import SampleSpec
-from bros.core.request import EngineRequest, FinishReason
+from bros.core.request import EngineRequest, FinishReason, ServiceClass, Slo
+from bros.scheduler.record import RequestRecord
 
 Rank = tuple[float, ...]
-"""Position in the order of service: lower runs first."""
+"""Position in an order: lower is first."""
 
 
 class RequestState:
@@ -17,17 +21,27 @@ class RequestState:
     token_ids   [ prompt .................... | output so far ]
     num_cached  [ in KV memory ....... )                           0 after preemption
     remaining                          [ to compute .......... )   then a token is sampled
+
+    rank: who keeps KV memory longer; never changes. queue_key: place among the waiting requests
+    of its class. deadline_s: when the token after `remaining` is due, in clock seconds; moved by
+    every token, and by the policy once it is lost (`late`). All three belong to the policy.
     """
 
     __slots__ = (
         "arrival_index",
+        "deadline_s",
+        "late",
         "max_length",
         "num_cached",
         "prompt_len",
+        "queue_key",
         "rank",
+        "record",
         "request",
         "request_id",
         "seed",
+        "service_class",
+        "slo",
         "stop_ids",
         "token_ids",
     )
@@ -36,20 +50,30 @@ class RequestState:
         self,
         request: EngineRequest,
         *,
+        service_class: ServiceClass,
+        slo: Slo,
+        now: float,
         arrival_index: int,
         seed: int,
         max_length: int,
         eos_token_ids: frozenset[int],
     ) -> None:
+        """slo: the request's objectives with the defaults of its class filled in."""
         params = request.sampling
         self.request = request
         self.request_id = request.request_id
+        self.service_class = service_class
+        self.slo = slo
         self.arrival_index = arrival_index
         self.seed = seed
         self.token_ids = array("i", request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.num_cached = 0
         self.rank: Rank = (arrival_index,)  # until a policy has its say
+        self.queue_key: Rank = self.rank
+        self.late = False
+        self.record = RequestRecord(min(request.arrival_s, now) or now, slo)
+        self.deadline_s = self.record.due_s
         limit = self.prompt_len + params.max_tokens if params.max_tokens else max_length
         self.max_length = min(limit, max_length)
         eos = frozenset() if params.ignore_eos else eos_token_ids
@@ -64,6 +88,27 @@ class RequestState:
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.prompt_len
 
+    def relegate(self, service_class: ServiceClass, slo: Slo) -> None:
+        """Serve a request that has not been queued yet as another class than it asked for."""
+        self.service_class = service_class
+        self.slo = slo
+        self.record.hold_to(slo)
+        self.deadline_s = self.record.due_s
+
+    def trace(
+        self, blocked: Mapping[str, float] | None, finish_reason: FinishReason | None
+    ) -> RequestTrace:
+        """blocked: BlockedTime.so_far of its class, if it is waiting right now."""
+        return self.record.trace(
+            self.request_id,
+            service_class=self.service_class,
+            requested_class=self.request.service_class,
+            slo=self.slo,
+            prompt_tokens=self.prompt_len,
+            blocked=blocked,
+            finish_reason=finish_reason,
+        )
+
     def sample_spec(self) -> SampleSpec:
         """How to choose the token after everything computed so far."""
         params = self.request.sampling
@@ -77,9 +122,11 @@ class RequestState:
             forbidden=tuple(self.stop_ids) if too_early else (),
         )
 
-    def add_output(self, token_id: int) -> FinishReason | None:
-        """Record a sampled token; says why the request is finished, if it is."""
+    def add_output(self, token_id: int, now: float) -> FinishReason | None:
+        """Append a token sampled at `now`; says why the request is finished, if it is."""
         self.token_ids.append(token_id)
+        self.late = False
+        self.deadline_s = now + (self.slo.tpot_s or math.inf)
         if token_id in self.stop_ids:
             return FinishReason.STOP
         if len(self.token_ids) >= self.max_length:

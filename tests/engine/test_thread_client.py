@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from bros.core.clock import ManualClock
+from bros.core.config import EngineConfig
 from bros.core.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -21,10 +21,7 @@ from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.engine.engine import Engine
 from bros.engine.thread_client import ThreadEngineClient
-from bros.kvcache.manager import KvCacheManager
-from bros.scheduler.limits import Limits
-from bros.scheduler.policies import make_policy
-from bros.scheduler.scheduler import Scheduler
+from bros.scheduler.build import build_scheduler
 from support.toy_model import VOCAB, ToyModel
 
 MAX_LEN = 200
@@ -59,14 +56,13 @@ def make_engine(model: ToyModel, *, max_queue: int = 100) -> Engine:
     info = EngineInfo(
         model="toy", weights="none", kernels="none", kv_dtype="none", device="cpu",
         max_model_len=MAX_LEN, vocab_size=VOCAB, block_size=4, num_kv_blocks=64,
-        policy="priority",
+        policy="fcfs",
     )  # fmt: skip
-    limits = Limits(
-        max_model_len=MAX_LEN, vocab_size=VOCAB, max_num_seqs=8, max_batch_tokens=32,
-        max_queue=max_queue,
-    )  # fmt: skip
-    kv = KvCacheManager(info.num_kv_blocks, info.block_size)
-    scheduler = Scheduler(make_policy(info.policy), kv, limits, random.Random(0))
+    scheduler = build_scheduler(
+        EngineConfig(policy="fcfs", max_num_seqs=8, max_batch_tokens=32, max_queue=max_queue),
+        info,
+        None,
+    )
     return Engine(scheduler, model, ManualClock(), info)
 
 

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bros.core.config import PACKING, POLICIES
 from bros.core.errors import InvalidRequestError, PromptTooLongError, QueueFullError
 from bros.core.plan import SampledToken, StepPlan, StepResult
-from bros.core.request import (
-    EngineRequest,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    ServiceClass,
-)
-from bros.kvcache.manager import KvCacheManager
+from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.scheduler.limits import Limits
-from bros.scheduler.policies import make_policy
 from bros.scheduler.scheduler import Scheduler
+from support.scheduling import EOS, make_scheduler, request
 from support.toy_model import VOCAB, ToyModel
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
-EOS = 0
-
-
-def make_scheduler(
-    policy: str = "priority", *, blocks: int = 64, block_size: int = 4, **limits: int
-) -> Scheduler:
-    bounds = {"max_num_seqs": 8, "max_batch_tokens": 32, "max_queue": 100, **limits}
-    kv = KvCacheManager(blocks, block_size)
-    bounds.setdefault("max_model_len", kv.capacity_tokens)
-    checked = Limits(vocab_size=VOCAB, eos_token_ids=frozenset({EOS}), **bounds)
-    return Scheduler(make_policy(policy), kv, checked, random.Random(0))
-
-
-def request(
-    name: str, prompt: int | Sequence[int], service_class: ServiceClass = RT, **params: object
-) -> EngineRequest:
-    ids = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
-    sampling = SamplingParams(**{"max_tokens": 4, **params})  # type: ignore[arg-type]
-    return EngineRequest(
-        request_id=name, prompt_token_ids=ids, sampling=sampling, service_class=service_class
-    )
 
 
 def expected_output(asked: EngineRequest) -> list[int]:
@@ -53,14 +23,17 @@ def expected_output(asked: EngineRequest) -> list[int]:
     return ToyModel.continuation(asked.prompt_token_ids, asked.sampling.max_tokens)
 
 
-def step(scheduler: Scheduler, model: ToyModel) -> tuple[StepPlan | None, list[RequestOutput]]:
-    plan = scheduler.schedule()
+def step(
+    scheduler: Scheduler, model: ToyModel, now: float = 0.0, seconds: float = 0.0
+) -> tuple[StepPlan | None, list[RequestOutput]]:
+    """One step that begins at `now` and takes `seconds`."""
+    plan = scheduler.schedule(now)
     scheduler.check_integrity()
     if plan is None:
-        return None, []
-    outputs = scheduler.apply(model.execute(plan), now=0.0)
+        return None, scheduler.take_given_up()
+    outputs = scheduler.apply(model.execute(plan), now + seconds)
     scheduler.check_integrity()
-    return plan, outputs
+    return plan, scheduler.take_given_up() + outputs
 
 
 def ids(plan: StepPlan | None) -> list[str]:
@@ -69,15 +42,20 @@ def ids(plan: StepPlan | None) -> list[str]:
 
 @given(data=st.data())
 def test_any_load_is_served_right_and_to_the_end(data: st.DataObject) -> None:
-    """Random arrivals, classes, lengths, limits and memory: right tokens, no loss, no deadlock."""
+    """Random arrivals, classes, lengths, limits, memory and step times, under every policy: right
+    tokens, the same ones for all policies; no loss, no deadlock."""
     block_size = data.draw(st.sampled_from([1, 4]))
     blocks = data.draw(st.integers(4, 24))
+    rows, tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 20))
     scheduler = make_scheduler(
-        data.draw(st.sampled_from(["fcfs", "priority"])),
+        data.draw(st.sampled_from(POLICIES)),
         blocks=blocks,
         block_size=block_size,
-        max_num_seqs=data.draw(st.integers(1, 6)),
-        max_batch_tokens=data.draw(st.integers(1, 20)),
+        max_num_seqs=rows,
+        max_batch_tokens=tokens,
+        late=data.draw(st.sampled_from(["renew", "edf"])),
+        packing=data.draw(st.sampled_from(PACKING)),
+        be_share=data.draw(st.sampled_from([0.0, 0.1])),
     )
     model = ToyModel(block_size)
     capacity = blocks * block_size
@@ -91,24 +69,37 @@ def test_any_load_is_served_right_and_to_the_end(data: st.DataObject) -> None:
         )
     )
     aborted = data.draw(st.sets(st.integers(0, len(arrivals) - 1), max_size=2))
+    slowness = data.draw(st.sampled_from([0.0, 1.0, 10.0]))
+    now = 0.0
+
+    def run_step() -> StepPlan | None:
+        nonlocal now
+        plan, outputs = step(scheduler, model, now, slowness * 0.02)
+        now += slowness * 0.02
+        collect(outputs, produced)
+        return plan
+
     for number, (length, out, service_class) in enumerate(arrivals):
         out = min(out, capacity - length)
         name = f"r{number}"
-        pending[name] = request(name, length, service_class, max_tokens=out)
+        slo = data.draw(st.sampled_from([Slo(), Slo(0.05, 0.03), Slo(deadline_s=1.0)]))
+        pending[name] = request(
+            name, length, service_class, max_tokens=out, arrival_s=now, slo=slo
+        )
         produced[name] = []
-        scheduler.submit(pending[name], now=0.0)
+        scheduler.submit(pending[name], now)
         for _ in range(data.draw(st.integers(0, 3))):
-            collect(step(scheduler, model)[1], produced)
-        if number in aborted and scheduler.abort(name, now=0.0) is not None:
+            run_step()
+        if number in aborted and scheduler.abort(name, now) is not None:
             del pending[name]
         scheduler.check_integrity()
     steps = 0
     while scheduler.has_work:
-        plan, outputs = step(scheduler, model)
+        plan = run_step()
         assert plan is not None, "deadlock"
-        assert plan.num_tokens <= scheduler._limits.max_batch_tokens
-        assert len(plan.chunks) <= scheduler._limits.max_num_seqs
-        collect(outputs, produced)
+        assert plan.num_tokens <= tokens
+        # `bros` may exceed its batch size by rows that are due, and by one that is owed.
+        assert len(plan.chunks) <= max(rows, tokens)
         steps += 1
         assert steps < 20_000, "no progress"
     for name, asked in pending.items():
@@ -126,7 +117,7 @@ def test_priority_runs_rt_first_and_fcfs_does_not() -> None:
         scheduler = make_scheduler(policy)
         scheduler.submit(request("be", 20, BE), now=0.0)
         scheduler.submit(request("rt", 20, RT), now=0.0)
-        assert ids(scheduler.schedule())[0] == first
+        assert ids(scheduler.schedule(0.0))[0] == first
 
 
 def test_a_long_prompt_is_split_and_decodes_run_beside_it() -> None:
@@ -197,7 +188,7 @@ def test_why_a_request_ends(params: dict[str, object], reason: FinishReason, len
     scheduler.submit(request("a", 2, **params), now=0.0)
     outputs: list[RequestOutput] = []
     while scheduler.has_work:
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(0.0)
         assert plan is not None
         token = tokens[len(outputs)] if len(outputs) < len(tokens) else 7
         outputs += scheduler.apply(StepResult(plan.step, (SampledToken("a", token),)), now=0.0)
@@ -210,24 +201,24 @@ def test_a_token_that_could_not_be_chosen_ends_its_own_request_only() -> None:
     scheduler = make_scheduler()
     for name in "ab":
         scheduler.submit(request(name, 2), now=0.0)
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(0.0)
     assert plan is not None
     samples = (SampledToken("a", -1, error="broken logits"), SampledToken("b", 7))
     failed, fine = scheduler.apply(StepResult(plan.step, samples), now=0.0)
     assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, "broken logits")
     assert fine.token_ids == (7,) and fine.finish_reason is None
     scheduler.check_integrity()
-    assert ids(scheduler.schedule()) == ["b"]
+    assert ids(scheduler.schedule(0.0)) == ["b"]
 
 
 def test_stop_tokens_are_forbidden_before_min_tokens() -> None:
     scheduler = make_scheduler()
     scheduler.submit(request("a", 2, min_tokens=1, stop_token_ids=(5,)), now=0.0)
-    first = scheduler.schedule()
+    first = scheduler.schedule(0.0)
     assert first is not None and first.chunks[0].sample is not None
     assert set(first.chunks[0].sample.forbidden) == {5, EOS}
     scheduler.apply(StepResult(first.step, (SampledToken("a", 9),)), now=0.0)
-    second = scheduler.schedule()
+    second = scheduler.schedule(0.0)
     assert second is not None and second.chunks[0].sample is not None
     assert second.chunks[0].sample.forbidden == ()
 
@@ -236,7 +227,7 @@ def test_history_goes_along_only_where_a_penalty_needs_it() -> None:
     scheduler = make_scheduler()
     scheduler.submit(request("plain", [3, 4]), now=0.0)
     scheduler.submit(request("penalty", [3, 4], repetition_penalty=1.5), now=0.0)
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(0.0)
     assert plan is not None
     specs = {chunk.request_id: chunk.sample for chunk in plan.chunks}
     assert specs["plain"] is not None and specs["plain"].token_ids == ()
@@ -249,7 +240,7 @@ def test_seeds_given_and_drawn() -> None:
         scheduler = make_scheduler()
         for name, seed in (("a", 42), ("b", None), ("c", None)):
             scheduler.submit(request(name, 2, seed=seed), now=0.0)
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(0.0)
         assert plan is not None
         return {c.request_id: c.sample.seed for c in plan.chunks if c.sample}
 

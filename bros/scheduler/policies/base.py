@@ -2,17 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from bros.scheduler.state import Rank, RequestState
+from bros.core.request import ServiceClass
+from bros.scheduler.cost_model import StepTimePredictor
+from bros.scheduler.packing import Bounds, Packing
+from bros.scheduler.queues import Queues
+from bros.scheduler.state import RequestState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What may run in the next step.
+
+    urgent, filler, bounds: see packing.pack. exclusive: filler runs only if nothing urgent can.
+    give_up: waiting requests to be dropped instead.
+    """
+
+    urgent: Iterable[RequestState]
+    filler: Iterable[RequestState] = ()
+    bounds: Bounds
+    exclusive: bool = False
+    give_up: Sequence[RequestState] = ()
 
 
 class Policy(Protocol):
-    """Decides who goes first. Must not depend on anything that changes while a request waits."""
+    """Orders requests and bounds steps; never allocates.
+
+    predictor: how long steps take, if the policy minds. newcomers_preempt: requests that hold
+    no KV memory may take it from others of higher rank. expected_tokens: how many more tokens a
+    request is likely to produce, if admission of best-effort work shall look ahead.
+    """
 
     @property
     def name(self) -> str: ...
 
-    def rank(self, state: RequestState) -> Rank:
-        """Lower runs first, higher is preempted first; no two requests share a rank."""
+    @property
+    def predictor(self) -> StepTimePredictor | None: ...
+
+    @property
+    def newcomers_preempt(self) -> bool: ...
+
+    @property
+    def expected_tokens(self) -> Callable[[RequestState], int] | None: ...
+
+    @property
+    def batch_size(self) -> tuple[int, int]:
+        """(rows that the next step may have, how often that was reset)"""
         ...
+
+    def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
+        """The class a new request is served as. Raises OverloadedError to refuse it."""
+        ...
+
+    def place(self, state: RequestState, now: float) -> None:
+        """A request starts to wait: give it a queue_key, and its rank, always the same one.
+
+        No two requests share either.
+        """
+        ...
+
+    def turn(self, queues: Queues, now: float) -> Turn:
+        """What may run next. May move waiting requests and set deadlines that are lost anew."""
+        ...
+
+    def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
+        """A step took `seconds`; be_waits: there was best-effort work that it left out."""
+        ...
+
+
+class OrderPolicy:
+    """Base of the policies that only order: no predictions, no classes but in the order."""
+
+    name = "base"
+    newcomers_preempt = True
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+
+    @property
+    def predictor(self) -> StepTimePredictor | None:
+        return None
+
+    @property
+    def expected_tokens(self) -> Callable[[RequestState], int] | None:
+        return None
+
+    @property
+    def batch_size(self) -> tuple[int, int]:
+        return self._bounds.rows, 0
+
+    def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
+        return state.service_class
+
+    def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
+        pass

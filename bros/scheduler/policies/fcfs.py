@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
+
+from bros.core.request import ServiceClass
+from bros.scheduler.policies.base import OrderPolicy, Turn
+from bros.scheduler.queues import Queues
 from bros.scheduler.state import Rank, RequestState
 
 
-class FcfsPolicy:
+class FcfsPolicy(OrderPolicy):
     name = "fcfs"
 
-    def rank(self, state: RequestState) -> Rank:
-        return (state.arrival_index,)
+    def place(self, state: RequestState, now: float) -> None:
+        state.rank = state.queue_key = (state.arrival_index,)
+
+    def turn(self, queues: Queues, now: float) -> Turn:
+        rows = self._bounds.rows
+        waiting = [queues.waiting[cls][:rows] for cls in ServiceClass]
+        order = heapq.merge(queues.running[:], *waiting, key=_rank)
+        return Turn(urgent=order, bounds=self._bounds)
+
+
+def _rank(state: RequestState) -> Rank:
+    return state.rank

@@ -1,0 +1,91 @@
+"""Puts a scheduler together from its options; no torch, the simulator does the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from bros.core.config import EngineConfig
+from bros.core.errors import ConfigError
+from bros.core.interfaces import EngineInfo
+from bros.core.request import ServiceClass
+from bros.kvcache.manager import KvCacheManager
+from bros.scheduler.cost_model import CostModel, StepTimePredictor
+from bros.scheduler.counters import ClassCounters
+from bros.scheduler.limits import Limits
+from bros.scheduler.packing import Bounds, Rules
+from bros.scheduler.policies import Policy
+from bros.scheduler.policies.bros import BrosPolicy, BrosSettings
+from bros.scheduler.policies.edf import EdfPolicy
+from bros.scheduler.policies.fcfs import FcfsPolicy
+from bros.scheduler.policies.overload import OverloadGuard
+from bros.scheduler.policies.priority import PriorityPolicy
+from bros.scheduler.policies.rr import RoundRobinPolicy
+from bros.scheduler.scheduler import Scheduler
+from bros.scheduler.state import RequestState
+
+_ORDER_POLICIES = (FcfsPolicy, PriorityPolicy, RoundRobinPolicy, EdfPolicy)
+_UNKNOWN_OUTPUT_TOKENS = 128
+"""Expected output of a class until a request of it has finished."""
+
+
+def needs_cost_model(config: EngineConfig) -> bool:
+    """Whether the policy asks how long steps take."""
+    return config.policy == BrosPolicy.name
+
+
+def build_scheduler(config: EngineConfig, info: EngineInfo, model: CostModel | None) -> Scheduler:
+    """A scheduler for an engine with `info`.
+
+    Raises ConfigError if options do not go together. `model` may be None unless the policy
+    needs_cost_model.
+    """
+    limits = Limits(
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        max_queue=config.max_queue,
+        eos_token_ids=frozenset(info.eos_token_ids),
+    )
+    counters = {service_class: ClassCounters() for service_class in ServiceClass}
+    return Scheduler(
+        _policy(config, model, counters),
+        KvCacheManager(info.num_kv_blocks, info.block_size),
+        limits,
+        info.default_slo,
+        counters,
+        random.Random(config.seed),
+    )
+
+
+def _policy(
+    config: EngineConfig, model: CostModel | None, counters: Mapping[ServiceClass, ClassCounters]
+) -> Policy:
+    bounds = Bounds(rows=config.max_num_seqs, tokens=config.max_batch_tokens)
+    for kind in _ORDER_POLICIES:
+        if kind.name == config.policy:
+            if config.overload != "late":
+                raise ConfigError(f"--overload {config.overload}: only --policy bros can do that")
+            return kind(bounds)
+    assert model is not None, "this policy predicts step times"
+    predictor = StepTimePredictor(model)
+    settings = BrosSettings(
+        rows=config.max_num_seqs,
+        tokens=config.max_batch_tokens,
+        filler_s=config.rt_wait * config.slo_ttft / 1000,
+        be_share=config.be_share,
+        be_max_wait_s=config.be_max_wait,
+        late=config.late,
+        growth=config.batch_growth,
+        rules=Rules.paper() if config.packing == "paper" else Rules(),
+    )
+
+    def expected_tokens(state: RequestState) -> int:
+        """Output tokens still to come: the class's recent mean, but never more than can come."""
+        mean = counters[state.service_class].mean_output_tokens or _UNKNOWN_OUTPUT_TOKENS
+        longest = state.max_length - len(state.token_ids)
+        return max(min(round(mean) - state.num_outputs, longest), min(longest, 1))
+
+    guard = OverloadGuard(config.overload, predictor)
+    return BrosPolicy(settings, predictor, guard, expected_tokens)

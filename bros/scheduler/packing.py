@@ -1,0 +1,375 @@
+"""What one step holds: requests and how many tokens of each (spec: BROS Algorithm 1).
+
+Pure: reads candidates, changes nothing but the trial reservations it is handed, and returns
+data. The scheduler commits what comes out.
+
+    urgent    candidates in order of urgency; real-time by absolute deadline under `bros`
+    filler    candidates for what is left; best-effort under `bros`
+
+                 now                      limit = deadline of the most urgent
+                  |--- urgent work ---|-- filler --|
+                  |<------- predicted, safe ------>|
+
+The published algorithm takes whole prompts, and ends the step as soon as one candidate does not
+fit (`Rules.paper`). Here (ambiguities A1-A4 of the specification) prompts are cut to the
+largest chunk that fits, what does not fit is passed over, and a token that is late whatever
+happens is still computed but no longer binds the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from bros.scheduler.cost_model import StepLoad, StepTimePredictor
+
+
+class Candidate(Protocol):
+    """What packing looks at.
+
+    remaining: tokens to compute before the next one is sampled, num_cached tokens before them.
+    late: its deadline is lost and counted already.
+    """
+
+    @property
+    def remaining(self) -> int: ...
+
+    @property
+    def num_cached(self) -> int: ...
+
+    @property
+    def deadline_s(self) -> float: ...
+
+    @property
+    def late(self) -> bool: ...
+
+
+C = TypeVar("C", bound=Candidate)
+_C = TypeVar("_C", bound=Candidate, contravariant=True)
+
+
+class Reservations(Protocol[_C]):
+    """Trial allocation of KV memory; nothing is taken until the step is committed."""
+
+    def reserve(self, candidate: _C, num_tokens: int) -> bool:
+        """True if the next `num_tokens` tokens fit, after what was reserved before."""
+        ...
+
+    def cancel(self, candidate: _C) -> bool:
+        """Give a reservation back; False if others lost memory for it, so that it stays."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Ablation switches. The defaults are what bros does.
+
+    chunked: prompts may be cut. early_return: the first urgent candidate that does not fit ends
+    the step, without filler (lines 11-12 of the algorithm). strict_rows: decode rows that
+    would be late in the next step may not exceed the batch size either. replace: filler may
+    take the row of the least urgent candidate that can wait (lines 25-32).
+    min_chunk: smallest piece of a prompt worth a place, in tokens.
+    """
+
+    chunked: bool = True
+    early_return: bool = False
+    strict_rows: bool = False
+    replace: bool = True
+    min_chunk: int = 16
+
+    @classmethod
+    def paper(cls) -> Rules:
+        return cls(chunked=False, early_return=True, strict_rows=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What one step may hold.
+
+    rows: batch size B. tokens: most tokens of all chunks. filler_s: most seconds of a step with
+    filler in it, and of one that serves late prompts. filler_credit_s: seconds that filler may
+    take in any case; if there are any, also a row, and the tokens of a smallest chunk.
+    tbar_s: usual time of a step, for what is left to the next ones.
+    """
+
+    rows: int
+    tokens: int
+    filler_s: float = math.inf
+    filler_credit_s: float = 0.0
+    tbar_s: float = 0.0
+    rules: Rules = field(default_factory=Rules)
+
+
+@dataclass(slots=True)
+class Packing(Generic[C]):
+    """What came out.
+
+    selected: (candidate, tokens), urgent first. load, urgent_s, seconds: the predicted step,
+    its urgent part and the whole. violated: an urgent token will be late (or the early
+    return was taken). full: the batch size kept a candidate out. passed_over: (candidate,
+    reason) of those that were looked at; urgent_stop, filler_stop: why the rest was not.
+    """
+
+    selected: list[tuple[C, int]] = field(default_factory=list)
+    load: StepLoad = field(default_factory=StepLoad)
+    num_urgent: int = 0
+    urgent_s: float = 0.0
+    seconds: float = 0.0
+    violated: bool = False
+    full: bool = False
+    passed_over: list[tuple[C, str]] = field(default_factory=list)
+    urgent_stop: str | None = None
+    filler_stop: str | None = None
+
+
+def pack(
+    urgent: Iterable[C],
+    filler: Iterable[C],
+    bounds: Bounds,
+    memory: Reservations[C],
+    predictor: StepTimePredictor | None,
+    now: float,
+    *,
+    exclusive: bool = False,
+) -> Packing[C]:
+    """Choose the next step.
+
+    exclusive: filler only if nothing urgent can run.
+
+    Without a predictor time does not matter: candidates are taken in order while rows, tokens
+    and memory last. A candidate that finds no memory is passed over.
+    """
+    packer = _Packer(bounds, memory, predictor, now)
+    if predictor is None:
+        packer.fill_untimed(urgent)
+        packer.packing.num_urgent = len(packer.packing.selected)
+        if not (exclusive and packer.packing.selected):
+            packer.fill_untimed(filler)
+    elif packer.take_urgent(urgent):
+        packer.fill(filler)
+    return packer.packing
+
+
+class _Packer(Generic[C]):
+    """The state of one call of `pack`."""
+
+    def __init__(
+        self,
+        bounds: Bounds,
+        memory: Reservations[C],
+        predictor: StepTimePredictor | None,
+        now: float,
+    ) -> None:
+        self.packing: Packing[C] = Packing()
+        self._bounds = bounds
+        self._rules = bounds.rules
+        self._memory = memory
+        self._predictor = predictor
+        self._now = now
+        self._tokens_left = bounds.tokens
+        self._limit_s = math.inf
+
+    def fill_untimed(self, candidates: Iterable[C]) -> None:
+        """In order, while rows, tokens and memory last."""
+        packing, rows = self.packing, self._bounds.rows
+        for candidate in candidates:
+            if self._tokens_left == 0 or len(packing.selected) == rows:
+                packing.full |= self._tokens_left > 0
+                packing.urgent_stop = packing.filler_stop = self._why_full()
+                return
+            self._take(candidate, min(candidate.remaining, self._tokens_left))
+
+    def take_urgent(self, candidates: Iterable[C]) -> bool:
+        """Algorithm 1, lines 5-15; False if filler may not follow."""
+        packing, bounds = self.packing, self._bounds
+        go_on = True
+        kept = min(self._rules.min_chunk, bounds.tokens // 2) if bounds.filler_credit_s else 0
+        self._tokens_left -= kept
+        for candidate in candidates:
+            if self._tokens_left <= 0:
+                packing.urgent_stop = "tokens"
+                break
+            if len(packing.selected) >= bounds.rows:
+                packing.full = True
+                due_s = candidate.deadline_s - self._now
+                if self._rules.strict_rows or due_s > packing.seconds + bounds.tbar_s:
+                    packing.urgent_stop = "rows"
+                    break
+                if candidate.remaining > 1:
+                    packing.passed_over.append((candidate, "rows"))
+                    continue
+            if not self._take_one_urgent(candidate) and self._rules.early_return:
+                packing.violated = True
+                packing.urgent_stop = "time"
+                go_on = False
+                break
+        self._tokens_left += kept
+        packing.num_urgent = len(packing.selected)
+        packing.urgent_s = packing.seconds
+        return go_on
+
+    def fill(self, candidates: Iterable[C]) -> None:
+        """Algorithm 1, lines 17-32."""
+        packing, bounds = self.packing, self._bounds
+        limit_s = min(self._limit_s, bounds.filler_s)
+        limit_s = max(limit_s, packing.urgent_s + bounds.filler_credit_s)
+        rows = max(bounds.rows, packing.num_urgent + (bounds.filler_credit_s > 0))
+        for candidate in candidates:
+            if self._tokens_left == 0:
+                packing.filler_stop = "tokens"
+                return
+            if len(packing.selected) >= rows:
+                packing.full = True
+                if self._rules.replace and self._replace(candidate, limit_s):
+                    continue
+                packing.filler_stop = "rows"
+                return
+            num_tokens = self._chunk_within(candidate, limit_s)
+            if num_tokens == 0 and not packing.selected:
+                # Alone it must run, or it never would.
+                num_tokens = min(candidate.remaining, self._tokens_left)
+                if self._rules.chunked:
+                    num_tokens = min(num_tokens, self._rules.min_chunk)
+            if num_tokens == 0:
+                packing.filler_stop = "time"
+                return
+            self._take(candidate, num_tokens)
+
+    def _take_one_urgent(self, candidate: C) -> bool:
+        """False if there is no time for it."""
+        due_s = candidate.deadline_s - self._now
+        if candidate.remaining == 1:
+            return self._take_row(candidate, due_s)
+        num_tokens = self._chunk_within(candidate, self._limit_s)
+        finish_s = self._finish_s(candidate, num_tokens)
+        on_time = finish_s <= due_s
+        if num_tokens > 0 and not on_time and not self._rules.early_return:
+            # It will be late anyway: let it not make others late.
+            self.packing.violated |= not candidate.late
+            limit_s = min(self._limit_s, self._bounds.filler_s)
+            num_tokens = self._chunk_within(candidate, limit_s)
+            if num_tokens == 0 and not self.packing.selected:
+                least = min(candidate.remaining, self._rules.min_chunk)
+                num_tokens = min(least, self._tokens_left)
+        if num_tokens == 0:
+            self.packing.passed_over.append((candidate, "time"))
+            return False
+        if self._take(candidate, num_tokens):
+            self._bind(candidate, on_time, due_s - (finish_s - self.packing.seconds))
+        return True  # lack of memory is no lack of time
+
+    def _take_row(self, candidate: C, due_s: float) -> bool:
+        """The same for a decode row, which asks for the time once."""
+        assert self._predictor is not None
+        packing = self.packing
+        packing.load.add(1, candidate.num_cached, True)
+        seconds = self._predictor.safe_seconds(packing.load)
+        if seconds <= self._limit_s and self._memory.reserve(candidate, 1):
+            packing.selected.append((candidate, 1))
+            packing.seconds = seconds
+            self._tokens_left -= 1
+            self._bind(candidate, seconds <= due_s, due_s)
+            return True
+        packing.load.remove(1, candidate.num_cached, True)
+        in_time = seconds <= self._limit_s
+        packing.passed_over.append((candidate, "memory" if in_time else "time"))
+        return in_time
+
+    def _bind(self, candidate: C, on_time: bool, limit_s: float) -> None:
+        """Hold the step to the deadline of a selected candidate, unless that is lost already."""
+        if on_time:
+            self._limit_s = min(self._limit_s, limit_s)
+            return
+        self.packing.violated |= not candidate.late
+        if self._rules.early_return and len(self.packing.selected) == 1:
+            self._limit_s = 1.1 * self.packing.seconds  # A1: the head runs, late as it is
+
+    def _chunk_within(self, candidate: C, limit_s: float) -> int:
+        """Most tokens of a candidate that keep the step within `limit_s`; 0 if too few."""
+        remaining = candidate.remaining
+        most = min(remaining, self._tokens_left)
+        if most < remaining and not self._rules.chunked and self.packing.selected:
+            return 0
+        if limit_s == math.inf or self._seconds_with(candidate, most) <= limit_s:
+            return most
+        least = min(remaining, self._rules.min_chunk)
+        if not self._rules.chunked or most <= least:
+            return 0
+        if self._seconds_with(candidate, least) > limit_s:
+            return 0
+        fits, too_many = least, most
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self._seconds_with(candidate, middle) <= limit_s:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    def _seconds_with(self, candidate: C, num_tokens: int) -> float:
+        """The step with `num_tokens` more of a candidate, on the safe side."""
+        assert self._predictor is not None
+        load, context = self.packing.load, candidate.num_cached
+        sampled = num_tokens == candidate.remaining
+        load.add(num_tokens, context, sampled)
+        seconds = self._predictor.safe_seconds(load)
+        load.remove(num_tokens, context, sampled)
+        return seconds
+
+    def _finish_s(self, candidate: C, num_tokens: int) -> float:
+        """When its token would be there: after this step, or after the rest of its prompt."""
+        assert self._predictor is not None
+        seconds = self._seconds_with(candidate, num_tokens)
+        rest = candidate.remaining - num_tokens
+        if rest > 0:
+            seconds += self._predictor.prefill_seconds(rest, candidate.num_cached + num_tokens)
+        return seconds
+
+    def _take(self, candidate: C, num_tokens: int) -> bool:
+        if not self._memory.reserve(candidate, num_tokens):
+            self.packing.passed_over.append((candidate, "memory"))
+            return False
+        self._select(candidate, num_tokens)
+        return True
+
+    def _select(self, candidate: C, num_tokens: int) -> None:
+        packing = self.packing
+        packing.selected.append((candidate, num_tokens))
+        self._tokens_left -= num_tokens
+        if self._predictor is not None:
+            complete = num_tokens == candidate.remaining
+            packing.load.add(num_tokens, candidate.num_cached, complete)
+            packing.seconds = self._predictor.safe_seconds(packing.load)
+
+    def _replace(self, candidate: C, limit_s: float) -> bool:
+        """Give the candidate the row of the least urgent decode row, if that one can wait.
+
+        A4: never the most urgent, never one that others lost their memory for, and only if the
+        step keeps its limit and the one that waits can still be on time in the next step.
+        """
+        packing, memory = self.packing, self._memory
+        index = packing.num_urgent - 1
+        if index < 1 or packing.selected[index][0].remaining > 1:
+            return False
+        waiting = packing.selected[index][0]
+        packing.load.remove(1, waiting.num_cached, True)
+        num_tokens = self._chunk_within(candidate, limit_s)
+        if num_tokens > 0:
+            after_s = self._seconds_with(candidate, num_tokens) + self._bounds.tbar_s
+            on_time = self._now + after_s <= waiting.deadline_s
+            if on_time and memory.reserve(candidate, num_tokens):
+                if memory.cancel(waiting):
+                    del packing.selected[index]
+                    packing.num_urgent -= 1
+                    packing.passed_over.append((waiting, "rows"))
+                    self._tokens_left += 1
+                    self._select(candidate, num_tokens)
+                    return True
+                memory.cancel(candidate)
+        packing.load.add(1, waiting.num_cached, True)
+        return False
+
+    def _why_full(self) -> str:
+        return "tokens" if self._tokens_left == 0 else "rows"

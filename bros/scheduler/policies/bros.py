@@ -1,0 +1,218 @@
+"""Real-time requests by deadline, best-effort requests in the time that is left.
+
+Source: BROS sections 3.1-3.4 (Algorithm 1 is packing.py). Beyond the paper: steps are bounded
+by predicted seconds instead of rows alone, late tokens get a new deadline, and best-effort work
+has deadlines of its own and a guaranteed share.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from bros.core.request import ServiceClass
+from bros.scheduler.batch_size import AdaptiveBatchSize
+from bros.scheduler.cost_model import StepTimePredictor
+from bros.scheduler.packing import Bounds, Packing, Rules
+from bros.scheduler.policies.base import Turn
+from bros.scheduler.policies.overload import OverloadGuard
+from bros.scheduler.queues import Queues, by_deadline, deadline_key
+from bros.scheduler.state import RequestState
+
+_FIRST, _LAST = 0.0, 1.0
+"""Sections of a waiting queue. Real-time: on time or late; best-effort: pressing or not."""
+
+_LATE_TURN = 8
+"""Every so many steps, the request that has been late for longest goes before all others."""
+
+_TBAR_ALPHA = 0.2
+_INITIAL_ROWS = 8
+_MAX_CREDIT_S = 2.0
+_PREFIX_TOKENS = 64
+_LAXITY = 1.5
+"""A best-effort deadline is pressing when so many times the estimated work is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrosSettings:
+    """The policy's options, see EngineConfig. filler_s: longest step with best-effort work."""
+
+    rows: int
+    tokens: int
+    filler_s: float
+    be_share: float = 0.02
+    be_max_wait_s: float = 30.0
+    late: str = "renew"
+    growth: str = "tcp"
+    rules: Rules = Rules()
+
+
+class BrosPolicy:
+    name = "bros"
+    newcomers_preempt = True
+
+    def __init__(
+        self,
+        settings: BrosSettings,
+        predictor: StepTimePredictor,
+        guard: OverloadGuard,
+        expected_tokens: Callable[[RequestState], int],
+    ) -> None:
+        self._settings = settings
+        self._predictor = predictor
+        self._guard = guard
+        self._expected_tokens = expected_tokens
+        self._batch = AdaptiveBatchSize(_INITIAL_ROWS, settings.rows, settings.growth)
+        self._tbar_s = 0.0
+        self._credit_s = 0.0
+        self._steps = 0
+        self._deadlines: list[tuple[float, int, RequestState]] = []
+        self._groups: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+
+    @property
+    def predictor(self) -> StepTimePredictor:
+        return self._predictor
+
+    @property
+    def expected_tokens(self) -> Callable[[RequestState], int]:
+        return self._expected_tokens
+
+    @property
+    def batch_size(self) -> tuple[int, int]:
+        return self._batch.rows, self._batch.resets
+
+    def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
+        return self._guard.classify(state, queues, now)
+
+    def place(self, state: RequestState, now: float) -> None:
+        """Real-time by deadline, best-effort by arrival, next to those with the same prefix."""
+        best_effort = state.service_class is ServiceClass.BE
+        state.rank = (best_effort, state.arrival_index)
+        if not best_effort:
+            state.queue_key = (_FIRST, state.deadline_s, state.arrival_index)
+            return
+        state.queue_key = (_LAST, self._group(state, now), state.arrival_index)
+        if state.slo.deadline_s is not None:
+            due_s = state.record.arrival_s + state.slo.deadline_s
+            start_s = due_s - _LAXITY * self._work_s(state)
+            heapq.heappush(self._deadlines, (start_s, state.arrival_index, state))
+
+    def turn(self, queues: Queues, now: float) -> Turn:
+        self._renew(queues, now)
+        self._press(queues, now)
+        shed = self._late(queues) if self._settings.late == "shed" else ()
+        return Turn(
+            urgent=self._urgent(queues),
+            filler=self._filler(queues),
+            bounds=Bounds(
+                rows=self._batch.rows,
+                tokens=self._settings.tokens,
+                filler_s=self._settings.filler_s,
+                filler_credit_s=self._due_credit_s(),
+                tbar_s=self._tbar_s,
+                rules=self._settings.rules,
+            ),
+            give_up=shed,
+        )
+
+    def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
+        self._steps += 1
+        weight = _TBAR_ALPHA if self._tbar_s else 1.0
+        self._tbar_s += weight * (seconds - self._tbar_s)
+        self._batch.settle(violated=packing.violated, was_full=packing.full)
+        if not be_waits and len(packing.selected) == packing.num_urgent:
+            self._credit_s = 0.0
+            return
+        share = (packing.seconds - packing.urgent_s) / packing.seconds if packing.seconds else 0.0
+        self._credit_s += (self._settings.be_share - share) * seconds
+        self._credit_s = min(max(self._credit_s, 0.0), _MAX_CREDIT_S)
+
+    # Real-time
+
+    def _renew(self, queues: Queues, now: float) -> None:
+        """Find tokens whose deadline is lost; give them a new one, or mark them as late.
+
+        The published algorithm ("edf") keeps the old deadline, so that under overload the
+        latest token comes first and everybody is late. A first token that is late waits behind
+        those that can still be on time; a running request gets a full interval anew.
+        """
+        if self._settings.late == "edf":
+            return
+        for state in queues.running:
+            if state.deadline_s < now and state.service_class is ServiceClass.RT:
+                interval_s = state.slo.tpot_s if state.num_outputs else state.slo.ttft_s
+                state.deadline_s = now + (interval_s or 0.0)
+                state.late = True
+        waiting = queues.waiting[ServiceClass.RT]
+        while waiting and waiting[0].queue_key[0] == _FIRST:
+            state = waiting[0]
+            if state.deadline_s >= now + self._predictor.prefill_seconds(state.remaining):
+                break
+            state.late = True
+            queues.requeue(state, (_LAST, state.deadline_s, state.arrival_index))
+
+    def _late(self, queues: Queues) -> list[RequestState]:
+        waiting = queues.waiting[ServiceClass.RT]
+        return waiting[bisect.bisect_left(waiting, _LAST, key=_section) :]
+
+    def _urgent(self, queues: Queues) -> Iterable[RequestState]:
+        waiting = queues.waiting[ServiceClass.RT]
+        late = self._late(queues)
+        on_time = waiting[: min(len(waiting) - len(late), self._settings.rows)]
+        running = by_deadline(s for s in queues.running if s.service_class is ServiceClass.RT)
+        order: Iterator[RequestState] = heapq.merge(running, on_time, key=deadline_key)
+        if self._settings.late == "shed" or not late:
+            return order
+        first = 1 if self._steps % _LATE_TURN == 0 else 0
+        return itertools.chain(late[:first], order, late[first : self._settings.rows])
+
+    # Best-effort
+
+    def _filler(self, queues: Queues) -> Iterator[RequestState]:
+        """Decode rows, then what must start now, prompts that are nearly done, newcomers."""
+        running = [s for s in queues.running if s.service_class is ServiceClass.BE]
+        rows = [s for s in running if s.remaining == 1]
+        prompts = sorted((s for s in running if s.remaining > 1), key=lambda s: s.remaining)
+        waiting = queues.waiting[ServiceClass.BE][: self._settings.rows]
+        pressing = bisect.bisect_left(waiting, _LAST, key=_section)
+        return itertools.chain(rows, waiting[:pressing], prompts, waiting[pressing:])
+
+    def _press(self, queues: Queues, now: float) -> None:
+        """Move best-effort requests to the front that must start now to meet their deadline."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            start_s, _, state = heapq.heappop(self._deadlines)
+            waits = state.num_cached == 0 and not state.record.left
+            if waits and state.queue_key[0] == _LAST:
+                queues.requeue(state, (_FIRST, start_s, state.arrival_index))
+
+    def _work_s(self, state: RequestState) -> float:
+        """Time that a best-effort request is going to take, in steps of the longest kind."""
+        steps = self._expected_tokens(state) * max(self._tbar_s, self._settings.filler_s)
+        return self._predictor.prefill_seconds(state.remaining) + steps
+
+    def _group(self, state: RequestState, now: float) -> int:
+        """Place of the first request with the same first tokens, if that is not long ago.
+
+        Prompts with a common prefix run next to each other, where its KV may be shared.
+        """
+        groups, age_s = self._groups, self._settings.be_max_wait_s
+        while groups and next(iter(groups.values()))[0] < now - age_s:
+            groups.popitem(last=False)
+        # Older groups take no new members, so `be_max_wait_s` bounds how long one is overtaken.
+        prefix = state.token_ids[:_PREFIX_TOKENS].tobytes()
+        return groups.setdefault(prefix, (now, state.arrival_index))[1]
+
+    def _due_credit_s(self) -> float:
+        """What best-effort work is owed, once that pays for a piece of a prompt."""
+        rules = self._settings.rules
+        piece_s = self._predictor.prefill_seconds(2 * rules.min_chunk)
+        piece_s -= self._predictor.prefill_seconds(rules.min_chunk)
+        return self._credit_s if self._credit_s >= piece_s else 0.0
+
+
+def _section(state: RequestState) -> float:
+    return state.queue_key[0]

@@ -1,0 +1,104 @@
+"""Where requests stand: holding KV memory, or waiting for it by class."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from bros.core.request import ServiceClass
+from bros.scheduler.record import BlockedTime
+from bros.scheduler.state import Rank, RequestState
+
+
+class Queues:
+    """running: hold KV memory, sorted by rank. waiting: hold none, by class, sorted by queue_key.
+
+    Both keys end with something unique, so that a request is found by bisection.
+    """
+
+    def __init__(self) -> None:
+        self._running: list[RequestState] = []
+        self._waiting: dict[ServiceClass, list[RequestState]] = {cls: [] for cls in ServiceClass}
+        self.blocked = BlockedTime()
+
+    @property
+    def running(self) -> list[RequestState]:
+        """Not a copy: to be read only."""
+        return self._running
+
+    @property
+    def waiting(self) -> Mapping[ServiceClass, list[RequestState]]:
+        """Not copies: to be read only."""
+        return self._waiting
+
+    def enqueue(self, state: RequestState) -> None:
+        """A request that holds no memory starts to wait."""
+        bisect.insort(self._waiting[state.service_class], state, key=_queue_key)
+        state.record.queued(self.blocked.so_far(state.service_class))
+
+    def requeue(self, state: RequestState, key: Rank) -> None:
+        """Move a waiting request to another place in its queue."""
+        queue = self._waiting[state.service_class]
+        del queue[_index(queue, state, _queue_key)]
+        state.queue_key = key
+        bisect.insort(queue, state, key=_queue_key)
+
+    def start(self, state: RequestState) -> None:
+        """From waiting to running."""
+        queue = self._waiting[state.service_class]
+        del queue[_index(queue, state, _queue_key)]
+        state.record.dequeued(self.blocked.so_far(state.service_class))
+        bisect.insort(self._running, state, key=_rank)
+
+    def stop(self, state: RequestState) -> None:
+        """From running back to waiting."""
+        del self._running[_index(self._running, state, _rank)]
+        self.enqueue(state)
+
+    def remove(self, state: RequestState) -> None:
+        """A request leaves for good."""
+        if state.num_cached > 0:
+            del self._running[_index(self._running, state, _rank)]
+            return
+        queue = self._waiting[state.service_class]
+        del queue[_index(queue, state, _queue_key)]
+        state.record.dequeued(self.blocked.so_far(state.service_class))
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return itertools.chain(self._running, *self._waiting.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless queues are sorted and requests where they belong."""
+        assert all(a.rank < b.rank for a, b in itertools.pairwise(self._running)), "not sorted"
+        assert all(state.num_cached > 0 for state in self._running)
+        for service_class, queue in self._waiting.items():
+            assert all(a.queue_key < b.queue_key for a, b in itertools.pairwise(queue))
+            assert all(state.num_cached == 0 for state in queue)
+            assert all(state.service_class is service_class for state in queue)
+
+
+def by_deadline(states: Iterable[RequestState]) -> list[RequestState]:
+    """Sorted by absolute deadline, and by rank where that is equal."""
+    return sorted(states, key=deadline_key)
+
+
+def deadline_key(state: RequestState) -> tuple[float, Rank]:
+    """The order of `by_deadline`, for merging sorted queues."""
+    return state.deadline_s, state.rank
+
+
+def _index(
+    queue: list[RequestState], state: RequestState, key: Callable[[RequestState], Rank]
+) -> int:
+    index = bisect.bisect_left(queue, key(state), key=key)
+    assert queue[index] is state
+    return index
+
+
+def _rank(state: RequestState) -> Rank:
+    return state.rank
+
+
+def _queue_key(state: RequestState) -> Rank:
+    return state.queue_key

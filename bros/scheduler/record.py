@@ -1,0 +1,151 @@
+"""How one request fared: when its tokens came, whether they were on time, why it waited."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from bros.core.interfaces import RequestTrace
+from bros.core.request import FinishReason, ServiceClass, Slo
+
+_MAX_EVENTS = 64
+"""A request that is interrupted more often than this shows its first events and its end."""
+
+
+class BlockedTime:
+    """For each class, how long its queue has stood still so far, by reason.
+
+    A waiting request notes the sums when it joins the queue and takes the difference when it
+    leaves, so that a step costs the same however many requests are waiting.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[ServiceClass, dict[str, float]] = {cls: {} for cls in ServiceClass}
+
+    def note(self, service_class: ServiceClass, reason: str, seconds: float) -> None:
+        sums = self._seconds[service_class]
+        sums[reason] = sums.get(reason, 0.0) + seconds
+
+    def so_far(self, service_class: ServiceClass) -> Mapping[str, float]:
+        return dict(self._seconds[service_class])
+
+
+class RequestRecord:
+    """Times in clock seconds.
+
+    due_s: when the next token is due, whatever the policy hopes. left: the request is gone.
+    """
+
+    __slots__ = (
+        "_blocked_before",
+        "arrival_s",
+        "due_s",
+        "events",
+        "first_token_s",
+        "last_token_s",
+        "late_tokens",
+        "left",
+        "num_tokens",
+        "preemptions",
+        "waits",
+    )
+
+    def __init__(self, arrival_s: float, slo: Slo) -> None:
+        self.arrival_s = arrival_s
+        self.hold_to(slo)
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.num_tokens = 0
+        self.late_tokens = 0
+        self.preemptions = 0
+        self.left = False
+        self.waits: dict[str, float] = {}
+        self.events: list[tuple[float, str]] = []
+        self._blocked_before: Mapping[str, float] = {}
+
+    def hold_to(self, slo: Slo) -> None:
+        """Objectives from now on, before the first token."""
+        self.due_s = self.arrival_s + (slo.ttft_s or math.inf)
+
+    def event(self, now: float, what: str) -> None:
+        if len(self.events) < _MAX_EVENTS:
+            self.events.append((now, what))
+
+    def wait(self, reason: str, seconds: float) -> None:
+        """It could have run for so long, and did not."""
+        self.waits[reason] = self.waits.get(reason, 0.0) + seconds
+
+    def queued(self, blocked: Mapping[str, float]) -> None:
+        """It joins a queue; `blocked` is BlockedTime.so_far of its class."""
+        self._blocked_before = blocked
+
+    def dequeued(self, blocked: Mapping[str, float]) -> None:
+        """It leaves the queue."""
+        for reason, seconds in blocked.items():
+            waited = seconds - self._blocked_before.get(reason, 0.0)
+            if waited > 0.0:
+                self.wait(reason, waited)
+
+    def token(self, now: float, slo: Slo) -> float:
+        """A token was committed; returns its slack, deadline minus now, in seconds."""
+        slack = self.due_s - now
+        if slack < 0.0:
+            self.late_tokens += 1
+        if self.first_token_s is None:
+            self.first_token_s = now
+            self.event(now, "first token")
+        self.last_token_s = now
+        self.num_tokens += 1
+        self.due_s = now + (slo.tpot_s or math.inf)
+        return slack
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time between tokens; None before the second one."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
+
+    def met(self, slo: Slo) -> tuple[bool, bool]:
+        """(first token, pace) of a finished request against its objectives; None is met."""
+        ttft, tpot = self.ttft_s, self.tpot_s
+        ttft_met = slo.ttft_s is None or (ttft is not None and ttft <= slo.ttft_s)
+        tpot_met = slo.tpot_s is None or tpot is None or tpot <= slo.tpot_s
+        return ttft_met, tpot_met
+
+    def trace(
+        self,
+        request_id: str,
+        *,
+        service_class: ServiceClass,
+        requested_class: ServiceClass,
+        slo: Slo,
+        prompt_tokens: int,
+        blocked: Mapping[str, float] | None,
+        finish_reason: FinishReason | None,
+    ) -> RequestTrace:
+        """What to tell about it. blocked: BlockedTime.so_far if it is waiting right now."""
+        waits = dict(self.waits)
+        for reason, seconds in (blocked or {}).items():
+            waited = seconds - self._blocked_before.get(reason, 0.0)
+            if waited > 0.0:
+                waits[reason] = waits.get(reason, 0.0) + waited
+        return RequestTrace(
+            request_id=request_id,
+            service_class=service_class,
+            requested_class=requested_class,
+            slo=slo,
+            prompt_tokens=prompt_tokens,
+            output_tokens=self.num_tokens,
+            events=tuple((at - self.arrival_s, what) for at, what in self.events),
+            waits=waits,
+            ttft_s=self.ttft_s,
+            tpot_s=self.tpot_s,
+            late_tokens=self.late_tokens,
+            preemptions=self.preemptions,
+            finish_reason=finish_reason,
+        )
