@@ -16,6 +16,10 @@ from torch import Tensor
 
 _EXACT_ROWS = 16
 
+ROW_PADDING = ((_EXACT_ROWS, 1), *((128 << i, 8 << i) for i in range(7)))
+"""rounded_rows as (limit, multiple) pairs: up to `limit` rows, and more than the limit before, go
+to the next multiple. Beyond the last limit, at 8192 rows, its multiple is taken to go on."""
+
 
 def rounded_rows(rows: int) -> int:
     """The number of rows a product is computed for.

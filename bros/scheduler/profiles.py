@@ -1,11 +1,368 @@
-"""Stored step time models: where they lie and what is written in them."""
+"""Stored step time models: what is written in them and where they lie.
+
+    <folder>/<device>/<model>-<weights>.json     profiles/amd-epyc-2-threads/SmolLM2-135M-fp32.json
+
+A profile holds for one device, model, precision, kernel back end and number of threads, which
+are all in the file; the name only tells people apart what lies beside each other.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from bros import __version__
+from bros.core.clock import Clock
+from bros.core.errors import ConfigError
+from bros.scheduler.cost_model import CostModel
+from bros.scheduler.fitting import FitError
+
+SCHEMA = 1
+KINDS = MEASURED, QUICK, ANALYTIC = ("measured", "quick", "analytic")
+"""Measured at leisure, in the seconds before an engine starts, or derived from data sheets."""
+
+_ROUNDING = 1e-9
+_PAIR = re.compile(r"\[\s+([-+.e\d]+),\s+([-+.e\d]+)\s+\]")  # written over four lines
 _CHECKOUT_FILES = ("pyproject.toml", "profiles")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKey:
+    """What a profile holds for. device: a slug, see `device_slug`."""
+
+    device: str
+    model: str
+    weights: str
+    kernels: str
+    kv_dtype: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A step time model and where it comes from.
+
+    date: ISO 8601, UTC; empty for analytic profiles, which do not depend on it.
+    steps, max_step_tokens: how many different steps were measured, and the largest one's tokens.
+    fitted, held_out: None for analytic profiles, which were compared to nothing.
+    kv_capacity_tokens: what the device's memory holds beside the weights, where that is known.
+    assumptions: of analytic profiles, name -> value in words.
+    """
+
+    key: ProfileKey
+    kind: str
+    model: CostModel
+    versions: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
+    steps: int = 0
+    max_step_tokens: int = 0
+    fitted: FitError | None = None
+    held_out: FitError | None = None
+    kv_capacity_tokens: int | None = None
+    assumptions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Readable, with a newline at the end; `from_json` gives an equal profile."""
+        coefficients = dataclasses.asdict(self.model)
+        del coefficients["_limits"]
+        errors = {
+            name: dataclasses.asdict(error)
+            for name, error in (("fitted", self.fitted), ("held_out", self.held_out))
+            if error is not None
+        }
+        content = {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            **dataclasses.asdict(self.key),
+            "versions": dict(self.versions),
+            "date": self.date,
+            "steps": self.steps,
+            "max_step_tokens": self.max_step_tokens,
+            "relative_errors": errors,
+            "coefficients": coefficients,
+            "kv_capacity_tokens": self.kv_capacity_tokens,
+            "assumptions": dict(self.assumptions),
+        }
+        return _PAIR.sub(r"[\1, \2]", json.dumps(content, indent=2)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Raises ConfigError saying what is wrong with it."""
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"it is not valid JSON: {error}") from None
+        if not isinstance(content, dict) or "schema" not in content:
+            raise ConfigError("it is not a profile of step times")
+        if content["schema"] != SCHEMA:
+            raise ConfigError(
+                f"it has schema {content['schema']!r}, this version of bros reads schema {SCHEMA}; "
+                "measure again with `bros profile`"
+            )
+        return _profile(_Fields(content))
+
+    @property
+    def file_name(self) -> str:
+        """Relative to a folder of profiles."""
+        key = self.key
+        parts = [_file_part(key.model), key.weights]
+        if key.kv_dtype not in ("fp32", key.weights):
+            parts.append(f"kv-{key.kv_dtype}")
+        if key.kernels == "reference":
+            parts.append(key.kernels)
+        if not key.device.endswith(f"-{key.threads}-threads") and key.threads:
+            parts.append(f"on-{key.threads}")
+        return f"{key.device}/{'-'.join(parts)}.json"
+
+    def save(self, folder: Path) -> Path:
+        """Write it to its place in `folder`, in one piece, and return that.
+
+        Raises OSError if it cannot be written.
+        """
+        path = folder / self.file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(self.to_json(), encoding="utf-8")
+        partial.replace(path)
+        return path
+
+
+class _Fields:
+    """The fields of a JSON object, each read once and checked."""
+
+    def __init__(self, content: Mapping[str, Any], path: str = "") -> None:
+        self._content = dict(content)
+        self._path = path
+
+    def text(self, name: str) -> str:
+        return str(self._take(name, "a text", lambda value: isinstance(value, str)))
+
+    def whole(self, name: str) -> int:
+        return int(self._take(name, "a whole number that is not negative", _is_whole))
+
+    def flag(self, name: str) -> bool:
+        return bool(self._take(name, "true or false", lambda value: isinstance(value, bool)))
+
+    def number(self, name: str) -> float:
+        what = "a number that is not negative"
+        return float(self._take(name, what, lambda value: _is_number(value) and value >= 0))
+
+    def texts(self, name: str) -> dict[str, str]:
+        value = self._take(name, "an object of texts", _is_texts)
+        return dict(value)
+
+    def optional_whole(self, name: str) -> int | None:
+        if self._content.get(name, 0) is None:
+            return self._take(name, "", lambda value: True)  # type: ignore[no-any-return]
+        return self.whole(name)
+
+    def pairs(self, name: str) -> tuple[tuple[int, Any], ...]:
+        """[[whole number, number], ...], the first of each rising."""
+        value = self._take(name, "pairs of numbers, the first of each rising", _is_rising_pairs)
+        return tuple((first, second) for first, second in value)
+
+    def object(self, name: str) -> _Fields:
+        value = self._take(name, "an object", lambda value: isinstance(value, dict))
+        return _Fields(value, f"{self._path}{name}.")
+
+    def optional_object(self, name: str) -> _Fields | None:
+        return self.object(name) if name in self._content else None
+
+    def end(self) -> None:
+        for name in self._content:
+            raise ConfigError(f"{self._path}{name} is not a field of a profile")
+
+    def wrong(self, name: str, what: str) -> ConfigError:
+        return ConfigError(f"{self._path}{name} is not {what}")
+
+    def _take(self, name: str, what: str, is_right: Callable[[Any], bool]) -> Any:
+        if name not in self._content:
+            raise ConfigError(f"{self._path}{name} is missing")
+        value = self._content.pop(name)
+        if not is_right(value):
+            raise self.wrong(name, what)
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _is_rising_pairs(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        return False
+    if not all(_is_whole(first) and _is_number(second) for first, second in value):
+        return False
+    return all(low[0] < high[0] for low, high in itertools.pairwise(value))
+
+
+def _profile(fields: _Fields) -> Profile:
+    fields.whole("schema")
+    errors = fields.object("relative_errors")
+    profile = Profile(
+        key=ProfileKey(
+            device=fields.text("device"),
+            model=fields.text("model"),
+            weights=fields.text("weights"),
+            kernels=fields.text("kernels"),
+            kv_dtype=fields.text("kv_dtype"),
+            threads=fields.whole("threads"),
+        ),
+        kind=fields.text("kind"),
+        model=_cost_model(fields.object("coefficients")),
+        versions=fields.texts("versions"),
+        date=fields.text("date"),
+        steps=fields.whole("steps"),
+        max_step_tokens=fields.whole("max_step_tokens"),
+        fitted=_fit_error(errors.optional_object("fitted")),
+        held_out=_fit_error(errors.optional_object("held_out")),
+        kv_capacity_tokens=fields.optional_whole("kv_capacity_tokens"),
+        assumptions=fields.texts("assumptions"),
+    )
+    fields.end()
+    errors.end()
+    if profile.kind not in KINDS:
+        raise fields.wrong("kind", f"one of {', '.join(KINDS)}")
+    return profile
+
+
+def _fit_error(fields: _Fields | None) -> FitError | None:
+    if fields is None:
+        return None
+    error = FitError(mape=fields.number("mape"), max=fields.number("max"))
+    fields.end()
+    return error
+
+
+def _cost_model(fields: _Fields) -> CostModel:
+    hinges, padding = fields.pairs("hinges"), fields.pairs("padding")
+    model = CostModel(
+        constant_s=fields.number("constant_s"),
+        token_s=fields.number("token_s"),
+        sample_s=fields.number("sample_s"),
+        pair_s=fields.number("pair_s"),
+        context_s=fields.number("context_s"),
+        unique_context_s=fields.number("unique_context_s"),
+        hinges=tuple((knot, float(slope)) for knot, slope in hinges),
+        padding=padding,
+        swap_constant_s=fields.number("swap_constant_s"),
+        swap_token_s=fields.number("swap_token_s"),
+        overlap_swap=fields.flag("overlap_swap"),
+    )
+    fields.end()
+    if not all(_is_whole(multiple) and multiple > 0 for _, multiple in padding):
+        raise fields.wrong("padding", "pairs of (limit, multiple)")
+    slopes = itertools.accumulate((slope for _, slope in hinges), initial=model.token_s)
+    if any(slope < -_ROUNDING * model.token_s for slope in slopes):
+        raise fields.wrong("hinges", "such that more tokens never take less time")
+    return model
+
+
+def load_profile(path: Path) -> Profile:
+    """Raises ConfigError naming the file if it cannot be read or is not a valid profile."""
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the profile {path} cannot be read: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"the profile {path} cannot be used: {error}") from None
+
+
+def find_profile(
+    folders: Sequence[Path],
+    key: ProfileKey,
+    report: Callable[[str], None],
+    step_tokens: int = 0,
+) -> Profile | None:
+    """The first profile for `key` in the folders; in one folder, measured goes before quick.
+
+    Quick ones have to have been measured with steps of up to `step_tokens` tokens. report is
+    told about files that cannot be used, which do no harm otherwise.
+    """
+    for folder in folders:
+        found = []
+        for path in sorted((folder / key.device).glob("*.json")):
+            try:
+                profile = load_profile(path)
+            except ConfigError as error:
+                report(str(error))
+                continue
+            too_small = profile.kind == QUICK and profile.max_step_tokens < step_tokens
+            if profile.key == key and not too_small:
+                found.append(profile)
+        if found:
+            return min(found, key=lambda profile: KINDS.index(profile.kind))
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Of what step times depend on."""
+    return {
+        "bros": __version__,
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+    }
+
+
+def iso_date(clock: Clock) -> str:
+    """The time now, ISO 8601 in UTC to the second."""
+    return datetime.fromtimestamp(int(clock.unix_time()), UTC).isoformat()
+
+
+def device_slug(device: str, cores: int) -> str:
+    """A folder name for what an engine runs on: `cpu` is amd-epyc-9r14-2-threads, say.
+
+    device: as in EngineInfo, "cpu" or the name of an accelerator.
+    """
+    if device != "cpu":
+        return _slug(device)
+    return _slug(f"{_cpu_name()} {cores} threads")
+
+
+def available_cores() -> int:
+    """How many hardware threads this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1] for line in lines if line.startswith("model name")]
+    return names[0].strip() if names else platform.processor() or platform.machine()
+
+
+def _slug(text: str) -> str:
+    """Lower-case letters, digits and single hyphens, without what every processor's name has."""
+    text = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@.*?ghz", " ", text.lower())
+    return re.sub(r"[^a-z0-9]+", "-", text).strip("-")
+
+
+def _file_part(model: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.") or "model"
 
 
 def checkout_profiles() -> Path | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bros.executor.quantized import GROUP, Int4Groups
 from bros.executor.weights import WeightSource
-from bros.kernels.rows import with_spare_rows
+from bros.kernels.rows import ROW_PADDING, with_spare_rows
 
 INT4_MAX_ROWS = 8
 """Above so many rows reading weights is no longer the cost, and packed bf16 beats int4.
@@ -117,6 +117,14 @@ def make_linear(
     return pack(weight if weights == "fp32" else weight.bfloat16(), stacked_bias)
 
 
+def token_padding() -> tuple[tuple[int, int], ...]:
+    """How the layers round the tokens of a step, as `padding` of scheduler.cost_model.CostModel.
+
+    Empty if they do not: without oneDNN.
+    """
+    return ROW_PADDING if _has_onednn() else ()
+
+
 def _wide_dtype() -> torch.dtype:
     """bf16 where the CPU multiplies it natively; elsewhere it is slower than fp32."""
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -125,6 +133,8 @@ def _wide_dtype() -> torch.dtype:
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The fastest exact form of an fp32 or bf16 weight [rows, columns] on this machine."""
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return PackedLinear(weight, bias)
-    return PlainLinear(weight, bias)
+    return PackedLinear(weight, bias) if _has_onednn() else PlainLinear(weight, bias)
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]

@@ -1,0 +1,174 @@
+"""The step time model an engine starts with: given, stored or measured on the spot."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bros.core.clock import Clock
+from bros.core.config import EngineConfig
+from bros.core.errors import ConfigError
+from bros.core.interfaces import EngineInfo, Executor
+from bros.engine.step_grid import StepLimits, full_grid, quick_grid, random_steps
+from bros.engine.step_timing import Progress, measure_steps
+from bros.executor.layers.linear import token_padding
+from bros.scheduler.cost_model import CostModel
+from bros.scheduler.fitting import Fit, Sample, fit
+from bros.scheduler.profiles import (
+    MEASURED,
+    QUICK,
+    Profile,
+    ProfileKey,
+    available_cores,
+    device_slug,
+    find_profile,
+    iso_date,
+    load_profile,
+    versions,
+)
+
+MAX_STORED_ERROR = 0.10
+"""Mean relative error above which quick measurements are not kept: the machine was busy."""
+
+_QUICK_REPEATS, _QUICK_LIMIT_S, _QUICK_TOKENS = 2, 10.0, 256
+_HELD_OUT_STEPS = 60
+
+
+def profile_key(config: EngineConfig, info: EngineInfo) -> ProfileKey:
+    """What a profile of this engine holds for."""
+    cores = available_cores()
+    return ProfileKey(
+        device=device_slug(info.device, cores),
+        model=info.model,
+        weights=info.weights,
+        kernels=info.kernels,
+        kv_dtype=info.kv_dtype,
+        threads=config.threads or cores,
+    )
+
+
+def step_time_model(
+    config: EngineConfig,
+    executor: Executor,
+    info: EngineInfo,
+    clock: Clock,
+    folders: Sequence[Path],
+    report: Callable[[str], None],
+) -> CostModel:
+    """config.profile if there is one, else a stored profile that matches, else a quick measuring.
+
+    folders: where profiles are stored, see profiles.profile_folders; what was measured is kept
+    in the first one, unless it does not fit well. report is told, one line each, what takes long
+    and what is not as it should be. Measuring overwrites the KV memory.
+    Raises ConfigError if config.profile cannot be read.
+    """
+    key = profile_key(config, info)
+    if config.profile is not None:
+        return _given(Path(config.profile).expanduser(), key, report).model
+    found = find_profile(folders, key, report, min(config.max_batch_tokens, _QUICK_TOKENS))
+    if found is not None:
+        return found.model
+    report("Measuring how long steps take, for some seconds; `bros profile` does it thoroughly ...")
+    profile = quick_profile(config, executor, info, clock)
+    assert profile.fitted is not None
+    if profile.fitted.mape > MAX_STORED_ERROR:
+        report(
+            f"the measured step times vary by {profile.fitted.mape:.0%}, perhaps because the "
+            "machine is busy; they are used, but not kept"
+        )
+    elif folders:
+        _keep(profile, folders[0], report)
+    return profile.model
+
+
+def quick_profile(
+    config: EngineConfig, executor: Executor, info: EngineInfo, clock: Clock
+) -> Profile:
+    """Measured in seconds, with about thirty steps of up to 256 tokens."""
+    limits = StepLimits.of(config, info)
+    limits = dataclasses.replace(limits, tokens=min(limits.tokens, _QUICK_TOKENS))
+    samples = measure_steps(
+        executor,
+        info,
+        limits,
+        quick_grid(limits),
+        clock,
+        repeats=_QUICK_REPEATS,
+        time_limit_s=_QUICK_LIMIT_S,
+    )
+    return _profile(QUICK, profile_key(config, info), fit(samples, token_padding()), samples, clock)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A full profile with the measurements behind it: those fitted to, and the others."""
+
+    profile: Profile
+    fitted: tuple[Sample, ...]
+    held_out: tuple[Sample, ...]
+
+
+def full_profile(
+    config: EngineConfig,
+    executor: Executor,
+    info: EngineInfo,
+    clock: Clock,
+    *,
+    repeats: int,
+    progress: Progress,
+) -> Measured:
+    """Measured in minutes, and judged by random mixed steps that it is not fitted to."""
+    limits = StepLimits.of(config, info)
+    grid = full_grid(limits)
+    others = [
+        shape
+        for shape in random_steps(limits, _HELD_OUT_STEPS, random.Random(0))
+        if shape not in grid
+    ]
+    samples = measure_steps(
+        executor, info, limits, [*grid, *others], clock, repeats=repeats, progress=progress
+    )
+    fitted, held_out = samples[: len(grid)], samples[len(grid) :]
+    key = profile_key(config, info)
+    profile = _profile(MEASURED, key, fit(fitted, token_padding(), held_out), fitted, clock)
+    return Measured(profile, tuple(fitted), tuple(held_out))
+
+
+def _profile(
+    kind: str, key: ProfileKey, fitting: Fit, samples: Sequence[Sample], clock: Clock
+) -> Profile:
+    return Profile(
+        key=key,
+        kind=kind,
+        model=fitting.model,
+        versions=versions(),
+        date=iso_date(clock),
+        steps=len(samples),
+        max_step_tokens=max(sum(chunk.tokens for chunk in s.chunks) for s in samples),
+        fitted=fitting.fitted,
+        held_out=fitting.held_out,
+    )
+
+
+def _given(path: Path, key: ProfileKey, report: Callable[[str], None]) -> Profile:
+    try:
+        profile = load_profile(path)
+    except ConfigError as error:
+        raise ConfigError(f"--profile: {error}") from None
+    for field in dataclasses.fields(ProfileKey):
+        here, there = getattr(key, field.name), getattr(profile.key, field.name)
+        if here != there:
+            name = field.name.replace("_", " ")
+            report(f"{path} is for {name} {there}, but this engine has {here}")
+    return profile
+
+
+def _keep(profile: Profile, folder: Path, report: Callable[[str], None]) -> None:
+    """A folder that cannot be written to costs the next start some seconds, no more."""
+    try:
+        profile.save(folder)
+    except OSError as error:
+        report(f"the measured step times cannot be kept in {folder}: {error}")

@@ -1,0 +1,233 @@
+"""From measured steps to a CostModel.
+
+A cost model is linear in its coefficients, so each measured step is one row of a linear system
+whose columns are the model itself with one coefficient set to 1. Rows are divided by the measured
+time: what counts is the relative error, for a decode step of 30 ms as for a prompt of a second.
+No coefficient may come out negative, or adding work could make a step cheaper.
+
+The time of the matrix products need not be straight: between knots it may have any slope that is
+not negative. Which knots, at most MAX_KNOTS of KNOTS, is decided by the error that is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from bros.scheduler.cost_model import CostModel, StepLoad
+
+KNOTS = (4, 8, 16, 32, 64, 128, 256, 512)
+MAX_KNOTS = 2
+
+_WORTHWHILE = 0.97
+"""A further knot has to bring the error below this part of what it was."""
+
+_FOLDS = 5
+
+Matrix = npt.NDArray[np.float64]
+
+
+class ChunkShape(NamedTuple):
+    """`tokens` after `context` cached ones; sampled: whether a token is chosen after them."""
+
+    tokens: int
+    context: int
+    sampled: bool
+
+
+StepShape = tuple[ChunkShape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A step and how long it took."""
+
+    chunks: StepShape
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """Relative errors, |predicted / measured - 1|: their mean and the largest one."""
+
+    mape: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A fitted model and how far off it is: for the steps it was fitted to, and for others."""
+
+    model: CostModel
+    fitted: FitError
+    held_out: FitError
+
+
+def load_of(chunks: StepShape) -> StepLoad:
+    """What a cost model needs to know of a step, as if nothing in it were shared."""
+    load = StepLoad()
+    for chunk in chunks:
+        load.add(chunk.tokens, chunk.context, chunk.sampled)
+    return load
+
+
+def relative_errors(model: CostModel, samples: Sequence[Sample]) -> Matrix:
+    """predicted / measured - 1 of each sample."""
+    return np.array([model.seconds(load_of(s.chunks)) / s.seconds - 1.0 for s in samples])
+
+
+def error_of(model: CostModel, samples: Sequence[Sample]) -> FitError:
+    """How far off the model is for `samples`, of which there is at least one."""
+    return _error(relative_errors(model, samples))
+
+
+def fit(
+    samples: Sequence[Sample],
+    padding: tuple[tuple[int, int], ...] = (),
+    held_out: Sequence[Sample] = (),
+) -> Fit:
+    """The cost model with the least squared relative error on `samples`, which are not empty.
+
+    padding: how the executor rounds row counts, see CostModel. held_out: steps to judge the
+    model by that it is not fitted to; without any, each sample is predicted by a model that was
+    fitted to four fifths of the others. Raises ValueError if a time is not positive.
+    """
+    if any(not sample.seconds > 0.0 for sample in samples):
+        raise ValueError("the time of a step is not positive")
+    system = _System(samples, padding)
+    knots = _choose_knots(system)
+    model = system.solve(knots, np.arange(len(system)))
+    if held_out:
+        outside = error_of(model, held_out)
+    else:
+        outside = _error(_cross_validated(system, knots))
+    return Fit(model, error_of(model, samples), outside)
+
+
+class _System:
+    """The linear systems of one set of samples, for any choice of knots."""
+
+    def __init__(self, samples: Sequence[Sample], padding: tuple[tuple[int, int], ...]) -> None:
+        zero = CostModel(
+            constant_s=0.0, token_s=0.0, sample_s=0.0, pair_s=0.0, context_s=0.0, padding=padding
+        )
+        self._zero = zero
+        self._seconds = np.array([sample.seconds for sample in samples])
+        self._loads = [load_of(sample.chunks) for sample in samples]
+        self._token = self._column(dataclasses.replace(zero, token_s=1.0))
+        self._rest = [
+            self._column(dataclasses.replace(zero, constant_s=1.0)),
+            self._column(dataclasses.replace(zero, sample_s=1.0)),
+            self._column(dataclasses.replace(zero, pair_s=1.0)),
+            self._column(dataclasses.replace(zero, context_s=1.0)),
+        ]
+        self._above = {
+            knot: self._column(dataclasses.replace(zero, hinges=((knot, 1.0),))) for knot in KNOTS
+        }
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def _column(self, model: CostModel) -> Matrix:
+        seconds = np.array([model.seconds(load) for load in self._loads], float)
+        return np.asarray(seconds / self._seconds)
+
+    def useful_knots(self) -> list[int]:
+        """Knots with steps on both sides."""
+        return [
+            knot
+            for knot, above in self._above.items()
+            if 0 < np.count_nonzero(above) < len(self._loads)
+        ]
+
+    def solve(self, knots: tuple[int, ...], rows: npt.NDArray[np.intp]) -> CostModel:
+        """The best model with these knots for the samples numbered `rows`."""
+        solution = nnls(self._matrix(knots)[rows], np.ones(len(rows)))
+        constant, sample, pair, context, *slopes = (float(value) for value in solution)
+        steps = [after - before for before, after in itertools.pairwise(slopes)]
+        return dataclasses.replace(
+            self._zero,
+            constant_s=constant,
+            token_s=slopes[0],
+            sample_s=sample,
+            pair_s=pair,
+            context_s=context,
+            hinges=tuple((k, s) for k, s in zip(knots, steps, strict=True) if s != 0.0),
+        )
+
+    def error(self, knots: tuple[int, ...]) -> float:
+        """The root mean square of the relative errors that these knots leave."""
+        matrix = self._matrix(knots)
+        solution = nnls(matrix, np.ones(len(matrix)))
+        return float(np.sqrt(np.mean((matrix @ solution - 1.0) ** 2)))
+
+    def relative_errors(self, model: CostModel, rows: npt.NDArray[np.intp]) -> Matrix:
+        predicted = np.array([model.seconds(self._loads[row]) for row in rows], float)
+        return np.asarray(predicted / self._seconds[rows] - 1.0)
+
+    def _matrix(self, knots: tuple[int, ...]) -> Matrix:
+        """Tokens are counted per stretch between knots, so that each has its own slope."""
+        beyond = [self._token, *(self._above[knot] for knot in knots)]
+        stretches = [low - high for low, high in itertools.pairwise(beyond)]
+        return np.stack([*self._rest, *stretches, beyond[-1]], axis=1)
+
+
+def _choose_knots(system: _System) -> tuple[int, ...]:
+    best: tuple[int, ...] = ()
+    least = system.error(best)
+    for count in range(1, MAX_KNOTS + 1):
+        candidates = list(itertools.combinations(system.useful_knots(), count))
+        if not candidates:
+            break
+        error, knots = min((system.error(knots), knots) for knots in candidates)
+        if error >= _WORTHWHILE * least:
+            continue
+        best, least = knots, error
+    return best
+
+
+def _cross_validated(system: _System, knots: tuple[int, ...]) -> Matrix:
+    """The relative error of each sample under a model that was fitted without it."""
+    numbers = np.arange(len(system))
+    errors = np.zeros(len(system))
+    for fold in range(min(_FOLDS, len(system))):
+        left_out = numbers % _FOLDS == fold
+        # A single sample has no others to be predicted from.
+        model = system.solve(knots, numbers[~left_out] if len(system) > 1 else numbers)
+        errors[left_out] = system.relative_errors(model, numbers[left_out])
+    return errors
+
+
+def _error(errors: Matrix) -> FitError:
+    sizes = np.abs(errors)
+    return FitError(mape=float(np.mean(sizes)), max=float(np.max(sizes)))
+
+
+def nnls(matrix: Matrix, target: Matrix) -> Matrix:
+    """The x >= 0 that minimises |matrix @ x - target|, exactly.
+
+    Leaving out the columns that are zero in the answer, the answer is an ordinary least-squares
+    solution; so every set of columns is tried. With the eight or so of a cost model that are a
+    few hundred tiny systems, thanks to the QR decomposition in front.
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0.0] = 1.0
+    q, r = np.linalg.qr(matrix / scale)
+    target = q.T @ target
+    columns = matrix.shape[1]
+    best, least = np.zeros(columns), float(target @ target)
+    for count in range(1, columns + 1):
+        for chosen in map(list, itertools.combinations(range(columns), count)):
+            solution = np.linalg.lstsq(r[:, chosen], target, rcond=None)[0]
+            residual = r[:, chosen] @ solution - target
+            if np.all(solution >= 0.0) and residual @ residual < least * (1.0 - 1e-9):
+                least = float(residual @ residual)
+                best = np.zeros(columns)
+                best[chosen] = solution
+    return np.asarray(best / scale)
