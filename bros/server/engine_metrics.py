@@ -43,7 +43,7 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "step_error_s": (
             "engine_step_error_seconds",
             "Sum of |predicted - actual|; by bros_engine_step_seconds: relative error of the "
-            "cost model. Above 0.3 objectives are missed or capacity is wasted: profile again",
+            "cost model. The larger, the more objectives are missed or capacity is wasted",
         ),
         "be_tax_s": (
             "be_tax_seconds",

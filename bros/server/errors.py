@@ -29,7 +29,7 @@ INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 
-_MAX_RETRY_AFTER_S = 120
+MAX_RETRY_AFTER_S = 120
 """OpenAI's clients give up instead of waiting longer than this."""
 
 _MAX_MESSAGE_CHARS = 2000
@@ -120,7 +120,7 @@ def describe(error: Exception) -> ApiError:
 
 
 def _describe_busy(error: QueueFullError | OverloadedError, code: str) -> ApiError:
-    wait_s = min(max(error.retry_after_s, 1.0), _MAX_RETRY_AFTER_S)
+    wait_s = min(max(error.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
     headers = {
         "retry-after": str(math.ceil(wait_s)),
         "retry-after-ms": str(math.ceil(wait_s * 1000)),

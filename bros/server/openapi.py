@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from bros.server import protocol, replies
+from bros.server.errors import MAX_RETRY_AFTER_S
 
 _REF = "#/components/schemas/{model}"
 
@@ -27,10 +30,28 @@ _SLO_HEADERS = tuple(
     {
         "name": f"x-slo-{objective}-ms",
         "in": "header",
-        "description": f"{text}; the field slo of the body wins",
+        "description": (
+            f"{text}, in milliseconds; also as x-llm-d-slo-{objective}-ms. "
+            "The field slo of the body wins"
+        ),
         "schema": {"type": "number", "exclusiveMinimum": 0},
     }
     for objective, text in (("ttft", "Arrival to first token"), ("tpot", "Between two tokens"))
+)
+
+_TRY_AGAIN: Mapping[str, Any] = MappingProxyType(
+    {
+        "description": (
+            "Code rate_limit_exceeded: too many requests wait. Code overloaded: the objectives "
+            "of a real-time request cannot be met now"
+        ),
+        "headers": {
+            "Retry-After": {
+                "description": "Seconds after which trying again makes sense",
+                "schema": {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S},
+            }
+        },
+    }
 )
 
 
@@ -136,18 +157,15 @@ def _describe(operation: _Operation) -> dict[str, Any]:
         (reply, {}) if isinstance(reply, str) else ("application/json", _reference(reply))
     )
     content: dict[str, Any] = {media: {"schema": schema}}
+    failure = {"application/json": {"schema": _reference(replies.ErrorEnvelope)}}
+    responses: dict[str, Any] = {
+        "200": {"description": "What was asked for", "content": content},
+        "default": {"description": "What went wrong", "content": failure},
+    }
     if operation.parameters is _SLO_HEADERS:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    described: dict[str, Any] = {
-        "summary": operation.summary,
-        "responses": {
-            "200": {"description": "What was asked for", "content": content},
-            "default": {
-                "description": "What went wrong",
-                "content": {"application/json": {"schema": _reference(replies.ErrorEnvelope)}},
-            },
-        },
-    }
+        responses["429"] = {**_TRY_AGAIN, "content": failure}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.parameters:
         described["parameters"] = list(operation.parameters)
     if operation.body is not None:

@@ -95,6 +95,9 @@ async def test_api_description_covers_every_route_and_resolves(server: Server) -
     assert {"slo", "service_tier", "top_k", "stop"} <= chat["properties"].keys()
     objectives = document["components"]["schemas"]["SloFields"]["properties"]
     assert all(field["description"] for field in objectives.values())
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        busy = document["paths"][path]["post"]["responses"]["429"]
+        assert busy["headers"].keys() == {"Retry-After"}
     trace = document["paths"]["/v1/requests/{id}/trace"]["get"]
     assert [parameter["name"] for parameter in trace["parameters"]] == ["id"]
 
