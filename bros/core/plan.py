@@ -16,11 +16,14 @@ from dataclasses import dataclass
 
 from bros.core.request import SamplingParams, TokenLogprobs
 
+# One of each is made per row and step. Freezing them would triple the time that takes, so they
+# are left open; nobody changes them all the same.
+
 SEGMENT_WIDTH = 3
 """Integers per segment in `Chunk.segments`: block, lo, hi."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleSpec:
     """How to choose the token after a chunk.
 
@@ -38,7 +41,7 @@ class SampleSpec:
     forbidden: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Tokens [start, start + n) of one request, n = len(token_ids) >= 1; decode is n = 1.
 
@@ -69,7 +72,7 @@ class StepPlan:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledToken:
     """The token chosen after a chunk that asked for one; with `error`, that none could be."""
 

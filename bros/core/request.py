@@ -189,7 +189,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: see plan.py
 class RequestOutput:
     """What one step gave one request. The last one has a finish_reason.
 

@@ -31,6 +31,10 @@ class BlockTable:
         assert len(new_blocks) == self.blocks_needed(num_tokens)
         self.blocks.extend(new_blocks)
         size = self._block_size
+        if num_tokens == 1 and not new_blocks:  # most decode steps
+            self.num_tokens += 1
+            self.segments[-1] += 1
+            return array("i", (self.blocks[-1] * size + self.segments[-1] - 1,))
         slots = array("i")
         token, end = self.num_tokens, self.num_tokens + num_tokens
         while token < end:

@@ -69,6 +69,19 @@ class StepLoad:
         """Take back an `add` with the same arguments."""
         self._count(-1, tokens, context, sampled, shared, swapped)
 
+    def add_row(self, context: int) -> None:
+        """`add` for a decode row after `context` cached tokens, which is most of the calls."""
+        self.tokens += 1
+        self.decode_rows += 1
+        self.context += context + 1
+        self.unique_context += context + 1
+
+    def remove_row(self, context: int) -> None:
+        self.tokens -= 1
+        self.decode_rows -= 1
+        self.context -= context + 1
+        self.unique_context -= context + 1
+
     def _count(
         self, sign: int, tokens: int, context: int, sampled: bool, shared: int, swapped: int
     ) -> None:
@@ -200,6 +213,8 @@ class StepTimePredictor:
 
     def safe_seconds(self, load: StepLoad) -> float:
         """A time that a step exceeds rarely."""
+        if load.decode_rows == load.tokens and load.swap_tokens == 0:
+            return self.safety_factor * self.rho_decode * self.model.decode_seconds(load)
         return self.safety_factor * self.seconds(load)
 
     def prefill_seconds(self, tokens: int, context: int = 0) -> float:

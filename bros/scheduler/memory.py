@@ -34,7 +34,8 @@ def peak_tokens(holders: Sequence[tuple[int, int]]) -> int:
 class TrialMemory:
     """Implements packing.Reservations on a KvCacheManager; changes nothing.
 
-    running: requests that hold blocks, sorted by rank. newcomers_preempt: requests that hold
+    running: requests that hold blocks, sorted by rank. max_holders: how many may hold some;
+    real-time requests count only their own kind. newcomers_preempt: requests that hold
     none may take memory from others, too. expected_tokens: how many more tokens a request is
     likely to produce; with it, best-effort newcomers are admitted only if everybody's expected
     growth fits beside them, or if no best-effort request runs at all.
@@ -45,12 +46,18 @@ class TrialMemory:
         kv: KvCacheManager,
         running: Sequence[RequestState],
         *,
+        max_holders: int,
         newcomers_preempt: bool,
         expected_tokens: Callable[[RequestState], int] | None = None,
     ) -> None:
         self._kv = kv
         self._running = running
         self._newcomers_preempt = newcomers_preempt
+        self._seats = {
+            ServiceClass.BE: max_holders - len(running),
+            ServiceClass.RT: max_holders
+            - sum(state.service_class is ServiceClass.RT for state in running),
+        }
         self._expected_tokens = expected_tokens
         self._free = kv.num_free_blocks
         self._last_victim = len(running)  # victims come from the end of `running`
@@ -83,7 +90,7 @@ class TrialMemory:
         The last in line must leave every holder one block to grow into, so that it is not
         admitted only to be thrown out.
         """
-        if not self._open:
+        if not self._open or self._seats[state.service_class] <= 0:
             return False
         size = self._kv.block_size
         everything, now = -(-state.remaining // size), -(-num_tokens // size)
@@ -95,6 +102,8 @@ class TrialMemory:
         )
         if self._open:
             self._promised += everything - now
+            for service_class in {state.service_class, ServiceClass.BE}:
+                self._seats[service_class] -= 1
             self._newcomers.append(self._growth_of(state))
         return self._open
 

@@ -226,6 +226,11 @@ class _Packer(Generic[C]):
                     continue
                 packing.filler_stop = "rows"
                 return
+            if candidate.remaining == 1 and packing.selected:
+                if self._take_row(candidate, limit_s) == "time":
+                    packing.filler_stop = "time"
+                    return
+                continue
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and not packing.selected:
                 # Alone it must run, or it never would.
@@ -241,7 +246,10 @@ class _Packer(Generic[C]):
         """False if there is no time for it."""
         due_s = candidate.deadline_s - self._now
         if candidate.remaining == 1:
-            return self._take_row(candidate, due_s)
+            refused = self._take_row(candidate, self._limit_s)
+            if refused is None and due_s < self._limit_s:
+                self._bind(candidate, self.packing.seconds <= due_s, due_s)
+            return refused != "time"
         num_tokens = self._chunk_within(candidate, self._limit_s)
         finish_s = self._finish_s(candidate, num_tokens)
         on_time = finish_s <= due_s
@@ -260,22 +268,21 @@ class _Packer(Generic[C]):
             self._bind(candidate, on_time, due_s - (finish_s - self.packing.seconds))
         return True  # lack of memory is no lack of time
 
-    def _take_row(self, candidate: C, due_s: float) -> bool:
-        """The same for a decode row, which asks for the time once."""
+    def _take_row(self, candidate: C, limit_s: float) -> str | None:
+        """The same as `_take` for a decode row, which asks for the time once; why not, if not."""
         assert self._predictor is not None
         packing = self.packing
-        packing.load.add(1, candidate.num_cached, True)
+        packing.load.add_row(candidate.num_cached)
         seconds = self._predictor.safe_seconds(packing.load)
-        if seconds <= self._limit_s and self._memory.reserve(candidate, 1):
+        if seconds <= limit_s and self._memory.reserve(candidate, 1):
             packing.selected.append((candidate, 1))
             packing.seconds = seconds
             self._tokens_left -= 1
-            self._bind(candidate, seconds <= due_s, due_s)
-            return True
-        packing.load.remove(1, candidate.num_cached, True)
-        in_time = seconds <= self._limit_s
-        packing.passed_over.append((candidate, "memory" if in_time else "time"))
-        return in_time
+            return None
+        packing.load.remove_row(candidate.num_cached)
+        reason = "memory" if seconds <= limit_s else "time"
+        packing.passed_over.append((candidate, reason))
+        return reason
 
     def _bind(self, candidate: C, on_time: bool, limit_s: float) -> None:
         """Hold the step to the deadline of a selected candidate, unless that is lost already."""
@@ -346,12 +353,13 @@ class _Packer(Generic[C]):
     def _replace(self, candidate: C, limit_s: float) -> bool:
         """Give the candidate the row of the least urgent decode row, if that one can wait.
 
-        A4: never the most urgent, never one that others lost their memory for, and only if the
-        step keeps its limit and the one that waits can still be on time in the next step.
+        A4: never the most urgent, never one that others lost their memory for, not for a newcomer
+        (which would bring ever more requests into memory), and only if the step keeps its limit
+        and the one that waits can still be on time in the next step.
         """
         packing, memory = self.packing, self._memory
         index = packing.num_urgent - 1
-        if index < 1 or packing.selected[index][0].remaining > 1:
+        if index < 1 or packing.selected[index][0].remaining > 1 or candidate.num_cached == 0:
             return False
         waiting = packing.selected[index][0]
         packing.load.remove(1, waiting.num_cached, True)

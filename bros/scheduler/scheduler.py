@@ -106,6 +106,7 @@ class Scheduler:
         memory = TrialMemory(
             self._kv,
             self._queues.running,
+            max_holders=self._limits.max_num_seqs,
             newcomers_preempt=self._policy.newcomers_preempt,
             expected_tokens=self._policy.expected_tokens,
         )
