@@ -1,4 +1,4 @@
-"""The command line: bros serve, bros chat, bros version."""
+"""The command line: bros serve, bros chat, bros simulate, bros version."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from importlib import metadata
 from typing import NoReturn
 
 from bros import __version__
+from bros.core.clock import SystemClock
 from bros.core.config import Config
 from bros.core.config_sources import add_flags, all_options, load_config, near_matches
 from bros.core.errors import BrosError, ConfigError
+from bros.simulator import flags as simulate_flags
 
 DESCRIPTION = "LLM inference engine that serves real-time and best-effort requests together."
 SOURCES = (
@@ -43,13 +45,18 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     parser = _parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        raise ConfigError(_unknown_arguments(unknown))
+        raise ConfigError(_unknown_arguments(unknown, args.command))
     if args.command is None:
         parser.print_help()
         return 0
     if args.command == "version":
         print(_versions())
         return 0
+    if args.command == "simulate":
+        # Late: its imports take a moment, and --help must not.
+        from bros.simulate_command import run_simulate
+
+        return run_simulate(args, environ, _warn, SystemClock())
     config = _config(args, environ)
     if args.command == "serve":
         # Late: the server's imports take seconds, and --help must not.
@@ -83,7 +90,7 @@ def _config(args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
                 f"{flags['model']!r}; give it once"
             )
         flags["model"] = args.model_argument
-    return load_config(flags, environ, lambda line: _say(f"bros: warning: {line}"))
+    return load_config(flags, environ, _warn)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,15 +130,26 @@ def _parser() -> _Parser:
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     for command in (serve, chat):
         add_flags(command)
+    simulate = commands.add_parser(
+        "simulate",
+        help="compare scheduling policies on a virtual clock",
+        usage=simulate_flags.USAGE,
+        description=simulate_flags.DESCRIPTION,
+        epilog=SOURCES,
+        allow_abbrev=False,
+    )
+    simulate_flags.add_arguments(simulate)
     commands.add_parser("version", help="print the versions of bros and what it runs on")
     return parser
 
 
-def _unknown_arguments(unknown: Sequence[str]) -> str:
+def _unknown_arguments(unknown: Sequence[str], command: str | None) -> str:
     first = unknown[0].split("=")[0]
     if not first.startswith("-"):
         return f"{first!r} is one argument too many"
     known = [*(option.flag for option in all_options()), "--config", "--url", "--system"]
+    if command == "simulate":
+        known = list(simulate_flags.FLAGS)
     return f"{first}: there is no such option{near_matches(first, known)}"
 
 
@@ -148,6 +166,10 @@ def _versions() -> str:
 def _fail(error: BrosError, status: int) -> int:
     _say(f"bros: error: {error}")
     return status
+
+
+def _warn(line: str) -> None:
+    _say(f"bros: warning: {line}")
 
 
 def _say(line: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,11 +12,8 @@ from bros.core.interfaces import EngineInfo
 from bros.core.plan import StepPlan
 from bros.core.request import Slo
 from bros.engine.engine import Engine
-from bros.kvcache.manager import KvCacheManager
+from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.limits import Limits
-from bros.scheduler.policies import make_policy
-from bros.scheduler.scheduler import Scheduler
 from bros.simulator.sim_executor import Disturbance, SimExecutor
 from bros.simulator.simulation import Simulation
 from bros.simulator.workload import BeLoad, RtLoad, generator
@@ -68,8 +64,8 @@ def build_simulation(
 
     Raises ConfigError if the scenario cannot be run.
     """
+    check_scenario(scenario)
     info = _info(scenario)
-    _check_best_effort(scenario, info.max_model_len)
     clock = ManualClock()
     executor = SimExecutor(
         scenario.device.steps,
@@ -78,7 +74,8 @@ def build_simulation(
         rng=generator(scenario.seed, "noise"),
         observe=observe,
     )
-    engine = Engine(_scheduler(scenario.config, info), executor, clock, info)
+    scheduler = build_scheduler(scenario.config, info, scenario.device.steps)
+    engine = Engine(scheduler, executor, clock, info)
     return Simulation(
         engine,
         executor,
@@ -89,6 +86,21 @@ def build_simulation(
         duration_s=scenario.duration_s,
         progress=progress,
     )
+
+
+def check_scenario(scenario: Scenario) -> None:
+    """Raise ConfigError if the best-effort requests can never all be in flight."""
+    be, max_model_len = scenario.be, _info(scenario).max_model_len
+    if be.in_flight > scenario.config.max_queue:
+        raise ConfigError(
+            f"--be: {be.in_flight} requests in flight need --max-queue {be.in_flight} or more, "
+            f"it is {scenario.config.max_queue}"
+        )
+    if be.in_flight and be.sizes.longest > max_model_len:
+        raise ConfigError(
+            f"--be: requests of up to {be.sizes.longest} tokens do not fit, the longest that "
+            f"can be served is {max_model_len}; see --kv-blocks and --max-model-len"
+        )
 
 
 def _info(scenario: Scenario) -> EngineInfo:
@@ -109,30 +121,3 @@ def _info(scenario: Scenario) -> EngineInfo:
         max_queue=config.max_queue,
         default_slo=scenario.slo,
     )
-
-
-def _scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
-    limits = Limits(
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=config.max_batch_tokens,
-        max_queue=config.max_queue,
-        eos_token_ids=frozenset(info.eos_token_ids),
-    )
-    kv = KvCacheManager(info.num_kv_blocks, info.block_size)
-    return Scheduler(make_policy(config.policy), kv, limits, random.Random(config.seed))
-
-
-def _check_best_effort(scenario: Scenario, max_model_len: int) -> None:
-    be = scenario.be
-    if be.in_flight > scenario.config.max_queue:
-        raise ConfigError(
-            f"--be: {be.in_flight} requests in flight need --max-queue {be.in_flight} or more, "
-            f"it is {scenario.config.max_queue}"
-        )
-    if be.in_flight and be.sizes.longest > max_model_len:
-        raise ConfigError(
-            f"--be: requests of up to {be.sizes.longest} tokens do not fit, the longest that "
-            f"can be served is {max_model_len}; see --kv-blocks and --max-model-len"
-        )

@@ -1,0 +1,249 @@
+"""`bros simulate`: policies compared on a virtual clock, without a model."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from bros import __version__
+from bros.core.clock import Clock
+from bros.core.config import POLICIES, EngineConfig
+from bros.core.config_sources import load_config, near_matches, options_of
+from bros.core.errors import ConfigError
+from bros.scheduler.profiles import Profile, available_cores, profile_folders
+from bros.simulator.build import Scenario, check_scenario
+from bros.simulator.devices import device_of, read_profile
+from bros.simulator.flags import DEFAULT_PROFILE, RANGE_VALUES
+from bros.simulator.metrics import Report
+from bros.simulator.sim_executor import Disturbance
+from bros.simulator.sweep import run_sweep
+from bros.simulator.tables import print_reports
+from bros.simulator.traces import read_azure_trace
+from bros.simulator.workload import RT_SIZES, BeLoad, PoissonLoad, RtLoad, TraceLoad
+
+WIDTH = 100
+"""Columns where the output is no terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the command line asks for."""
+
+    scenarios: tuple[Scenario, ...]
+    profile: Profile
+    jobs: int
+    json_path: Path | None
+
+
+def run_simulate(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    warn: Callable[[str], None],
+    clock: Clock,
+    console: Console | None = None,
+) -> int:
+    """Simulate, print tables and write the file; returns the exit status.
+
+    Raises ConfigError for a wrong option.
+    """
+    settings = read_settings(args, environ, warn)
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    start_s = clock.now()
+    with _progress(len(settings.scenarios)) as told:
+        reports = run_sweep(settings.scenarios, settings.jobs, told)
+    wall_s = clock.now() - start_s
+    key, first = settings.profile.key, settings.scenarios[0]
+    console.print(
+        f"{key.model} ({key.weights}) on {key.device}, {settings.profile.kind} profile; "
+        f"{first.duration_s:g} s simulated, seed {first.seed}\n"
+    )
+    print_reports(console, list(zip(settings.scenarios, reports, strict=True)))
+    if settings.json_path is not None:
+        content = {**as_json(settings, reports), "wall_s": round(wall_s, 3)}
+        text = json.dumps(content, indent=2) + "\n"
+        settings.json_path.write_text(text, encoding="utf-8")
+    runs = f"{len(reports)} runs" if len(reports) > 1 else "1 run"
+    console.print(f"{runs} in {wall_s:.1f} s", style="dim")
+    return 0
+
+
+def read_settings(
+    args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
+) -> Settings:
+    """Raises ConfigError naming the flag that is wrong and what is allowed."""
+    given = vars(args)
+    names = ("config", *(option.name for option in options_of(EngineConfig)))
+    flags = {name: given[name] for name in names if name in given}
+    policies = _policies(args.simulate_policy)
+    configs = [load_config({**flags, "policy": p}, environ, warn) for p in policies[:1]]
+    configs += [load_config({**flags, "policy": p}, environ, _quiet) for p in policies[1:]]
+    engine = configs[0].engine
+    data_dir = Path(configs[0].server.data_dir or "~/.cache/bros").expanduser()
+    profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
+    device = device_of(profile, engine.kv_blocks)
+    scenarios = tuple(
+        Scenario(
+            config=config.engine,
+            device=device,
+            rt=load,
+            be=BeLoad(_whole("--be", args.simulate_be, low=0), args.be_batches),
+            seed=engine.seed,
+            duration_s=_number("--duration", args.simulate_duration, above=0),
+            disturbance=Disturbance(
+                noise=_number("--noise", args.simulate_noise, low=0),
+                slowdown=_number("--slowdown", args.simulate_slowdown, above=0),
+            ),
+        )
+        for load in _loads(args)
+        for config in configs
+    )
+    for scenario in scenarios:
+        check_scenario(scenario)
+    jobs = args.simulate_jobs
+    return Settings(
+        scenarios=scenarios,
+        profile=profile,
+        jobs=available_cores() if jobs is None else _whole("--jobs", jobs, low=1),
+        json_path=_writable(args.simulate_json),
+    )
+
+
+def as_json(settings: Settings, reports: Sequence[Report]) -> dict[str, Any]:
+    """Everything that determines the runs, and what came of them."""
+    return {
+        "bros": __version__,
+        "python": platform.python_version(),
+        "profile": json.loads(settings.profile.to_json()),
+        "runs": [
+            {
+                "policy": scenario.config.policy,
+                "load": scenario.rt.label,
+                "settings": _scenario_json(scenario),
+                "results": dataclasses.asdict(report),
+            }
+            for scenario, report in zip(settings.scenarios, reports, strict=True)
+        ],
+    }
+
+
+def _scenario_json(scenario: Scenario) -> dict[str, Any]:
+    rt = scenario.rt
+    arrivals: dict[str, Any] = (
+        {"trace": rt.source, "speed": rt.speed}
+        if isinstance(rt, TraceLoad)
+        else dataclasses.asdict(rt)  # type: ignore[call-overload]
+    )
+    return {
+        "seed": scenario.seed,
+        "duration_s": scenario.duration_s,
+        "rt": arrivals,
+        "be": dataclasses.asdict(scenario.be),
+        "kv_blocks": scenario.device.kv_blocks,
+        "disturbance": dataclasses.asdict(scenario.disturbance),
+        "engine": dataclasses.asdict(scenario.config),
+    }
+
+
+def _policies(text: str) -> list[str]:
+    policies = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for policy in policies:
+        if policy not in POLICIES:
+            near = near_matches(policy, POLICIES)
+            raise ConfigError(f"--policy: {policy!r} is not one of {', '.join(POLICIES)}{near}")
+    return policies
+
+
+def _loads(args: argparse.Namespace) -> list[RtLoad]:
+    if args.simulate_trace is not None:
+        path = Path(args.simulate_trace)
+        speed = _number("--trace-speed", args.simulate_trace_speed, above=0)
+        return [TraceLoad(path.name, read_azure_trace(path), speed)]
+    sizes = args.simulate_rt_lengths
+    if sizes not in RT_SIZES:
+        near = near_matches(sizes, RT_SIZES)
+        raise ConfigError(f"--rt-lengths: {sizes!r} is not one of {', '.join(RT_SIZES)}{near}")
+    return [PoissonLoad(rate, sizes) for rate in parse_rates(args.simulate_rt_rate)]
+
+
+def parse_rates(text: str) -> list[float]:
+    """`4`, `1,2,4`, `1:15` (5 values, evenly spaced) or `1:15:2` (in steps of 2, ends included).
+
+    Raises ConfigError.
+    """
+    if ":" not in text:
+        return [_number("--rt-rate", part, low=0) for part in text.split(",")]
+    parts = [_number("--rt-rate", part, low=0) for part in text.split(":")]
+    if len(parts) > 3 or parts[0] >= parts[1] or (len(parts) == 3 and parts[2] == 0):
+        raise ConfigError(f"--rt-rate: {text!r} is not a range; write 1:15 or 1:15:2")
+    low, high = parts[:2]
+    step = parts[2] if len(parts) == 3 else (high - low) / (RANGE_VALUES - 1)
+    count = int((high - low) / step + 1e-9) + 1
+    return [round(low + i * step, 9) for i in range(count)]
+
+
+def _number(flag: str, text: str, low: float | None = None, above: float | None = None) -> float:
+    """A finite number of at least `low`, or above `above`. Raises ConfigError."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{flag}: {text!r} is not a number") from None
+    if not value < float("inf"):
+        raise ConfigError(f"{flag}: {text!r} is not a finite number")
+    if low is not None and value < low:
+        raise ConfigError(f"{flag}: {text} must be at least {low:g}")
+    if above is not None and value <= above:
+        raise ConfigError(f"{flag}: {text} must be more than {above:g}")
+    return value
+
+
+def _whole(flag: str, text: str, low: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{flag}: {text!r} is not a whole number") from None
+    if value < low:
+        raise ConfigError(f"{flag}: {value} must be at least {low}")
+    return value
+
+
+def _writable(text: str | None) -> Path | None:
+    """Found out before minutes of work and not after. Raises ConfigError."""
+    if text is None:
+        return None
+    path = Path(text).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--json: {text} cannot be written: no such folder, or it is one")
+    return path
+
+
+@contextlib.contextmanager
+def _progress(runs: int) -> Iterator[Callable[[int, float], None]]:
+    """A bar on stderr while the block runs, if that is a terminal."""
+    shares = [0.0] * runs
+    columns = (TextColumn("simulating"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("simulating", total=runs)
+
+        def told(index: int, share: float) -> None:
+            shares[index] = share
+            bar.update(task, completed=sum(shares))
+
+        yield told
+
+
+def _quiet(line: str) -> None:
+    """The same was said for the first policy."""
