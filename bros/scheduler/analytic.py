@@ -1,0 +1,251 @@
+"""Step times worked out from data sheets, for devices that are not at hand.
+
+    T(step) = overhead + all-reduces
+            + max(reading the weights, multiplying them with all tokens)
+            + attention of prompt chunks, from FLOPs, and of decode rows, from bytes
+
+The maximum is the constant (reading) and a hinge: from the knot on, where multiplying takes as
+long as reading, every token costs its FLOPs. No measurement stands behind these figures. They
+serve simulations of published set-ups, and every profile lists what it assumes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bros.scheduler.cost_model import CostModel
+from bros.scheduler.profiles import ANALYTIC, Profile, ProfileKey
+
+_BYTES = 2
+"""Of a weight, of an activation and of a value in the KV cache: all fp16."""
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The shape of a decoder.
+
+    gated: the MLP has three matrices and not two. tied: the head is the embedding.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool
+    tied: bool
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrices of all layers; biases and norms do not count."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        mlp = self.hidden * self.intermediate * (3 if self.gated else 2)
+        return self.layers * (attention + mlp)
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All that lies in memory."""
+        return self.layer_parameters + self.head_parameters * (1 if self.tied else 2)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """`count` equal GPUs under tensor parallelism, figures of one: bytes, bytes/s, FLOP/s.
+
+    link_bandwidth: of an all-reduce, as measured by common benchmarks ("bus bandwidth").
+    host_bandwidth: of copies between host and device. overhead_s: what every step takes on the
+    host, for scheduling and launching kernels.
+    """
+
+    name: str
+    count: int
+    memory: float
+    bandwidth: float
+    flops: float
+    link_bandwidth: float
+    host_bandwidth: float
+    overhead_s: float = 10e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """What is reached of the data sheet's figures, and what an all-reduce takes at least."""
+
+    products: float = 0.55
+    weights: float = 0.80
+    prompt_attention: float = 0.40
+    decode_attention: float = 0.60
+    memory: float = 0.90
+    all_reduce_s: float = 20e-6
+
+
+OPT_13B = Architecture(
+    name="opt-13b",
+    layers=40,
+    hidden=5120,
+    intermediate=20480,
+    heads=40,
+    kv_heads=40,
+    head_dim=128,
+    vocab=50272,
+    gated=False,
+    tied=True,
+)
+OPT_30B = Architecture(
+    name="opt-30b",
+    layers=48,
+    hidden=7168,
+    intermediate=28672,
+    heads=56,
+    kv_heads=56,
+    head_dim=128,
+    vocab=50272,
+    gated=False,
+    tied=True,
+)
+LLAMA_3_8B = Architecture(
+    name="llama-3-8b",
+    layers=32,
+    hidden=4096,
+    intermediate=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128256,
+    gated=True,
+    tied=False,
+)
+LLAMA_3_70B = Architecture(
+    name="llama-3-70b",
+    layers=80,
+    hidden=8192,
+    intermediate=28672,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128256,
+    gated=True,
+    tied=False,
+)
+
+
+def a100s(count: int, gib: int) -> Gpus:
+    """A100 SXM with 40 or 80 GiB, linked by NVLink."""
+    return Gpus(
+        name=f"{count}x-a100-{gib}g",
+        count=count,
+        memory=gib * _GIB,
+        bandwidth=1555e9 if gib == 40 else 2039e9,
+        flops=312e12,
+        link_bandwidth=230e9,
+        host_bandwidth=20e9,
+    )
+
+
+def h200s(count: int) -> Gpus:
+    """H200 SXM, linked by NVLink."""
+    return Gpus(
+        name=f"{count}x-h200",
+        count=count,
+        memory=141e9,
+        bandwidth=4800e9,
+        flops=989e12,
+        link_bandwidth=350e9,
+        host_bandwidth=40e9,
+    )
+
+
+def analytic_profiles() -> tuple[Profile, ...]:
+    """The set-ups of the BROS paper, and one of today."""
+    return (
+        analytic_profile(OPT_13B, a100s(2, 40)),
+        analytic_profile(OPT_30B, a100s(4, 40)),
+        analytic_profile(LLAMA_3_70B, a100s(8, 80)),
+        analytic_profile(LLAMA_3_8B, h200s(1)),
+    )
+
+
+def analytic_profile(
+    shape: Architecture, gpus: Gpus, reached: Efficiency = Efficiency()
+) -> Profile:
+    """Raises ValueError if the weights do not fit the GPUs."""
+    room = reached.memory * gpus.memory * gpus.count - shape.parameters * _BYTES
+    if room < shape.kv_bytes:
+        raise ValueError(f"{shape.name} does not fit {gpus.name}")
+    return Profile(
+        key=ProfileKey(
+            device=gpus.name,
+            model=shape.name,
+            weights="fp16",
+            kernels=ANALYTIC,
+            kv_dtype="fp16",
+            threads=0,
+        ),
+        kind=ANALYTIC,
+        model=_cost_model(shape, gpus, reached),
+        kv_capacity_tokens=int(room // shape.kv_bytes),
+        assumptions=_assumptions(shape, gpus, reached),
+    )
+
+
+def _cost_model(shape: Architecture, gpus: Gpus, reached: Efficiency) -> CostModel:
+    bandwidth = gpus.bandwidth * gpus.count
+    flops = gpus.flops * gpus.count
+    read = shape.layer_parameters + shape.head_parameters
+    reading_s = read * _BYTES / (bandwidth * reached.weights)
+    product_s = 2 * shape.layer_parameters / (flops * reached.products)
+    # Attention and MLP of a layer each end in an all-reduce of the hidden state of every token.
+    reduces = 2 * shape.layers if gpus.count > 1 else 0
+    sent = 2 * (gpus.count - 1) / gpus.count * shape.hidden * _BYTES
+    head_size = shape.heads * shape.head_dim
+    return CostModel(
+        constant_s=_rounded(gpus.overhead_s + reading_s + reduces * reached.all_reduce_s),
+        token_s=_rounded(reduces * sent / gpus.link_bandwidth),
+        sample_s=_rounded(2 * shape.head_parameters / (flops * reached.products)),
+        # Scores and values are two products of head_size multiplications and additions each.
+        pair_s=_rounded(4 * shape.layers * head_size / (flops * reached.prompt_attention)),
+        context_s=_rounded(shape.kv_bytes / (bandwidth * reached.decode_attention)),
+        hinges=((round(reading_s / product_s), _rounded(product_s)),),
+        swap_token_s=_rounded(shape.kv_bytes / (gpus.host_bandwidth * gpus.count)),
+    )
+
+
+def _assumptions(shape: Architecture, gpus: Gpus, reached: Efficiency) -> dict[str, str]:
+    stated = {
+        "gpu": f"{gpus.flops / 1e12:.0f} TFLOP/s dense fp16, {gpus.bandwidth / 1e9:.0f} GB/s, "
+        f"{gpus.memory / 1e9:.1f} GB each, {gpus.count} with tensor parallelism",
+        "parameters": f"{shape.parameters / 1e9:.2f} billion, fp16",
+        "matrix products": f"{reached.products:.0%} of the FLOP/s",
+        "reading weights": f"{reached.weights:.0%} of the bandwidth, beside the products",
+        "attention of prompts": f"{reached.prompt_attention:.0%} of the FLOP/s",
+        "attention of decode rows": f"{reached.decode_attention:.0%} of the bandwidth",
+        "overhead": f"{gpus.overhead_s * 1e3:.0f} ms per step on the host, "
+        "typical of systems of 2023 and 2024",
+        "swapping": f"{gpus.host_bandwidth / 1e9:.0f} GB/s per GPU, not hidden",
+        "memory": f"{reached.memory:.0%} of it holds weights and the KV cache",
+    }
+    if gpus.count > 1:
+        stated["communication"] = (
+            f"two all-reduces per layer over NVLink, {reached.all_reduce_s * 1e6:.0f} us each and "
+            f"{gpus.link_bandwidth / 1e9:.0f} GB/s bus bandwidth, not hidden"
+        )
+    return stated
+
+
+def _rounded(seconds: float) -> float:
+    """Four significant digits, which is more than the assumptions are good for."""
+    return float(f"{seconds:.4g}")
