@@ -87,15 +87,14 @@ def read_settings(
     names = ("config", *(option.name for option in options_of(EngineConfig)))
     flags = {name: given[name] for name in names if name in given}
     policies = _policies(args.simulate_policy)
-    configs = [load_config({**flags, "policy": p}, environ, warn) for p in policies[:1]]
-    configs += [load_config({**flags, "policy": p}, environ, _quiet) for p in policies[1:]]
-    engine = configs[0].engine
-    data_dir = Path(configs[0].server.data_dir or "~/.cache/bros").expanduser()
+    config = load_config({**flags, "policy": policies[0]}, environ, warn)
+    engine = config.engine
+    data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
     profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
     scenarios = tuple(
         Scenario(
-            config=config.engine,
+            config=_engine_config(engine, policy, alone=len(policies) == 1),
             device=device,
             rt=load,
             be=BeLoad(_whole("--be", args.simulate_be, low=0), args.be_batches),
@@ -107,7 +106,7 @@ def read_settings(
             ),
         )
         for load in _loads(args)
-        for config in configs
+        for policy in policies
     )
     for scenario in scenarios:
         check_scenario(scenario)
@@ -163,6 +162,14 @@ def _policies(text: str) -> list[str]:
             near = near_matches(policy, POLICIES)
             raise ConfigError(f"--policy: {policy!r} is not one of {', '.join(POLICIES)}{near}")
     return policies
+
+
+def _engine_config(engine: EngineConfig, policy: str, alone: bool) -> EngineConfig:
+    """The options under one of the policies; what only bros can do is not asked of the others."""
+    changes = {"policy": policy}
+    if policy != "bros" and not alone:
+        changes["overload"] = "late"
+    return dataclasses.replace(engine, **changes)  # type: ignore[arg-type]
 
 
 def _loads(args: argparse.Namespace) -> list[RtLoad]:
@@ -243,7 +250,3 @@ def _progress(runs: int) -> Iterator[Callable[[int, float], None]]:
             bar.update(task, completed=sum(shares))
 
         yield told
-
-
-def _quiet(line: str) -> None:
-    """The same was said for the first policy."""

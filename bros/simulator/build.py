@@ -89,8 +89,12 @@ def build_simulation(
 
 
 def check_scenario(scenario: Scenario) -> None:
-    """Raise ConfigError if the best-effort requests can never all be in flight."""
-    be, max_model_len = scenario.be, _info(scenario).max_model_len
+    """Raise ConfigError if it cannot be run: options that do not go together, or requests that
+    can never all be in flight.
+    """
+    info = _info(scenario)
+    build_scheduler(scenario.config, info, scenario.device.steps)
+    be, max_model_len = scenario.be, info.max_model_len
     if be.in_flight > scenario.config.max_queue:
         raise ConfigError(
             f"--be: {be.in_flight} requests in flight need --max-queue {be.in_flight} or more, "

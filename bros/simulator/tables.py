@@ -46,8 +46,8 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
 
 def _real_time(rows: Sequence[Row]) -> Table:
     table = _table(
-        *("finished", "open", "refused", "TTFT\nmet", "TPOT\nmet", "both\nmet"),
-        *("TTFT ms\np50", "\np99", "TPOT ms\np50", "\np99", "latency\nms/tok."),
+        *("finished", "open", "refused", "TTFT\nmet %", "TPOT\nmet %", "both\nmet %"),
+        *("TTFT\np50 ms", "TTFT\np99 ms", "TPOT\np50 ms", "TPOT\np99 ms", "ms per\ntoken"),
     )
     for scenario, report in rows:
         part = report.by_class[ServiceClass.RT]
@@ -65,7 +65,7 @@ def _real_time(rows: Sequence[Row]) -> Table:
 def _best_effort(rows: Sequence[Row]) -> Table:
     table = _table(
         *("finished", "open", "refused", "requests\nper s", "tokens\nper s", "output\nper s"),
-        *("latency\nms/tok.", "preemp-\ntions", "busy", "step\nms"),
+        *("ms per\ntoken", "preemp-\ntions", "busy\n%", "step\nms"),
     )
     for scenario, report in rows:
         part = report.by_class[ServiceClass.BE]
@@ -77,14 +77,14 @@ def _best_effort(rows: Sequence[Row]) -> Table:
             f"{part.output_tokens_per_s:.0f}",
             _ms(part.normalized_latency_s),
             str(part.preemptions),
-            f"{100 * report.busy:.0f} %",
+            f"{100 * report.busy:.0f}",
             _ms(report.mean_step_s),
         )
     return table
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -96,11 +96,11 @@ def _counts(part: ClassReport) -> tuple[str, str, str]:
 
 
 def _percent(share: Share) -> str:
-    """Never 100 % if one was missed."""
+    """Never 100 if one was missed."""
     if share.value is None:
         return _NOTHING
     tenths = share.met * 1000 // share.decided
-    return f"{tenths / 10:.1f} %"
+    return f"{tenths / 10:.1f}"
 
 
 def _percentiles(summary: Summary) -> tuple[str, str]:
@@ -111,4 +111,4 @@ def _ms(seconds: float | None) -> str:
     if seconds is None:
         return _NOTHING
     ms = 1000 * seconds
-    return f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
+    return f"{ms:.1f}" if ms < 99.95 else f"{ms:.0f}"
