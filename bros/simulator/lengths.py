@@ -9,6 +9,10 @@ from statistics import NormalDist
 from typing import Protocol
 
 
+_WIDEST = 8.0
+"""Log-normals beyond this sigma are all at the ends of any range of token counts."""
+
+
 class Lengths(Protocol):
     """A distribution of token counts."""
 
@@ -64,6 +68,8 @@ def _fit_clipped(mean: float, std: float, low: int, high: int) -> tuple[float, f
     raw_mean, raw_std = mean, std
     for _ in range(1000):
         sigma = math.sqrt(math.log1p((raw_std / raw_mean) ** 2))
+        if sigma > _WIDEST:
+            break
         mu = math.log(raw_mean) - sigma**2 / 2
         got_mean, got_std = _clipped_moments(mu, sigma, low, high)
         if abs(got_mean / mean - 1) < 1e-9 and abs(got_std / std - 1) < 1e-9:

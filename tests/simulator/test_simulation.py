@@ -1,0 +1,269 @@
+"""The virtual clock: what is repeated, what is conserved, what is counted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from bros.core.clock import ManualClock
+from bros.core.config import POLICIES
+from bros.core.errors import ConfigError
+from bros.core.plan import StepPlan
+from bros.core.request import FinishReason, ServiceClass
+from bros.scheduler.cost_model import StepLoad
+from bros.simulator.build import Scenario, build_simulation
+from bros.simulator.sim_executor import Disturbance, SimExecutor
+from bros.simulator.simulation import RequestRecord, SimulationResult
+from bros.simulator.workload import BE_SIZES, RT_SIZES, Arrival, BeLoad, Size, TraceLoad, generator
+from support.scenarios import STEPS, scenario
+
+Observed = list[tuple[StepPlan, float]]
+
+
+def run(what: Scenario) -> tuple[SimulationResult, Observed]:
+    observed: Observed = []
+    simulation = build_simulation(what, observe=lambda *seen: observed.append(seen))
+    return simulation.run(), observed
+
+
+def of(result: SimulationResult, service_class: ServiceClass) -> list[RequestRecord]:
+    return [record for record in result.records if record.service_class is service_class]
+
+
+def trace(*arrivals: tuple[float, int, int]) -> TraceLoad:
+    """arrivals: (time, prompt tokens, output tokens)."""
+    return TraceLoad("test", tuple(Arrival(t, Size(p, o)) for t, p, o in arrivals))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_scenarios_give_equal_records_and_plans(policy: str) -> None:
+    what = scenario(policy, disturbance=Disturbance(noise=0.1))
+    first, first_plans = run(what)
+    second, second_plans = run(what)
+    assert first.records == second.records
+    assert first == second
+    assert first_plans == second_plans
+    assert first.digest() == second.digest()
+
+
+def test_other_seeds_give_other_records() -> None:
+    assert run(scenario(seed=1))[0].digest() != run(scenario(seed=2))[0].digest()
+
+
+def test_policies_get_the_same_requests() -> None:
+    fcfs, priority = run(scenario("fcfs"))[0], run(scenario("priority"))[0]
+    assert fcfs.digest() != priority.digest()
+    for cls in ServiceClass:
+        sizes = zip(of(fcfs, cls), of(priority, cls), strict=False)
+        assert all(a.size == b.size for a, b in sizes)
+    arrivals = [[r.arrival_s for r in of(result, ServiceClass.RT)] for result in (fcfs, priority)]
+    assert arrivals[0] == arrivals[1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_second_is_either_a_step_or_idle(policy: str) -> None:
+    result, observed = run(scenario(policy, rate=1.0, be=BeLoad(0)))
+    assert result.busy_s == pytest.approx(sum(seconds for _, seconds in observed))
+    assert result.busy_s + result.idle_s == pytest.approx(result.end_s)
+    assert result.idle_s > 0 and result.busy_s > 0
+    assert result.steps == len(observed)
+    assert 10.0 <= result.end_s < 10.0 + max(seconds for _, seconds in observed)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_finished_requests_have_exactly_the_tokens_of_the_workload(policy: str) -> None:
+    # Little memory, so that requests are preempted and start over on the way.
+    result, _ = run(scenario(policy, rate=8.0, be=BeLoad(8), kv_blocks=260, duration_s=20.0))
+    assert sum(stats.preemptions for stats in result.stats.by_class.values()) > 0
+    finished = [record for record in result.records if record.finished]
+    assert len(finished) > 20
+    for record in result.records:
+        tokens = len(record.token_times_s)
+        wanted = record.size.output_tokens
+        assert tokens == wanted if record.finished else tokens < wanted
+        assert record.finish in (FinishReason.LENGTH, None)
+        assert list(record.token_times_s) == sorted(record.token_times_s)
+        assert all(time_s > record.arrival_s for time_s in record.token_times_s)
+
+
+def test_sizes_of_records_are_those_of_the_workload() -> None:
+    what = scenario("fcfs")
+    result, _ = run(what)
+    for cls, name, sizes in (
+        (ServiceClass.RT, "rt sizes", RT_SIZES["lmsys"]),
+        (ServiceClass.BE, "be sizes", BE_SIZES),
+    ):
+        records = of(result, cls)
+        drawn = sizes.stream(generator(what.seed, name))
+        assert [record.size for record in records] == list(itertools.islice(drawn, len(records)))
+
+
+def in_flight(records: list[RequestRecord], time_s: float) -> int:
+    ends = (r.token_times_s[-1] if r.finished else float("inf") for r in records)
+    return sum(r.arrival_s <= time_s < end for r, end in zip(records, ends, strict=True))
+
+
+def test_closed_loop_keeps_its_number_in_flight() -> None:
+    result, _ = run(scenario("fcfs", be=BeLoad(5), duration_s=20.0))
+    records = of(result, ServiceClass.BE)
+    assert len(records) > 20
+    for step in range(200):
+        assert in_flight(records, step / 10) == 5
+
+
+def test_batches_follow_each_other_as_a_whole() -> None:
+    result, _ = run(scenario("fcfs", be=BeLoad(5, batches=True), duration_s=20.0))
+    records = of(result, ServiceClass.BE)
+    assert len(records) > 20 and len(records) % 5 == 0
+    batches = [records[i : i + 5] for i in range(0, len(records), 5)]
+    for before, after in itertools.pairwise(batches):
+        last = max(record.token_times_s[-1] for record in before)
+        assert {record.arrival_s for record in after} == {last}
+
+
+def test_idle_time_jumps_to_the_next_arrival() -> None:
+    result, observed = run(scenario(rt=trace((2.0, 10, 1), (7.0, 10, 1)), be=BeLoad(0)))
+    alone = StepLoad()
+    alone.add(10, 0, True)
+    assert [seconds for _, seconds in observed] == [STEPS.seconds(alone)] * 2
+    first, second = result.records
+    assert first.token_times_s[0] == pytest.approx(2.0 + STEPS.seconds(alone))
+    assert second.token_times_s[0] == pytest.approx(7.0 + STEPS.seconds(alone))
+    assert result.end_s == 10.0
+
+
+def test_same_time_arrivals_keep_their_order() -> None:
+    load = trace(*((1.0, 20 + i, 2) for i in range(6)))
+    result, observed = run(scenario("fcfs", rt=load, be=BeLoad(0)))
+    assert [record.size.prompt_tokens for record in result.records] == [20, 21, 22, 23, 24, 25]
+    chunks = observed[0][0].chunks
+    assert [len(chunk.token_ids) for chunk in chunks] == [20, 21, 22, 23, 24, 25]
+
+
+def test_arrival_is_the_true_one_and_not_when_the_step_ended() -> None:
+    load = trace((0.0, 200, 3), (0.001, 10, 1))
+    result, observed = run(scenario(rt=load, be=BeLoad(0)))
+    assert observed[0][1] > 0.001
+    assert result.records[1].arrival_s == 0.001
+
+
+def test_what_is_open_at_the_end_is_in_the_records() -> None:
+    slow = scenario(rt=trace((0.0, 10, 3000), (9.996, 10, 1), (9.9999, 10, 1)), be=BeLoad(0))
+    result, _ = run(slow)
+    assert len(result.records) == 3
+    running, *late = result.records
+    assert not running.finished and len(running.token_times_s) > 100
+    assert all(record.finish is None and not record.refused for record in late)
+
+
+def test_requests_that_no_engine_could_serve_are_left_out_and_counted() -> None:
+    load = trace((0.0, 50, 50), (1.0, 51, 50), (2.0, 5000, 50))
+    result, _ = run(scenario(rt=load, be=BeLoad(0), max_model_len=100))
+    assert len(result.records) == 1
+    assert result.skipped == 2
+
+
+def test_full_queue_refuses_and_the_closed_loop_comes_back() -> None:
+    crowd = trace(*((0.5, 100, 50) for _ in range(30)))
+    result, _ = run(scenario(rt=crowd, be=BeLoad(4), max_queue=4, max_num_seqs=2))
+    refused = Counter(r.service_class for r in result.records if r.refused)
+    assert refused[ServiceClass.RT] == 26
+    assert all(not r.token_times_s for r in result.records if r.refused)
+    assert len(of(result, ServiceClass.BE)) < 200  # no storm of retries
+
+
+def test_given_up_requests_are_recorded_as_errors() -> None:
+    crowd = trace(*((0.0, 1000, 50) for _ in range(40)))
+    what = scenario("bros", rt=crowd, be=BeLoad(0), late="shed", slo_ttft=50, max_num_seqs=4)
+    result, _ = run(what)
+    reasons = Counter(record.finish for record in result.records)
+    assert reasons[FinishReason.ERROR] > 0
+    assert reasons[FinishReason.ERROR] + reasons[FinishReason.LENGTH] == 40
+
+
+def test_prompts_share_no_prefix() -> None:
+    _, observed = run(scenario("fcfs"))
+    starts = [
+        tuple(chunk.token_ids[:2])
+        for plan, _ in observed
+        for chunk in plan.chunks
+        if chunk.start == 0 and len(chunk.token_ids) > 1
+    ]
+    assert len(starts) > 20
+    assert len(set(starts)) == len(starts)
+
+
+def test_executor_takes_the_time_that_the_model_says() -> None:
+    _, observed = run(scenario("priority", disturbance=Disturbance(slowdown=1.5)))
+    for plan, seconds in observed:
+        load = StepLoad()
+        for chunk in plan.chunks:
+            load.add(len(chunk.token_ids), chunk.start, chunk.sample is not None)
+        assert seconds == 1.5 * STEPS.seconds(load)
+
+
+def test_noise_has_mean_one_and_the_deviation_asked_for() -> None:
+    noisy = [seconds for _, seconds in run(scenario(disturbance=Disturbance(noise=0.2)))[1]]
+    assert len(set(noisy)) == len(noisy)
+    _, exact = run(scenario(rt=trace((0.0, 1, 4000)), be=BeLoad(0), duration_s=40.0))
+    _, varied = run(
+        scenario(
+            rt=trace((0.0, 1, 4000)),
+            be=BeLoad(0),
+            duration_s=40.0,
+            disturbance=Disturbance(noise=0.2),
+        )
+    )
+    factors = [got / meant for (_, got), (_, meant) in zip(varied, exact, strict=False)]
+    mean = sum(factors) / len(factors)
+    deviation = (sum((f - mean) ** 2 for f in factors) / len(factors)) ** 0.5
+    assert len(factors) > 3000
+    assert mean == pytest.approx(1.0, abs=0.02)
+    assert deviation == pytest.approx(0.2, rel=0.1)
+
+
+def test_predictor_learns_that_the_device_is_slower() -> None:
+    result, _ = run(
+        scenario("bros", duration_s=60.0, be=BeLoad(16), disturbance=Disturbance(slowdown=1.5))
+    )
+    stats = result.stats
+    ratio = stats.step_s / stats.predicted_s
+    assert 1.0 < ratio < 1.1  # the first steps were underestimated by a third, the others not
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"noise": -0.1}, {"slowdown": 0.0}, {"noise": float("nan")}, {"slowdown": -1.0}]
+)
+def test_wrong_disturbances_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError):
+        Disturbance(**wrong)
+
+
+def test_noise_without_a_generator_is_refused() -> None:
+    with pytest.raises(ValueError, match="random generator"):
+        SimExecutor(STEPS, ManualClock(), disturbance=Disturbance(noise=0.1))
+    SimExecutor(STEPS, ManualClock(), disturbance=Disturbance(noise=0.1), rng=random.Random(1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"be": BeLoad(20), "max_queue": 10}, "--max-queue 20"),
+        ({"kv_blocks": 10}, "up to 1152 tokens do not fit"),
+        ({"overload": "reject"}, "--overload"),
+    ],
+)
+def test_scenarios_that_cannot_run_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_simulation(scenario(**wrong))
+
+
+def test_progress_is_told_from_start_to_end() -> None:
+    told: list[float] = []
+    build_simulation(scenario(), progress=told.append).run()
+    assert told[0] == 0.0 and 0.95 < told[-1] <= 1.0
+    assert told == sorted(told)
+    assert 100 < len(told) <= 201
