@@ -109,14 +109,14 @@ async def test_priority_halves_the_objectives_of_the_server(
     server: Server, tier: str, fields: dict[str, Any]
 ) -> None:
     server.engine.info = dataclasses.replace(
-        server.engine.info, default_slo=Slo(ttft_s=0.5, tpot_s=0.125)
+        server.engine.info, default_slo=Slo(ttft_s=0.5, tpot_s=0.125, deadline_s=30.0)
     )
-    assert await slo_of(server, {}, service_tier=tier, **fields) == Slo(0.25, 0.0625)
+    assert await slo_of(server, {}, service_tier=tier, **fields) == Slo(0.25, 0.0625, 15.0)
 
 
 async def test_what_a_priority_request_names_itself_is_not_halved(server: Server) -> None:
     server.engine.info = dataclasses.replace(
-        server.engine.info, default_slo=Slo(ttft_s=0.5, tpot_s=0.125)
+        server.engine.info, default_slo=Slo(ttft_s=0.5, tpot_s=0.125, deadline_s=30.0)
     )
     slo = {"ttft_ms": 2000, "deadline_ms": 9000}
     asked = await slo_of(server, {}, service_tier="priority", slo=slo)
