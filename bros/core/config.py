@@ -114,7 +114,7 @@ class EngineConfig(_Checked):
         200.0, "milliseconds between tokens that real-time requests are held to", low=1
     )
     rt_wait: float = option(
-        0.3,
+        0.4,
         "longest iteration with best-effort work, as a share of --slo-ttft: what a new real-time "
         "request may have to wait for",
         low=0.01,

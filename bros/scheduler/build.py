@@ -73,7 +73,8 @@ def _policy(
     settings = BrosSettings(
         rows=config.max_num_seqs,
         tokens=config.max_batch_tokens,
-        filler_s=config.rt_wait * config.slo_ttft / 1000,
+        ttft_s=config.slo_ttft / 1000,
+        rt_wait=config.rt_wait,
         be_share=config.be_share,
         be_max_wait_s=config.be_max_wait,
         late=config.late,

@@ -107,8 +107,8 @@ class Packing(Generic[C]):
     """What came out.
 
     selected: (candidate, tokens), urgent first. load, urgent_s, seconds: the predicted step,
-    its urgent part and the whole. violated: an urgent token will be late (or the early
-    return was taken). full: the batch size kept a candidate out. passed_over: (candidate,
+    its urgent part and the whole. violated: a decode row will be late because of the others
+    (or the early return was taken). full: the batch size kept a candidate out. passed_over: (candidate,
     reason) of those that were looked at; urgent_stop, filler_stop: why the rest was not.
     """
 
@@ -255,7 +255,6 @@ class _Packer(Generic[C]):
         on_time = finish_s <= due_s
         if num_tokens > 0 and not on_time and not self._rules.early_return:
             # It will be late anyway: let it not make others late.
-            self.packing.violated |= not candidate.late
             limit_s = min(self._limit_s, self._bounds.filler_s)
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and not self.packing.selected:
@@ -289,7 +288,7 @@ class _Packer(Generic[C]):
         if on_time:
             self._limit_s = min(self._limit_s, limit_s)
             return
-        self.packing.violated |= not candidate.late
+        self.packing.violated |= candidate.remaining == 1 and not candidate.late
         if self._rules.early_return and len(self.packing.selected) == 1:
             self._limit_s = 1.1 * self.packing.seconds  # A1: the head runs, late as it is
 

@@ -30,6 +30,7 @@ _LATE_TURN = 8
 """Every so many steps, the request that has been late for longest goes before all others."""
 
 _TBAR_ALPHA = 0.2
+_TIGHT_FOR_S = 60.0
 _INITIAL_ROWS = 8
 _MAX_CREDIT_S = 2.0
 _PREFIX_TOKENS = 64
@@ -39,11 +40,12 @@ _LAXITY = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrosSettings:
-    """The policy's options, see EngineConfig. filler_s: longest step with best-effort work."""
+    """The policy's options, see EngineConfig. ttft_s: the objective of usual requests."""
 
     rows: int
     tokens: int
-    filler_s: float
+    ttft_s: float = 0.4
+    rt_wait: float = 0.4
     be_share: float = 0.02
     be_max_wait_s: float = 30.0
     late: str = "renew"
@@ -70,6 +72,8 @@ class BrosPolicy:
         self._tbar_s = 0.0
         self._credit_s = 0.0
         self._steps = 0
+        self._tightest_s = settings.ttft_s
+        self._tight_until_s = 0.0
         self._deadlines: list[tuple[float, int, RequestState]] = []
         self._groups: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
 
@@ -93,6 +97,7 @@ class BrosPolicy:
         best_effort = state.service_class is ServiceClass.BE
         state.rank = (best_effort, state.arrival_index)
         if not best_effort:
+            self._heed(state.slo.ttft_s, now)
             state.queue_key = (_FIRST, state.deadline_s, state.arrival_index)
             return
         state.queue_key = (_LAST, self._group(state, now), state.arrival_index)
@@ -111,7 +116,7 @@ class BrosPolicy:
             bounds=Bounds(
                 rows=self._batch.rows,
                 tokens=self._settings.tokens,
-                filler_s=self._settings.filler_s,
+                filler_s=self._filler_s(now),
                 filler_credit_s=self._due_credit_s(),
                 tbar_s=self._tbar_s,
                 rules=self._settings.rules,
@@ -132,6 +137,24 @@ class BrosPolicy:
         self._credit_s = min(max(self._credit_s, 0.0), _MAX_CREDIT_S)
 
     # Real-time
+
+    def _heed(self, ttft_s: float | None, now: float) -> None:
+        """Note an objective that is tighter than usual: the next such request is not far."""
+        if ttft_s is not None and (ttft_s <= self._tightest_s or now > self._tight_until_s):
+            self._tightest_s = ttft_s
+            self._tight_until_s = now + _TIGHT_FOR_S
+
+    def _filler_s(self, now: float) -> float:
+        """Longest step with filler in it.
+
+        Follows the tightest recent objective down to half of the usual one, so that nobody can
+        stop best-effort work by asking for the impossible.
+        """
+        settings = self._settings
+        usual_s = settings.ttft_s
+        if now <= self._tight_until_s:
+            usual_s = min(max(self._tightest_s, usual_s / 2), usual_s)
+        return settings.rt_wait * usual_s
 
     def _renew(self, queues: Queues, now: float) -> None:
         """Find tokens whose deadline is lost; give them a new one, or mark them as late.
@@ -191,7 +214,7 @@ class BrosPolicy:
 
     def _work_s(self, state: RequestState) -> float:
         """Time that a best-effort request is going to take, in steps of the longest kind."""
-        steps = self._expected_tokens(state) * max(self._tbar_s, self._settings.filler_s)
+        steps = self._expected_tokens(state) * max(self._tbar_s, self._settings.rt_wait * self._settings.ttft_s)
         return self._predictor.prefill_seconds(state.remaining) + steps
 
     def _group(self, state: RequestState, now: float) -> int:
