@@ -1,4 +1,4 @@
-"""The command line: bros serve, bros chat, bros simulate, bros version."""
+"""The command line: bros serve, bros chat, bros profile, bros simulate, bros version."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ SOURCES = (
     "BROS_MAX_NUM_SEQS) or in the TOML file given with --config (max_num_seqs = 64). "
     "Flags win over variables, variables over the file."
 )
+_COMMAND_FLAGS = ("--url", "--system", "--out", "--repeats")
 INTERRUPTED = 130
 """What shells expect from a program ended by Ctrl-C."""
 
@@ -63,6 +64,11 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         from bros.server.build import serve
 
         return serve(config)
+    if args.command == "profile":
+        # Late, for the same reason: it loads torch and matplotlib.
+        from bros.profile_command import run_profile
+
+        return run_profile(config, args.out, args.repeats, SystemClock())
     return _chat(args, config)
 
 
@@ -120,7 +126,16 @@ def _parser() -> _Parser:
         epilog=SOURCES,
         allow_abbrev=False,
     )
-    for command in (serve, chat):
+    profile = commands.add_parser(
+        "profile",
+        help="measure how long steps take on this machine, for some minutes",
+        usage="bros profile [MODEL] [--out DIR] [--repeats N] [options]",
+        description="Measure how long steps of one model take on this machine and store a model "
+        "of that with a picture of how well it fits. Have nothing else running.",
+        epilog=SOURCES,
+        allow_abbrev=False,
+    )
+    for command in (serve, chat, profile):
         command.add_argument(
             "model_argument", metavar="MODEL", nargs="?", help="the same as --model"
         )
@@ -128,7 +143,15 @@ def _parser() -> _Parser:
         "--url", help="talk to this OpenAI-compatible server (--api-key is sent if given)"
     )
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
-    for command in (serve, chat):
+    profile.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder of profiles (default: profiles/ of the source tree, or of --data-dir)",
+    )
+    profile.add_argument(
+        "--repeats", type=_positive, default=5, metavar="N", help="measurements of each step"
+    )
+    for command in (serve, chat, profile):
         add_flags(command)
     simulate = commands.add_parser(
         "simulate",
@@ -143,11 +166,18 @@ def _parser() -> _Parser:
     return parser
 
 
+def _positive(text: str) -> int:
+    """A number for argparse, which names the option in its message."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
 def _unknown_arguments(unknown: Sequence[str], command: str | None) -> str:
     first = unknown[0].split("=")[0]
     if not first.startswith("-"):
         return f"{first!r} is one argument too many"
-    known = [*(option.flag for option in all_options()), "--config", "--url", "--system"]
+    known = [*(option.flag for option in all_options()), "--config", *_COMMAND_FLAGS]
     if command == "simulate":
         known = list(simulate_flags.FLAGS)
     return f"{first}: there is no such option{near_matches(first, known)}"

@@ -25,7 +25,7 @@ LEVELS: Sequence[tuple[str, ...]] = (
     ("semantic", "batch", "router"),
     ("simulator",),
     ("server",),
-    ("cli", "chat", "llm", "simulate_command", "__main__"),
+    ("cli", "chat", "llm", "simulate_command", "profile_command", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 TOP = len(LEVELS) - 1
