@@ -37,8 +37,8 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "step_s": ("engine_step_seconds", "Time all iterations took; by bros_engine_steps: mean"),
         "predicted_s": (
             "engine_step_predicted_seconds",
-            "What the cost model said iterations would take; compare with "
-            "bros_engine_step_seconds: a lasting difference means that the profile is stale",
+            "What the cost model said iterations would take, 0 if the policy has none; compare "
+            "with bros_engine_step_seconds: a lasting difference means that the profile is stale",
         ),
         "step_error_s": (
             "engine_step_error_seconds",
