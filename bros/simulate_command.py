@@ -72,8 +72,7 @@ def run_simulate(
     print_reports(console, list(zip(settings.scenarios, reports, strict=True)))
     if settings.json_path is not None:
         content = {**as_json(settings, reports), "wall_s": round(wall_s, 3)}
-        text = json.dumps(content, indent=2) + "\n"
-        settings.json_path.write_text(text, encoding="utf-8")
+        _write(settings.json_path, json.dumps(content, indent=2) + "\n")
     runs = f"{len(reports)} runs" if len(reports) > 1 else "1 run"
     console.print(f"{runs} in {wall_s:.1f} s", style="dim")
     return 0
@@ -233,6 +232,13 @@ def _writable(text: str | None) -> Path | None:
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"--json: {text} cannot be written: no such folder, or it is one")
     return path
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ DESCRIPTION = (
 )
 USAGE = "bros simulate [--policy LIST] [--rt-rate RATES | --trace FILE] [--be N] [options]"
 DEFAULT_POLICIES = "bros,priority,fcfs"
-DEFAULT_PROFILE = "h200/llama-3-8b-bf16"
+DEFAULT_PROFILE = "1x-h200/llama-3-8b-fp16"
 RT_LENGTHS = ("lmsys", "sharegpt")
 """The keys of workload.RT_SIZES."""
 RANGE_VALUES = 5

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Protocol
 
-
 _WIDEST = 8.0
 """Log-normals beyond this sigma are all at the ends of any range of token counts."""
 

@@ -38,15 +38,18 @@ def run_sweep(
     """
     progress = progress or _ignore
     if min(jobs, len(scenarios)) <= 1:
-        return [
-            run_scenario(scenario, lambda share, i=index: progress(i, share))  # type: ignore[misc]
-            for index, scenario in enumerate(scenarios)
-        ]
+        return [_run_here(index, scenario, progress) for index, scenario in enumerate(scenarios)]
     pool = _Pool(scenarios, min(jobs, len(scenarios)))
     try:
         return pool.run(progress)
     finally:
         pool.stop()
+
+
+def _run_here(index: int, scenario: Scenario, progress: Progress) -> Report:
+    report = run_scenario(scenario, lambda share: progress(index, share))
+    progress(index, 1.0)
+    return report
 
 
 class _Pool:

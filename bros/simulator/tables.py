@@ -34,7 +34,7 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
             f" first token within {slo.slo_ttft:g} ms, then one every {slo.slo_tpot:g} ms"
         )
         if first.skipped:
-            console.print(f"{first.skipped} requests are too long to be served and are left out")
+            console.print(f"{first.skipped} more left out, too long to be served")
         console.print(_real_time(rows))
     if scenario.be.in_flight:
         how = "batches of" if scenario.be.batches else "always"

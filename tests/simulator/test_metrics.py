@@ -1,0 +1,209 @@
+"""Every figure of a report against records made by hand and a naive recomputation."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.interfaces import ClassStats, EngineStats
+from bros.core.request import FinishReason, ServiceClass, Slo
+from bros.simulator.metrics import ClassReport, Report, Share, Summary, report_of
+from bros.simulator.simulation import RequestRecord, SimulationResult
+from bros.simulator.workload import Size
+
+SLO = Slo(ttft_s=1.0, tpot_s=0.5)
+END_S = 10.0
+DONE = FinishReason.LENGTH
+
+
+def record(
+    arrival_s: float,
+    times: Sequence[float],
+    finish: FinishReason | None = DONE,
+    *,
+    prompt: int = 10,
+    refused: bool = False,
+    service_class: ServiceClass = ServiceClass.RT,
+) -> RequestRecord:
+    size = Size(prompt, len(times) if finish is DONE else 100)
+    return RequestRecord(
+        "x", service_class, arrival_s, size, array("d", times), finish, refused=refused
+    )
+
+
+def result_of(*records: RequestRecord, stats: EngineStats | None = None) -> SimulationResult:
+    return SimulationResult(
+        records=records,
+        end_s=END_S,
+        busy_s=8.0,
+        idle_s=2.0,
+        steps=40,
+        stats=stats or EngineStats(),
+    )
+
+
+def real_time(*records: RequestRecord) -> ClassReport:
+    return report_of(result_of(*records), SLO).by_class[ServiceClass.RT]
+
+
+def test_report_of_finished_requests() -> None:
+    report = real_time(
+        record(0.0, [1.0, 1.25, 1.5]),  # ttft 1.0, tpot 0.25
+        record(1.0, [2.5, 4.0]),  # ttft 1.5 late, tpot 1.5 late
+        record(2.0, [2.5, 2.75, 3.75], prompt=30),  # ttft 0.5, tpot 0.625 late, one gap late
+        record(3.0, [3.5]),  # a single token: no tpot
+    )
+    assert (report.requests, report.finished, report.unfinished, report.refused) == (4, 4, 0, 0)
+    assert report.ttft_met == Share(3, 4)
+    assert report.tpot_met == Share(1, 3)
+    assert report.both_met == Share(2, 4)
+    # First tokens 3 of 4; gaps 2 of 2, 0 of 1, 1 of 2.
+    assert report.tokens_on_time == Share(6, 9)
+    assert report.ttft_s.mean == pytest.approx((1.0 + 1.5 + 0.5 + 0.5) / 4)
+    assert report.tpot_s.mean == pytest.approx((0.25 + 1.5 + 0.625) / 3)
+    assert report.normalized_latency_s == pytest.approx((1.5 / 3 + 3 / 2 + 1.75 / 3 + 0.5) / 4)
+    assert report.requests_per_s == 0.4
+    assert report.output_tokens_per_s == 0.9
+    assert report.tokens_per_s == pytest.approx((9 + 60) / 10)
+
+
+def test_open_requests_that_are_overdue_count_as_missed() -> None:
+    report = real_time(record(8.0, [], None))
+    assert (report.finished, report.unfinished) == (0, 1)
+    assert report.ttft_met == Share(0, 1) and report.both_met == Share(0, 1)
+    assert report.tpot_met == Share(0, 0) and report.tpot_met.value is None
+    assert report.ttft_s.mean == 2.0  # at least
+    assert report.tokens_on_time == Share(0, 1)
+    assert report.normalized_latency_s is None
+
+
+def test_open_requests_that_may_still_make_it_are_left_out() -> None:
+    report = real_time(record(9.5, [], None), record(9.0, [9.5, 9.75], None))
+    assert report.unfinished == 2
+    assert report.ttft_met == Share(1, 1)
+    assert report.tpot_met == report.both_met == Share(0, 0)
+    assert report.tokens_on_time == Share(2, 2)
+    assert report.ttft_s.count == 1 and report.tpot_s.count == 0
+
+
+def test_an_open_request_can_have_missed_its_tpot_already() -> None:
+    # Three tokens by 6.0 and none since: the fourth makes it (10 - 5) / 3 at best.
+    report = real_time(record(4.5, [5.0, 5.5, 6.0], None))
+    assert report.ttft_met == Share(1, 1)
+    assert report.tpot_met == report.both_met == Share(0, 1)
+    assert report.tpot_s.mean == pytest.approx(5 / 3)
+    assert report.tokens_on_time == Share(3, 4)
+
+
+def test_refused_requests_are_missed() -> None:
+    report = real_time(record(9.9, [], None, refused=True), record(9.9, [], FinishReason.ERROR))
+    assert (report.requests, report.refused, report.unfinished, report.finished) == (2, 1, 1, 0)
+    assert report.ttft_met == report.tpot_met == report.both_met == Share(0, 2)
+    assert report.ttft_s.count == 0
+
+
+def test_a_request_given_up_on_the_way_is_missed_but_its_first_token_was_in_time() -> None:
+    report = real_time(record(1.0, [1.5, 1.6], FinishReason.ERROR))
+    assert report.ttft_met == Share(1, 1)
+    assert report.tpot_met == report.both_met == Share(0, 1)
+    assert report.tokens_per_s == pytest.approx(12 / 10)
+
+
+def test_best_effort_is_held_to_nothing() -> None:
+    be = ServiceClass.BE
+    stats = EngineStats(by_class={be: ClassStats(preemptions=7, relegated=3)})
+    result = result_of(
+        record(0.0, [5.0, 9.0], service_class=be),
+        record(0.0, [], None, service_class=be),
+        stats=stats,
+    )
+    report = report_of(result, SLO).by_class[be]
+    assert (report.preemptions, report.relegated) == (7, 3)
+    shares = (report.ttft_met, report.tpot_met, report.both_met, report.tokens_on_time)
+    assert set(shares) == {Share(0, 0)}
+    assert report.ttft_s.mean == 5.0 and report.tpot_s.mean == 4.0
+    assert report_of(result, SLO).by_class[ServiceClass.RT].requests == 0
+
+
+def test_figures_of_the_whole_run() -> None:
+    report: Report = report_of(result_of(record(0.0, [1.0])), SLO)
+    assert (report.end_s, report.idle_s, report.steps) == (10.0, 2.0, 40)
+    assert report.busy == 0.8
+    assert report.mean_step_s == 0.2
+
+
+def test_a_deadline_met_to_the_rounding_is_met() -> None:
+    assert real_time(record(0.1 + 0.2, [1.3])).ttft_met == Share(1, 1)
+
+
+def test_digest_tells_records_apart() -> None:
+    digests = {
+        result_of(*records).digest()
+        for records in (
+            [],
+            [record(0.0, [1.0, 2.0])],
+            [record(0.0, [1.0, 2.0 + 1e-15])],
+            [record(0.0, [1.0]), record(0.0, [2.0])],
+            [record(0.0, [1.0, 2.0], None)],
+            [record(0.0, [1.0, 2.0], prompt=11)],
+            [record(0.5, [1.0, 2.0])],
+        )
+    }
+    assert len(digests) == 7
+    assert result_of(record(0.0, [1.0])).digest() == result_of(record(0.0, [1.0])).digest()
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=300))
+def test_percentiles_are_values_with_enough_below(values: list[float]) -> None:
+    summary = Summary.of(values)
+    assert summary.count == len(values)
+    assert summary.mean == pytest.approx(sum(values) / len(values))
+    for share, value in ((0.5, summary.p50), (0.9, summary.p90), (0.99, summary.p99)):
+        assert value in values
+        assert sum(v <= value for v in values) >= share * len(values) - 1e-9
+        assert sum(v < value for v in values) < share * len(values)
+
+
+def test_nothing_has_no_percentiles() -> None:
+    assert Summary.of([]) == Summary(0)
+
+
+gaps = st.lists(st.floats(0.001, 1.5), min_size=1, max_size=12)
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), gaps), min_size=1, max_size=10))
+def test_against_a_naive_recomputation(drawn: list[tuple[float, list[float]]]) -> None:
+    records = []
+    for arrival_s, steps in drawn:
+        times, now = [], arrival_s
+        for step in steps:
+            now += step
+            times.append(now)
+        records.append(record(arrival_s, times))
+    ttfts = [r.token_times_s[0] - r.arrival_s for r in records]
+    tpots = [
+        (r.token_times_s[-1] - r.token_times_s[0]) / (len(r.token_times_s) - 1)
+        if len(r.token_times_s) > 1
+        else None
+        for r in records
+    ]
+    close = any(abs(ttft - 1.0) < 1e-6 for ttft in ttfts)
+    if close or any(tpot is not None and abs(tpot - 0.5) < 1e-6 for tpot in tpots):
+        return  # rounding decides
+    report = real_time(*records)
+    assert report.ttft_met.met == sum(ttft <= 1.0 for ttft in ttfts)
+    assert report.tpot_met.met == sum(t is not None and t <= 0.5 for t in tpots)
+    assert report.both_met.met == sum(
+        ttft <= 1.0 and (tpot is None or tpot <= 0.5)
+        for ttft, tpot in zip(ttfts, tpots, strict=True)
+    )
+    assert report.ttft_met.decided == report.both_met.decided == len(records)
+    assert report.tokens_on_time.decided == sum(len(r.token_times_s) for r in records)
+    assert report.normalized_latency_s == pytest.approx(
+        sum((r.token_times_s[-1] - r.arrival_s) / len(r.token_times_s) for r in records)
+        / len(records)
+    )
