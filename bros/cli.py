@@ -126,15 +126,7 @@ def _parser() -> _Parser:
         epilog=SOURCES,
         allow_abbrev=False,
     )
-    profile = commands.add_parser(
-        "profile",
-        help="measure how long steps take on this machine, for some minutes",
-        usage="bros profile [MODEL] [--out DIR] [--repeats N] [options]",
-        description="Measure how long steps of one model take on this machine and store a model "
-        "of that with a picture of how well it fits. Have nothing else running.",
-        epilog=SOURCES,
-        allow_abbrev=False,
-    )
+    profile = _add_profile(commands)
     for command in (serve, chat, profile):
         command.add_argument(
             "model_argument", metavar="MODEL", nargs="?", help="the same as --model"
@@ -143,14 +135,6 @@ def _parser() -> _Parser:
         "--url", help="talk to this OpenAI-compatible server (--api-key is sent if given)"
     )
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
-    profile.add_argument(
-        "--out",
-        metavar="DIR",
-        help="folder of profiles (default: profiles/ of the source tree, or of --data-dir)",
-    )
-    profile.add_argument(
-        "--repeats", type=_positive, default=5, metavar="N", help="measurements of each step"
-    )
     for command in (serve, chat, profile):
         add_flags(command)
     simulate = commands.add_parser(
@@ -164,6 +148,27 @@ def _parser() -> _Parser:
     simulate_flags.add_arguments(simulate)
     commands.add_parser("version", help="print the versions of bros and what it runs on")
     return parser
+
+
+def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> _Parser:
+    profile = commands.add_parser(
+        "profile",
+        help="measure how long steps take on this machine, for some minutes",
+        usage="bros profile [MODEL] [--out DIR] [--repeats N] [options]",
+        description="Measure how long steps of one model take on this machine and store a model "
+        "of that with a picture of how well it fits. Have nothing else running.",
+        epilog=SOURCES,
+        allow_abbrev=False,
+    )
+    profile.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder of profiles (default: profiles/ of the source tree, or of --data-dir)",
+    )
+    profile.add_argument(
+        "--repeats", type=_positive, default=5, metavar="N", help="measurements of each step"
+    )
+    return profile
 
 
 def _positive(text: str) -> int:

@@ -61,13 +61,10 @@ def prompt(tokens: int, context: int, sampled: bool = True) -> StepShape:
 
 
 def quick_grid(limits: StepLimits) -> list[StepShape]:
-    """About thirty steps that take a few seconds; those that tell most come first.
-
-    The corners of the space are first, so that a fit makes sense even if time runs out.
-    """
+    """About thirty steps that take a few seconds in all."""
     most = min(limits.tokens, max(limits.length // 2, 2))
-    rows = (1, limits.rows, 8, 32, 4, 16, 24)
-    tokens = (most, 8, 64, 128, 16, 32, 96)
+    rows = (1, 4, 8, 16, 24, 32, limits.rows)
+    tokens = (8, 16, 32, 64, 96, 128, most)
     shapes: list[StepShape] = []
     for count, size in zip(rows, tokens, strict=True):
         short, long = _spread(limits, count)

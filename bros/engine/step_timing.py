@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -16,6 +15,9 @@ from bros.scheduler.fitting import Sample, StepShape
 
 Progress = Callable[[int, int], None]
 """Called with steps done and steps in all."""
+
+_TOUCH_TOKENS = 64
+"""In one step that touches memory: few enough to stop in time."""
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -32,41 +34,54 @@ def measure_steps(
     progress: Progress = lambda done, total: None,
     seed: int = 0,
 ) -> list[Sample]:
-    """The median time of each shape over `repeats` rounds, after one that warms up.
+    """The typical undisturbed time of each shape: the lower quartile of `repeats` rounds.
 
     Every round runs all shapes, in another order each time, so that a slow moment of the machine
-    touches many shapes once rather than one shape always. When `time_limit_s` is over, shapes
-    count with what there is, the first round's times if need be, and those that have not run are
-    left out; one step is run in any case. Overwrites the executor's KV memory.
+    touches many shapes once rather than one shape always. Other processes only ever add time, so
+    the lower quartile holds where a median would be a matter of luck, with the machine shared
+    half of the time. A round before the others warms up, from small steps to large ones.
+
+    No step begins that would probably end after `time_limit_s`. Shapes then count with what there
+    is, the first round's time if need be, and those that have not run are left out; the smallest
+    one runs in any case. Overwrites the executor's KV memory.
     """
     rng = random.Random(seed)
     maker = _PlanMaker(info, limits, shapes, rng)
+    sizes = [sum(chunk.tokens for chunk in shape) for shape in shapes]
     times: list[list[float]] = [[] for _ in shapes]
-    done, total = 0, len(shapes) * (repeats + 1)
     began = clock.now()
     for plan in maker.touch_memory():
-        executor.execute(plan)
-    order = list(range(len(shapes)))
-    for _ in range(repeats + 1):
-        for index in order:
-            if done > 0 and clock.now() - began >= time_limit_s:
-                return _medians(shapes, times)
-            plan = maker.plan(shapes[index])
-            start = clock.now()
+        if clock.now() < began + time_limit_s / 4:
             executor.execute(plan)
-            times[index].append(clock.now() - start)
-            done += 1
-            progress(done, total)
-        rng.shuffle(order)
-    return _medians(shapes, times)
+    token_s = 0.0  # of the steps so far, the least time per token
+    order = sorted(range(len(shapes)), key=lambda index: sizes[index])
+    for count in range(len(shapes) * (repeats + 1)):
+        index = order[count % len(order)]
+        begins = clock.now()
+        if begins + token_s * sizes[index] < began + time_limit_s or count == 0:
+            plan = maker.plan(shapes[index])
+            begins = clock.now()
+            executor.execute(plan)
+            times[index].append(clock.now() - begins)
+            per_token = times[index][-1] / sizes[index]
+            token_s = min(token_s, per_token) if count > 0 else per_token
+        progress(count + 1, len(shapes) * (repeats + 1))
+        if (count + 1) % len(order) == 0:
+            rng.shuffle(order)
+    return _typical(shapes, times)
 
 
-def _medians(shapes: Sequence[StepShape], times: Sequence[Sequence[float]]) -> list[Sample]:
+def _typical(shapes: Sequence[StepShape], times: Sequence[Sequence[float]]) -> list[Sample]:
     return [
-        Sample(shape, statistics.median(taken[1:] or taken))
+        Sample(shape, _lower_quartile(taken[1:] or taken))
         for shape, taken in zip(shapes, times, strict=True)
         if taken
     ]
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    """The value that a quarter of the others are below: of five, the second smallest."""
+    return sorted(values)[len(values) // 4]
 
 
 class _PlanMaker:
@@ -94,7 +109,7 @@ class _PlanMaker:
         """
         size, half = self._limits.block_size, self._limits.block_size // 2
         slots = [block * size + offset for block in self._blocks for offset in {0, half}]
-        most = min(self._limits.tokens, self._limits.length)
+        most = min(self._limits.tokens, self._limits.length, _TOUCH_TOKENS)
         return [
             self._plan([self._chunk(0, array("i"), array("i", slots[at : at + most]), False)])
             for at in range(0, len(slots), most)
