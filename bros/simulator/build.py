@@ -109,8 +109,7 @@ def check_scenario(scenario: Scenario) -> None:
 
 def _info(scenario: Scenario) -> EngineInfo:
     config, device = scenario.config, scenario.device
-    blocks = config.kv_blocks or device.kv_blocks
-    fits = blocks * BLOCK_SIZE
+    fits = device.kv_blocks * BLOCK_SIZE
     return EngineInfo(
         model=device.model,
         weights=device.weights,
@@ -120,7 +119,7 @@ def _info(scenario: Scenario) -> EngineInfo:
         max_model_len=min(config.max_model_len or fits, fits),
         vocab_size=_VOCAB,
         block_size=BLOCK_SIZE,
-        num_kv_blocks=blocks,
+        num_kv_blocks=device.kv_blocks,
         policy=config.policy,
         max_queue=config.max_queue,
         default_slo=scenario.slo,

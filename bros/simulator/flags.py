@@ -36,6 +36,8 @@ _OWN = (  # flag, metavar, default, help
 _FROM_ENGINE = {
     "profile": "device and model: a file made by `bros profile`, or a name such as "
     f"{DEFAULT_PROFILE} (default)",
+    "kv_blocks": "KV cache in blocks of 16 tokens (default: what the profile's device holds)",
+    "max_model_len": "longest prompt + output in tokens (default: what the KV cache holds)",
     "seed": "seed of arrivals, lengths and noise (default: 0)",
 }
 _NOT_SIMULATED = ("model", "weights", "kernels", "kv_dtype", "kv_memory", "threads", "policy")
@@ -61,11 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine options")
     for option in options_of(EngineConfig):
         if option.name not in _NOT_SIMULATED:
+            choices = option.field.metadata.get("choices")
+            metavar = "FILE|NAME" if option.name == "profile" else "N"
             group.add_argument(
                 option.flag,
                 dest=option.name,
                 default=argparse.SUPPRESS,
-                metavar="X",
+                metavar="{" + ",".join(choices) + "}"
+                if choices
+                else _METAVARS.get(option.name, "N"),
                 help=_FROM_ENGINE.get(option.name) or option.help(),
             )
 

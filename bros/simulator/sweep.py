@@ -90,16 +90,20 @@ class _Pool:
 
     def _hand_out(self, pipe: Connection) -> None:
         self._working.pop(pipe, None)
-        if self._next < len(self._scenarios):
+        if self._next == len(self._scenarios):
+            return
+        try:
             pipe.send(self._scenarios[self._next])
-            self._working[pipe] = self._next
-            self._next += 1
+        except OSError:
+            raise WorkerError("a worker process died before it had anything to do") from None
+        self._working[pipe] = self._next
+        self._next += 1
 
     def _receive(self, pipe: Connection, progress: Progress) -> None:
         index = self._working[pipe]
         try:
             kind, content = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise WorkerError(f"the process that ran simulation {index + 1} died") from None
         if kind == "progress":
             progress(index, content)

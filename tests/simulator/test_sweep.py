@@ -9,7 +9,7 @@ import pytest
 from bros.core.errors import ConfigError
 from bros.simulator.sweep import WorkerError, run_scenario, run_sweep
 from bros.simulator.workload import BeLoad, PoissonLoad
-from support.scenarios import scenario
+from support.scenarios import DeadlyLoad, scenario
 
 SCENARIOS = [
     scenario(policy, rate=rate, duration_s=3.0)
@@ -52,3 +52,10 @@ def test_a_failing_worker_is_reported_with_its_traceback() -> None:
     wrong = dataclasses.replace(SCENARIOS[0], rt=PoissonLoad(1.0, "no such lengths"))
     with pytest.raises(WorkerError, match="KeyError: 'no such lengths'"):
         run_sweep([*SCENARIOS[:1], wrong], 2)
+
+
+@pytest.mark.multiprocess
+def test_a_worker_that_dies_is_noticed() -> None:
+    deadly = dataclasses.replace(SCENARIOS[0], rt=DeadlyLoad())
+    with pytest.raises(WorkerError, match="the process that ran simulation 2 died"):
+        run_sweep([SCENARIOS[0], deadly], 2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, NoReturn
 
 from bros.core.config import EngineConfig
 from bros.scheduler.cost_model import CostModel
@@ -38,3 +39,12 @@ def scenario(policy: str = "priority", **changes: Any) -> Scenario:
     )
     config = EngineConfig(policy=policy, **changes)
     return Scenario(config=config, device=device, seed=seed, duration_s=duration_s, **own)
+
+
+class DeadlyLoad:
+    """Ends the process that asks what arrives, as running out of memory would."""
+
+    label = "deadly"
+
+    def arrivals(self, duration_s: float, seed: int) -> NoReturn:
+        os._exit(3)
