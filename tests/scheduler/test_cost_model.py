@@ -1,0 +1,212 @@
+"""The step time model, the sums it works on, and how predictions follow what really happens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.scheduler.cost_model import CostModel, StepLoad, StepTimePredictor
+
+MODEL = CostModel(
+    constant_s=0.03,
+    token_s=0.0004,
+    sample_s=0.0002,
+    pair_s=4e-7,
+    context_s=2e-6,
+    unique_context_s=1e-6,
+    hinges=((16, 0.0008), (64, -0.0002)),
+    padding=((16, 1), (128, 8), (256, 16)),
+    swap_constant_s=0.001,
+    swap_token_s=2e-5,
+)
+
+Chunk = tuple[int, int, bool, int, int]
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> Chunk:
+    tokens = draw(st.one_of(st.just(1), st.integers(2, 300)))
+    context = draw(st.integers(0, 2000))
+    shared = draw(st.integers(0, context))
+    return tokens, context, draw(st.booleans()), shared, draw(st.integers(0, 100))
+
+
+def load_of(*batch: Chunk) -> StepLoad:
+    load = StepLoad()
+    for chunk in batch:
+        load.add(*chunk)
+    return load
+
+
+def sums(load: StepLoad) -> dict[str, float]:
+    return {name: getattr(load, name) for name in StepLoad.__slots__}
+
+
+def evaluated(batch: list[Chunk]) -> dict[str, float]:
+    """The sums of a batch by their definition in StepLoad's docstring."""
+    decodes = [chunk for chunk in batch if chunk[0] == 1]
+    prompts = [chunk for chunk in batch if chunk[0] > 1]
+    return {
+        "tokens": sum(n for n, *_ in batch),
+        "decode_rows": len(decodes),
+        "samples": sum(sampled for _, _, sampled, *_ in prompts),
+        "pairs": sum(n * context + n * (n + 1) / 2 for n, context, *_ in prompts),
+        "context": sum(context + 1 for _, context, *_ in decodes),
+        "unique_context": sum(context + 1 - shared for _, context, _, shared, _ in decodes),
+        "swap_tokens": sum(swapped for *_, swapped in batch),
+    }
+
+
+@given(st.lists(chunks(), max_size=12), st.randoms(use_true_random=False))
+def test_running_sums_equal_a_full_evaluation(batch: list[Chunk], rng: random.Random) -> None:
+    load, inside = StepLoad(), []
+    for chunk in batch:
+        load.add(*chunk)
+        inside.append(chunk)
+        if rng.random() < 0.4:
+            load.remove(*inside.pop(rng.randrange(len(inside))))
+        assert sums(load) == evaluated(inside)
+
+
+@given(st.lists(chunks(), max_size=8), chunks(), st.booleans())
+def test_one_more_chunk_never_makes_a_step_shorter(
+    batch: list[Chunk], chunk: Chunk, overlap: bool
+) -> None:
+    model = replace(MODEL, overlap_swap=overlap)
+    assert model.seconds(load_of(*batch)) <= model.seconds(load_of(*batch, chunk))
+    assert model.decode_seconds(load_of(*batch)) <= model.decode_seconds(load_of(*batch, chunk))
+
+
+@given(st.lists(chunks(), max_size=5), chunks(), st.data())
+def test_every_part_of_a_chunk_costs_something_or_nothing(
+    batch: list[Chunk], chunk: Chunk, data: st.DataObject
+) -> None:
+    tokens, context, sampled, shared, swapped = chunk
+    more: Chunk = data.draw(
+        st.sampled_from(
+            [
+                (tokens + 1 if tokens > 1 else 1, context, sampled, shared, swapped),
+                (tokens, context + 50, sampled, shared, swapped),
+                (tokens, context, True, shared, swapped),
+                (tokens, context, sampled, 0, swapped),
+                (tokens, context, sampled, shared, swapped + 10),
+            ]
+        )
+    )
+    assert MODEL.seconds(load_of(*batch, chunk)) <= MODEL.seconds(load_of(*batch, more))
+
+
+def test_an_empty_step_takes_no_time() -> None:
+    assert MODEL.seconds(StepLoad()) == 0.0
+    assert MODEL.decode_seconds(load_of((50, 0, True, 0, 0))) == 0.0
+
+
+def test_seconds_adds_up_the_terms_in_its_docstring() -> None:
+    load = load_of((1, 99, True, 40, 0), (20, 10, True, 0, 0), (30, 0, False, 0, 0))
+    padded = 56  # 51 tokens
+    pairs = (20 * 10 + 210) + 465
+    expected = (
+        0.03 + 0.0004 * padded + 0.0008 * (padded - 16) + 0.0002 * 2 + 4e-7 * pairs
+        + 2e-6 * 100 + 1e-6 * 60
+    )  # fmt: skip
+    assert MODEL.seconds(load) == pytest.approx(expected)
+
+
+def test_beyond_the_last_limit_its_multiple_goes_on() -> None:
+    sizes = {1: 1, 16: 16, 17: 24, 128: 128, 129: 144, 256: 256, 257: 272}
+    assert {size: MODEL.padded(size) for size in sizes} == sizes
+    assert replace(MODEL, padding=()).padded(17) == 17
+
+
+def test_copies_are_added_or_run_beside() -> None:
+    load = load_of((1, 99, True, 0, 100))
+    still = MODEL.seconds(load_of((1, 99, True, 0, 0)))
+    copying = 0.001 + 100 * 2e-5
+    assert MODEL.seconds(load) == pytest.approx(still + copying)
+    overlapping = replace(MODEL, overlap_swap=True)
+    assert overlapping.seconds(load) == pytest.approx(still)
+    assert replace(overlapping, swap_token_s=1.0).seconds(load) == pytest.approx(100.001)
+
+
+def test_decode_rows_alone_are_the_whole_step_if_there_is_nothing_else() -> None:
+    load = load_of(*[(1, 500, True, 0, 0)] * 5)
+    assert MODEL.decode_seconds(load) == MODEL.seconds(load)
+    assert MODEL.decode_seconds(load_of((1, 500, True, 0, 0), (60, 0, True, 0, 0))) == (
+        MODEL.seconds(load_of((1, 500, True, 0, 0)))
+    )
+
+
+DECODE = load_of(*[(1, 300, True, 0, 0)] * 4)
+PREFILL = load_of((128, 0, True, 0, 0))
+MIXED = load_of(*[(1, 300, True, 0, 0)] * 4, (64, 100, False, 0, 0))
+
+
+@pytest.mark.parametrize("load", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("slowdown", [0.6, 1.0, 1.7])
+def test_predictions_converge_after_a_planted_slowdown(load: StepLoad, slowdown: float) -> None:
+    predictor = StepTimePredictor(MODEL)
+    actual = slowdown * MODEL.seconds(load)
+    for _ in range(400):
+        predictor.observe(load, actual)
+    assert predictor.seconds(load) == pytest.approx(actual, rel=0.02)
+
+
+def test_a_slowdown_of_one_phase_is_not_blamed_on_the_other() -> None:
+    predictor = StepTimePredictor(MODEL)
+    for _ in range(300):
+        predictor.observe(PREFILL, 1.5 * MODEL.seconds(PREFILL))
+        predictor.observe(DECODE, MODEL.seconds(DECODE))
+    assert predictor.prefill_seconds(128) == pytest.approx(
+        1.5 * MODEL.prefill_seconds(128), rel=0.02
+    )
+    assert predictor.seconds(DECODE) == pytest.approx(MODEL.seconds(DECODE), rel=0.02)
+    assert predictor.rho_decode < 1.05 < predictor.rho_prefill
+
+
+@pytest.mark.parametrize(("factor", "clipped"), [(100.0, 2.0), (0.001, 0.5)])
+def test_corrections_stay_within_a_factor_of_two(factor: float, clipped: float) -> None:
+    predictor = StepTimePredictor(MODEL)
+    for load in [DECODE, PREFILL] * 500:
+        predictor.observe(load, factor * MODEL.seconds(load))
+    assert predictor.rho_decode == pytest.approx(clipped)
+    assert predictor.rho_prefill == pytest.approx(clipped)
+
+
+def test_one_outlier_moves_a_prediction_only_a_little() -> None:
+    predictor = StepTimePredictor(MODEL)
+    predictor.observe(DECODE, 1000.0)
+    assert predictor.seconds(DECODE) <= 1.06 * MODEL.seconds(DECODE)
+
+
+@pytest.mark.parametrize("quantile", [0.8, 0.95])
+def test_safe_times_are_exceeded_as_often_as_asked(quantile: float) -> None:
+    predictor = StepTimePredictor(MODEL, quantile=quantile, max_factor=3.0)
+    rng = random.Random(5)
+    late = 0
+    for number in range(12_000):
+        actual = MODEL.seconds(MIXED) * rng.lognormvariate(0.0, 0.15)
+        late += number >= 2000 and actual > predictor.safe_seconds(MIXED)
+        predictor.observe(MIXED, actual)
+    assert late / 10_000 == pytest.approx(1.0 - quantile, abs=0.015)
+
+
+def test_the_safety_factor_has_bounds() -> None:
+    predictor = StepTimePredictor(MODEL, max_factor=1.2)
+    for number in range(300):
+        predictor.observe(DECODE, MODEL.seconds(DECODE) * 1.9 ** (number % 2))
+        assert 1.0 <= predictor.safety_factor <= 1.2
+    calm = StepTimePredictor(MODEL)
+    for _ in range(1000):
+        calm.observe(DECODE, MODEL.seconds(DECODE))
+    assert calm.safety_factor == 1.0
+
+
+def test_an_empty_step_teaches_nothing() -> None:
+    predictor = StepTimePredictor(MODEL)
+    predictor.observe(StepLoad(), 1.0)
+    assert (predictor.rho_decode, predictor.rho_prefill) == (1.0, 1.0)
+    assert predictor.seconds(StepLoad()) == 0.0
