@@ -69,9 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 option.flag,
                 dest=option.name,
                 default=argparse.SUPPRESS,
-                metavar="{" + ",".join(choices) + "}"
-                if choices
-                else _METAVARS.get(option.name, "N"),
+                metavar="{" + ",".join(choices) + "}" if choices else metavar,
                 help=_FROM_ENGINE.get(option.name) or option.help(),
             )
 
