@@ -1,0 +1,210 @@
+"""Trial allocation against a model that counts blocks the plain way."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.request import ServiceClass, Slo
+from bros.kvcache.manager import KvCacheManager
+from bros.scheduler.memory import TrialMemory, peak_tokens
+from bros.scheduler.state import RequestState
+from support.scheduling import request
+
+RT, BE = ServiceClass.RT, ServiceClass.BE
+SIZE = 4
+
+
+def state(index: int, service_class: ServiceClass, length: int, cached: int = 0) -> RequestState:
+    """Ranked as `bros` does it: real-time first, then by arrival."""
+    made = RequestState(
+        request(f"r{index}", length, service_class),
+        service_class=service_class,
+        slo=Slo(),
+        now=0.0,
+        arrival_index=index,
+        seed=0,
+        max_length=1000,
+        eos_token_ids=frozenset(),
+    )
+    made.rank = (service_class is BE, index)
+    made.num_cached = cached
+    return made
+
+
+def memory_with(
+    states: list[RequestState], blocks: int, **options: object
+) -> tuple[KvCacheManager, TrialMemory]:
+    """Of `states`, those with cached tokens hold their blocks."""
+    kv = KvCacheManager(blocks, SIZE)
+    running = sorted((s for s in states if s.num_cached), key=lambda s: s.rank)
+    for holder in running:
+        kv.append(holder.request_id, holder.num_cached)
+    chosen = {"max_holders": 100, "newcomers_preempt": True, **options}
+    return kv, TrialMemory(kv, running, **chosen)  # type: ignore[arg-type]
+
+
+# Expected growth
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12)), max_size=8))
+def test_peak_tokens_is_what_a_simulation_step_by_step_finds(
+    holders: list[tuple[int, int]],
+) -> None:
+    last = max((to_come for _, to_come in holders), default=0)
+    simulated = [
+        sum(held + step for held, to_come in holders if to_come >= step)
+        for step in range(last + 1)
+    ]  # fmt: skip
+    assert peak_tokens(holders) == max(simulated)
+
+
+def test_be_is_admitted_only_if_all_can_grow_as_expected() -> None:
+    """Two requests of 8 tokens that grow by 16 each need 48 tokens and a block for rounding."""
+    for blocks, expected in ((12, False), (13, True)):
+        running, newcomer = state(0, BE, 8, cached=7), state(1, BE, 8)
+        _, memory = memory_with([running], blocks, expected_tokens=lambda s: 16)
+        assert memory.reserve(newcomer, 8) is expected
+
+
+def test_growth_does_not_keep_out_real_time_requests_nor_the_first_best_effort_one() -> None:
+    running = state(0, BE, 8, cached=7)
+    _, memory = memory_with([running], 12, expected_tokens=lambda s: 1000)
+    assert memory.reserve(state(1, RT, 8), 8)
+    running = state(0, RT, 8, cached=7)
+    _, memory = memory_with([running], 12, expected_tokens=lambda s: 1000)
+    assert memory.reserve(state(1, BE, 8), 8)
+
+
+# Who may come in
+
+
+def test_seats_of_real_time_requests_are_not_taken_by_best_effort_ones() -> None:
+    holders = [state(0, BE, 4, cached=4), state(1, BE, 4, cached=4), state(2, RT, 4, cached=4)]
+    _, memory = memory_with(holders, 100, max_holders=3)
+    assert not memory.reserve(state(3, BE, 4), 4)
+    assert memory.reserve(state(4, RT, 4), 4)
+    assert memory.reserve(state(5, RT, 4), 4)
+    assert not memory.reserve(state(6, RT, 4), 4)
+
+
+def test_real_time_newcomers_take_seats_of_best_effort_ones_too() -> None:
+    _, memory = memory_with([], 100, max_holders=2)
+    assert memory.reserve(state(0, RT, 4), 4)
+    assert memory.reserve(state(1, BE, 4), 4)
+    assert not memory.reserve(state(2, BE, 4), 4)
+
+
+def test_a_newcomer_must_fit_with_its_whole_prompt_and_keeps_the_others_out() -> None:
+    _, memory = memory_with([state(0, RT, 4, cached=4)], 10)
+    assert not memory.reserve(state(1, RT, 40), 4), "10 blocks in all, of 9 that are free"
+    assert not memory.reserve(state(2, RT, 4), 4), "nobody overtakes one that waits for memory"
+
+
+def test_a_second_newcomer_does_not_get_what_the_first_one_still_needs() -> None:
+    _, memory = memory_with([], 10)
+    assert memory.reserve(state(0, BE, 32), 4)
+    assert not memory.reserve(state(1, BE, 12), 4)
+    _, memory = memory_with([], 10)
+    assert memory.reserve(state(0, BE, 32), 4)
+    assert memory.reserve(state(1, BE, 8), 4)
+
+
+def test_the_last_in_line_leaves_every_holder_a_block() -> None:
+    holders = [state(0, RT, 4, cached=4), state(1, RT, 4, cached=4)]
+    _, memory = memory_with(holders, 6)
+    assert not memory.reserve(state(2, RT, 12), 12), "4 free blocks, 3 for it, 2 for the others"
+    _, memory = memory_with(holders, 7)
+    assert memory.reserve(state(2, RT, 12), 12)
+
+
+def test_newcomers_preempt_only_if_the_policy_lets_them() -> None:
+    for preempt in (False, True):
+        holder = state(0, BE, 16, cached=16)
+        _, memory = memory_with([holder], 4, newcomers_preempt=preempt)
+        assert memory.reserve(state(1, RT, 8), 8) is preempt
+        assert memory.victims == ([holder] if preempt else [])
+
+
+def test_a_holder_takes_memory_to_go_on_whatever_the_policy_says_of_newcomers() -> None:
+    first, last = state(0, RT, 9, cached=8), state(1, BE, 8, cached=8)
+    _, memory = memory_with([first, last], 4, newcomers_preempt=False)
+    assert memory.reserve(first, 1)
+    assert memory.victims == [last]
+    assert not memory.reserve(last, 1), "it lost its memory in this very step"
+
+
+def test_what_others_lost_memory_for_cannot_be_given_back() -> None:
+    first, last = state(0, RT, 9, cached=8), state(1, BE, 8, cached=8)
+    _, memory = memory_with([first, last], 4)
+    assert memory.reserve(first, 1)
+    assert not memory.cancel(first)
+
+
+# Any sequence
+
+
+@st.composite
+def populations(draw: st.DrawFn) -> tuple[list[RequestState], int]:
+    states = []
+    for index in range(draw(st.integers(1, 7))):
+        length = draw(st.integers(1, 20))
+        cached = draw(st.integers(0, length - 1))
+        states.append(state(index, draw(st.sampled_from([RT, BE])), length, cached))
+    held = sum(-(-s.num_cached // SIZE) for s in states)
+    return states, max(1, held + draw(st.integers(0, 6)))
+
+
+@given(populations(), st.booleans(), st.data())
+def test_any_sequence_keeps_the_books(
+    population: tuple[list[RequestState], int], preempt: bool, data: st.DataObject
+) -> None:
+    """Blocks: total = reserved + held by survivors + free, by a recount after every call."""
+    states, total = population
+    kv, memory = memory_with(states, total, newcomers_preempt=preempt)
+    free_before = kv.num_free_blocks
+    granted: dict[str, int] = {}
+    by_name = {s.request_id: s for s in states}
+    untouched = list(states)
+    while untouched:
+        if granted and data.draw(st.integers(0, 3)) == 0:
+            name = data.draw(st.sampled_from(sorted(granted)))
+            victims = list(memory.victims)
+            if memory.cancel(by_name[name]):
+                del granted[name]
+            assert memory.victims == victims
+        asking = untouched.pop(data.draw(st.integers(0, len(untouched) - 1)))
+        tokens = data.draw(st.integers(1, asking.remaining))
+        known, victims = {s.request_id for s in memory.victims}, len(memory.victims)
+        if memory.reserve(asking, tokens):
+            assert asking.request_id not in known
+            granted[asking.request_id] = kv.blocks_needed(asking.request_id, tokens)
+            for victim in memory.victims[victims:]:
+                assert victim.rank > asking.rank, "only from those of higher rank"
+                assert victim.request_id not in granted, "never from one in the step"
+                assert asking.num_cached or preempt
+        else:
+            assert len(memory.victims) == victims, "nobody is thrown out in vain"
+        assert not granted.keys() & {s.request_id for s in memory.victims}
+        freed = sum(kv.blocks_of(s.request_id) for s in memory.victims)
+        assert sum(granted.values()) <= free_before + freed
+    assert len(memory.victims) == len({s.request_id for s in memory.victims})
+    assert kv.num_free_blocks == free_before, "a trial changes nothing"
+    kv.check_integrity()
+
+
+@given(populations())
+def test_whoever_fits_beside_those_of_lower_rank_gets_memory(
+    population: tuple[list[RequestState], int],
+) -> None:
+    """First in the step: the free blocks, and all that those of higher rank hold, are its own."""
+    states, total = population
+    for asking in states:
+        kv, memory = memory_with(states, total)
+        above = sum(kv.blocks_of(s.request_id) for s in states if s.rank > asking.rank)
+        needed = kv.blocks_needed(asking.request_id, asking.remaining)
+        last = all(s.rank < asking.rank for s in states if s.num_cached and s is not asking)
+        running = sum(s.num_cached > 0 for s in states)
+        spare = running if asking.num_cached == 0 and last else 0
+        expected = needed + spare <= kv.num_free_blocks + above
+        assert memory.reserve(asking, asking.remaining) is expected

@@ -1,0 +1,395 @@
+"""Packing one step against brute force over everything it may choose from."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.scheduler.packing import Bounds, Packing, Rules, pack
+from support.packing import (
+    Blocks,
+    Item,
+    blocks_for,
+    check_deadlines,
+    check_resources,
+    filler_part,
+    names,
+    predictor,
+    rest_seconds,
+    row,
+    seconds,
+    urgent_part,
+)
+
+NOW = 100.0
+LOOSE = Bounds(rows=100, tokens=1000)
+FEW = Rules(min_chunk=2)
+FLOOR = 0.9
+"""Least share of the filler tokens possible beside the same urgent part, over many steps."""
+
+
+def run(
+    urgent: Sequence[Item],
+    filler: Sequence[Item] = (),
+    bounds: Bounds = LOOSE,
+    memory: Blocks | None = None,
+) -> Packing[Item]:
+    """One step with predictions. Deadlines of the items are seconds from NOW."""
+
+    def absolute(items: Sequence[Item]) -> list[Item]:
+        return [replace(item, deadline_s=NOW + item.deadline_s) for item in items]
+
+    urgent, filler = absolute(urgent), absolute(filler)
+    return pack(urgent, filler, bounds, memory or Blocks(), predictor(), NOW)
+
+
+@st.composite
+def items(draw: st.DrawFn, prefix: str, most: int, *, urgent: bool) -> list[Item]:
+    """Decode rows and prompts, some with a context; urgent ones sorted by deadline."""
+    found = []
+    for number in range(draw(st.integers(0, most))):
+        remaining = draw(st.sampled_from([1, 1, 2, 3, 5, 40]))
+        cached = draw(st.integers(1 if remaining == 1 else 0, 12))
+        due_s = draw(st.sampled_from([-0.1, 0.01, 0.025, 0.03, 0.04, 0.08, 0.4]))
+        late = urgent and draw(st.integers(0, 5)) == 0
+        found.append(
+            Item(f"{prefix}{number}", remaining, cached, due_s if urgent else math.inf, late)
+        )
+    return sorted(found, key=lambda item: item.deadline_s)
+
+
+RULES = st.sampled_from(
+    [Rules(), FEW, Rules.paper(), Rules(strict_rows=True), Rules(replace=False, min_chunk=2)]
+)
+
+
+@st.composite
+def all_bounds(draw: st.DrawFn, *, credit: bool = False) -> Bounds:
+    return Bounds(
+        rows=draw(st.integers(1, 6)),
+        tokens=draw(st.sampled_from([1, 2, 4, 8, 100])),
+        filler_s=draw(st.sampled_from([0.01, 0.03, 0.05, math.inf])),
+        filler_credit_s=draw(st.sampled_from([0.0, 0.004, 0.1])) if credit else 0.0,
+        tbar_s=draw(st.sampled_from([0.0, 0.02, 0.05])),
+        rules=draw(RULES),
+    )
+
+
+# What holds for every step
+
+
+@given(items("u", 5, urgent=True), items("f", 4, urgent=False), all_bounds(credit=True), st.data())
+def test_rows_tokens_and_memory_are_never_exceeded(
+    urgent: list[Item], filler: list[Item], bounds: Bounds, data: st.DataObject
+) -> None:
+    free = data.draw(st.integers(0, 12))
+    sticky = data.draw(st.frozensets(st.sampled_from([item.name for item in urgent] or ["-"])))
+    memory = Blocks(free, sticky)
+    packing = run(urgent, filler, bounds, memory)
+    check_resources(packing, bounds, free)
+    assert memory.reserved.keys() == set(names(packing.selected)), "left behind, or not reserved"
+    order = [item.name for item in urgent]
+    assert names(urgent_part(packing)) == [n for n in order if n in names(urgent_part(packing))]
+    if bounds.filler_credit_s == 0.0:
+        check_deadlines(packing, bounds, NOW)
+        assert not filler_part(packing) or (
+            packing.seconds <= max(bounds.filler_s, packing.urgent_s)
+            or len(packing.selected) == 1  # alone it must run
+        )
+
+
+@given(items("u", 4, urgent=True), items("f", 4, urgent=False), all_bounds(credit=True))
+def test_a_step_is_never_empty_if_something_fits(
+    urgent: list[Item], filler: list[Item], bounds: Bounds
+) -> None:
+    """I12; late, slow and long as it may be."""
+    free = 3
+    fits = [item for item in urgent + filler if blocks_for(item, item.remaining) <= free]
+    packing = run(urgent, filler, bounds, Blocks(free))
+    assert bool(packing.selected) >= bool(fits)
+
+
+@given(items("u", 4, urgent=True), items("f", 4, urgent=False), all_bounds(credit=True))
+def test_the_same_input_gives_the_same_step(
+    urgent: list[Item], filler: list[Item], bounds: Bounds
+) -> None:
+    before = copy.deepcopy((urgent, filler))
+    results = [run(urgent, filler, bounds, Blocks(8)) for _ in range(2)]
+    assert (urgent, filler) == before
+    for field in ("selected", "num_urgent", "seconds", "violated", "full", "passed_over"):
+        assert getattr(results[0], field) == getattr(results[1], field)
+
+
+# Against brute force
+
+
+def best_filler(
+    urgent: Sequence[Item],
+    filler: Sequence[Item],
+    bounds: Bounds,
+    free: int,
+    fixed: dict[str, int] | None = None,
+) -> int | None:
+    """Most filler tokens of all choices of chunks that satisfy (6), (7) and (8).
+
+    None if no choice does. Constraint (6) is for every urgent item, run or not (n = 1 step for
+    a row that is left out). fixed: urgent tokens by name, if they are not to be chosen.
+    """
+
+    def choices(item: Item) -> Sequence[int]:
+        if fixed is not None and item in urgent:
+            return (fixed.get(item.name, 0),)
+        return range(item.remaining + 1)
+
+    best: int | None = None
+    for counts in itertools.product(*(choices(item) for item in (*urgent, *filler))):
+        chosen = [(i, n) for i, n in zip((*urgent, *filler), counts, strict=True) if n]
+        tokens = sum(counts[len(urgent) :])
+        if best is not None and tokens <= best:
+            continue
+        if len(chosen) > bounds.rows or sum(counts) > bounds.tokens:
+            continue
+        if sum(blocks_for(item, n) for item, n in chosen) > free:
+            continue
+        if within_deadlines(urgent, dict(zip(urgent, counts, strict=False)), chosen, bounds):
+            best = tokens
+    return best
+
+
+def within_deadlines(
+    urgent: Sequence[Item],
+    counts: dict[Item, int],
+    chosen: Sequence[tuple[Item, int]],
+    bounds: Bounds,
+) -> bool:
+    took_s = seconds(chosen)
+    for item in urgent:
+        count = counts[item]
+        later_s = rest_seconds(item, count) if count else bounds.tbar_s
+        if took_s + later_s > item.deadline_s + 1e-12:
+            return False
+    return took_s <= bounds.filler_s or all(item in counts for item, _ in chosen)
+
+
+def small_step(rng: random.Random) -> tuple[list[Item], list[Item], Bounds, int]:
+    """At most six items of at most four tokens, mostly with enough time; and free blocks."""
+    dues = [0.024, 0.026, 0.03, 0.06]
+    urgent = [
+        Item(f"u{i}", 1, rng.randint(1, 9), rng.choice(dues)) for i in range(rng.randint(0, 3))
+    ]
+    filler = []
+    for i in range(rng.randint(1, 6 - max(len(urgent), 2))):
+        remaining = rng.randint(1, 4)
+        filler.append(Item(f"f{i}", remaining, rng.randint(remaining == 1, 6)))
+    bounds = Bounds(
+        rows=rng.randint(1, 5),
+        tokens=rng.randint(1, 10),
+        filler_s=rng.choice([0.026, 0.028, math.inf]),
+        tbar_s=0.022,
+        rules=Rules(min_chunk=1),
+    )
+    return sorted(urgent, key=lambda item: item.deadline_s), filler, bounds, rng.randint(1, 6)
+
+
+def test_filler_is_at_most_the_optimum_and_rarely_much_less() -> None:
+    rng = random.Random(7)
+    compared, given, possible = 0, 0, 0
+    for _ in range(1000):
+        urgent, filler, bounds, free = small_step(rng)
+        packing = run(urgent, filler, bounds, Blocks(free))
+        check_resources(packing, bounds, free)
+        chosen = dict(zip(names(packing.selected), (n for _, n in packing.selected), strict=True))
+        known = {item: chosen.get(item.name, 0) for item in urgent}
+        if len(chosen) == 1 or len(chosen) > bounds.rows:
+            continue  # alone a request runs in any case; rows that are due exceed the batch size
+        if not within_deadlines(urgent, known, packing.selected, bounds):
+            continue  # a row that was left out may be late
+        tokens = sum(count for _, count in filler_part(packing))
+        best = best_filler(urgent, filler, bounds, free)
+        assert best is not None and tokens <= best
+        beside = best_filler(urgent, filler, bounds, free, chosen)
+        assert beside is not None and tokens <= beside <= best
+        compared, given, possible = compared + 1, given + tokens, possible + beside
+    assert compared > 400
+    assert given / possible > FLOOR
+
+
+# Chunks
+
+
+@given(st.integers(17, 200), st.integers(0, 50), st.sampled_from([0.03, 0.04, 0.07, 0.1, 0.2]))
+def test_a_prompt_is_cut_to_the_largest_chunk_that_fits(
+    length: int, cached: int, due_s: float
+) -> None:
+    head, prompt = row("head", due_s), Item("prompt", length, cached, 9.0)
+    packing = run([head, prompt])
+    fits = [
+        n for n in range(16, length + 1) if seconds([(head, 1), (prompt, n)]) <= due_s
+    ]  # linear search
+    got = dict(zip(names(packing.selected), (n for _, n in packing.selected), strict=True))
+    assert got.get("prompt", 0) == max(fits, default=0)
+
+
+@given(st.lists(st.floats(0.03, 0.3), min_size=2, max_size=8))
+def test_more_time_never_means_a_smaller_chunk(dues: list[float]) -> None:
+    found = []
+    for due_s in sorted(dues):
+        packing = run([row("head", due_s), Item("prompt", 300, 4, 9.0)])
+        found.append(sum(count for _, count in packing.selected[1:]))
+    assert found == sorted(found)
+
+
+def test_a_piece_smaller_than_the_least_is_not_worth_a_place() -> None:
+    head, prompt = row("head", 0.033), Item("prompt", 100, 0, 9.0)
+    assert seconds([(head, 1), (prompt, 8)]) < 0.033 < seconds([(head, 1), (prompt, 16)])
+    packing = run([head, prompt])
+    assert names(packing.selected) == ["head"]
+    assert [(i.name, why) for i, why in packing.passed_over] == [("prompt", "time")]
+    short = run([head, Item("short", 8, 0, 9.0)])
+    assert names(short.selected) == ["head", "short"], "all of a short one is worth it"
+
+
+def test_a_late_prompt_does_not_make_others_late() -> None:
+    """It is cut to the length of a step with filler; others keep their deadlines."""
+    late = Item("late", 500, 0, 0.1)
+    packing = run([late, row("other", 0.2)], bounds=Bounds(rows=9, tokens=999, filler_s=0.08))
+    assert names(packing.selected) == ["late", "other"]
+    assert packing.seconds <= 0.2
+    assert seconds([(late, packing.selected[0][1])]) <= 0.08
+
+
+# Rules of the paper
+
+PAPER = Bounds(rows=8, tokens=1000, rules=Rules.paper())
+
+
+def test_paper_prompts_are_taken_whole_or_not_at_all() -> None:
+    packing = run([row("head", 0.05), Item("prompt", 100, 0, 9.0)], bounds=PAPER)
+    assert names(packing.selected) == ["head"]
+    packing = run([row("head", 0.5), Item("prompt", 100, 0, 9.0)], bounds=PAPER)
+    assert [n for _, n in packing.selected] == [1, 100]
+
+
+def test_paper_early_return_leaves_out_filler_and_says_so() -> None:
+    rows = [row("head", 0.033), Item("prompt", 100, 0, 9.0), row("cheap", 9.0)]
+    packing = run(rows, [row("filler")], PAPER)
+    assert names(packing.selected) == ["head"]
+    assert packing.violated
+    ours = run(rows, [row("filler")])
+    assert names(ours.selected) == ["head", "cheap", "filler"]
+    assert not ours.violated
+
+
+def test_paper_runs_the_head_at_least() -> None:
+    """A1: taken literally, a head that is late whatever happens would stop everything."""
+    packing = run([Item("head", 200, 0, 0.01), row("next", 0.02), row("last", 9.0)], bounds=PAPER)
+    assert names(packing.selected) == ["head", "next", "last"]
+    assert packing.selected[0][1] == 200
+    assert packing.seconds <= 1.1 * seconds([(Item("head", 200), 200)])
+    packing = run([row("head", 0.001), Item("prompt", 100, 0, 9.0)], bounds=PAPER)
+    assert names(packing.selected) == ["head"] and packing.violated
+
+
+# Rows
+
+
+def test_rows_that_would_be_late_in_the_next_step_may_exceed_the_batch_size() -> None:
+    bounds = Bounds(rows=1, tokens=99, tbar_s=0.03)
+    urgent = [row("a", 0.04), row("b", 0.05), row("c", 0.06)]
+    packing = run(urgent, bounds=bounds)
+    assert names(packing.selected) == ["a", "b"]
+    assert packing.full and packing.urgent_stop == "rows"
+    strict = replace(bounds, rules=Rules(strict_rows=True))
+    assert names(run(urgent, bounds=strict).selected) == ["a"]
+    prompt = [row("a", 0.04), Item("b", 20, 0, 0.05), row("c", 0.05)]
+    assert names(run(prompt, bounds=bounds).selected) == ["a", "c"], "rows only"
+
+
+def test_filler_takes_the_row_of_the_last_that_can_wait() -> None:
+    bounds = Bounds(rows=3, tokens=99, tbar_s=0.03)
+    urgent = [row("a", 0.2), row("b", 0.2), row("c", 0.2)]
+    memory = Blocks(100)
+    packing = run(urgent, [Item("f", 30, 4), row("g")], bounds, memory)
+    assert names(packing.selected) == ["a", "f", "g"], "never the head"
+    assert memory.reserved.keys() == {"a", "f", "g"}
+    assert {(item.name, why) for item, why in packing.passed_over} == {("b", "rows"), ("c", "rows")}
+    no_replace = replace(bounds, rules=Rules(replace=False))
+    assert names(run(urgent, [row("f")], no_replace).selected) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("last", "filler", "sticky", "why"),
+    [
+        (row("last", 0.07), row("f"), "", "it would be late in the next step"),
+        (row("last", 0.3), Item("f", 20, 0), "", "a newcomer would bring more into memory"),
+        (row("last", 0.3), row("f"), "last", "others lost their memory for it"),
+        (Item("last", 20, 4, 0.3), row("f"), "", "a prompt"),
+        (row("last", 0.3), Item("f", 20, 4), "", "the step would be too long"),
+    ],
+)
+def test_who_keeps_its_row(last: Item, filler: Item, sticky: str, why: str) -> None:
+    head = row("head", 0.06 if last.remaining == 1 else 0.3)
+    if why == "the step would be too long":
+        head = row("head", 0.03)
+    bounds = Bounds(rows=2, tokens=99, tbar_s=0.05)
+    memory = Blocks(100, frozenset([sticky]))
+    packing = run([head, last], [filler], bounds, memory)
+    assert names(packing.selected) == ["head", "last"], why
+    assert memory.reserved.keys() == {"head", "last"}
+    assert math.isclose(packing.seconds, seconds(packing.selected))
+
+
+# What filler is owed
+
+
+def test_credit_gives_filler_work_in_a_step_that_has_no_time_row_or_token_left() -> None:
+    urgent = [row("a", 0.024), row("b", 0.024)]
+    filler = [Item("f", 200, 0), row("g")]
+    full = Bounds(rows=2, tokens=2, filler_s=0.02)
+    assert not filler_part(run(urgent, filler, full))
+    owed = replace(full, filler_credit_s=0.02, tokens=20)
+    packing = run(urgent, filler, owed)
+    assert names(urgent_part(packing)) == ["a", "b"]
+    assert names(filler_part(packing)) == ["f"]
+    assert packing.seconds <= packing.urgent_s + 0.02
+    assert packing.seconds > packing.urgent_s
+
+
+def test_credit_keeps_the_tokens_of_a_smallest_chunk() -> None:
+    bounds = Bounds(rows=9, tokens=64, filler_credit_s=0.05)
+    packing = run([Item("u", 500, 0, 9.0)], [Item("f", 500, 0)], bounds)
+    assert [count for _, count in packing.selected] == [48, 16]
+
+
+# Without predictions
+
+
+@given(items("u", 5, urgent=True), items("f", 4, urgent=False), st.booleans(), st.data())
+def test_without_predictions_all_are_taken_in_order(
+    urgent: list[Item], filler: list[Item], exclusive: bool, data: st.DataObject
+) -> None:
+    rows, tokens = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 50))
+    free = data.draw(st.integers(0, 20))
+    bounds = Bounds(rows=rows, tokens=tokens)
+    packing = pack(urgent, filler, bounds, Blocks(free), None, NOW, exclusive=exclusive)
+    expected: list[tuple[str, int]] = []
+    blocks, left = free, tokens
+    for item in [*urgent, *filler]:
+        if exclusive and item in filler and any(n[0] == "u" for n, _ in expected):
+            break
+        if left == 0 or len(expected) == rows:
+            break
+        count = min(item.remaining, left)
+        if blocks_for(item, count) <= blocks:
+            blocks, left = blocks - blocks_for(item, count), left - count
+            expected.append((item.name, count))
+    assert [(item.name, count) for item, count in packing.selected] == expected
+    assert packing.num_urgent == sum(name[0] == "u" for name, _ in expected)

@@ -1,0 +1,151 @@
+"""Candidates and memory for packing tests, and an independent judge of what comes out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bros.scheduler.cost_model import CostModel, StepTimePredictor
+from bros.scheduler.packing import Bounds, Packing
+
+BLOCK_SIZE = 4
+SAFETY = 1.05
+MODEL = CostModel(
+    constant_s=0.020, token_s=0.001, sample_s=0.0002, pair_s=4e-7, context_s=2e-6
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A candidate. Frozen, so packing cannot change it."""
+
+    name: str
+    remaining: int = 1
+    num_cached: int = 0
+    deadline_s: float = math.inf
+    late: bool = False
+
+
+Chosen = Sequence[tuple[Item, int]]
+
+
+def row(name: str, due_s: float = math.inf, context: int = 8) -> Item:
+    """A decode row."""
+    return Item(name, 1, context, due_s)
+
+
+def blocks_for(item: Item, num_tokens: int) -> int:
+    """New blocks that the next `num_tokens` tokens need."""
+    held = -(-item.num_cached // BLOCK_SIZE)
+    return -(-(item.num_cached + num_tokens) // BLOCK_SIZE) - held
+
+
+class Blocks:
+    """Plain block counts. sticky: names whose reservations cannot be given back."""
+
+    def __init__(self, free: int = 10**6, sticky: frozenset[str] = frozenset()) -> None:
+        self.free = free
+        self.reserved: dict[str, int] = {}
+        self._sticky = sticky
+
+    def reserve(self, item: Item, num_tokens: int) -> bool:
+        assert num_tokens >= 1 and item.name not in self.reserved
+        needed = blocks_for(item, num_tokens)
+        if needed > self.free:
+            return False
+        self.free -= needed
+        self.reserved[item.name] = needed
+        return True
+
+    def cancel(self, item: Item) -> bool:
+        if item.name in self._sticky:
+            return False
+        self.free += self.reserved.pop(item.name)
+        return True
+
+
+def predictor(model: CostModel = MODEL) -> StepTimePredictor:
+    return StepTimePredictor(model)
+
+
+def seconds(chosen: Chosen) -> float:
+    """The predicted time of a step, from the formula in the specification, on the safe side."""
+    if not chosen:
+        return 0.0
+    total = MODEL.constant_s
+    for item, count in chosen:
+        total += MODEL.token_s * count
+        if count == 1:
+            total += MODEL.sample_s + MODEL.context_s * (item.num_cached + 1)
+        else:
+            total += MODEL.pair_s * (item.num_cached * count + count * (count + 1) / 2)
+            total += MODEL.sample_s * (count == item.remaining)
+    return SAFETY * total
+
+
+def rest_seconds(item: Item, count: int) -> float:
+    """Expected time of what is left of a prompt after a chunk of `count`, in a step of its own."""
+    rest = item.remaining - count
+    if rest == 0:
+        return 0.0
+    after = Item(item.name, rest, item.num_cached + count)
+    return seconds([(after, rest)]) / SAFETY
+
+
+def urgent_part(packing: Packing[Item]) -> list[tuple[Item, int]]:
+    return packing.selected[: packing.num_urgent]
+
+
+def filler_part(packing: Packing[Item]) -> list[tuple[Item, int]]:
+    return packing.selected[packing.num_urgent :]
+
+
+def names(chosen: Chosen) -> list[str]:
+    return [item.name for item, _ in chosen]
+
+
+def check_resources(packing: Packing[Item], bounds: Bounds, free_blocks: int) -> None:
+    """Constraints (7) and (8), the token budget, and that the sums are the right ones."""
+    chosen = packing.selected
+    assert len({item.name for item, _ in chosen}) == len(chosen), "selected twice"
+    assert all(1 <= count <= item.remaining for item, count in chosen)
+    assert sum(count for _, count in chosen) <= bounds.tokens
+    assert sum(blocks_for(item, count) for item, count in chosen) <= free_blocks
+    assert math.isclose(packing.seconds, seconds(chosen), rel_tol=1e-9)
+    replaced = sum(reason == "rows" and item.remaining == 1 for item, reason in packing.passed_over)
+    urgent = packing.num_urgent + replaced
+    assert len(chosen) <= max(bounds.rows, urgent + (bounds.filler_credit_s > 0))
+    for item, _ in urgent_part(packing)[bounds.rows :]:
+        assert not bounds.rules.strict_rows
+        assert item.remaining == 1, "only decode rows may exceed the batch size"
+
+
+def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
+    """Constraint (6): whoever could be on time when it was chosen is so in the final step.
+
+    Follows the urgent part from the front: `limit_s` is what those before allow. Prompts must be
+    cut to the largest chunk within it, found by linear search.
+    """
+    chosen, limit_s = urgent_part(packing), math.inf
+    for index, (item, count) in enumerate(chosen):
+        before, due_s = chosen[:index], item.deadline_s - now
+        left = bounds.tokens - sum(n for _, n in before)
+        largest = largest_chunk(item, before, left, limit_s)
+        assert largest is not None, "selected beyond the limit"
+        if seconds([*before, (item, largest)]) + rest_seconds(item, largest) > due_s:
+            assert packing.violated or item.late or item.remaining > 1
+            continue
+        assert count == largest
+        limit_s = min(limit_s, due_s - rest_seconds(item, count))
+        assert packing.seconds <= limit_s + 1e-9
+
+
+def largest_chunk(item: Item, before: Chosen, left: int, limit_s: float) -> int | None:
+    """Most tokens of an item, at most `left`, that keep the step within the limit."""
+    fits = [
+        count
+        for count in range(1, min(item.remaining, left) + 1)
+        if seconds([*before, (item, count)]) <= limit_s + 1e-12
+    ]
+    return max(fits, default=None)
