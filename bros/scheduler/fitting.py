@@ -213,21 +213,31 @@ def nnls(matrix: Matrix, target: Matrix) -> Matrix:
     """The x >= 0 that minimises |matrix @ x - target|, exactly.
 
     Leaving out the columns that are zero in the answer, the answer is an ordinary least-squares
-    solution; so every set of columns is tried. With the eight or so of a cost model that are a
-    few hundred tiny systems, thanks to the QR decomposition in front.
+    solution. So sets of columns are searched from all of them downwards, by branch and bound: a
+    set whose solution is not negative is as good as any of its subsets, and no subset of one that
+    leaves more error than was found already is worth trying. The QR decomposition in front
+    makes the systems tiny.
     """
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0.0] = 1.0
     q, r = np.linalg.qr(matrix / scale)
     target = q.T @ target
-    columns = matrix.shape[1]
-    best, least = np.zeros(columns), float(target @ target)
-    for count in range(1, columns + 1):
-        for chosen in map(list, itertools.combinations(range(columns), count)):
-            solution = np.linalg.lstsq(r[:, chosen], target, rcond=None)[0]
-            residual = r[:, chosen] @ solution - target
-            if np.all(solution >= 0.0) and residual @ residual < least * (1.0 - 1e-9):
-                least = float(residual @ residual)
-                best = np.zeros(columns)
-                best[chosen] = solution
+    best, least = np.zeros(len(scale)), float(target @ target)
+    pending = [tuple(range(len(scale)))]
+    seen = set(pending)
+    while pending:
+        chosen = pending.pop()
+        columns = r[:, chosen]
+        solution = np.linalg.lstsq(columns, target, rcond=None)[0]
+        residual = columns @ solution - target
+        if residual @ residual >= least * (1.0 - 1e-9):
+            continue
+        if np.all(solution >= 0.0):
+            least = float(residual @ residual)
+            best = np.zeros(len(scale))
+            best[list(chosen)] = solution
+            continue
+        fewer = set(itertools.combinations(chosen, len(chosen) - 1)) - seen - {()}
+        pending.extend(sorted(fewer))
+        seen |= fewer
     return np.asarray(best / scale)
