@@ -38,7 +38,9 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, data_dir: str | Path | None = None, **options: Any
     ) -> None:
-        config = EngineConfig(model=model, **{"max_queue": 1_000_000, **options})
+        # Nobody is waiting for a first token here, so the order is that of the prompts.
+        defaults = {"max_queue": 1_000_000, "policy": "fcfs"}
+        config = EngineConfig(model=model, **{**defaults, **options})
         cache_dir = Path(data_dir) if data_dir else default_cache_dir()
         self._loop = _LoopThread()
         self._exit = contextlib.AsyncExitStack()

@@ -91,7 +91,7 @@ def test_exit_status_is_that_of_the_server(build: FakeBuild) -> None:
         (["serve", "a", "b"], "'b' is one argument too many"),
         (["serve", "--port"], "argument --port: expected one argument (see bros serve --help)"),
         (["serve", "--port", "x"], "--port: 'x' is not a whole number"),
-        (["serve", "--policy", "lifo"], "--policy: 'lifo' is not one of fcfs, priority"),
+        (["serve", "--policy", "lifo"], "--policy: 'lifo' is not one of bros, fcfs, priority"),
         (["serve", "a", "--model", "b"], "--model: the model is given twice, as 'a' and as 'b'"),
         (["serve", "--config", "/no.toml"], "--config: /no.toml cannot be read"),
         (["train"], "invalid choice: 'train' (choose from"),

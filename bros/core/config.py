@@ -103,7 +103,7 @@ class EngineConfig(_Checked):
     max_batch_tokens: int = option(
         256, "most tokens in one iteration; longer prompts are split into chunks", low=1
     )
-    policy: str = option("priority", "who runs first", choices=POLICIES)
+    policy: str = option("bros", "who runs first", choices=POLICIES)
     profile: str | None = option(
         None, "file with measured step times; default: stored for this machine, else measured"
     )

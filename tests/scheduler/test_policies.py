@@ -1,0 +1,304 @@
+"""What each policy promises, on a virtual clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.request import FinishReason, ServiceClass, Slo
+from bros.scheduler.cost_model import StepTimePredictor
+from bros.scheduler.policies.bros import BrosPolicy, BrosSettings
+from bros.scheduler.policies.overload import OverloadGuard
+from bros.scheduler.queues import Queues
+from bros.scheduler.state import RequestState
+from support.scheduling import MODEL, request
+from support.virtual_time import BE, RT, VirtualRun
+
+# The baselines
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from([RT, BE])), min_size=1, max_size=8))
+def test_fcfs_starts_in_order_of_arrival_whatever_the_class(
+    arrivals: list[tuple[int, ServiceClass]],
+) -> None:
+    run = VirtualRun("fcfs", max_num_seqs=3)
+    for number, (length, service_class) in enumerate(arrivals):
+        run.submit(f"r{number}", length, service_class)
+        run.step()
+    run.drain()
+    assert list(run.first_run) == [f"r{number}" for number in range(len(arrivals))]
+
+
+def test_edf_starts_by_deadline_with_those_that_have_none_at_the_end() -> None:
+    run = VirtualRun("edf", max_num_seqs=1)
+    run.submit("none", 5, BE)
+    run.submit("far", 5, BE, slo=Slo(deadline_s=9.0))
+    run.submit("rt", 5)
+    run.submit("near", 5, BE, slo=Slo(deadline_s=0.1))
+    run.submit("tight", 5, slo=Slo(0.2, 0.1))
+    run.drain()
+    assert list(run.first_run) == ["near", "tight", "rt", "far", "none"]
+
+
+def test_rr_alternates_between_the_classes_while_both_have_work() -> None:
+    run = VirtualRun("rr")
+    for number in range(3):
+        run.submit(f"rt{number}", 5, max_tokens=6)
+        run.submit(f"be{number}", 5, BE, max_tokens=6)
+    run.drain()
+    served = [run.classes(plan) for plan in run.plans]
+    assert all(len(classes) == 1 for classes in served)
+    assert all(before != after for before, after in itertools.pairwise(served))
+    run.submit("alone", 5, max_tokens=4)
+    run.drain()
+    assert [run.classes(plan) for plan in run.plans[-4:]] == [{RT}] * 4
+
+
+def test_priority_queues_rt_first_but_does_not_displace_what_runs() -> None:
+    run = VirtualRun("priority", max_num_seqs=2)
+    for number in range(4):
+        run.submit(f"be{number}", 5, BE, max_tokens=6, salt=50 * number)
+    run.step()
+    run.submit("rt", 5)
+    run.drain()
+    assert list(run.first_run) == ["be0", "be1", "rt", "be2", "be3"]
+    assert run.first_run["rt"] == max(run.token_times["be0"]), "it waited for a row"
+    assert run.scheduler.stats().by_class[BE].preemptions == 0
+
+
+def test_priority_newcomers_never_preempt_but_growth_does() -> None:
+    run = VirtualRun("priority", blocks=8)
+    run.submit("be", 24, BE, max_tokens=8)
+    run.step()
+    run.submit("rt", 12)
+    run.step()
+    assert "rt" not in run.first_run, "six of eight blocks are taken"
+    run.drain()
+    assert run.scheduler.stats().by_class[BE].preemptions == 0
+    run = VirtualRun("priority", blocks=8)
+    run.submit("rt", 8, max_tokens=12)
+    run.submit("be", 12, BE, max_tokens=8)
+    run.drain()
+    preemptions = {cls: run.scheduler.stats().by_class[cls].preemptions for cls in (RT, BE)}
+    assert preemptions == {RT: 0, BE: 1}
+
+
+# Order
+
+
+def policy(rows: int = 100) -> BrosPolicy:
+    predictor = StepTimePredictor(MODEL)
+    settings = BrosSettings(rows=rows, tokens=256)
+    return BrosPolicy(settings, predictor, OverloadGuard("late", predictor), lambda s: 10)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.5, 1.0, 1.5, 2.0]), st.booleans(), st.sampled_from([RT, BE])),
+        max_size=12,
+    )
+)
+def test_the_order_of_urgency_is_that_of_a_full_sort(
+    population: list[tuple[float, bool, ServiceClass]],
+) -> None:
+    bros, queues, real_time = policy(), Queues(), []
+    for index, (ttft_s, runs, service_class) in enumerate(population):
+        slo = Slo(ttft_s, 0.2) if service_class is RT else Slo()
+        state = RequestState(
+            request(f"r{index}", 9, service_class),
+            service_class=service_class,
+            slo=slo,
+            now=0.1 * index,
+            arrival_index=index,
+            seed=0,
+            max_length=50,
+            eos_token_ids=frozenset(),
+        )
+        bros.place(state, 0.1 * index)
+        queues.enqueue(state)
+        if runs:
+            queues.start(state)
+            state.num_cached = 3
+        if service_class is RT:
+            real_time.append(state)
+    found = [(s.deadline_s, s.arrival_index) for s in bros.turn(queues, 0.0).urgent]
+    assert found == sorted((s.deadline_s, s.arrival_index) for s in real_time)
+
+
+# Real-time under load
+
+
+def test_a_step_with_filler_is_short_enough_for_who_may_come() -> None:
+    run = VirtualRun(rt_wait=0.3, max_batch_tokens=1000, max_num_seqs=30)
+    for number in range(20):
+        run.submit(f"be{number}", 400, BE, max_tokens=50, salt=40 * number)
+    run.steps(60)
+    assert max(run.seconds) <= 0.3 * 0.4
+    assert max(run.seconds) > 0.08, "and no shorter than that"
+    for number in range(10):
+        run.submit(f"rt{number}", 20, max_tokens=3)
+        run.steps(12)
+        ttft_s = run.token_times[f"rt{number}"][0] - run.requests[f"rt{number}"].arrival_s
+        assert ttft_s <= 0.4
+    assert max(run.seconds) <= 0.3 * 0.4
+
+
+def test_a_tighter_objective_makes_steps_with_filler_shorter_for_a_while() -> None:
+    run = VirtualRun(rt_wait=0.3, max_batch_tokens=1000)
+    for number in range(8):
+        run.submit(f"be{number}", 400, BE, max_tokens=400, salt=40 * number)
+    run.submit("tight", 5, slo=Slo(0.25, 0.2), max_tokens=1)
+    run.steps(10)
+    assert max(run.seconds[1:]) <= 0.3 * 0.25
+    run.submit("impossible", 5, slo=Slo(0.001, 0.2), max_tokens=1)
+    run.steps(10)
+    assert 0.5 * 0.3 * 0.2 < max(run.seconds[-5:]) <= 0.3 * 0.2, "half of the usual at least"
+
+
+def late_and_new(late: str) -> VirtualRun:
+    """After a second without a step, one request is late and another just came."""
+    run = VirtualRun(late=late, max_batch_tokens=32)
+    run.submit("early", 4, max_tokens=1)
+    run.drain()
+    run.submit("late", 30, slo=Slo(0.1, 0.1), max_tokens=1)
+    run.now += 1.0
+    run.submit("new", 30, max_tokens=1, salt=100)
+    return run
+
+
+@pytest.mark.parametrize(("late", "order"), [("renew", ["new", "late"]), ("edf", ["late", "new"])])
+def test_who_goes_first_once_one_is_late(late: str, order: list[str]) -> None:
+    run = late_and_new(late)
+    run.drain()
+    done = sorted(order, key=lambda name: run.token_times[name][0])
+    assert done == order
+
+
+def test_shed_gives_up_what_is_late_and_says_when_to_come_back() -> None:
+    run = late_and_new("shed")
+    plan = run.step()
+    assert plan is not None and [c.request_id for c in plan.chunks] == ["new"]
+    given_up = next(output for output in run.outputs if output.request_id == "late")
+    assert given_up.finish_reason is FinishReason.ERROR
+    assert given_up.error and given_up.token_ids == ()
+    assert given_up.retry_after_s is not None and given_up.retry_after_s >= 1.0
+    assert run.scheduler.abort("late", run.now) is None, "it is gone"
+    trace = run.scheduler.trace("late", run.now)
+    assert trace is not None and trace.finish_reason is FinishReason.ERROR
+    run.drain()
+    run.scheduler.check_integrity()
+
+
+def test_only_shed_requests_leave_nothing_to_run() -> None:
+    run = VirtualRun(late="shed")
+    run.submit("late", 30, slo=Slo(0.1, 0.1))
+    run.now += 1.0
+    assert run.step() is None
+    assert [output.request_id for output in run.outputs] == ["late"]
+    assert not run.scheduler.has_work
+
+
+def test_a_late_request_is_served_though_others_that_are_on_time_never_stop_coming() -> None:
+    run = VirtualRun(max_batch_tokens=32)
+    run.submit("early", 4, max_tokens=1)
+    run.drain()
+    run.submit("late", 60, slo=Slo(0.1, 0.1), max_tokens=2)
+    run.now += 1.0
+    for number in range(40):
+        run.submit(f"new{number}", 30, max_tokens=1, slo=Slo(5.0, 0.2), salt=20 * number)
+        run.step()
+        if len(run.plans) == 1 + 8:
+            assert "late" in run.first_run, "every eighth step is its turn"
+    assert len(run.token_times["late"]) == 2
+
+
+def test_max_num_seqs_bounds_those_that_hold_memory() -> None:
+    run = VirtualRun(max_num_seqs=4, max_batch_tokens=64)
+    for number in range(30):
+        run.submit(f"rt{number}", 10, max_tokens=8, salt=9 * number)
+        run.submit(f"be{number}", 10, BE, max_tokens=8, salt=11 * number)
+        run.step()
+        by_class = run.scheduler.stats().by_class
+        assert by_class[RT].running <= 4
+        assert by_class[BE].running <= 4
+    run.drain()
+
+
+# Best-effort
+
+
+def saturated(be_share: float, steps: int, *, be_requests: int, tpot_s: float) -> VirtualRun:
+    """More real-time requests than can be served, and best-effort ones beside them."""
+    run = VirtualRun(be_share=be_share, max_num_seqs=8, max_batch_tokens=64, max_queue=10**6)
+    for number in range(be_requests):
+        run.submit(f"be{number}", 40, BE, max_tokens=400, salt=37 * number)
+    for number in range(steps):
+        while run.waiting(RT) < 4:
+            run.submit(f"rt{number}-{run.waiting(RT)}", 30, max_tokens=20, slo=Slo(0.4, tpot_s))
+        run.step()
+    return run
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_best_effort_work_gets_about_its_share_of_a_saturated_engine(share: float) -> None:
+    run = saturated(share, 500, be_requests=20, tpot_s=0.04)
+    assert share * 0.7 <= run.be_share() <= share * 1.3
+
+
+def test_without_a_share_best_effort_work_waits() -> None:
+    run = saturated(0.0, 300, be_requests=20, tpot_s=0.04)
+    assert run.be_share() < 0.01
+
+
+def test_pressing_deadlines_go_first_among_best_effort_requests() -> None:
+    run = VirtualRun(max_num_seqs=1)
+    for number in range(3):
+        run.submit(f"be{number}", 20, BE, salt=70 * number)
+    run.submit("pressing", 20, BE, slo=Slo(deadline_s=0.5), salt=300)
+    run.submit("relaxed", 20, BE, slo=Slo(deadline_s=500.0), salt=400)
+    run.drain()
+    assert list(run.first_run) == ["pressing", "be0", "be1", "be2", "relaxed"]
+
+
+def test_a_deadline_presses_once_there_is_just_time_enough() -> None:
+    run = VirtualRun(max_num_seqs=1)
+    for number in range(20):
+        run.submit(f"be{number}", 20, BE, max_tokens=10, salt=40 * number)
+    run.submit("due", 20, BE, max_tokens=10, slo=Slo(deadline_s=4.0), salt=850)
+    run.drain()
+    order = list(run.first_run)
+    assert 0 < order.index("due") < 20
+    assert run.token_times["due"][-1] <= 4.0
+
+
+def test_prompts_with_a_common_prefix_run_next_to_each_other_for_a_while() -> None:
+    run = VirtualRun(max_num_seqs=1, be_max_wait=10.0)
+    run.submit("a1", 70, BE, salt=0, max_tokens=1)
+    run.submit("b1", 70, BE, salt=400, max_tokens=1)
+    run.now = 9.0
+    run.submit("a2", 75, BE, salt=0, max_tokens=1)
+    run.submit("b2", 80, BE, salt=400, max_tokens=1)
+    run.now = 11.0
+    run.submit("a3", 90, BE, salt=0, max_tokens=1)
+    run.drain()
+    assert list(run.first_run) == ["a1", "a2", "b1", "b2", "a3"]
+
+
+def test_a_common_prefix_overtakes_others_for_a_bounded_time() -> None:
+    """However fast a group grows, one that waits is passed for `be_max_wait` seconds at most."""
+    run = VirtualRun(max_num_seqs=1, be_max_wait=2.0, max_queue=10**6)
+    run.submit("a", 70, BE, salt=0, max_tokens=1)
+    run.submit("other", 70, BE, salt=400, max_tokens=1)
+    for number in itertools.count():
+        if "other" in run.first_run:
+            break
+        for copy in range(2):
+            run.submit(f"a{number}-{copy}", 70, BE, salt=0, max_tokens=1)
+        run.step()
+        assert run.now < 30.0, "starved"
+    most_behind = math.ceil(2.0 / min(run.seconds)) * 2
+    assert list(run.first_run).index("other") <= most_behind
