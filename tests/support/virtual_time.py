@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+from dataclasses import replace
+
 from bros.core.plan import StepPlan
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.scheduler.cost_model import CostModel, StepLoad
@@ -46,11 +50,13 @@ class VirtualRun:
         *,
         slo: Slo | None = None,
         salt: int = 0,
+        arrived_s: float | None = None,
         **params: object,
     ) -> ServiceClass:
-        """A request that arrives now. salt: prompts with different ones share no prefix."""
+        """A request that arrived now, or before. salt: with different ones, no common prefix."""
         ids = [1 + (salt + i) % 900 for i in range(prompt)]
-        asked = request(name, ids, service_class, arrival_s=self.now, slo=slo, **params)
+        asked = request(name, ids, service_class, slo=slo, **params)
+        asked = replace(asked, arrival_s=self.now if arrived_s is None else arrived_s)
         served_as = self.scheduler.submit(asked, self.now)
         self.requests[name] = asked
         self.token_times[name] = []
@@ -71,6 +77,11 @@ class VirtualRun:
         for output in outputs:
             self.token_times[output.request_id] += [self.now] * len(output.token_ids)
         return plan
+
+    def abort(self, name: str) -> None:
+        output = self.scheduler.abort(name, self.now)
+        if output is not None:
+            self.outputs.append(output)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -95,3 +106,39 @@ class VirtualRun:
         names = {n for n, r in self.requests.items() if r.service_class is RT}
         without = [plan_seconds(plan, self._truth, names) for plan in self.plans]
         return 1.0 - sum(without) / sum(self.seconds)
+
+
+def random_run(policy: str, seed: int, *, requests: int = 40, **options: object) -> VirtualRun:
+    """Requests of both classes at random times, in more memory than they need or in less."""
+    rng = random.Random(seed)
+    chosen = {"blocks": rng.choice([24, 60, 400]), "max_batch_tokens": rng.choice([16, 64])}
+    run = VirtualRun(policy, **(chosen | options))
+    for number in range(requests):
+        slo = rng.choice([Slo(), Slo(), Slo(0.1, 0.05), Slo(5.0, 1.0, 10.0)])
+        service_class = rng.choice([RT, BE])
+        run.submit(
+            f"r{number}",
+            rng.choice([1, 5, 20, 60]),
+            service_class,
+            slo=slo,
+            salt=rng.randrange(9),
+            max_tokens=rng.randint(1, 12),
+        )
+        if rng.random() < 0.1:
+            run.abort(f"r{rng.randrange(number + 1)}")
+        run.steps(rng.choice([0, 0, 1, 2, 5]))
+    run.drain()
+    return run
+
+
+def plans_digest(policy: str, seed: int) -> str:
+    """A hash of every plan of a random run, and of every output."""
+    run = random_run(policy, seed)
+    digest = hashlib.sha256()
+    for plan in run.plans:
+        for chunk in plan.chunks:
+            drawn = chunk.sample.seed if chunk.sample else None
+            fields = (chunk.request_id, chunk.start, list(chunk.token_ids), drawn)
+            digest.update(repr((*fields, chunk.segments, chunk.slots)).encode())
+    digest.update(repr(run.outputs).encode())
+    return digest.hexdigest()
