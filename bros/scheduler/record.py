@@ -70,6 +70,8 @@ class RequestRecord:
     def event(self, now: float, what: str) -> None:
         if len(self.events) < _MAX_EVENTS:
             self.events.append((now, what))
+        else:
+            self.events[-1] = (now, what)
 
     def wait(self, reason: str, seconds: float) -> None:
         """It could have run for so long, and did not."""
