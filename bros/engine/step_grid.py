@@ -99,9 +99,9 @@ def _full_grid() -> Iterator[StepShape]:
 
 
 def random_steps(limits: StepLimits, count: int, rng: random.Random) -> list[StepShape]:
-    """Steps as they come in practice, to judge a fit by: all kinds and mixtures, any sizes."""
+    """Up to `count` different steps as they come in practice: all kinds and mixtures, any sizes."""
     shapes: list[StepShape] = []
-    for _ in range(1000 * count):
+    for _ in range(50 * count):
         shape: StepShape = ()
         kind = rng.randrange(3)
         if kind != 0:
@@ -112,7 +112,7 @@ def random_steps(limits: StepLimits, count: int, rng: random.Random) -> list[Ste
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
                 tokens = _log_uniform(rng, 4, 512)
                 shape += prompt(tokens, rng.choice((0, rng.randrange(1024))), rng.random() < 0.5)
-        if limits.allow(shape):
+        if limits.allow(shape) and shape not in shapes:
             shapes.append(shape)
         if len(shapes) == count:
             break

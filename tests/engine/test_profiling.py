@@ -1,0 +1,323 @@
+"""Measuring step times on an executor whose times are planted, and what is done with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.core.clock import ManualClock
+from bros.core.config import EngineConfig
+from bros.core.errors import ConfigError
+from bros.core.interfaces import EngineInfo
+from bros.engine.profiling import full_profile, profile_key, quick_profile, step_time_model
+from bros.engine.step_grid import (
+    StepLimits,
+    decode_rows,
+    full_grid,
+    prompt,
+    quick_grid,
+    random_steps,
+)
+from bros.engine.step_timing import measure_steps
+from bros.executor.layers.linear import token_padding
+from bros.scheduler.cost_model import CostModel
+from bros.scheduler.fitting import StepShape, error_of
+from bros.scheduler.profiles import MEASURED, QUICK, find_profile, load_profile
+from support.planted import PlantedExecutor
+
+INFO = EngineInfo(
+    model="planted",
+    weights="fp32",
+    kernels="cpu-avx512",
+    kv_dtype="fp32",
+    device="cpu",
+    max_model_len=2048,
+    vocab_size=1000,
+    block_size=16,
+    num_kv_blocks=1456,
+    policy="bros",
+)
+TINY = dataclasses.replace(INFO, max_model_len=64, num_kv_blocks=32, vocab_size=10)
+DEFAULTS = EngineConfig()
+MODEL = CostModel(
+    constant_s=0.028,
+    token_s=0.0002,
+    sample_s=0.0002,
+    pair_s=4e-7,
+    context_s=2.4e-6,
+    hinges=((8, 0.0008),),
+    padding=token_padding(),
+)
+
+
+def slower(factor: float) -> CostModel:
+    return dataclasses.replace(
+        MODEL,
+        constant_s=MODEL.constant_s * factor,
+        token_s=MODEL.token_s * factor,
+        sample_s=MODEL.sample_s * factor,
+        pair_s=MODEL.pair_s * factor,
+        context_s=MODEL.context_s * factor,
+        hinges=tuple((knot, slope * factor) for knot, slope in MODEL.hinges),
+    )
+
+
+def lines_of_nobody(line: str) -> None:
+    raise AssertionError(line)
+
+
+engines = st.builds(
+    StepLimits,
+    tokens=st.integers(1, 2048),
+    rows=st.integers(1, 128),
+    length=st.integers(2, 4096),
+    blocks=st.integers(1, 2000),
+    block_size=st.sampled_from([1, 4, 16]),
+)
+
+
+@settings(max_examples=30)
+@given(engines)
+def test_every_grid_keeps_to_what_the_engine_can_run(limits: StepLimits) -> None:
+    if limits.length > limits.blocks * limits.block_size:
+        limits = dataclasses.replace(limits, length=max(limits.blocks * limits.block_size, 2))
+    others = random_steps(limits, 5, random.Random(0))
+    for shapes in (quick_grid(limits), full_grid(limits), others):
+        assert len(shapes) == len(set(shapes))
+        for shape in shapes:
+            assert len(shape) <= limits.rows
+            assert sum(chunk.tokens for chunk in shape) <= limits.tokens
+            assert all(chunk.tokens + chunk.context <= limits.length for chunk in shape)
+            held = sum(-(-(c.tokens + c.context) // limits.block_size) for c in shape)
+            assert held <= limits.blocks
+    if limits.blocks * limits.block_size > 1:
+        assert quick_grid(limits)
+
+
+def test_grids_hold_all_kinds_of_steps() -> None:
+    limits = StepLimits.of(EngineConfig(max_batch_tokens=1024), INFO)
+    for shapes in (
+        quick_grid(limits),
+        full_grid(limits),
+        random_steps(limits, 60, random.Random(1)),
+    ):
+        kinds = {(any(c.tokens == 1 for c in s), any(c.tokens > 1 for c in s)) for s in shapes}
+        assert kinds == {(True, False), (False, True), (True, True)}
+        assert {c.sampled for s in shapes for c in s if c.tokens > 1} == {True, False}
+    assert len(quick_grid(limits)) <= 40
+
+
+def test_random_steps_depend_on_the_seed_only() -> None:
+    limits = StepLimits.of(EngineConfig(), INFO)
+    assert random_steps(limits, 9, random.Random(3)) == random_steps(limits, 9, random.Random(3))
+    assert random_steps(limits, 9, random.Random(3)) != random_steps(limits, 9, random.Random(4))
+
+
+def measured(
+    shapes: list[StepShape],
+    *,
+    repeats: int,
+    noise: list[float] | None = None,
+    limit_s: float = float("inf"),
+) -> tuple[dict[StepShape, float], PlantedExecutor, ManualClock]:
+    clock = ManualClock()
+    factors = iter(noise or [])
+    executor = PlantedExecutor(MODEL, INFO, clock, lambda: next(factors, 1.0))
+    limits = StepLimits.of(EngineConfig(), INFO)
+    samples = measure_steps(
+        executor, INFO, limits, shapes, clock, repeats=repeats, time_limit_s=limit_s
+    )
+    return {sample.chunks: sample.seconds for sample in samples}, executor, clock
+
+
+SHAPES = [decode_rows(4, 0), prompt(32, 0), decode_rows(2, 0) + prompt(8, 0, False)]
+
+
+def test_shapes_are_run_as_asked_and_interleaved() -> None:
+    times, executor, _ = measured(SHAPES, repeats=3)
+    assert list(times) == SHAPES
+    runs = executor.shapes[-4 * len(SHAPES) :]
+    for at in range(0, len(runs), len(SHAPES)):
+        assert sorted(runs[at : at + len(SHAPES)]) == sorted(SHAPES)
+    for sample in times.items():
+        assert sample[1] == pytest.approx(measured([sample[0]], repeats=1)[0][sample[0]])
+
+
+def test_disturbed_moments_and_the_first_run_do_not_count() -> None:
+    quiet, _, _ = measured(SHAPES[:1], repeats=5)
+    touching = [1.0]  # one plan that writes to the block of each of the four rows
+    noise = touching + [9.0] + [1.0, 3.0, 1.0, 5.0, 2.0]
+    disturbed, executor, _ = measured(SHAPES[:1], repeats=5, noise=noise)
+    assert len(executor.shapes) == len(noise)
+    assert disturbed == pytest.approx(quiet)
+
+
+def test_progress_ends_with_everything_done() -> None:
+    seen: list[tuple[int, int]] = []
+    clock = ManualClock()
+    limits = StepLimits.of(EngineConfig(), INFO)
+    measure_steps(
+        PlantedExecutor(MODEL, INFO, clock),
+        INFO,
+        limits,
+        SHAPES,
+        clock,
+        repeats=2,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(done, 9) for done in range(1, 10)]
+
+
+def test_time_that_runs_out_leaves_out_what_was_not_run() -> None:
+    _, _, clock = measured([], repeats=0)
+    began = clock.now()
+    shapes = [prompt(256, 0), decode_rows(1, 0), prompt(16, 0)]
+    times, executor, clock = measured(shapes, repeats=5, limit_s=0.2)
+    assert clock.now() - began < 0.3
+    assert decode_rows(1, 0) in times and prompt(256, 0) not in times
+    never, executor, _ = measured(shapes, repeats=5, limit_s=0.0)
+    assert list(never) == [decode_rows(1, 0)] == executor.shapes
+
+
+@pytest.mark.parametrize("factor", [0.1, 1.0, 10.0, 100.0])
+def test_quick_measuring_ends_in_time_and_fits(factor: float) -> None:
+    clock = ManualClock()
+    executor = PlantedExecutor(slower(factor), INFO, clock, unwritten=factor > 1.0)
+    began = clock.now()
+    profile = quick_profile(EngineConfig(), executor, INFO, clock)
+    assert clock.now() - began < 15.0
+    assert profile.kind == QUICK
+    assert profile.fitted is not None and profile.fitted.mape < 0.03
+    assert profile.max_step_tokens <= 256
+    assert max(sum(c.tokens for c in shape) for shape in executor.shapes) <= 256
+
+
+def test_a_tiny_engine_can_be_measured() -> None:
+    clock = ManualClock()
+    config = EngineConfig(max_num_seqs=4, max_batch_tokens=32)
+    executor = PlantedExecutor(MODEL, TINY, clock)
+    quick = quick_profile(config, executor, TINY, clock)
+    assert quick.fitted is not None and quick.fitted.max < 1e-6
+    full = full_profile(config, executor, TINY, clock, repeats=1, progress=lambda *_: None)
+    assert full.profile.fitted is not None and full.profile.fitted.max < 1e-6
+
+
+def test_a_full_profile_predicts_random_steps_despite_noise() -> None:
+    clock, rng = ManualClock(), random.Random(0)
+    executor = PlantedExecutor(MODEL, INFO, clock, lambda: rng.lognormvariate(0.0, 0.03))
+    config = EngineConfig(max_batch_tokens=1024)
+    result = full_profile(config, executor, INFO, clock, repeats=3, progress=lambda *_: None)
+    profile = result.profile
+    assert profile.kind == MEASURED and profile.key == profile_key(config, INFO)
+    assert profile.steps == len(result.fitted) > 150 and len(result.held_out) > 50
+    assert not {s.chunks for s in result.fitted} & {s.chunks for s in result.held_out}
+    assert profile.held_out == error_of(profile.model, result.held_out)
+    assert profile.held_out.mape < 0.04
+    assert 512 < profile.max_step_tokens <= 1024
+    assert profile.date.startswith("2023-11-14T")
+
+
+class Case:
+    """An engine that asks for its step time model, several times over."""
+
+    def __init__(self, folder: Path, noise: float = 0.0) -> None:
+        self.clock = ManualClock()
+        rng = random.Random(0)
+        self.executor = PlantedExecutor(
+            MODEL, INFO, self.clock, lambda: rng.lognormvariate(0.0, noise)
+        )
+        self.folders = [folder / "mine", folder / "shipped"]
+        self.told: list[str] = []
+
+    def model(self, config: EngineConfig = DEFAULTS) -> CostModel:
+        """The steps it took to get it are in executor.shapes, from zero."""
+        self.executor.shapes.clear()
+        return step_time_model(
+            config, self.executor, INFO, self.clock, self.folders, self.told.append
+        )
+
+
+def test_what_was_measured_once_is_kept(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    first = case.model()
+    assert case.executor.shapes and len(case.told) == 1 and "Measuring" in case.told[0]
+    key = profile_key(EngineConfig(), INFO)
+    kept = find_profile(case.folders[:1], key, lines_of_nobody)
+    assert kept is not None and kept.model == first and kept.kind == QUICK
+    assert case.model() == first
+    assert case.executor.shapes == [] and len(case.told) == 1
+    assert not (tmp_path / "shipped").exists()
+
+
+def test_other_settings_are_measured_anew(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.model()
+    case.model(EngineConfig(threads=77))
+    assert case.executor.shapes
+    case.model(EngineConfig(threads=77))
+    assert not case.executor.shapes
+
+
+def test_a_quick_profile_of_small_steps_does_not_serve_large_ones(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.model(EngineConfig(max_batch_tokens=16))
+    case.model(EngineConfig(max_batch_tokens=8))
+    assert not case.executor.shapes
+    case.model()
+    assert case.executor.shapes
+    case.model(EngineConfig(max_batch_tokens=4096))
+    assert not case.executor.shapes
+
+
+def test_noisy_measurements_are_used_but_not_kept(tmp_path: Path) -> None:
+    case = Case(tmp_path, noise=1.0)
+    assert case.model().constant_s > 0.0
+    assert "perhaps because the machine is busy" in case.told[-1]
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_folder_that_cannot_be_written_to_does_not_stop_an_engine(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.folders[0].write_text("a file where a folder should be")
+    assert case.model().constant_s == pytest.approx(MODEL.constant_s, rel=0.01)
+    assert "cannot be kept" in case.told[-1]
+
+
+def test_without_folders_nothing_is_kept() -> None:
+    case = Case(Path("unused"))
+    case.folders = []
+    assert case.model().constant_s == pytest.approx(MODEL.constant_s, rel=0.01)
+
+
+def test_the_profile_that_was_named_wins_over_stored_ones(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.model()
+    [stored] = tmp_path.rglob("*.json")
+    given = dataclasses.replace(load_profile(stored), model=slower(2.0))
+    other = given.save(tmp_path / "elsewhere")
+    assert case.model(EngineConfig(profile=str(other))) == slower(2.0)
+    assert not case.executor.shapes and len(case.told) == 1
+
+
+def test_a_named_profile_of_another_device_is_used_with_a_warning(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.model()
+    [stored] = tmp_path.rglob("*.json")
+    text = stored.read_text().replace('"threads": ', '"threads": 9')
+    other = tmp_path / "other.json"
+    other.write_text(text)
+    model = case.model(EngineConfig(profile=str(other)))
+    assert model == load_profile(stored).model
+    assert "is for threads 9" in case.told[-1]
+
+
+def test_a_named_profile_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    with pytest.raises(ConfigError, match="^--profile: the profile .*absent.json cannot be read"):
+        case.model(EngineConfig(profile=str(tmp_path / "absent.json")))
+    assert case.executor.shapes == []

@@ -1,0 +1,70 @@
+"""An executor whose steps take the time a cost model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bros.core.clock import ManualClock
+from bros.core.interfaces import EngineInfo
+from bros.core.plan import SEGMENT_WIDTH, SampledToken, StepPlan, StepResult
+from bros.scheduler.cost_model import CostModel
+from bros.scheduler.fitting import ChunkShape, StepShape, load_of
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    return tuple(
+        ChunkShape(len(chunk.token_ids), chunk.start, chunk.sample is not None)
+        for chunk in plan.chunks
+    )
+
+
+class PlantedExecutor:
+    """Moves the clock on by model time x noise(), and checks every plan as an engine's would be.
+
+    Slots and context have to lie in the KV memory and not be shared between requests. unwritten:
+    whether blocks may be read that were never written to.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        info: EngineInfo,
+        clock: ManualClock,
+        noise: Callable[[], float] = lambda: 1.0,
+        unwritten: bool = False,
+    ) -> None:
+        self._unwritten = unwritten
+        self._model, self._info, self._clock, self._noise = model, info, clock, noise
+        self._written: set[int] = set()
+        self.shapes: list[StepShape] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        shape = shape_of(plan)
+        self.shapes.append(shape)
+        self._check(plan)
+        self._clock.advance(self._model.seconds(load_of(shape)) * self._noise())
+        return StepResult(
+            plan.step,
+            tuple(SampledToken(c.request_id, 0) for c in plan.chunks if c.sample is not None),
+        )
+
+    def close(self) -> None:
+        pass
+
+    def _check(self, plan: StepPlan) -> None:
+        size = self._info.block_size
+        slots: list[int] = []
+        for chunk in plan.chunks:
+            assert chunk.start + len(chunk.token_ids) <= self._info.max_model_len
+            assert all(0 <= token < self._info.vocab_size for token in chunk.token_ids)
+            assert len(chunk.slots) == len(chunk.token_ids)
+            context = []
+            for at in range(0, len(chunk.segments), SEGMENT_WIDTH):
+                block, low, high = chunk.segments[at : at + SEGMENT_WIDTH]
+                assert self._unwritten or block in self._written
+                context += range(block * size + low, block * size + high)
+            assert len(context) == chunk.start
+            slots += [*context, *chunk.slots]
+        assert len(slots) == len(set(slots))
+        assert all(0 <= slot < self._info.num_kv_blocks * size for slot in slots)
+        self._written.update(slot // size for chunk in plan.chunks for slot in chunk.slots)
