@@ -1,6 +1,6 @@
 """What scheduling costs per step: schedule and apply, with nothing executed in between.
 
-    python benchmarks/scheduler_speed.py [--profile] [--json benchmarks/results/scheduler_speed.json]
+    python benchmarks/scheduler_speed.py [--profile] [--json FILE]
 
 A thousand requests are queued and 128 run, half of each class; steps are those of steady
 decoding, with memory for everybody, and as they are while newcomers are admitted all the time.
@@ -45,7 +45,9 @@ def make(policy: str, outputs: int) -> Scheduler:
         model="none", weights="", kernels="", kv_dtype="", device="", max_model_len=4096,
         vocab_size=1000, block_size=16, num_kv_blocks=100_000, policy=policy,
     )  # fmt: skip
-    config = EngineConfig(policy=policy, max_num_seqs=RUNNING, max_batch_tokens=2048, max_queue=QUEUED * 2)
+    config = EngineConfig(
+        policy=policy, max_num_seqs=RUNNING, max_batch_tokens=2048, max_queue=QUEUED * 2
+    )
     scheduler = build_scheduler(config, info, FAST)
     for number in range(RUNNING + QUEUED):
         scheduler.submit(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 from bros.core.clock import Clock
 from bros.core.interfaces import EngineInfo, EngineStats, Executor, RequestTrace
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass
 from bros.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("bros.engine")
 
 
 class Engine:
@@ -45,9 +50,12 @@ class Engine:
         if plan is None:
             if scheduler.has_work:
                 raise RuntimeError("there are requests, but none of them can run")
+            self._log_ends(outputs)
             return outputs
         result = self._executor.execute(plan)
-        return outputs + scheduler.apply(result, clock.now())
+        outputs += scheduler.apply(result, clock.now())
+        self._log_ends(outputs)
+        return outputs
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
@@ -58,3 +66,25 @@ class Engine:
 
     def close(self) -> None:
         self._executor.close()
+
+    def _log_ends(self, outputs: Sequence[RequestOutput]) -> None:
+        """One line for each request that ended: how it fared and what it waited for."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        for output in outputs:
+            trace = self.trace(output.request_id) if output.finish_reason else None
+            if trace is not None:
+                logger.debug("%s", describe_trace(trace))
+
+
+def describe_trace(trace: RequestTrace) -> str:
+    """One line, times in milliseconds."""
+    waits = sorted(trace.waits.items(), key=lambda wait: -wait[1])
+    waited = ", ".join(f"{reason} {seconds * 1e3:.0f}" for reason, seconds in waits)
+    first = "none" if trace.ttft_s is None else f"{trace.ttft_s * 1e3:.0f}"
+    pace = "none" if trace.tpot_s is None else f"{trace.tpot_s * 1e3:.1f}"
+    return (
+        f"{trace.request_id} {trace.service_class} {trace.finish_reason}: {trace.prompt_tokens} + "
+        f"{trace.output_tokens} tokens, ttft {first}, tpot {pace}, {trace.late_tokens} late, "
+        f"{trace.preemptions} preemptions, waited for {waited or 'nothing'} (ms)"
+    )

@@ -77,7 +77,9 @@ def _serve(launch: Launch, transport: ZmqTransport) -> int:
 
         files = ModelFiles(folder=Path(launch.model_folder), name=launch.model_name)
         profiles = [Path(folder) for folder in launch.profiles]
-        engine = build_engine(launch.config, files, SystemClock(), profiles=profiles)
+        engine = build_engine(
+            launch.config, files, SystemClock(), profiles=profiles, report=logger.info
+        )
         run_engine(engine, transport)
         engine.close()
         return 0

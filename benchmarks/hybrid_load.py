@@ -1,0 +1,216 @@
+"""Real-time chats and best-effort jobs on one real engine, under one policy after another.
+
+    python benchmarks/hybrid_load.py [--duration 120] [--json FILE]
+
+The embedded model in fp32 on this machine. Real-time requests arrive as a Poisson process with the
+lengths of the BROS paper's LMSYS row; 16 best-effort requests are always in flight (prompts of
+512 to 1024 tokens, outputs of 32 to 128). All policies see the same requests at the same times.
+The driver is the simulator's, on the machine's clock instead of a virtual one; the executor is
+the real one, loaded once. Figures are the engine's own: arrival to commit, without HTTP.
+
+Prompts are cut at --longest-prompt tokens (200): on two cores a longer one takes more than half
+of the objective for the first token even when nothing else runs, and would measure the machine
+instead of the policy. Run it with nothing else on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+
+from engine_speed import environment
+from rich.console import Console
+from rich.table import Table
+
+from bros.core.clock import SystemClock
+from bros.core.config import EngineConfig
+from bros.core.plan import StepPlan, StepResult
+from bros.core.request import ServiceClass, Slo
+from bros.engine.engine import Engine
+from bros.engine.profiling import step_time_model
+from bros.executor.loader import load_executor
+from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.executor.runner import ModelRunner
+from bros.scheduler.build import build_scheduler
+from bros.scheduler.profiles import profile_folders
+from bros.simulator.metrics import report_of
+from bros.simulator.simulation import Simulation, SimulationResult
+from bros.simulator.workload import Arrival, BeLoad, PoissonLoad, Size
+
+RT, BE = ServiceClass.RT, ServiceClass.BE
+IN_FLIGHT = 16
+# (label, policy, real-time requests per second as a share of --rate, best-effort in flight)
+RUNS = (
+    ("RT alone", "bros", 1, 0),
+    ("BE alone", "fcfs", 0, IN_FLIGHT),
+    ("fcfs", "fcfs", 1, IN_FLIGHT),
+    ("priority", "priority", 1, IN_FLIGHT),
+    ("rr", "rr", 1, IN_FLIGHT),
+    ("edf", "edf", 1, IN_FLIGHT),
+    ("bros", "bros", 1, IN_FLIGHT),
+)
+ASKED = "asked of bros: both >= 97 %, p99 gap <= 0.3 s, BE >= 85 % of fcfs"
+
+
+class WallClock(SystemClock):
+    """The machine's clock from 0 on; waiting is waiting."""
+
+    def __init__(self) -> None:
+        self._start_s = super().now()
+
+    def now(self) -> float:
+        return super().now() - self._start_s
+
+    def advance(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class TimedExecutor:
+    """Passes plans on and adds up how long they take."""
+
+    def __init__(self, inner: ModelRunner) -> None:
+        self._inner = inner
+        self.busy_s = 0.0
+        self.steps = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        result = self._inner.execute(plan)
+        self.busy_s += time.perf_counter() - began
+        self.steps += 1
+        return result
+
+    def close(self) -> None:
+        pass
+
+
+def arrivals(rate: float, duration_s: float, seed: int, longest: int) -> list[Arrival]:
+    """The paper's row with prompts cut at `longest` tokens."""
+    found = PoissonLoad(rate, "lmsys").arrivals(duration_s, seed)
+    return [
+        Arrival(a.time_s, Size(min(a.size.prompt_tokens, longest), a.size.output_tokens))
+        for a in found
+    ]
+
+
+def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str, object]:
+    """What the table shows, and more."""
+    report = report_of(result, slo)
+    rt, be = report.by_class[RT], report.by_class[BE]
+    gaps = [
+        later - earlier
+        for record in result.records
+        if record.service_class is RT
+        for earlier, later in zip(record.token_times_s, record.token_times_s[1:], strict=False)
+    ]
+    stats = result.stats
+    return {
+        "rt": dataclasses.asdict(rt),
+        "be": dataclasses.asdict(be),
+        "gap_p50_s": statistics.median(gaps) if gaps else None,
+        "gap_p99_s": statistics.quantiles(gaps, n=100)[-1] if len(gaps) > 1 else None,
+        "steps": report.steps,
+        "mean_step_s": report.mean_step_s,
+        "busy": report.busy,
+        "scheduling_share": scheduling_s / result.end_s,
+        "step_prediction_error": stats.step_error_s / stats.step_s if stats.predicted_s else None,
+        "safety_factor": stats.safety_factor,
+        "be_tax_s": stats.be_tax_s,
+        "end_s": result.end_s,
+    }
+
+
+def run(
+    executor: ModelRunner,
+    config: EngineConfig,
+    build: dict[str, object],
+    found: list[Arrival],
+    in_flight: int,
+    seed: int,
+    duration_s: float,
+) -> dict[str, object]:
+    """One policy; a scheduler of its own on the shared executor."""
+    info = dataclasses.replace(build["info"], policy=config.policy)  # type: ignore[type-var]
+    clock, timed = WallClock(), TimedExecutor(executor)
+    engine = Engine(build_scheduler(config, info, build["model"]), timed, clock, info)  # type: ignore[arg-type]
+    simulation = Simulation(
+        engine, timed, clock, rt=found, be=BeLoad(in_flight), seed=seed, duration_s=duration_s
+    )  # type: ignore[arg-type]
+    result = simulation.run()
+    scheduling_s = result.end_s - result.idle_s - timed.busy_s
+    return figures(result, info.default_slo, scheduling_s)
+
+
+def show(results: dict[str, dict[str, object]], console: Console) -> None:
+    table = Table(title=f"hybrid load ({ASKED})")
+    columns = ("RT", "both %", "TTFT %", "TPOT %", "TTFT p50 / p99 s", "gap p99 s")
+    columns += ("BE tok/s", "of fcfs", "step ms", "scheduling")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    base = results.get("fcfs", {}).get("be", {}).get("tokens_per_s")  # type: ignore[attr-defined]
+    for label, result in results.items():
+        rt, be = result["rt"], result["be"]
+        assert isinstance(rt, dict) and isinstance(be, dict)
+        rate = be["tokens_per_s"]
+        table.add_row(
+            label,
+            str(rt["requests"]),
+            *(percent(rt[name]) for name in ("both_met", "ttft_met", "tpot_met")),
+            f"{rt['ttft_s']['p50']:.2f} / {rt['ttft_s']['p99']:.2f}" if rt["requests"] else "-",
+            f"{result['gap_p99_s']:.3f}" if result["gap_p99_s"] else "-",
+            f"{rate:.0f}" if rate else "-",
+            f"{rate / base:.0%}" if rate and base else "-",
+            f"{1e3 * result['mean_step_s']:.0f}",  # type: ignore[operator]
+            f"{result['scheduling_share']:.2%}",
+        )
+    console.print(table)
+
+
+def percent(share: dict[str, int]) -> str:
+    met, decided = share.values()
+    return f"{100 * met / decided:.1f}" if decided else "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--duration", type=float, default=120.0, help="seconds per policy")
+    parser.add_argument("--rate", type=float, default=0.25, help="real-time requests per second")
+    parser.add_argument("--longest-prompt", type=int, default=200, help="tokens, see above")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="comma-separated labels, e.g. fcfs,bros")
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    args = parser.parse_args()
+    console = Console()
+    files = resolve_model(None, default_cache_dir(), console.print)
+    config = EngineConfig(weights="fp32", max_model_len=2048)
+    executor, info = load_executor(config, files)
+    folders = profile_folders(default_cache_dir())
+    model = step_time_model(config, executor, info, SystemClock(), folders, console.print)
+    slo = Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
+    build = {"info": dataclasses.replace(info, default_slo=slo), "model": model}
+    wanted = args.only.split(",") if args.only else [label for label, *_ in RUNS]
+    results = {}
+    for label, policy, share, in_flight in RUNS:
+        if label not in wanted:
+            continue
+        console.print(f"{label}: {args.duration:g} s", style="dim")
+        found = arrivals(share * args.rate, args.duration, args.seed, args.longest_prompt)
+        policy_config = dataclasses.replace(config, policy=policy)
+        results[label] = run(
+            executor, policy_config, build, found, in_flight, args.seed, args.duration
+        )
+    show(results, console)
+    if args.json:
+        settings = {key: value for key, value in vars(args).items() if key != "json"}
+        saved = {"environment": environment(), "settings": settings, "results": results}
+        args.json.write_text(json.dumps(saved, indent=2) + "\n")
+        console.print(f"saved {args.json}")
+
+
+if __name__ == "__main__":
+    main()
