@@ -1,4 +1,4 @@
-"""Builds the optional C++ kernels; everything else about the package is in pyproject.toml.
+"""Builds the optional C++ kernels and packs profiles/; all else about it is in pyproject.toml.
 
 Without a working compiler the package still installs, and runs on the reference kernels.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 COMMON_FLAGS = [
     "-O3",
@@ -61,6 +62,19 @@ class BuildKernels(build_ext):
         )
 
 
+class BuildPackage(build_py):
+    """Puts profiles/ into the package, for installations without the source tree."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for path in sorted(Path("profiles").glob("*/*.json")):
+            folder = Path(self.build_lib, "bros", "_profiles", path.parent.name)
+            self.mkpath(str(folder))
+            self.copy_file(str(path), str(folder / path.name))
+
+
 setup(
     ext_modules=[
         Extension(
@@ -76,5 +90,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
 )
