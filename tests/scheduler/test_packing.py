@@ -294,6 +294,9 @@ def test_paper_runs_the_head_at_least() -> None:
     assert names(packing.selected) == ["head", "next", "last"]
     assert packing.selected[0][1] == 200
     assert packing.seconds <= 1.1 * seconds([(Item("head", 200), 200)])
+    second = Item("second", 60, 0, 0.02)
+    packing = run([Item("head", 200, 0, 0.01), second, row("last", 9.0)], bounds=PAPER)
+    assert names(packing.selected) == ["head"], "it does not carry on with those that cost time"
     packing = run([row("head", 0.001), Item("prompt", 100, 0, 9.0)], bounds=PAPER)
     assert names(packing.selected) == ["head"] and packing.violated
 
@@ -317,10 +320,13 @@ def test_filler_takes_the_row_of_the_last_that_can_wait() -> None:
     bounds = Bounds(rows=3, tokens=99, tbar_s=0.03)
     urgent = [row("a", 0.2), row("b", 0.2), row("c", 0.2)]
     memory = Blocks(100)
-    packing = run(urgent, [Item("f", 30, 4), row("g")], bounds, memory)
+    packing = run(urgent, [Item("f", 30, 4), row("g"), row("h")], bounds, memory)
     assert names(packing.selected) == ["a", "f", "g"], "never the head"
     assert memory.reserved.keys() == {"a", "f", "g"}
     assert {(item.name, why) for item, why in packing.passed_over} == {("b", "rows"), ("c", "rows")}
+    assert packing.filler_stop == "rows"
+    few_tokens = replace(bounds, tokens=4)
+    assert names(run(urgent, [row("f"), row("g")], few_tokens).selected) == ["a", "f", "g"]
     no_replace = replace(bounds, rules=Rules(replace=False))
     assert names(run(urgent, [row("f")], no_replace).selected) == ["a", "b", "c"]
 
@@ -345,6 +351,16 @@ def test_who_keeps_its_row(last: Item, filler: Item, sticky: str, why: str) -> N
     assert names(packing.selected) == ["head", "last"], why
     assert memory.reserved.keys() == {"head", "last"}
     assert math.isclose(packing.seconds, seconds(packing.selected))
+    assert math.isclose(predictor().safe_seconds(packing.load), packing.seconds)
+
+
+def test_filler_alone_runs_however_little_time_there_is() -> None:
+    bounds = Bounds(rows=9, tokens=99, filler_s=0.001)
+    fillers = [Item("f", 60, 0), row("g")]
+    packing = run([], fillers, bounds)
+    assert [(item.name, n) for item, n in packing.selected] == [("f", 16)], "a smallest chunk"
+    assert [n for _, n in run([], fillers, replace(PAPER, filler_s=0.001)).selected] == [60]
+    assert names(run([], fillers[1:], bounds).selected) == ["g"]
 
 
 # What filler is owed

@@ -113,6 +113,7 @@ def check_resources(packing: Packing[Item], bounds: Bounds, free_blocks: int) ->
     assert sum(count for _, count in chosen) <= bounds.tokens
     assert sum(blocks_for(item, count) for item, count in chosen) <= free_blocks
     assert math.isclose(packing.seconds, seconds(chosen), rel_tol=1e-9)
+    assert math.isclose(predictor().safe_seconds(packing.load), packing.seconds, rel_tol=1e-9)
     replaced = sum(reason == "rows" and item.remaining == 1 for item, reason in packing.passed_over)
     urgent = packing.num_urgent + replaced
     assert len(chosen) <= max(bounds.rows, urgent + (bounds.filler_credit_s > 0))
