@@ -264,6 +264,24 @@ def test_pressing_deadlines_go_first_among_best_effort_requests() -> None:
     assert list(run.first_run) == ["pressing", "be0", "be1", "be2", "relaxed"]
 
 
+def test_order_of_best_effort_work() -> None:
+    """Rows, then what is pressing, prompts that are nearly done, newcomers."""
+    run = VirtualRun(max_batch_tokens=300, rt_wait=1.0, max_num_seqs=20)
+    run.submit("row", 5, BE, max_tokens=50)
+    run.submit("long", 900, BE)
+    run.step()
+    run.submit("short", 500, BE, salt=300)
+    run.steps(2)
+    run.submit("new", 20, BE, salt=700)
+    run.submit("pressing", 20, BE, slo=Slo(deadline_s=0.5), salt=800)
+    plan = run.step()
+    assert plan is not None
+    assert [chunk.request_id for chunk in plan.chunks][:3] == ["row", "pressing", "long"]
+    run.drain()
+    order = list(run.first_run)
+    assert order.index("pressing") < order.index("new")
+
+
 def test_a_deadline_presses_once_there_is_just_time_enough() -> None:
     run = VirtualRun(max_num_seqs=1)
     for number in range(20):
