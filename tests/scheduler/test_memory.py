@@ -175,16 +175,16 @@ def test_any_sequence_keeps_the_books(
             assert memory.victims == victims
         asking = untouched.pop(data.draw(st.integers(0, len(untouched) - 1)))
         tokens = data.draw(st.integers(1, asking.remaining))
-        known, victims = {s.request_id for s in memory.victims}, len(memory.victims)
+        known, before = {s.request_id for s in memory.victims}, len(memory.victims)
         if memory.reserve(asking, tokens):
             assert asking.request_id not in known
             granted[asking.request_id] = kv.blocks_needed(asking.request_id, tokens)
-            for victim in memory.victims[victims:]:
+            for victim in memory.victims[before:]:
                 assert victim.rank > asking.rank, "only from those of higher rank"
                 assert victim.request_id not in granted, "never from one in the step"
                 assert asking.num_cached or preempt
         else:
-            assert len(memory.victims) == victims, "nobody is thrown out in vain"
+            assert len(memory.victims) == before, "nobody is thrown out in vain"
         assert not granted.keys() & {s.request_id for s in memory.victims}
         freed = sum(kv.blocks_of(s.request_id) for s in memory.victims)
         assert sum(granted.values()) <= free_before + freed

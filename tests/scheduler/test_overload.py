@@ -18,7 +18,7 @@ SLOW = Slo(2.2, 10.0)
 
 def loaded(overload: str, **options: object) -> VirtualRun:
     """About two seconds of prompts ahead of whoever comes next with the same objective."""
-    run = VirtualRun(overload=overload, **options)
+    run = VirtualRun(overload=overload, **options)  # type: ignore[arg-type]
     for number in range(20):
         assert run.submit(f"ahead{number}", 100, slo=SLOW, salt=30 * number) is RT
     return run

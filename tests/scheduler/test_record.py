@@ -49,7 +49,7 @@ def trace_of(run: VirtualRun, name: str) -> RequestTrace:
 def test_why_a_request_waited(
     policy: str, options: dict[str, object], first: tuple[int, object], reason: str
 ) -> None:
-    run = VirtualRun(policy, **options)
+    run = VirtualRun(policy, **options)  # type: ignore[arg-type]
     length, service_class = first
     run.submit("first", length, service_class, salt=300)  # type: ignore[arg-type]
     run.submit("waits", 6, BE)
@@ -76,6 +76,21 @@ def test_waits_cover_the_time_in_the_queue_and_not_more_than_was_lost(run: Virtu
         assert waited_s >= queued_s - 1e-9
         assert all(seconds > 0.0 for seconds in trace.waits.values())
         assert trace.waits.keys() <= {"time", "rows", "tokens", "memory", "turn"}
+
+
+def test_a_row_that_does_not_fit_into_the_time_waits_too() -> None:
+    run = VirtualRun(be_share=0.0)
+    run.submit("be", 5, BE, max_tokens=90)
+    run.step()
+    run.submit("rt", 5, slo=Slo(0.4, 0.0224), max_tokens=60)
+    run.steps(50)
+    lost_s = sum(
+        seconds
+        for plan, seconds in zip(run.plans, run.seconds, strict=True)
+        if all(chunk.request_id != "be" for chunk in plan.chunks)
+    )
+    assert lost_s > 0.2
+    assert trace_of(run, "be").waits == {"time": pytest.approx(lost_s)}
 
 
 def test_a_request_that_still_waits_says_so_far() -> None:

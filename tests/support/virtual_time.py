@@ -30,7 +30,9 @@ class VirtualRun:
     token_times: when tokens came. first_run: when a request first was in a step, in that order.
     """
 
-    def __init__(self, policy: str = "bros", *, truth: CostModel = MODEL, **options: object):
+    def __init__(
+        self, policy: str = "bros", *, truth: CostModel = MODEL, **options: object
+    ) -> None:
         self.scheduler = make_scheduler(policy, **{"blocks": 4000, **options})  # type: ignore[arg-type]
         self._executor = ToyModel(4)
         self._truth = truth
@@ -55,7 +57,7 @@ class VirtualRun:
     ) -> ServiceClass:
         """A request that arrived now, or before. salt: with different ones, no common prefix."""
         ids = [1 + (salt + i) % 900 for i in range(prompt)]
-        asked = request(name, ids, service_class, slo=slo, **params)
+        asked = request(name, ids, service_class, slo=slo, **params)  # type: ignore[arg-type]
         asked = replace(asked, arrival_s=self.now if arrived_s is None else arrived_s)
         served_as = self.scheduler.submit(asked, self.now)
         self.requests[name] = asked
@@ -112,7 +114,7 @@ def random_run(policy: str, seed: int, *, requests: int = 40, **options: object)
     """Requests of both classes at random times, in more memory than they need or in less."""
     rng = random.Random(seed)
     chosen = {"blocks": rng.choice([24, 60, 400]), "max_batch_tokens": rng.choice([16, 64])}
-    run = VirtualRun(policy, **(chosen | options))
+    run = VirtualRun(policy, **(chosen | options))  # type: ignore[arg-type]
     for number in range(requests):
         slo = rng.choice([Slo(), Slo(), Slo(0.1, 0.05), Slo(5.0, 1.0, 10.0)])
         service_class = rng.choice([RT, BE])
