@@ -124,7 +124,9 @@ class EngineConfig(_Checked):
         0.02, "share of the time that best-effort work gets in any case", low=0, high=0.9
     )
     be_max_wait: float = option(
-        30.0, "seconds for which best-effort requests may be overtaken by others with a common prefix", low=0
+        30.0,
+        "seconds for which best-effort requests may be overtaken by others with a common prefix",
+        low=0,
     )
     late: str = option(
         "renew",

@@ -68,9 +68,11 @@ class TrialMemory:
         self._open = True
         self._growth: list[tuple[int, int]] | None = None
         self.victims: list[RequestState] = []
+        self.refusal = "memory"
 
     def reserve(self, state: RequestState, num_tokens: int) -> bool:
         """True if the next `num_tokens` tokens fit, after what was reserved before."""
+        self.refusal = "memory"
         if state.num_cached == 0:
             return self._admit(state, num_tokens)
         if state in self.victims:
@@ -91,6 +93,7 @@ class TrialMemory:
         admitted only to be thrown out.
         """
         if not self._open or self._seats[state.service_class] <= 0:
+            self.refusal = "memory" if not self._open else "rows"
             return False
         size = self._kv.block_size
         everything, now = -(-state.remaining // size), -(-num_tokens // size)

@@ -19,7 +19,7 @@ happens is still computed but no longer binds the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -55,6 +55,11 @@ class Reservations(Protocol[_C]):
 
     def reserve(self, candidate: _C, num_tokens: int) -> bool:
         """True if the next `num_tokens` tokens fit, after what was reserved before."""
+        ...
+
+    @property
+    def refusal(self) -> str:
+        """Why the last reservation was refused: "memory", or "rows" if too many hold some."""
         ...
 
     def cancel(self, candidate: _C) -> bool:
@@ -108,8 +113,8 @@ class Packing(Generic[C]):
 
     selected: (candidate, tokens), urgent first. load, urgent_s, seconds: the predicted step,
     its urgent part and the whole. violated: a decode row will be late because of the others
-    (or the early return was taken). full: the batch size kept a candidate out. passed_over: (candidate,
-    reason) of those that were looked at; urgent_stop, filler_stop: why the rest was not.
+    (or the early return was taken). full: the batch size kept a candidate out. passed_over:
+    (candidate, reason) of those looked at; urgent_stop, filler_stop: why the rest was not.
     """
 
     selected: list[tuple[C, int]] = field(default_factory=list)
@@ -200,10 +205,11 @@ class _Packer(Generic[C]):
                 if candidate.remaining > 1:
                     packing.passed_over.append((candidate, "rows"))
                     continue
-            if not self._take_one_urgent(candidate) and self._rules.early_return:
-                packing.violated = True
-                packing.urgent_stop = "time"
-                go_on = False
+            refused = self._take_one_urgent(candidate)
+            if refused in ("time", "tokens") and self._rules.early_return:
+                packing.urgent_stop = refused
+                go_on = refused == "tokens"  # which is no fault of the objectives
+                packing.violated |= not go_on
                 break
         self._tokens_left += kept
         packing.num_urgent = len(packing.selected)
@@ -242,14 +248,16 @@ class _Packer(Generic[C]):
                 return
             self._take(candidate, num_tokens)
 
-    def _take_one_urgent(self, candidate: C) -> bool:
-        """False if there is no time for it."""
+    def _take_one_urgent(self, candidate: C) -> str | None:
+        """Why it is not in the step, if it is not."""
         due_s = candidate.deadline_s - self._now
         if candidate.remaining == 1:
             refused = self._take_row(candidate, self._limit_s)
             if refused is None and due_s < self._limit_s:
                 self._bind(candidate, self.packing.seconds <= due_s, due_s)
-            return refused != "time"
+            return refused
+        if self._is_cut_off(candidate):
+            return self._pass_over(candidate, "tokens")
         num_tokens = self._chunk_within(candidate, self._limit_s)
         finish_s = self._finish_s(candidate, num_tokens)
         on_time = finish_s <= due_s
@@ -261,11 +269,11 @@ class _Packer(Generic[C]):
                 least = min(candidate.remaining, self._rules.min_chunk)
                 num_tokens = min(least, self._tokens_left)
         if num_tokens == 0:
-            self.packing.passed_over.append((candidate, "time"))
-            return False
-        if self._take(candidate, num_tokens):
+            return self._pass_over(candidate, "time")
+        refused = self._take(candidate, num_tokens)
+        if refused is None:
             self._bind(candidate, on_time, due_s - (finish_s - self.packing.seconds))
-        return True  # lack of memory is no lack of time
+        return refused
 
     def _take_row(self, candidate: C, limit_s: float) -> str | None:
         """The same as `_take` for a decode row, which asks for the time once; why not, if not."""
@@ -279,9 +287,8 @@ class _Packer(Generic[C]):
             self._tokens_left -= 1
             return None
         packing.load.remove_row(candidate.num_cached)
-        reason = "memory" if seconds <= limit_s else "time"
-        packing.passed_over.append((candidate, reason))
-        return reason
+        reason = self._memory.refusal if seconds <= limit_s else "time"
+        return self._pass_over(candidate, reason)
 
     def _bind(self, candidate: C, on_time: bool, limit_s: float) -> None:
         """Hold the step to the deadline of a selected candidate, unless that is lost already."""
@@ -296,7 +303,7 @@ class _Packer(Generic[C]):
         """Most tokens of a candidate that keep the step within `limit_s`; 0 if too few."""
         remaining = candidate.remaining
         most = min(remaining, self._tokens_left)
-        if most < remaining and not self._rules.chunked and self.packing.selected:
+        if self._is_cut_off(candidate):
             return 0
         if limit_s == math.inf or self._seconds_with(candidate, most) <= limit_s:
             return most
@@ -333,12 +340,21 @@ class _Packer(Generic[C]):
             seconds += self._predictor.prefill_seconds(rest, candidate.num_cached + num_tokens)
         return seconds
 
-    def _take(self, candidate: C, num_tokens: int) -> bool:
+    def _is_cut_off(self, candidate: C) -> bool:
+        """Its prompt may not be cut, and there are too few tokens left for all of it."""
+        too_long = candidate.remaining > self._tokens_left
+        return too_long and not self._rules.chunked and bool(self.packing.selected)
+
+    def _take(self, candidate: C, num_tokens: int) -> str | None:
+        """Why it is not in the step, if it is not."""
         if not self._memory.reserve(candidate, num_tokens):
-            self.packing.passed_over.append((candidate, "memory"))
-            return False
+            return self._pass_over(candidate, self._memory.refusal)
         self._select(candidate, num_tokens)
-        return True
+        return None
+
+    def _pass_over(self, candidate: C, reason: str) -> str:
+        self.packing.passed_over.append((candidate, reason))
+        return reason
 
     def _select(self, candidate: C, num_tokens: int) -> None:
         packing = self.packing
@@ -361,22 +377,31 @@ class _Packer(Generic[C]):
         if index < 1 or packing.selected[index][0].remaining > 1 or candidate.num_cached == 0:
             return False
         waiting = packing.selected[index][0]
-        packing.load.remove(1, waiting.num_cached, True)
+        packing.load.remove_row(waiting.num_cached)
         num_tokens = self._chunk_within(candidate, limit_s)
-        if num_tokens > 0:
-            after_s = self._seconds_with(candidate, num_tokens) + self._bounds.tbar_s
-            on_time = self._now + after_s <= waiting.deadline_s
-            if on_time and memory.reserve(candidate, num_tokens):
-                if memory.cancel(waiting):
-                    del packing.selected[index]
-                    packing.num_urgent -= 1
-                    packing.passed_over.append((waiting, "rows"))
-                    self._tokens_left += 1
-                    self._select(candidate, num_tokens)
-                    return True
-                memory.cancel(candidate)
-        packing.load.add(1, waiting.num_cached, True)
+        after_s = self._seconds_with(candidate, num_tokens) + self._bounds.tbar_s
+        on_time = self._now + after_s <= waiting.deadline_s
+        if num_tokens > 0 and on_time and memory.cancel(waiting):
+            if memory.reserve(candidate, num_tokens):
+                del packing.selected[index]
+                packing.num_urgent -= 1
+                packing.urgent_s = self._seconds_of(packing.selected[:index])
+                packing.passed_over.append((waiting, "rows"))
+                self._tokens_left += 1
+                self._select(candidate, num_tokens)
+                return True
+            given_back = memory.reserve(waiting, 1)
+            assert given_back, "its blocks were free a moment ago"
+        packing.load.add_row(waiting.num_cached)
         return False
+
+    def _seconds_of(self, selected: Sequence[tuple[C, int]]) -> float:
+        """A step of these alone, on the safe side."""
+        assert self._predictor is not None
+        load = StepLoad()
+        for candidate, num_tokens in selected:
+            load.add(num_tokens, candidate.num_cached, num_tokens == candidate.remaining)
+        return self._predictor.safe_seconds(load)
 
     def _why_full(self) -> str:
         return "tokens" if self._tokens_left == 0 else "rows"

@@ -22,6 +22,7 @@ class StepLedger:
         self._expected_s = 0.0
         self._packing: Packing[RequestState] = Packing()
         self._blocked: list[tuple[ServiceClass, str]] = []
+        self._idle: list[tuple[RequestState, str]] = []
 
     def begin(
         self,
@@ -40,6 +41,13 @@ class StepLedger:
             for service_class, waiting in queues.waiting.items()
             if waiting
         ]
+        taken = {state.request_id for state, _ in packing.selected}
+        reasons = {state.request_id: reason for state, reason in packing.passed_over}
+        self._idle = [
+            (state, reasons.get(state.request_id) or _why_stopped(packing, state.service_class))
+            for state in queues.running
+            if state.request_id not in taken
+        ]
 
     def end(
         self, now: float, predictor: StepTimePredictor | None, queues: Queues
@@ -48,8 +56,8 @@ class StepLedger:
         seconds, packing = now - self._began_s, self._packing
         self.seconds += seconds
         be_waits = any(service_class is ServiceClass.BE for service_class, _ in self._blocked)
-        for state, reason in packing.passed_over:
-            if state.num_cached > 0:  # else its queue accounts for it
+        for state, reason in self._idle:
+            if not state.record.left:
                 state.record.wait(reason, seconds)
                 be_waits |= state.service_class is ServiceClass.BE
         for service_class, reason in self._blocked:
@@ -72,5 +80,9 @@ def _why_waiting(packing: Packing[RequestState], service_class: ServiceClass) ->
     for state, reason in packing.passed_over:
         if state.service_class is service_class and state.num_cached == 0:
             return reason
+    return _why_stopped(packing, service_class)
+
+
+def _why_stopped(packing: Packing[RequestState], service_class: ServiceClass) -> str:
     stop = packing.urgent_stop if service_class is ServiceClass.RT else packing.filler_stop
     return stop or "turn"

@@ -152,3 +152,13 @@ def test_policies_without_predictions_cannot_tell(policy: str, overload: str) ->
         return
     with pytest.raises(ConfigError, match=f"--overload {overload}"):
         make_scheduler(policy, overload=overload)
+
+
+def test_prompts_that_are_due_later_are_not_in_the_way() -> None:
+    run = VirtualRun(overload="relegate")
+    for number in range(20):
+        run.submit(f"patient{number}", 100, slo=Slo(1e6, 10.0), salt=30 * number)
+    assert run.submit("urgent", 20) is RT
+    run.drain()
+    trace = run.scheduler.trace("urgent", run.now)
+    assert trace is not None and trace.late_tokens == 0

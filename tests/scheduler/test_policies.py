@@ -320,3 +320,39 @@ def test_a_common_prefix_overtakes_others_for_a_bounded_time() -> None:
         assert run.now < 30.0, "starved"
     most_behind = math.ceil(2.0 / min(run.seconds)) * 2
     assert list(run.first_run).index("other") <= most_behind
+
+
+def test_the_share_holds_for_a_single_best_effort_request_that_already_runs() -> None:
+    """Nobody else of its class waits, and the token budget ends every step."""
+    run = VirtualRun("bros", be_share=0.1, max_batch_tokens=64, blocks=100_000)
+    run.submit("be", 4, BE, max_tokens=10_000, ignore_eos=True)
+    run.steps(2)
+    for number in range(60):
+        run.submit(f"rt{number}", 500, RT, salt=number, max_tokens=1)
+    began = len(run.token_times["be"])
+    run.steps(400)
+    steps_with = sum(any(c.request_id == "be" for c in plan.chunks) for plan in run.plans[2:])
+    assert len(run.token_times["be"]) - began == steps_with > 40
+
+
+def test_what_is_owed_is_paid_in_steps_of_usual_length() -> None:
+    """However much has added up while there was no memory, steps keep to the usual bound."""
+    run = VirtualRun("bros", be_share=0.5, max_batch_tokens=1000, blocks=130)
+    run.submit("rt", 250, RT, max_tokens=260, ignore_eos=True)
+    run.steps(1)
+    run.submit("be", 400, BE, max_tokens=1)
+    run.drain()
+    assert run.first_run["be"] > 5.0
+    assert max(run.seconds[1:]) <= 0.16 + 0.16
+
+
+def test_a_prompt_that_exceeds_the_token_budget_is_no_violation_by_the_paper() -> None:
+    run = VirtualRun("bros", packing="paper", max_batch_tokens=20, max_num_seqs=64)
+    run.submit("row", 4, RT, max_tokens=30, ignore_eos=True)
+    run.steps(2)
+    run.submit("long", 50, RT, max_tokens=1)
+    run.submit("be", 4, BE, max_tokens=5)
+    plan = run.step()
+    assert plan is not None
+    assert {chunk.request_id for chunk in plan.chunks} == {"row", "be"}
+    assert run.scheduler.stats().batch_resets == 0

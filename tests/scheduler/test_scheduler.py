@@ -83,9 +83,7 @@ def test_any_load_is_served_right_and_to_the_end(data: st.DataObject) -> None:
         out = min(out, capacity - length)
         name = f"r{number}"
         slo = data.draw(st.sampled_from([Slo(), Slo(0.05, 0.03), Slo(deadline_s=1.0)]))
-        pending[name] = request(
-            name, length, service_class, max_tokens=out, arrival_s=now, slo=slo
-        )
+        pending[name] = request(name, length, service_class, max_tokens=out, arrival_s=now, slo=slo)
         produced[name] = []
         scheduler.submit(pending[name], now)
         for _ in range(data.draw(st.integers(0, 3))):

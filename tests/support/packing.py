@@ -44,6 +44,8 @@ def blocks_for(item: Item, num_tokens: int) -> int:
 class Blocks:
     """Plain block counts. sticky: names whose reservations cannot be given back."""
 
+    refusal = "memory"
+
     def __init__(self, free: int = 10**6, sticky: frozenset[str] = frozenset()) -> None:
         self.free = free
         self.reserved: dict[str, int] = {}

@@ -185,13 +185,13 @@ class BrosPolicy:
     def _urgent(self, queues: Queues) -> Iterable[RequestState]:
         waiting = queues.waiting[ServiceClass.RT]
         late = self._late(queues)
-        on_time = waiting[: min(len(waiting) - len(late), self._settings.rows)]
+        on_time = waiting[: min(len(waiting) - len(late), self._settings.rows + 1)]
         running = by_deadline(s for s in queues.running if s.service_class is ServiceClass.RT)
         order: Iterator[RequestState] = heapq.merge(running, on_time, key=deadline_key)
         if self._settings.late == "shed" or not late:
             return order
         first = 1 if self._steps % _LATE_TURN == 0 else 0
-        return itertools.chain(late[:first], order, late[first : self._settings.rows])
+        return itertools.chain(late[:first], order, late[first : self._settings.rows + 1])
 
     # Best-effort
 
@@ -200,7 +200,7 @@ class BrosPolicy:
         running = [s for s in queues.running if s.service_class is ServiceClass.BE]
         rows = [s for s in running if s.remaining == 1]
         prompts = sorted((s for s in running if s.remaining > 1), key=lambda s: s.remaining)
-        waiting = queues.waiting[ServiceClass.BE][: self._settings.rows]
+        waiting = queues.waiting[ServiceClass.BE][: self._settings.rows + 1]
         pressing = bisect.bisect_left(waiting, _LAST, key=_section)
         return itertools.chain(rows, waiting[:pressing], prompts, waiting[pressing:])
 
@@ -214,7 +214,9 @@ class BrosPolicy:
 
     def _work_s(self, state: RequestState) -> float:
         """Time that a best-effort request is going to take, in steps of the longest kind."""
-        steps = self._expected_tokens(state) * max(self._tbar_s, self._settings.rt_wait * self._settings.ttft_s)
+        steps = self._expected_tokens(state) * max(
+            self._tbar_s, self._settings.rt_wait * self._settings.ttft_s
+        )
         return self._predictor.prefill_seconds(state.remaining) + steps
 
     def _group(self, state: RequestState, now: float) -> int:
@@ -230,11 +232,16 @@ class BrosPolicy:
         return groups.setdefault(prefix, (now, state.arrival_index))[1]
 
     def _due_credit_s(self) -> float:
-        """What best-effort work is owed, once that pays for a piece of a prompt."""
+        """What best-effort work is owed, once that pays for a piece of a prompt.
+
+        Paid in steps that are no longer than usual, however much has added up.
+        """
         rules = self._settings.rules
         piece_s = self._predictor.prefill_seconds(2 * rules.min_chunk)
         piece_s -= self._predictor.prefill_seconds(rules.min_chunk)
-        return self._credit_s if self._credit_s >= piece_s else 0.0
+        if self._credit_s < piece_s:
+            return 0.0
+        return min(self._credit_s, self._settings.rt_wait * self._settings.ttft_s)
 
 
 def _section(state: RequestState) -> float:

@@ -24,7 +24,7 @@ class EdfPolicy(OrderPolicy):
         state.queue_key = (state.deadline_s, *state.rank)
 
     def turn(self, queues: Queues, now: float) -> Turn:
-        rows = self._bounds.rows
-        waiting = [queues.waiting[cls][:rows] for cls in ServiceClass]
+        some = self._bounds.rows + 1  # one more, which then says why it waits
+        waiting = [queues.waiting[cls][:some] for cls in ServiceClass]
         order = heapq.merge(by_deadline(queues.running), *waiting, key=deadline_key)
         return Turn(urgent=order, bounds=self._bounds)

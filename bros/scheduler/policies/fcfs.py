@@ -17,8 +17,8 @@ class FcfsPolicy(OrderPolicy):
         state.rank = state.queue_key = (state.arrival_index,)
 
     def turn(self, queues: Queues, now: float) -> Turn:
-        rows = self._bounds.rows
-        waiting = [queues.waiting[cls][:rows] for cls in ServiceClass]
+        some = self._bounds.rows + 1  # one more, which then says why it waits
+        waiting = [queues.waiting[cls][:some] for cls in ServiceClass]
         order = heapq.merge(queues.running[:], *waiting, key=_rank)
         return Turn(urgent=order, bounds=self._bounds)
 

@@ -62,8 +62,11 @@ class OverloadGuard:
         if slo.ttft_s is None:
             return -math.inf
         share = max(1.0 - decode_s / (slo.tpot_s or slo.ttft_s), _MIN_SHARE)
-        ahead = [s for s in queues.waiting[ServiceClass.RT] if not s.late]
-        tokens = sum(other.remaining for other in ahead)
+        tokens = sum(
+            other.remaining
+            for other in queues.waiting[ServiceClass.RT]
+            if not other.late and other.deadline_s <= state.deadline_s
+        )
         tokens += sum(
             other.remaining
             for other in queues.running

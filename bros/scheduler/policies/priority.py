@@ -23,8 +23,8 @@ class PriorityPolicy(OrderPolicy):
         state.rank = state.queue_key = (best_effort, state.arrival_index)
 
     def turn(self, queues: Queues, now: float) -> Turn:
-        rows = self._bounds.rows
+        some = self._bounds.rows + 1  # one more, which then says why it waits
         order = queues.running[:]
         for service_class in (ServiceClass.RT, ServiceClass.BE):
-            order += queues.waiting[service_class][:rows]
+            order += queues.waiting[service_class][:some]
         return Turn(urgent=order, bounds=self._bounds)

@@ -39,7 +39,7 @@ class RoundRobinPolicy(OrderPolicy):
 
     def _order(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
         running = [state for state in queues.running if state.service_class is service_class]
-        waiting = queues.waiting[service_class][: self._bounds.rows]
+        waiting = queues.waiting[service_class][: self._bounds.rows + 1]
         return list(heapq.merge(running, waiting, key=_rank))
 
 
