@@ -13,7 +13,6 @@ from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.cost_model import CostModel, StepTimePredictor
 from bros.scheduler.counters import ClassCounters
 from bros.scheduler.limits import Limits
-from bros.scheduler.packing import Bounds, Rules
 from bros.scheduler.policies import Policy
 from bros.scheduler.policies.bros import BrosPolicy, BrosSettings
 from bros.scheduler.policies.edf import EdfPolicy
@@ -22,6 +21,7 @@ from bros.scheduler.policies.overload import OverloadGuard
 from bros.scheduler.policies.priority import PriorityPolicy
 from bros.scheduler.policies.rr import RoundRobinPolicy
 from bros.scheduler.scheduler import Scheduler
+from bros.scheduler.selection import Bounds, Rules
 from bros.scheduler.state import RequestState
 
 _ORDER_POLICIES = (FcfsPolicy, PriorityPolicy, RoundRobinPolicy, EdfPolicy)

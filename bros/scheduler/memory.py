@@ -32,7 +32,7 @@ def peak_tokens(holders: Sequence[tuple[int, int]]) -> int:
 
 
 class TrialMemory:
-    """Implements packing.Reservations on a KvCacheManager; changes nothing.
+    """Implements selection.Reservations on a KvCacheManager; changes nothing.
 
     running: requests that hold blocks, sorted by rank. max_holders: how many may hold some;
     real-time requests count only their own kind. newcomers_preempt: requests that hold

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
-from bros.scheduler.packing import Packing
 from bros.scheduler.queues import Queues
+from bros.scheduler.selection import Packing
 from bros.scheduler.state import RequestState
 
 

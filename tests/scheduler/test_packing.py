@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.scheduler.packing import Bounds, Packing, Rules, pack
+from bros.scheduler.packing import pack
+from bros.scheduler.selection import Bounds, Packing, Rules
 from support.packing import (
     Blocks,
     Item,

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from bros.core.request import ServiceClass
 from bros.scheduler.batch_size import AdaptiveBatchSize
 from bros.scheduler.cost_model import StepTimePredictor
-from bros.scheduler.packing import Bounds, Packing, Rules
 from bros.scheduler.policies.base import Turn
 from bros.scheduler.policies.overload import OverloadGuard
 from bros.scheduler.queues import Queues, by_deadline, deadline_key
+from bros.scheduler.selection import Bounds, Packing, Rules
 from bros.scheduler.state import RequestState
 
 _FIRST, _LAST = 0.0, 1.0

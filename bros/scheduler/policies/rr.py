@@ -8,9 +8,9 @@ from __future__ import annotations
 import heapq
 
 from bros.core.request import ServiceClass
-from bros.scheduler.packing import Bounds, Packing
 from bros.scheduler.policies.base import OrderPolicy, Turn
 from bros.scheduler.queues import Queues
+from bros.scheduler.selection import Bounds, Packing
 from bros.scheduler.state import Rank, RequestState
 
 
