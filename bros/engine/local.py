@@ -41,8 +41,9 @@ async def open_local(
     """
     files = await asyncio.to_thread(resolve_model, config.model, cache_dir, report)
     clock = SystemClock()
+    profiles = profile_folders(cache_dir)
     engine, tokenizer = await asyncio.gather(
-        asyncio.to_thread(build_engine, config, files, clock, profiles=profile_folders(cache_dir)),
+        asyncio.to_thread(build_engine, config, files, clock, profiles=profiles, report=report),
         asyncio.to_thread(Tokenizer.load, files.folder),
     )
     client = ThreadEngineClient(engine)
