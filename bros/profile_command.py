@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ def run_profile(config: Config, out: str | None, repeats: int, clock: Clock) -> 
     console = Console()
     cache_dir = _data_dir(config)
     folder = Path(out).expanduser() if out else checkout_profiles() or cache_dir / "profiles"
+    _check_writable(folder)  # now, and not after minutes of measuring
     engine = dataclasses.replace(
         config.engine, max_batch_tokens=max(config.engine.max_batch_tokens, STEP_TOKENS)
     )
@@ -77,13 +79,26 @@ def _data_dir(config: Config) -> Path:
     return Path(chosen).expanduser() if chosen else default_cache_dir()
 
 
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_storable(folder, error) from None
+
+
+def _not_storable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out: profiles cannot be stored in {folder}: {error.strerror}")
+
+
 def _store(measured: Measured, folder: Path, report: Callable[[str], None]) -> None:
     try:
         path = measured.profile.save(folder)
         picture = path.with_suffix(".png")
         plot(measured).savefig(picture)
     except OSError as error:
-        raise ConfigError(f"--out: the profile cannot be stored in {folder}: {error}") from None
+        raise _not_storable(folder, error) from None
     report(f"{path}\n{picture}")
 
 
