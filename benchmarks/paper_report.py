@@ -171,8 +171,8 @@ def write(results: Mapping[str, Any], folder: Path) -> None:
 def tables(results: Mapping[str, Any]) -> Iterator[str]:
     """Lines of Markdown."""
     runs = results["runs"]
-    yield f"bros {results['bros']}, commit {results['commit'][:12]}; "
-    yield f"{results['duration_s']:g} s simulated per run, seed {results['seed']}, "
+    yield f"bros {results['bros']}, commit {results['commit'][:12]};"
+    yield f"{results['duration_s']:g} s simulated per run, seed {results['seed']},"
     yield f"{results['best_effort']['in_flight']} best-effort requests per batch.\n"
     yield "## Targets\n"
     yield "Means over three models. In brackets: how many of the three meet it by themselves.\n"
@@ -229,7 +229,7 @@ def _attainment_table(runs: Sequence[Run]) -> Iterator[str]:
 def _run_table(runs: Sequence[Run], *, highest_only: bool) -> Iterator[str]:
     yield from _head(
         "model", "chats", "req/s", "policy", "normalized latency s", "TTFT %", "TPOT %",
-        "tokens on time %", "BE req/s", "BE tokens/s",
+        "tokens on time %", "RT finished %", "BE req/s", "BE tokens/s",
     )  # fmt: skip
     for lengths, chats in LENGTHS.items():
         for profile, model in MODELS.items():
@@ -249,6 +249,8 @@ def _figures(runs: Sequence[Run]) -> list[str]:
     shown = [f"{mean(latencies):.4f}" if None not in latencies else "-"]
     for field in ("ttft_met", "tpot_met", "tokens_on_time"):
         shown.append(f"{100 * mean([share(run[field]) for run in runs]):.1f}")
+    finished = [run["rt_finished"] / run["rt_requests"] for run in runs]
+    shown.append(f"{100 * mean(finished):.1f}")
     shown.append(f"{mean([run['be_requests_per_s'] for run in runs]):.2f}")
     shown.append(f"{mean([run['be_tokens_per_s'] for run in runs]):.0f}")
     return shown
@@ -289,7 +291,7 @@ def _gain(pairs: Sequence[Pair], field: str) -> float:
 
 def plot(runs: Sequence[Run], lengths: str) -> Figure:
     """A column per model, a row per metric."""
-    figure = Figure(figsize=(11, 10.5), dpi=100, layout="constrained")
+    figure = Figure(figsize=(10, 9.5), dpi=100, layout="constrained")
     axes = figure.subplots(4, len(MODELS), sharex="col", sharey="row")
     titles = ("normalized latency, s", "first token in time, %", "TPOT in time, %",
               "best-effort requests/s")  # fmt: skip

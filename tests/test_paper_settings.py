@@ -40,6 +40,8 @@ def run(policy: str, rate: float, latency_s: float | None, **changes: Any) -> di
         "ttft_met": [1, 2],
         "tpot_met": [2, 2],
         "tokens_on_time": [3, 4],
+        "rt_requests": 5,
+        "rt_finished": 4,
         "be_requests_per_s": 2.0,
         "be_tokens_per_s": 1000.0,
         "mean_step_s": 0.1,
@@ -135,7 +137,7 @@ def test_written_text_above_the_mark_stays(report: ModuleType, tmp_path: Path) -
     report.write(results, tmp_path)
     assert text.read_text().startswith("mine\n" + report.MARK)
     assert "old" not in text.read_text()
-    assert "| OPT-13B | LMSYS | 2 | bros | 0.2000 | 50.0 | 100.0 | 75.0 | 2.00 | 1000 |" in (
+    assert "| OPT-13B | LMSYS | 2 | bros | 0.2000 | 50.0 | 100.0 | 75.0 | 80.0 | 2.00 | 1000 |" in (
         text.read_text()
     )
     assert (tmp_path / "paper_settings_lmsys.png").stat().st_size < 200_000
