@@ -9,6 +9,7 @@ resolved dtypes) are returned by whoever derives them, not stored back.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,8 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
         raise ConfigError(f"{flag}: must not be empty; leave it out for a server without a key")
     if "low" in limits and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ConfigError(f"{flag}: {value!r} is not a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{flag}: {value} is not a number one can reach")
     if "choices" in limits and value not in limits["choices"]:
         allowed = ", ".join(limits["choices"])
         raise ConfigError(f"{flag}: {value!r} is not one of {allowed}")
@@ -115,8 +118,7 @@ class EngineConfig(_Checked):
     )
     rt_wait: float = option(
         0.4,
-        "longest iteration with best-effort work, as a share of --slo-ttft: what a new real-time "
-        "request may have to wait for",
+        "longest step with best-effort work in it, as a share of --slo-ttft",
         low=0.01,
         high=1,
     )
@@ -135,8 +137,7 @@ class EngineConfig(_Checked):
     )
     overload: str = option(
         "late",
-        "real-time requests that cannot meet --slo-ttft on arrival: serve them late, as "
-        "best-effort, or refuse them",
+        "real-time requests that cannot be on time: serve late, as best-effort, or refuse",
         choices=OVERLOAD,
     )
     packing: str = option(

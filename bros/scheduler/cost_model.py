@@ -98,9 +98,10 @@ class StepLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """A fitted step time model; all coefficients are seconds per unit and not negative.
+    """A fitted step time model; coefficients are seconds per unit and not negative.
 
-    hinges: (knot, slope) pairs, each adding slope seconds for every padded token above knot.
+    hinges: (knot, slope) pairs, each adding slope seconds for every padded token above knot; a
+    slope may be negative as long as no sum of token_s and slopes is.
     padding: (limit, multiple) pairs with rising limits: up to `limit` tokens, a step costs as
     much as the next multiple; above the last limit its multiple goes on.
     overlap_swap: copies run beside the computation.

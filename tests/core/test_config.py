@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_limits_are_inclusive_and_enforced(part: type, field: dataclasses.Field[
 
 
 def test_choice_error_lists_what_is_allowed() -> None:
-    with pytest.raises(ConfigError, match="^--policy: 'lifo' is not one of fcfs, priority"):
+    with pytest.raises(ConfigError, match="^--policy: 'lifo' is not one of bros, fcfs, priority"):
         EngineConfig(policy="lifo")
 
 
@@ -101,3 +102,9 @@ def test_parse_bytes_is_number_times_unit(
     scale = (1024 if binary else 1000) ** " KMGT".index(prefix or " ")
     assert parse_bytes(f"{number}{space}{unit}") == number * scale
     assert parse_bytes(f"{number}{space}{unit.lower()}") == number * scale
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_are_finite(value: float) -> None:
+    with pytest.raises(ConfigError, match="^--slo-ttft: "):
+        EngineConfig(slo_ttft=value)

@@ -51,6 +51,8 @@ def some_value(option: Option) -> st.SearchStrategy[Any]:
         return st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["", "MB", "GiB"]))
     if option.kind is int:
         return st.integers(limits.get("low", 0), limits.get("high", 10**9))
+    if option.kind is float:
+        return st.floats(limits["low"], limits.get("high", 1e9))
     return st.from_regex(r"[a-z0-9/._-]{1,20}", fullmatch=True)
 
 
@@ -115,7 +117,7 @@ def test_config_flag_wins_over_config_variable(tmp_path: Path) -> None:
         ({}, {"BROS_PORT": "70000"}, "BROS_PORT: 70000 must be at most 65535"),
         ({"port": "http"}, {}, "--port: 'http' is not a whole number"),
         ({}, {"BROS_PORT": "1.5"}, "BROS_PORT: '1.5' is not a whole number"),
-        ({"policy": "lifo"}, {}, "--policy: 'lifo' is not one of fcfs, priority"),
+        ({"policy": "lifo"}, {}, "--policy: 'lifo' is not one of bros, fcfs, priority, rr, edf"),
         ({}, {"BROS_MAX_NUM_SEQS": "0"}, "BROS_MAX_NUM_SEQS: 0 must be at least 1"),
         (
             {},
@@ -140,7 +142,7 @@ def test_wrong_value_names_source_and_what_is_allowed(
         ("port = true", ":port: True is not a whole number"),
         ("port = 8000.0", ":port: 8000.0 is not a whole number"),
         ("host = 1", ":host: 1 is not a text in quotes"),
-        ('policy = "lifo"', ":policy: 'lifo' is not one of fcfs, priority"),
+        ('policy = "lifo"', ":policy: 'lifo' is not one of bros, fcfs, priority, rr, edf"),
         ("prot = 1", ":prot: there is no such option; did you mean port?"),
         ("zzz = 1", ":zzz: there is no such option"),
         ("[server]\nport = 1", ":server: options are written at the top level, not in tables"),

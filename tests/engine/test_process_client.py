@@ -23,7 +23,7 @@ from support.tiny_models import save_tiny_llama
 
 pytestmark = pytest.mark.multiprocess
 
-CONFIG = EngineConfig(kernels="reference", kv_blocks=64, threads=1)
+CONFIG = EngineConfig(policy="fcfs", kernels="reference", kv_blocks=64, threads=1)
 PROMPT = [5, 6, 7, 8]
 
 
@@ -181,7 +181,7 @@ from bros.executor.model_store import ModelFiles
 
 async def main():
     files = ModelFiles(folder=Path(sys.argv[1]), name="tiny")
-    config = EngineConfig(kernels="reference", kv_blocks=64, threads=1)
+    config = EngineConfig(policy="fcfs", kernels="reference", kv_blocks=64, threads=1)
     client = ProcessEngineClient(config, files, log_level="error")
     await client.start()
     print(client.pid, flush=True)
