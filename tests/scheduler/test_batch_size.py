@@ -26,14 +26,9 @@ def rows_after(batch: AdaptiveBatchSize, steps: Sequence[str]) -> list[int]:
     [
         # Slow start up to the cap.
         ("tcp", [F] * 6, [16, 32, 64, 100, 100, 100]),
-        # The threshold is half of what failed: 64 / 2; doubling up to there, then one by one.
-        ("tcp", [F, F, F, V, F, F, F, F], [16, 32, 64, 8, 16, 32, 33, 34]),
-        # A second violation in slow start: half of 16 is the initial size.
-        ("tcp", [F, V, F, F], [16, 8, 9, 10]),
+        # A violation halves the batch and ends the doubling for good.
+        ("tcp", [F, F, F, V, F, F, V, V, F], [16, 32, 64, 32, 33, 34, 17, 8, 9]),
         ("tcp", [V, V, F], [8, 8, 9]),
-        # An odd threshold stops the doubling: 45 / 2.
-        ("tcp", [F, F, F, V, F, F, *[F] * 13, V, F, F, F],
-         [16, 32, 64, 8, 16, 32, *range(33, 46), 8, 16, 22, 23]),
         # Only steps that were full count.
         ("tcp", [I, F, I, I, F], [8, 16, 16, 16, 32]),
         ("additive", [F, F, I, F, V, F], [9, 10, 10, 11, 8, 9]),
@@ -60,7 +55,7 @@ def test_a_cap_below_the_initial_size_holds() -> None:
     st.sampled_from(["tcp", "additive"]),
     st.lists(st.sampled_from([V, F, F, F, I]), max_size=60),
 )
-def test_bounds_always_hold_and_a_violation_always_resets(
+def test_bounds_always_hold_and_a_violation_always_shrinks(
     initial: int, most: int, growth: str, steps: list[str]
 ) -> None:
     batch = AdaptiveBatchSize(initial, most, growth)
@@ -69,7 +64,8 @@ def test_bounds_always_hold_and_a_violation_always_resets(
         batch.settle(violated=what == V, was_full=what != I)
         assert min(initial, most) <= batch.rows <= most
         if what == V:
-            assert batch.rows == min(initial, most)
+            smallest = min(initial, most)
+            assert batch.rows == (max(before // 2, smallest) if growth == "tcp" else smallest)
         elif what == I:
             assert batch.rows == before
         else:

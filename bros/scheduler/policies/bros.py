@@ -114,7 +114,7 @@ class BrosPolicy:
             urgent=self._urgent(queues),
             filler=self._filler(queues),
             bounds=Bounds(
-                rows=self._batch.rows,
+                rows=self._rows(queues),
                 tokens=self._settings.tokens,
                 filler_s=self._filler_s(now),
                 filler_credit_s=self._due_credit_s(),
@@ -123,6 +123,18 @@ class BrosPolicy:
             ),
             give_up=shed,
         )
+
+    def _rows(self, queues: Queues) -> int:
+        """The batch size bounds best-effort work and newcomers, never what users already watch.
+
+        With fewer rows than running real-time requests most of these would be late, each would be
+        a violation, and the batch would never grow again.
+        """
+        rows, settings = self._batch.rows, self._settings
+        if settings.rules.strict_rows:
+            return rows
+        running = sum(s.service_class is ServiceClass.RT for s in queues.running)
+        return min(max(rows, running + _INITIAL_ROWS), settings.rows)
 
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         self._steps += 1
