@@ -72,6 +72,7 @@ class _Packer(Generic[C]):
         self._now = now
         self._tokens_left = bounds.tokens
         self._limit_s = math.inf
+        self._safety_factor = predictor.safety_factor if predictor else 1.0
 
     def fill_untimed(self, candidates: Iterable[C]) -> None:
         """In order, while rows, tokens and memory last."""
@@ -151,14 +152,14 @@ class _Packer(Generic[C]):
         if candidate.remaining == 1:
             refused = self._take_row(candidate, self._limit_s)
             if refused is None and due_s < self._limit_s:
-                self._bind(candidate, self.packing.seconds <= due_s, due_s)
+                self._bind(candidate, self.packing.seconds, due_s)
             return refused
         if self._is_cut_off(candidate):
             return self._pass_over(candidate, "tokens")
         num_tokens = self._chunk_within(candidate, self._limit_s)
         finish_s = self._finish_s(candidate, num_tokens)
-        on_time = finish_s <= due_s
-        if num_tokens > 0 and not on_time and not self._rules.early_return:
+        hopeless = finish_s > due_s * self._safety_factor
+        if num_tokens > 0 and hopeless and not self._rules.early_return:
             # It will be late anyway: let it not make others late.
             limit_s = min(self._limit_s, self._bounds.filler_s)
             num_tokens = self._chunk_within(candidate, limit_s)
@@ -169,7 +170,7 @@ class _Packer(Generic[C]):
             return self._pass_over(candidate, "time")
         refused = self._take(candidate, num_tokens)
         if refused is None:
-            self._bind(candidate, on_time, due_s - (finish_s - self.packing.seconds))
+            self._bind(candidate, finish_s, due_s)
         return refused
 
     def _take_row(self, candidate: C, limit_s: float) -> str | None:
@@ -187,14 +188,22 @@ class _Packer(Generic[C]):
         reason = self._memory.refusal if seconds <= limit_s else "time"
         return self._pass_over(candidate, reason)
 
-    def _bind(self, candidate: C, on_time: bool, limit_s: float) -> None:
-        """Hold the step to the deadline of a selected candidate, unless that is lost already."""
-        if on_time:
-            self._limit_s = min(self._limit_s, limit_s)
-            return
-        self.packing.violated |= candidate.remaining == 1 and not candidate.late
-        if self._rules.early_return and len(self.packing.selected) == 1:
-            self._limit_s = 1.1 * self.packing.seconds  # A1: the head runs, late as it is
+    def _bind(self, candidate: C, finish_s: float, due_s: float) -> None:
+        """Hold the step to the deadline of a selected candidate, unless that is lost already.
+
+        finish_s: when its token is there on the safe side, in this step or a later one. If that
+        is too late but the expected time is not, nothing more is added, in the hope that it
+        is in time.
+        """
+        packing = self.packing
+        if finish_s <= due_s:
+            self._limit_s = min(self._limit_s, due_s - (finish_s - packing.seconds))
+        elif finish_s <= due_s * self._safety_factor:
+            self._limit_s = min(self._limit_s, packing.seconds)
+        else:
+            packing.violated |= candidate.remaining == 1 and not candidate.late
+            if self._rules.early_return and len(packing.selected) == 1:
+                self._limit_s = 1.1 * packing.seconds  # A1: the head runs, late as it is
 
     def _chunk_within(self, candidate: C, limit_s: float) -> int:
         """Most tokens of a candidate that keep the step within `limit_s`; 0 if too few."""
