@@ -72,6 +72,7 @@ class _Packer(Generic[C]):
         self._now = now
         self._tokens_left = bounds.tokens
         self._limit_s = math.inf
+        self._filler_waits = False
         self._safety_factor = predictor.safety_factor if predictor else 1.0
 
     def fill_untimed(self, candidates: Iterable[C]) -> None:
@@ -117,7 +118,7 @@ class _Packer(Generic[C]):
     def fill(self, candidates: Iterable[C]) -> None:
         """Algorithm 1, lines 17-32."""
         packing, bounds = self.packing, self._bounds
-        limit_s = min(self._limit_s, bounds.filler_s)
+        limit_s = 0.0 if self._filler_waits else min(self._limit_s, bounds.filler_s)
         limit_s = max(limit_s, packing.urgent_s + bounds.filler_credit_s)
         rows = max(bounds.rows, packing.num_urgent + (bounds.filler_credit_s > 0))
         for candidate in candidates:
@@ -193,7 +194,7 @@ class _Packer(Generic[C]):
 
         finish_s: when its token is there on the safe side, in this step or a later one. If that
         is too late but the expected time is not, nothing more is added, in the hope that it
-        is in time.
+        is in time. A prompt that is late is at least not made later by filler.
         """
         packing = self.packing
         if finish_s <= due_s:
@@ -201,6 +202,7 @@ class _Packer(Generic[C]):
         elif finish_s <= due_s * self._safety_factor:
             self._limit_s = min(self._limit_s, packing.seconds)
         else:
+            self._filler_waits |= candidate.remaining > 1
             packing.violated |= candidate.remaining == 1 and not candidate.late
             if self._rules.early_return and len(packing.selected) == 1:
                 self._limit_s = 1.1 * packing.seconds  # A1: the head runs, late as it is
