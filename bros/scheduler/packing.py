@@ -202,10 +202,20 @@ class _Packer(Generic[C]):
         elif finish_s <= due_s * self._safety_factor:
             self._limit_s = min(self._limit_s, packing.seconds)
         else:
-            self._filler_waits |= candidate.remaining > 1
-            packing.violated |= candidate.remaining == 1 and not candidate.late
+            is_new = not (candidate.late or self._rules.early_return)
+            self._filler_waits |= candidate.remaining > 1 and is_new
+            packing.violated |= self._is_others_fault(candidate, due_s)
             if self._rules.early_return and len(packing.selected) == 1:
                 self._limit_s = 1.1 * packing.seconds  # A1: the head runs, late as it is
+
+    def _is_others_fault(self, candidate: C, due_s: float) -> bool:
+        """A decode row will be late, and would not be if it were alone."""
+        assert self._predictor is not None
+        if candidate.remaining > 1 or candidate.late:
+            return False
+        alone = StepLoad()
+        alone.add_row(candidate.num_cached)
+        return self._predictor.seconds(alone) <= due_s
 
     def _chunk_within(self, candidate: C, limit_s: float) -> int:
         """Most tokens of a candidate that keep the step within `limit_s`; 0 if too few."""

@@ -296,13 +296,13 @@ def find_profile(
     report: Callable[[str], None],
     step_tokens: int = 0,
 ) -> Profile | None:
-    """The first profile for `key` in the folders; in one folder, measured goes before quick.
+    """The best profile for `key`: a measured one before a quick one, then the first folder's.
 
     Quick ones have to have been measured with steps of up to `step_tokens` tokens. report is
     told about files that cannot be used, which do no harm otherwise.
     """
+    found = []
     for folder in folders:
-        found = []
         for path in sorted((folder / key.device).glob("*.json")):
             try:
                 profile = load_profile(path)
@@ -312,9 +312,7 @@ def find_profile(
             too_small = profile.kind == QUICK and profile.max_step_tokens < step_tokens
             if profile.key == key and not too_small:
                 found.append(profile)
-        if found:
-            return min(found, key=lambda profile: KINDS.index(profile.kind))
-    return None
+    return min(found, key=lambda profile: KINDS.index(profile.kind), default=None)
 
 
 def versions() -> dict[str, str]:

@@ -258,7 +258,9 @@ class Scheduler:
         self._counters[state.service_class].preemptions += 1
 
     def _give_up(self, state: RequestState, now: float) -> None:
-        retry_s = self._counters[state.service_class].retry_after_s(now)
+        counters = self._counters[state.service_class]
+        counters.rejected += 1
+        retry_s = counters.retry_after_s(now)
         self._drop(state, FinishReason.ERROR, now)
         output = RequestOutput(
             request_id=state.request_id,

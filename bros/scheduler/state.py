@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping
 
@@ -146,6 +145,6 @@ class RequestState:
         interval_s = self.slo.tpot_s
         first_s = self.record.first_token_s
         if interval_s is None or first_s is None:
-            return math.inf
+            return self.deadline_s  # for the whole of a best-effort request, or none
         on_pace_s = first_s + self.num_outputs * interval_s
         return max(now + interval_s, min(on_pace_s, now + _MAX_GAP * interval_s))

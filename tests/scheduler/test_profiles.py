@@ -220,13 +220,21 @@ def test_a_profile_of_something_else_is_not_found(field: str, tmp_path: Path) ->
 
 
 def test_the_first_folder_that_has_one_wins(tmp_path: Path) -> None:
-    mine = dataclasses.replace(PROFILE, kind=QUICK, max_step_tokens=256)
+    mine = dataclasses.replace(PROFILE, date="2001-01-01T00:00:00+00:00")
     mine.save(tmp_path / "mine")
     PROFILE.save(tmp_path / "shipped")
     folders = [tmp_path / "absent", tmp_path / "mine", tmp_path / "shipped"]
     assert find_profile(folders, KEY, nobody_is_told) == mine
-    assert find_profile(folders, KEY, nobody_is_told, step_tokens=256) == mine
-    assert find_profile(folders, KEY, nobody_is_told, step_tokens=257) == PROFILE
+
+
+def test_a_quick_one_does_not_hide_a_thorough_one_in_a_later_folder(tmp_path: Path) -> None:
+    quick = dataclasses.replace(PROFILE, kind=QUICK, max_step_tokens=256)
+    quick.save(tmp_path / "mine")
+    folders = [tmp_path / "mine", tmp_path / "shipped"]
+    assert find_profile(folders, KEY, nobody_is_told, step_tokens=256) == quick
+    assert find_profile(folders, KEY, nobody_is_told, step_tokens=257) is None
+    PROFILE.save(tmp_path / "shipped")
+    assert find_profile(folders, KEY, nobody_is_told, step_tokens=256) == PROFILE
 
 
 def test_measured_goes_before_quick_in_one_folder(tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
         largest = largest_chunk(item, before, left, limit_s)
         assert largest is not None, "selected beyond the limit"
         if seconds([*before, (item, largest)]) + rest_seconds(item, largest) > due_s:
-            assert packing.violated or item.late or item.remaining > 1
+            lost_alone = seconds([(item, 1)]) / SAFETY > due_s
+            assert packing.violated or item.late or item.remaining > 1 or lost_alone
             continue
         assert count == largest
         limit_s = min(limit_s, due_s - rest_seconds(item, count))

@@ -34,6 +34,7 @@ _TIGHT_FOR_S = 60.0
 _INITIAL_ROWS = 8
 _MAX_CREDIT_S = 2.0
 _PREFIX_TOKENS = 64
+_MAX_STALE = 64
 _LAXITY = 1.5
 """A best-effort deadline is pressing when so many times the estimated work is left."""
 
@@ -74,6 +75,7 @@ class BrosPolicy:
         self._steps = 0
         self._tightest_s = settings.ttft_s
         self._tight_until_s = 0.0
+        self._known_deadlines = 0  # after the last clean-up
         self._deadlines: list[tuple[float, int, RequestState]] = []
         self._groups: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
 
@@ -97,7 +99,9 @@ class BrosPolicy:
         best_effort = state.service_class is ServiceClass.BE
         state.rank = (best_effort, state.arrival_index)
         if not best_effort:
-            self._heed(state.slo.ttft_s, now)
+            if state.num_outputs:
+                self._give_time(state, now)  # it has lost its memory, and has to start over
+            self._heed(state, now)
             state.queue_key = (_FIRST, state.deadline_s, state.arrival_index)
             return
         state.queue_key = (_LAST, self._group(state, now), state.arrival_index)
@@ -105,6 +109,8 @@ class BrosPolicy:
             due_s = state.record.arrival_s + state.slo.deadline_s
             start_s = due_s - _LAXITY * self._work_s(state)
             heapq.heappush(self._deadlines, (start_s, state.arrival_index, state))
+            if len(self._deadlines) > _MAX_STALE + 2 * self._known_deadlines:
+                self._forget_ended()
 
     def turn(self, queues: Queues, now: float) -> Turn:
         self._renew(queues, now)
@@ -150,9 +156,16 @@ class BrosPolicy:
 
     # Real-time
 
-    def _heed(self, ttft_s: float | None, now: float) -> None:
-        """Note an objective that is tighter than usual: the next such request is not far."""
-        if ttft_s is not None and (ttft_s <= self._tightest_s or now > self._tight_until_s):
+    def _heed(self, state: RequestState, now: float) -> None:
+        """Note an objective that is tighter than usual: the next such request is not far.
+
+        Unless it cannot be met in any case.
+        """
+        ttft_s = state.slo.ttft_s
+        needed_s = self._predictor.prefill_seconds(state.remaining) + self._tbar_s
+        if ttft_s is None or ttft_s < needed_s:
+            return
+        if (ttft_s <= self._tightest_s) or now > self._tight_until_s:
             self._tightest_s = ttft_s
             self._tight_until_s = now + _TIGHT_FOR_S
 
@@ -187,8 +200,21 @@ class BrosPolicy:
             state = waiting[0]
             if state.deadline_s >= now + self._predictor.prefill_seconds(state.remaining):
                 break
+            if state.num_outputs:
+                self._give_time(state, now)
+                queues.requeue(state, (_FIRST, state.deadline_s, state.arrival_index))
+                continue
             state.late = True
             queues.requeue(state, (_LAST, state.deadline_s, state.arrival_index))
+
+    def _give_time(self, state: RequestState, now: float) -> None:
+        """A deadline anew for a request that was interrupted: somebody is reading its answer.
+
+        It has to compute its prompt again, so it gets what that takes at the least.
+        """
+        least_s = 2.0 * self._predictor.prefill_seconds(state.remaining)
+        state.deadline_s = now + max(state.slo.ttft_s or 0.0, least_s)
+        state.late = True
 
     def _late(self, queues: Queues) -> list[RequestState]:
         waiting = queues.waiting[ServiceClass.RT]
@@ -224,6 +250,12 @@ class BrosPolicy:
             if waits and state.queue_key[0] == _LAST:
                 queues.requeue(state, (_FIRST, start_s, state.arrival_index))
 
+    def _forget_ended(self) -> None:
+        """Drop deadlines of requests that are gone; they may be days away."""
+        self._deadlines = [entry for entry in self._deadlines if not entry[2].record.left]
+        heapq.heapify(self._deadlines)
+        self._known_deadlines = len(self._deadlines)
+
     def _work_s(self, state: RequestState) -> float:
         """Time that a best-effort request is going to take, in steps of the longest kind."""
         steps = self._expected_tokens(state) * max(
@@ -240,8 +272,9 @@ class BrosPolicy:
         while groups and next(iter(groups.values()))[0] < now - age_s:
             groups.popitem(last=False)
         # Older groups take no new members, so `be_max_wait_s` bounds how long one is overtaken.
-        prefix = state.token_ids[:_PREFIX_TOKENS].tobytes()
-        return groups.setdefault(prefix, (now, state.arrival_index))[1]
+        prompt = state.token_ids[: min(state.prompt_len, _PREFIX_TOKENS)]
+        first = groups.setdefault(prompt.tobytes(), (now, state.arrival_index))[1]
+        return min(first, state.arrival_index)
 
     def _due_credit_s(self) -> float:
         """What best-effort work is owed, once that pays for a piece of a prompt.
