@@ -19,7 +19,7 @@ happens is still computed but no longer binds the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Generic
 
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
@@ -51,6 +51,7 @@ def pack(
             packer.fill_untimed(filler)
     elif packer.take_urgent(urgent):
         packer.fill(filler)
+        packer.account_for_replaced()
     return packer.packing
 
 
@@ -73,6 +74,7 @@ class _Packer(Generic[C]):
         self._tokens_left = bounds.tokens
         self._limit_s = math.inf
         self._filler_waits = False
+        self._replaced = False
         self._safety_factor = predictor.safety_factor if predictor else 1.0
 
     def fill_untimed(self, candidates: Iterable[C]) -> None:
@@ -146,6 +148,16 @@ class _Packer(Generic[C]):
                 packing.filler_stop = "time"
                 return
             self._take(candidate, num_tokens)
+
+    def account_for_replaced(self) -> None:
+        """Once for all rows that were given away: what is left of the urgent part takes less."""
+        if not self._replaced:
+            return
+        assert self._predictor is not None
+        packing, load = self.packing, StepLoad()
+        for candidate, num_tokens in packing.selected[: packing.num_urgent]:
+            load.add(num_tokens, candidate.num_cached, num_tokens == candidate.remaining)
+        packing.urgent_s = self._predictor.safe_seconds(load)
 
     def _take_one_urgent(self, candidate: C) -> str | None:
         """Why it is not in the step, if it is not."""
@@ -303,7 +315,7 @@ class _Packer(Generic[C]):
             if memory.reserve(candidate, num_tokens):
                 del packing.selected[index]
                 packing.num_urgent -= 1
-                packing.urgent_s = self._seconds_of(packing.selected[:index])
+                self._replaced = True
                 packing.passed_over.append((waiting, "rows"))
                 self._tokens_left += 1
                 self._select(candidate, num_tokens)
@@ -312,14 +324,6 @@ class _Packer(Generic[C]):
             assert given_back, "its blocks were free a moment ago"
         packing.load.add_row(waiting.num_cached)
         return False
-
-    def _seconds_of(self, selected: Sequence[tuple[C, int]]) -> float:
-        """A step of these alone, on the safe side."""
-        assert self._predictor is not None
-        load = StepLoad()
-        for candidate, num_tokens in selected:
-            load.add(num_tokens, candidate.num_cached, num_tokens == candidate.remaining)
-        return self._predictor.safe_seconds(load)
 
     def _why_full(self) -> str:
         return "tokens" if self._tokens_left == 0 else "rows"
