@@ -222,6 +222,10 @@ class StepTimePredictor:
         """The expected time of a prompt in one step of its own."""
         return self.rho_prefill * self.model.prefill_seconds(tokens, context)
 
+    def added_prefill_seconds(self, tokens: int) -> float:
+        """What `tokens` more add to a step that holds as many of a prompt already."""
+        return self.prefill_seconds(2 * tokens) - self.prefill_seconds(tokens)
+
     def observe(self, load: StepLoad, actual_s: float) -> None:
         """Learn from a step that ran. Outliers count as the end of the clipping range."""
         expected = self.seconds(load)

@@ -32,6 +32,10 @@ class Queues:
         """Not copies: to be read only."""
         return self._waiting
 
+    def running_of(self, service_class: ServiceClass) -> list[RequestState]:
+        """Those of one class, sorted by rank."""
+        return [state for state in self._running if state.service_class is service_class]
+
     def enqueue(self, state: RequestState) -> None:
         """A request that holds no memory starts to wait."""
         bisect.insort(self._waiting[state.service_class], state, key=_queue_key)
@@ -49,17 +53,17 @@ class Queues:
         queue = self._waiting[state.service_class]
         del queue[_index(queue, state, _queue_key)]
         state.record.dequeued(self.blocked.so_far(state.service_class))
-        bisect.insort(self._running, state, key=_rank)
+        bisect.insort(self._running, state, key=rank_key)
 
     def stop(self, state: RequestState) -> None:
         """From running back to waiting."""
-        del self._running[_index(self._running, state, _rank)]
+        del self._running[_index(self._running, state, rank_key)]
         self.enqueue(state)
 
     def remove(self, state: RequestState) -> None:
         """A request leaves for good."""
         if state.num_cached > 0:
-            del self._running[_index(self._running, state, _rank)]
+            del self._running[_index(self._running, state, rank_key)]
             return
         queue = self._waiting[state.service_class]
         del queue[_index(queue, state, _queue_key)]
@@ -78,6 +82,11 @@ class Queues:
             assert all(state.service_class is service_class for state in queue)
 
 
+def rank_key(state: RequestState) -> Rank:
+    """The order of `Queues.running`, for merging sorted queues."""
+    return state.rank
+
+
 def by_deadline(states: Iterable[RequestState]) -> list[RequestState]:
     """Sorted by absolute deadline, and by rank where that is equal."""
     return sorted(states, key=deadline_key)
@@ -94,10 +103,6 @@ def _index(
     index = bisect.bisect_left(queue, key(state), key=key)
     assert queue[index] is state
     return index
-
-
-def _rank(state: RequestState) -> Rank:
-    return state.rank
 
 
 def _queue_key(state: RequestState) -> Rank:

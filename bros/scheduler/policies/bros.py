@@ -53,6 +53,11 @@ class BrosSettings:
     growth: str = "tcp"
     rules: Rules = Rules()
 
+    @property
+    def usual_filler_s(self) -> float:
+        """Longest step with filler in it while nobody asks for more than usual."""
+        return self.rt_wait * self.ttft_s
+
 
 class BrosPolicy:
     name = "bros"
@@ -139,7 +144,7 @@ class BrosPolicy:
         rows, settings = self._batch.rows, self._settings
         if settings.rules.strict_rows:
             return rows
-        running = sum(s.service_class is ServiceClass.RT for s in queues.running)
+        running = len(queues.running_of(ServiceClass.RT))
         return min(max(rows, running + _INITIAL_ROWS), settings.rows)
 
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
@@ -176,10 +181,10 @@ class BrosPolicy:
         stop best-effort work by asking for the impossible.
         """
         settings = self._settings
-        usual_s = settings.ttft_s
-        if now <= self._tight_until_s:
-            usual_s = min(max(self._tightest_s, usual_s / 2), usual_s)
-        return settings.rt_wait * usual_s
+        if now > self._tight_until_s:
+            return settings.usual_filler_s
+        ttft_s = min(max(self._tightest_s, settings.ttft_s / 2), settings.ttft_s)
+        return settings.rt_wait * ttft_s
 
     def _renew(self, queues: Queues, now: float) -> None:
         """Find tokens whose deadline is lost; give them a new one, or mark them as late.
@@ -190,8 +195,8 @@ class BrosPolicy:
         """
         if self._settings.late == "edf":
             return
-        for state in queues.running:
-            if state.deadline_s < now and state.service_class is ServiceClass.RT:
+        for state in queues.running_of(ServiceClass.RT):
+            if state.deadline_s < now:
                 interval_s = state.slo.tpot_s if state.num_outputs else state.slo.ttft_s
                 state.deadline_s = now + (interval_s or 0.0)
                 state.late = True
@@ -224,7 +229,7 @@ class BrosPolicy:
         waiting = queues.waiting[ServiceClass.RT]
         late = self._late(queues)
         on_time = waiting[: min(len(waiting) - len(late), self._settings.rows + 1)]
-        running = by_deadline(s for s in queues.running if s.service_class is ServiceClass.RT)
+        running = by_deadline(queues.running_of(ServiceClass.RT))
         order: Iterator[RequestState] = heapq.merge(running, on_time, key=deadline_key)
         if self._settings.late == "shed" or not late:
             return order
@@ -235,7 +240,7 @@ class BrosPolicy:
 
     def _filler(self, queues: Queues) -> Iterator[RequestState]:
         """Decode rows, then what must start now, prompts that are nearly done, newcomers."""
-        running = [s for s in queues.running if s.service_class is ServiceClass.BE]
+        running = queues.running_of(ServiceClass.BE)
         rows = [s for s in running if s.remaining == 1]
         prompts = sorted((s for s in running if s.remaining > 1), key=lambda s: s.remaining)
         waiting = queues.waiting[ServiceClass.BE][: self._settings.rows + 1]
@@ -258,10 +263,9 @@ class BrosPolicy:
 
     def _work_s(self, state: RequestState) -> float:
         """Time that a best-effort request is going to take, in steps of the longest kind."""
-        steps = self._expected_tokens(state) * max(
-            self._tbar_s, self._settings.rt_wait * self._settings.ttft_s
-        )
-        return self._predictor.prefill_seconds(state.remaining) + steps
+        step_s = max(self._tbar_s, self._settings.usual_filler_s)
+        prompt_s = self._predictor.prefill_seconds(state.remaining)
+        return prompt_s + self._expected_tokens(state) * step_s
 
     def _group(self, state: RequestState, now: float) -> int:
         """Place of the first request with the same first tokens, if that is not long ago.
@@ -281,12 +285,10 @@ class BrosPolicy:
 
         Paid in steps that are no longer than usual, however much has added up.
         """
-        rules = self._settings.rules
-        piece_s = self._predictor.prefill_seconds(2 * rules.min_chunk)
-        piece_s -= self._predictor.prefill_seconds(rules.min_chunk)
+        piece_s = self._predictor.added_prefill_seconds(self._settings.rules.min_chunk)
         if self._credit_s < piece_s:
             return 0.0
-        return min(self._credit_s, self._settings.rt_wait * self._settings.ttft_s)
+        return min(self._credit_s, self._settings.usual_filler_s)
 
 
 def _section(state: RequestState) -> float:

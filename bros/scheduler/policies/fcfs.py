@@ -6,8 +6,8 @@ import heapq
 
 from bros.core.request import ServiceClass
 from bros.scheduler.policies.base import OrderPolicy, Turn
-from bros.scheduler.queues import Queues
-from bros.scheduler.state import Rank, RequestState
+from bros.scheduler.queues import Queues, rank_key
+from bros.scheduler.state import RequestState
 
 
 class FcfsPolicy(OrderPolicy):
@@ -19,9 +19,5 @@ class FcfsPolicy(OrderPolicy):
     def turn(self, queues: Queues, now: float) -> Turn:
         some = self._bounds.rows + 1  # one more, which then says why it waits
         waiting = [queues.waiting[cls][:some] for cls in ServiceClass]
-        order = heapq.merge(queues.running[:], *waiting, key=_rank)
+        order = heapq.merge(queues.running[:], *waiting, key=rank_key)
         return Turn(urgent=order, bounds=self._bounds)
-
-
-def _rank(state: RequestState) -> Rank:
-    return state.rank

@@ -51,12 +51,12 @@ class OverloadGuard:
         """By how much the objectives would be missed; not positive if they would be met."""
         predictor, slo = self._predictor, state.slo
         decode = StepLoad()
-        for other in queues.running:
-            if other.service_class is ServiceClass.RT:
-                decode.add(1, other.num_cached, True)
+        running = queues.running_of(ServiceClass.RT)
+        for other in running:
+            decode.add_row(other.num_cached)
         decode_s = predictor.safe_seconds(decode)
         if slo.tpot_s is not None:
-            decode.add(1, state.prompt_len, True)
+            decode.add_row(state.prompt_len)
             if predictor.safe_seconds(decode) > slo.tpot_s:
                 return predictor.safe_seconds(decode)
         if slo.ttft_s is None:
@@ -67,18 +67,12 @@ class OverloadGuard:
             for other in queues.waiting[ServiceClass.RT]
             if not other.late and other.deadline_s <= state.deadline_s
         )
-        tokens += sum(
-            other.remaining
-            for other in queues.running
-            if other.service_class is ServiceClass.RT and other.remaining > 1
-        )
+        tokens += sum(other.remaining for other in running if other.remaining > 1)
         work_s = self._prompts_s(tokens) + predictor.prefill_seconds(state.remaining)
         waited_s = now - state.record.arrival_s
         return waited_s + work_s / share - slo.ttft_s
 
     def _prompts_s(self, tokens: int) -> float:
         """Time for prompts that are computed together with others."""
-        predictor = self._predictor
-        one = predictor.prefill_seconds(_REFERENCE_TOKENS)
-        two = predictor.prefill_seconds(2 * _REFERENCE_TOKENS)
-        return tokens * (two - one) / _REFERENCE_TOKENS
+        added_s = self._predictor.added_prefill_seconds(_REFERENCE_TOKENS)
+        return tokens * added_s / _REFERENCE_TOKENS

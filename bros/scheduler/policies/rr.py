@@ -9,9 +9,9 @@ import heapq
 
 from bros.core.request import ServiceClass
 from bros.scheduler.policies.base import OrderPolicy, Turn
-from bros.scheduler.queues import Queues
+from bros.scheduler.queues import Queues, rank_key
 from bros.scheduler.selection import Bounds, Packing
-from bros.scheduler.state import Rank, RequestState
+from bros.scheduler.state import RequestState
 
 
 class RoundRobinPolicy(OrderPolicy):
@@ -38,14 +38,10 @@ class RoundRobinPolicy(OrderPolicy):
         self._next = _other(served)
 
     def _order(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
-        running = [state for state in queues.running if state.service_class is service_class]
+        running = queues.running_of(service_class)
         waiting = queues.waiting[service_class][: self._bounds.rows + 1]
-        return list(heapq.merge(running, waiting, key=_rank))
+        return list(heapq.merge(running, waiting, key=rank_key))
 
 
 def _other(service_class: ServiceClass) -> ServiceClass:
     return ServiceClass.BE if service_class is ServiceClass.RT else ServiceClass.RT
-
-
-def _rank(state: RequestState) -> Rank:
-    return state.rank
