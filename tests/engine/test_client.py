@@ -7,12 +7,10 @@ import asyncio
 import pytest
 
 from bros.core.errors import EngineDeadError, OverloadedError
-from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
+from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.request import (
-    EngineRequest,
     FinishReason,
     RequestOutput,
-    SamplingParams,
     ServiceClass,
     Slo,
 )
@@ -29,12 +27,7 @@ from bros.engine.messages import (
     Submit,
     TraceReply,
 )
-
-INFO = EngineInfo(
-    model="m", weights="w", kernels="k", kv_dtype="d", device="none", max_model_len=10,
-    vocab_size=10, block_size=16, num_kv_blocks=10, policy="bros",
-)  # fmt: skip
-ASK = EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
+from support.wire import ASK, INFO
 
 
 class Wire:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from bros.core.errors import BrosError, OverloadedError, QueueFullError
-from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
-from bros.core.request import EngineRequest, RequestOutput, SamplingParams, ServiceClass, Slo
+from bros.core.interfaces import EngineStats, RequestTrace
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.engine.loop import run_engine
 from bros.engine.messages import (
     Accepted,
@@ -23,12 +23,8 @@ from bros.engine.messages import (
     Submit,
     TraceReply,
 )
+from support.wire import ASK, INFO
 
-INFO = EngineInfo(
-    model="m", weights="w", kernels="k", kv_dtype="d", device="none", max_model_len=10,
-    vocab_size=10, block_size=16, num_kv_blocks=10, policy="bros",
-)  # fmt: skip
-ASK = EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
 TRACE = RequestTrace(
     request_id="r", service_class=ServiceClass.BE, requested_class=ServiceClass.RT, slo=Slo(),
     prompt_tokens=1, output_tokens=0, events=(), waits={},
