@@ -63,9 +63,11 @@ class RecordingExecutor:
         self.plan: StepPlan | None = None
         self.seconds = 0.0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(
+        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+    ) -> StepResult | None:
         began = time.perf_counter()
-        result: StepResult = self._inner.execute(plan)  # type: ignore[attr-defined]
+        result: StepResult | None = self._inner.execute(plan, abandon)  # type: ignore[attr-defined]
         self.plan, self.seconds = plan, time.perf_counter() - began
         return result
 

@@ -20,6 +20,7 @@ import dataclasses
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from engine_speed import environment
@@ -77,11 +78,13 @@ class TimedExecutor:
         self.busy_s = 0.0
         self.steps = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(
+        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+    ) -> StepResult | None:
         began = time.perf_counter()
-        result = self._inner.execute(plan)
+        result = self._inner.execute(plan, abandon)
         self.busy_s += time.perf_counter() - began
-        self.steps += 1
+        self.steps += result is not None
         return result
 
     def close(self) -> None:
@@ -119,6 +122,8 @@ def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str
         "scheduling_share": scheduling_s / result.end_s,
         "step_prediction_error": stats.step_error_s / stats.step_s if stats.predicted_s else None,
         "safety_factor": stats.safety_factor,
+        "abandoned_steps": stats.abandoned_steps,
+        "abandoned_s": stats.abandoned_s,
         "be_tax_s": stats.be_tax_s,
         "end_s": result.end_s,
     }

@@ -117,7 +117,7 @@ class EngineConfig(_Checked):
         200.0, "milliseconds between tokens that real-time requests are held to", low=1
     )
     rt_wait: float = option(
-        0.4,
+        0.5,
         "longest step with best-effort work in it, as a share of --slo-ttft",
         low=0.01,
         high=1,

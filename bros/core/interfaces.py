@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,6 +79,8 @@ class EngineStats:
     model said beforehand, and of the absolute difference.
     be_tax_s: how much shorter the steps with real-time work would have been without best-effort
     work in them, by the cost model. safety_factor: what predictions are multiplied by.
+    abandoned_steps, abandoned_s: steps given up for a real-time request that arrived while they
+    ran, and the time that went into them; they are not in the other figures.
     """
 
     steps: int = 0
@@ -86,6 +88,8 @@ class EngineStats:
     predicted_s: float = 0.0
     step_error_s: float = 0.0
     be_tax_s: float = 0.0
+    abandoned_steps: int = 0
+    abandoned_s: float = 0.0
     safety_factor: float = 1.0
     batch_size: int = 0
     batch_resets: int = 0
@@ -101,7 +105,8 @@ class RequestTrace:
     events: (time, what) in order: queued, scheduled, first token, preempted, finished, ...
     waits: reason -> seconds in which the request could have run and did not:
     "time" (the step had no time left for it), "rows" (the batch was full), "tokens" (the token
-    budget was used up), "memory" (no KV blocks), "turn" (the policy served others first).
+    budget was used up), "memory" (no KV blocks), "turn" (the policy served others first),
+    "made way" (it ran, but the step was given up for somebody's first token).
     ttft_s, tpot_s: None until there is a first and a second token.
     """
 
@@ -123,8 +128,15 @@ class RequestTrace:
 class Executor(Protocol):
     """Runs plans on a device. Holds the weights and the KV memory, decides nothing."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one iteration and return one sample per chunk that asked for one, in order."""
+    def execute(
+        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        """Run one iteration and return one sample per chunk that asked for one, in order.
+
+        abandon: asked at safepoints (between layers, say). Once it says yes the step may be
+        given up: then nothing is sampled, what was written to the plan's slots does not count,
+        and None is returned. An executor without safepoints need not ask.
+        """
         ...
 
     def close(self) -> None:

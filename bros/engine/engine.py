@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from bros.core.clock import Clock
 from bros.core.interfaces import EngineInfo, EngineStats, Executor, RequestTrace
@@ -39,9 +39,12 @@ class Engine:
         """Drop a request and free its KV at once; its last output, or None if it is unknown."""
         return self._scheduler.abort(request_id, self._clock.now())
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, arrivals: Callable[[], Iterable[EngineRequest]] = tuple) -> list[RequestOutput]:
         """Run one iteration. Any exception leaves the engine unusable.
 
+        arrivals: asked while the step runs for requests that have come since it was asked last
+        (and that are submitted afterwards). A step with best-effort work in it may be given up
+        for one of them; then nothing comes of it.
         Raises RuntimeError if there is work but nothing can run, which would be a bug.
         """
         scheduler, clock = self._scheduler, self._clock
@@ -52,8 +55,14 @@ class Engine:
                 raise RuntimeError("there are requests, but none of them can run")
             self._log_ends(outputs)
             return outputs
-        result = self._executor.execute(plan)
-        outputs += scheduler.apply(result, clock.now())
+        if scheduler.may_abandon:
+            result = self._executor.execute(plan, lambda: self._makes_way(arrivals()))
+        else:
+            result = self._executor.execute(plan)
+        if result is None:
+            scheduler.abandon(plan, clock.now())
+        else:
+            outputs += scheduler.apply(result, clock.now())
         self._log_ends(outputs)
         return outputs
 
@@ -66,6 +75,9 @@ class Engine:
 
     def close(self) -> None:
         self._executor.close()
+
+    def _makes_way(self, arrivals: Iterable[EngineRequest]) -> bool:
+        return any(self._scheduler.makes_way(new, self._clock.now()) for new in arrivals)
 
     def _log_ends(self, outputs: Sequence[RequestOutput]) -> None:
         """One line for each request that ended: how it fared and what it waited for."""

@@ -37,25 +37,40 @@ class Transport(Protocol):
 
 def run_engine(engine: Engine, transport: Transport) -> None:
     """Serve one client until it says Shutdown. Exceptions of a step pass through."""
+    came_meanwhile: list[Command] = []
+
+    def arrivals() -> list[EngineRequest]:
+        """What comes while a step runs is handled after it, but looked at right away."""
+        new = list(transport.receive(wait=False))
+        came_meanwhile.extend(new)
+        return [command.request for command in new if isinstance(command, Submit)]
+
     transport.send(Ready(engine.info))
     while True:
-        for command in transport.receive(wait=not engine.has_work):
-            match command:
-                case Submit(request):
-                    transport.send(_submit(engine, request))
-                case Abort(request_id):
-                    output = engine.abort(request_id)
-                    if output is not None:
-                        transport.send(Outputs((output,)))
-                case AskStats():
-                    transport.send(StatsReply(engine.stats()))
-                case AskTrace(request_id):
-                    transport.send(TraceReply(engine.trace(request_id)))
-                case Shutdown():
-                    return
-        outputs = engine.step()
+        idle = not (came_meanwhile or engine.has_work)
+        commands = [*came_meanwhile, *transport.receive(wait=idle)]
+        came_meanwhile.clear()
+        for command in commands:
+            if isinstance(command, Shutdown):
+                return
+            _handle(command, engine, transport)
+        outputs = engine.step(arrivals)
         if outputs:
             transport.send(Outputs(tuple(outputs)))
+
+
+def _handle(command: Command, engine: Engine, transport: Transport) -> None:
+    match command:
+        case Submit(request):
+            transport.send(_submit(engine, request))
+        case Abort(request_id):
+            output = engine.abort(request_id)
+            if output is not None:
+                transport.send(Outputs((output,)))
+        case AskStats():
+            transport.send(StatsReply(engine.stats()))
+        case AskTrace(request_id):
+            transport.send(TraceReply(engine.trace(request_id)))
 
 
 def _submit(engine: Engine, request: EngineRequest) -> Reply:

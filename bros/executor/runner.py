@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,11 +27,18 @@ class ModelRunner:
         self._sampler = sampler
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one iteration; K and V of every token in the plan are cached afterwards."""
+    def execute(
+        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        """Run one iteration; K and V of every token in the plan are cached afterwards.
+
+        abandon: asked before each layer; None is returned as soon as it says yes.
+        """
         decoder = self._running_decoder()
         inputs = build_inputs(plan)
-        logits = decoder(inputs, self._kv.layers)
+        logits = decoder(inputs, self._kv.layers, abandon)
+        if logits is None:
+            return None
         rows = zip(inputs.samples, logits, strict=True)
         return StepResult(
             plan.step, tuple(self._sample(name, spec, row) for (name, spec), row in rows)
@@ -46,7 +55,9 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Like execute, but returns the fp32 logits [chunks with a sample spec, vocab]."""
-        return self._running_decoder()(build_inputs(plan), self._kv.layers)
+        logits = self._running_decoder()(build_inputs(plan), self._kv.layers)
+        assert logits is not None, "nobody asked for the step to be given up"
+        return logits
 
     def close(self) -> None:
         """Release weights and KV memory. Calling it twice is fine; executing after it is not."""

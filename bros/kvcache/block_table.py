@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from array import array
 
+from bros.core.plan import SEGMENT_WIDTH
+
 
 class BlockTable:
     """Blocks of one request, in token order, kept ready in the form that kernels read."""
@@ -49,3 +51,14 @@ class BlockTable:
             token += high - low
         self.num_tokens = end
         return slots
+
+    def truncate(self, num_tokens: int) -> list[int]:
+        """Keep the first `num_tokens` >= 1; returns the blocks that are not needed for them."""
+        assert 1 <= num_tokens <= self.num_tokens
+        kept = -(-num_tokens // self._block_size)
+        freed = self.blocks[kept:]
+        del self.blocks[kept:]
+        del self.segments[SEGMENT_WIDTH * kept :]
+        self.segments[-1] = num_tokens - (kept - 1) * self._block_size
+        self.num_tokens = num_tokens
+        return freed

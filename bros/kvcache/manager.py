@@ -70,6 +70,17 @@ class KvCacheManager:
         new_blocks = [self._pool.allocate() for _ in range(table.blocks_needed(num_tokens))]
         return before, table.append(num_tokens, new_blocks)
 
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Take back the latest appends of a request, down to its first `num_tokens` tokens.
+
+        The slots and blocks of the others are free afterwards. Only for tokens that no step has
+        computed: cached tokens are dropped by `free`, all together.
+        """
+        if num_tokens == 0:
+            self.free(request_id)
+        else:
+            self._pool.release(self._tables[request_id].truncate(num_tokens))
+
     def free(self, request_id: str) -> int:
         """Drop everything a request has here; returns how many blocks came free."""
         table = self._tables.pop(request_id, None)

@@ -74,6 +74,7 @@ def _policy(
         rows=config.max_num_seqs,
         tokens=config.max_batch_tokens,
         ttft_s=config.slo_ttft / 1000,
+        tpot_s=config.slo_tpot / 1000,
         rt_wait=config.rt_wait,
         be_share=config.be_share,
         be_max_wait_s=config.be_max_wait,

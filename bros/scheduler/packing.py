@@ -120,6 +120,7 @@ class _Packer(Generic[C]):
     def fill(self, candidates: Iterable[C]) -> None:
         """Algorithm 1, lines 17-32."""
         packing, bounds = self.packing, self._bounds
+        packing.owed = bounds.filler_credit_s > 0.0
         limit_s = 0.0 if self._filler_waits else min(self._limit_s, bounds.filler_s)
         limit_s = max(limit_s, packing.urgent_s + bounds.filler_credit_s)
         rows = max(bounds.rows, packing.num_urgent + (bounds.filler_credit_s > 0))

@@ -1,6 +1,7 @@
 """Which tokens of which requests run next: one packing loop for every policy.
 
     schedule(now) -> StepPlan -> (an executor runs it) -> apply(StepResult, now) -> outputs
+                                                       -> abandon(plan, now), if given up
 
 The policy says who may run in what order and how much a step may hold, packing.py chooses, and
 here the choice is committed: memory is taken and requests change queues. Nothing is changed
@@ -146,6 +147,42 @@ class Scheduler:
             )
         return outputs
 
+    @property
+    def may_abandon(self) -> bool:
+        """Whether `makes_way` may say yes while the step runs that was scheduled last."""
+        packing = self._steps.packing
+        has_filler = len(packing.selected) > packing.num_urgent
+        return self._policy.abandons and has_filler and not packing.owed
+
+    def makes_way(self, newcomer: EngineRequest, now: float) -> bool:
+        """Whether the running step is to be given up for a request that has just arrived.
+
+        The request is not taken in by this. Only if `may_abandon`.
+        """
+        if newcomer.service_class is not ServiceClass.RT:
+            return False
+        ttft_s = self._objectives(newcomer.slo, ServiceClass.RT).ttft_s
+        if ttft_s is None:
+            return False
+        due_s = (min(newcomer.arrival_s, now) or now) + ttft_s
+        tokens, steps = len(newcomer.prompt_token_ids), self._steps
+        return self._policy.makes_way(steps.packing, max(steps.ends_s, now), tokens, due_s, now)
+
+    def abandon(self, plan: StepPlan, now: float) -> None:
+        """Take back the step that was scheduled last: none of its tokens has been computed."""
+        seconds = self._steps.abandon(now, self._queues)
+        self._policy.abandoned(self._steps.packing, seconds)
+        for chunk in plan.chunks:
+            state = self._states.get(chunk.request_id)
+            if state is None:
+                continue  # aborted while the step ran
+            self._kv.truncate(state.request_id, chunk.start)
+            state.num_cached = chunk.start
+            state.record.wait("made way", seconds)
+            if chunk.start == 0:
+                self._queues.stop(state)
+                state.record.event(now, "made way")
+
     def take_given_up(self) -> list[RequestOutput]:
         """The last outputs of requests that were given up since the last call."""
         outputs, self._given_up = self._given_up, []
@@ -161,11 +198,13 @@ class Scheduler:
         rows, resets = self._policy.batch_size
         predictor = self._policy.predictor
         return EngineStats(
-            steps=self._steps.count,
+            steps=self._steps.count - self._steps.abandoned,
             step_s=self._steps.seconds,
             predicted_s=self._steps.predicted_s,
             step_error_s=self._steps.error_s,
             be_tax_s=self._steps.be_tax_s,
+            abandoned_steps=self._steps.abandoned,
+            abandoned_s=self._steps.abandoned_s,
             safety_factor=predictor.safety_factor if predictor else 1.0,
             batch_size=rows,
             batch_resets=resets,

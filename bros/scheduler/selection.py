@@ -57,7 +57,8 @@ class Rules:
     chunked: prompts may be cut. early_return: the first urgent candidate that does not fit ends
     the step, without filler (lines 11-12 of the algorithm). strict_rows: decode rows that
     would be late in the next step may not exceed the batch size either. replace: filler may
-    take the row of the least urgent candidate that can wait (lines 25-32).
+    take the row of the least urgent candidate that can wait (lines 25-32). abandon: a running
+    step with filler in it may be given up for a request that arrives.
     min_chunk: smallest piece of a prompt worth a place, in tokens.
     """
 
@@ -65,11 +66,12 @@ class Rules:
     early_return: bool = False
     strict_rows: bool = False
     replace: bool = True
+    abandon: bool = True
     min_chunk: int = 16
 
     @classmethod
     def paper(cls) -> Rules:
-        return cls(chunked=False, early_return=True, strict_rows=True)
+        return cls(chunked=False, early_return=True, strict_rows=True, abandon=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,7 @@ class Packing(Generic[C]):
     its urgent part and the whole. violated: a decode row will be late because of the others
     (or the early return was taken). full: the batch size kept a candidate out. passed_over:
     (candidate, reason) of those looked at; urgent_stop, filler_stop: why the rest was not.
+    owed: filler got time that it had been owed, so this step should not be given up.
     """
 
     selected: list[tuple[C, int]] = field(default_factory=list)
@@ -107,6 +110,7 @@ class Packing(Generic[C]):
     seconds: float = 0.0
     violated: bool = False
     full: bool = False
+    owed: bool = False
     passed_over: list[tuple[C, str]] = field(default_factory=list)
     urgent_stop: str | None = None
     filler_stop: str | None = None

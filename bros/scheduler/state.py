@@ -15,7 +15,7 @@ Rank = tuple[float, ...]
 
 
 _MAX_GAP = 1.5
-"""Longest time to the next token that is planned for, in objectives; see _next_deadline_s."""
+"""Longest time to the next token that is planned for, in objectives; see paced_deadline_s."""
 
 
 class RequestState:
@@ -129,22 +129,22 @@ class RequestState:
         """Append a token sampled at `now`; says why the request is finished, if it is."""
         self.token_ids.append(token_id)
         self.late = False
-        self.deadline_s = self._next_deadline_s(now)
+        self.deadline_s = self.paced_deadline_s(_MAX_GAP)
         if token_id in self.stop_ids:
             return FinishReason.STOP
         if len(self.token_ids) >= self.max_length:
             return FinishReason.LENGTH
         return None
 
-    def _next_deadline_s(self, now: float) -> float:
-        """An interval after this token, or later if the request is ahead of its mean pace.
+    def paced_deadline_s(self, max_gap: float) -> float:
+        """An interval after the last token, or later if the request is ahead of its mean pace.
 
         The objective is the mean time between tokens. A request that is ahead of it may be
-        kept waiting for another's prompt, but never for more than _MAX_GAP intervals.
+        kept waiting for another's prompt, but never for more than `max_gap` intervals.
         """
         interval_s = self.slo.tpot_s
-        first_s = self.record.first_token_s
-        if interval_s is None or first_s is None:
-            return self.deadline_s  # for the whole of a best-effort request, or none
+        first_s, last_s = self.record.first_token_s, self.record.last_token_s
+        if interval_s is None or first_s is None or last_s is None:
+            return self.deadline_s  # of a first token, of a whole best-effort request, or none
         on_pace_s = first_s + self.num_outputs * interval_s
-        return max(now + interval_s, min(on_pace_s, now + _MAX_GAP * interval_s))
+        return max(last_s + interval_s, min(on_pace_s, last_s + max_gap * interval_s))

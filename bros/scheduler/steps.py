@@ -18,6 +18,8 @@ class StepLedger:
         self.predicted_s = 0.0
         self.error_s = 0.0
         self.be_tax_s = 0.0
+        self.abandoned = 0
+        self.abandoned_s = 0.0
         self._began_s = 0.0
         self._expected_s = 0.0
         self._packing: Packing[RequestState] = Packing()
@@ -49,12 +51,37 @@ class StepLedger:
             if state.request_id not in taken
         ]
 
+    @property
+    def packing(self) -> Packing[RequestState]:
+        """What the running step holds."""
+        return self._packing
+
+    @property
+    def ends_s(self) -> float:
+        """When the running step is expected to end, on the safe side; now, without a model."""
+        return self._began_s + self._packing.seconds
+
+    def abandon(self, now: float, queues: Queues) -> float:
+        """The running step was given up; returns the time that went into it."""
+        seconds = now - self._began_s
+        self.abandoned += 1
+        self.abandoned_s += seconds
+        self._note_waits(seconds, queues)
+        return seconds
+
     def end(
         self, now: float, predictor: StepTimePredictor | None, queues: Queues
     ) -> tuple[float, Packing[RequestState], bool]:
         """The step is done: (seconds it took, what it was, best-effort work waited)."""
         seconds, packing = now - self._began_s, self._packing
         self.seconds += seconds
+        be_waits = self._note_waits(seconds, queues)
+        if predictor is not None:
+            self._compare(seconds, predictor)
+        return seconds, packing, be_waits
+
+    def _note_waits(self, seconds: float, queues: Queues) -> bool:
+        """Whether best-effort work was among those who waited."""
         be_waits = any(service_class is ServiceClass.BE for service_class, _ in self._blocked)
         for state, reason in self._idle:
             if not state.record.left:
@@ -62,9 +89,7 @@ class StepLedger:
                 be_waits |= state.service_class is ServiceClass.BE
         for service_class, reason in self._blocked:
             queues.blocked.note(service_class, reason, seconds)
-        if predictor is not None:
-            self._compare(seconds, predictor)
-        return seconds, packing, be_waits
+        return be_waits
 
     def _compare(self, seconds: float, predictor: StepTimePredictor) -> None:
         packing, expected = self._packing, self._expected_s

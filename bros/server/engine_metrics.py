@@ -50,6 +50,15 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "By how much best-effort work lengthened iterations of real-time requests; by "
             "bros_engine_step_seconds: what sharing costs. To lower it, lower --rt-wait",
         ),
+        "abandoned_steps": (
+            "engine_steps_abandoned",
+            "Iterations given up for a real-time request that arrived while they ran",
+        ),
+        "abandoned_s": (
+            "engine_steps_abandoned_seconds",
+            "Time that went into them; by bros_engine_step_seconds: what that costs. To lower "
+            "it, lower --rt-wait",
+        ),
         "batch_resets": (
             "batch_resets",
             "How often the batch size fell back because real-time requests were getting late; "

@@ -11,6 +11,9 @@ from bros.core.clock import ManualClock
 from bros.core.plan import SampledToken, StepPlan, StepResult
 from bros.scheduler.cost_model import CostModel, StepLoad
 
+SAFEPOINTS = 32
+"""In each step; about as many as models have layers."""
+
 TOKEN = 0
 """What every simulated request is answered with; never a stop token, see workload.py."""
 
@@ -59,16 +62,25 @@ class SimExecutor:
         self.steps = 0
         self.busy_s = 0.0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Let the step's time pass and return TOKEN for every chunk that asked for a sample."""
+    def execute(
+        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        """Let the step's time pass and return TOKEN for every chunk that asked for a sample.
+
+        abandon: asked SAFEPOINTS times, in equal distances.
+        """
         seconds = self._model.seconds(load_of(plan)) * self._slowdown
         if self._rng is not None and self._sigma:
             seconds *= math.exp(self._rng.gauss(-0.5 * self._sigma**2, self._sigma))
         if self._observe is not None:
             self._observe(plan, seconds)
+        points = SAFEPOINTS if abandon is not None else 1
+        for _ in range(points):
+            if abandon is not None and abandon():
+                return None
+            self._clock.advance(seconds / points)
+            self.busy_s += seconds / points
         self.steps += 1
-        self.busy_s += seconds
-        self._clock.advance(seconds)
         samples = [SampledToken(c.request_id, TOKEN) for c in plan.chunks if c.sample is not None]
         return StepResult(plan.step, tuple(samples))
 

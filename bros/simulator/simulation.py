@@ -109,6 +109,7 @@ class Simulation:
         self._be_open = 0
         self._be_count = 0
         self._idle_s = 0.0
+        self._arrived: list[tuple[RequestRecord, EngineRequest]] = []
         limit = engine.info.max_model_len
         servable = [a for a in rt if sum(a.size) <= limit]
         self._skipped = len(rt) - len(servable)
@@ -124,7 +125,7 @@ class Simulation:
         for _ in self._ticks():
             self._submit_due()
             if self._engine.has_work:
-                outputs = self._engine.step()
+                outputs = self._engine.step(self._arrivals)
                 self._take(outputs, self._clock.now())
             else:
                 self._jump()
@@ -160,11 +161,21 @@ class Simulation:
         heapq.heappush(self._coming, (time_s, self._thought_of, service_class, size))
         self._thought_of += 1
 
-    def _submit_due(self) -> None:
-        now = self._clock.now()
-        while self._coming and self._coming[0][0] <= now:
+    def _arrivals(self) -> list[EngineRequest]:
+        """Those that have come while the step ran, and since this was asked last."""
+        before = len(self._arrived)
+        until = min(self._clock.now(), self._duration_s)
+        while self._coming and self._coming[0][0] <= until:
             time_s, _, service_class, size = heapq.heappop(self._coming)
-            self._submit(self._record(time_s, service_class, size), now)
+            record = self._record(time_s, service_class, size)
+            self._arrived.append((record, self._request(record)))
+        return [request for _, request in self._arrived[before:]]
+
+    def _submit_due(self) -> None:
+        self._arrivals()
+        for record, request in self._arrived:
+            self._submit(record, request, self._clock.now())
+        self._arrived.clear()
 
     def _submit_late(self) -> None:
         """What came during the last step was never seen by the engine, and counts as open."""
@@ -178,11 +189,11 @@ class Simulation:
         self._records.append(record)
         return record
 
-    def _submit(self, record: RequestRecord, now: float) -> None:
+    def _request(self, record: RequestRecord) -> EngineRequest:
         params = SamplingParams(
             temperature=0.0, max_tokens=record.size.output_tokens, ignore_eos=True
         )
-        request = EngineRequest(
+        return EngineRequest(
             request_id=record.request_id,
             prompt_token_ids=_prompt(
                 len(self._records), record.size.prompt_tokens, self._engine.info.vocab_size
@@ -191,6 +202,8 @@ class Simulation:
             service_class=record.service_class,
             arrival_s=record.arrival_s,
         )
+
+    def _submit(self, record: RequestRecord, request: EngineRequest, now: float) -> None:
         try:
             self._engine.submit(request)
         except (QueueFullError, OverloadedError) as error:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
 from bros.core.errors import BrosError, OverloadedError, QueueFullError
 from bros.core.interfaces import EngineStats, RequestTrace
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
+from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.engine.loop import run_engine
 from bros.engine.messages import (
+    Abort,
     Accepted,
     AskStats,
     AskTrace,
     Command,
+    Outputs,
     Ready,
     Refused,
     Reply,
@@ -51,7 +54,7 @@ class FullEngine:
     def trace(self, request_id: str) -> RequestTrace | None:
         return TRACE if request_id == "r" else None
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[RequestOutput]:
         return []
 
 
@@ -93,3 +96,76 @@ def test_questions_are_answered_in_their_order() -> None:
     commands = (AskTrace("r"), AskStats(), AskTrace("nobody"))
     answers = [TraceReply(TRACE), StatsReply(EngineStats(steps=3)), TraceReply(None)]
     assert replies(FullEngine(), *commands) == answers
+
+
+class BusyEngine(FullEngine):
+    """Accepts everything; each step looks twice at what arrives meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handled: list[str] = []
+        self.seen: list[list[str]] = []
+
+    @property
+    def has_work(self) -> bool:  # type: ignore[override]
+        return bool(self.handled)
+
+    def submit(self, request: EngineRequest) -> ServiceClass:
+        self.handled.append(f"submit {request.request_id}")
+        return request.service_class
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        self.handled.append(f"abort {request_id}")
+        return RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
+
+    def step(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[RequestOutput]:
+        before = list(self.handled)
+        self.seen.append([request.request_id for _ in range(2) for request in arrivals()])
+        assert self.handled == before, "the engine is busy: what arrives is handled after the step"
+        return []
+
+
+class Drip:
+    """A transport that gives one batch of commands per call, and says when it is asked to wait."""
+
+    def __init__(self, *batches: Sequence[Command]) -> None:
+        self._batches = list(batches)
+        self.waited: list[bool] = []
+        self.replies: list[Reply] = []
+
+    def receive(self, *, wait: bool) -> Iterable[Command]:
+        self.waited.append(wait)
+        return self._batches.pop(0)
+
+    def send(self, reply: Reply) -> None:
+        self.replies.append(reply)
+
+
+def test_what_arrives_during_a_step_is_seen_at_once_and_handled_after_it_in_order() -> None:
+    first, second, third = (dataclasses.replace(ASK, request_id=name) for name in "abc")
+    engine = BusyEngine()
+    transport = Drip(
+        [Submit(first)],
+        [Submit(second), Abort("a")], [Submit(third), AskStats()],  # during the step
+        [Abort("b")],
+        [], [Shutdown()],  # during the second step
+        [],
+    )  # fmt: skip
+    run_engine(engine, transport)  # type: ignore[arg-type]
+    assert engine.seen == [["b", "c"], []]
+    assert engine.handled == ["submit a", "submit b", "abort a", "submit c", "abort b"]
+    assert [type(reply) for reply in transport.replies] == [
+        Ready, Accepted, Accepted, Outputs, Accepted, StatsReply, Outputs,
+    ]  # fmt: skip
+
+
+def test_an_idle_engine_does_not_wait_while_something_is_left_to_handle() -> None:
+    """What came during the step that left it idle is answered right after it."""
+    engine = FullEngine()
+    seen: list[EngineRequest] = []
+    engine.step = lambda arrivals: seen.extend(arrivals()) or []  # type: ignore[method-assign,func-returns-value]
+    transport = Drip([AskStats()], [Submit(ASK)], [], [], [Shutdown()])
+    run_engine(engine, transport)  # type: ignore[arg-type]
+    assert seen == [ASK]
+    assert transport.waited == [True, False, False, False, True]
+    assert [type(reply) for reply in transport.replies] == [Ready, StatsReply, Accepted]

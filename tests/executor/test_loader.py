@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +141,43 @@ def test_execute_chooses_a_token_for_each_chunk_that_asks(folder: Path) -> None:
     silent = Chunk("b", 0, (9, 2), chunks[1].segments, chunks[1].slots[:2], None)
     plan = StepPlan(11, (chunks[0], silent, chunks[2]))
     result = runner.execute(plan)
+    assert result is not None
     best = int(runner.logits(plan)[0].argmax())
     assert result.step == 11
     assert [(s.request_id, s.token_id) for s in result.samples] == [("a", best), ("c", best)]
     nothing = runner.execute(StepPlan(12, (silent,)))
-    assert nothing.samples == ()
+    assert nothing is not None and nothing.samples == ()
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_a_step_given_up_at_any_layer_can_be_run_again(folder: Path, kernels: str) -> None:
+    """Between two steps of the same request, in another plan, with the same result."""
+    options = EngineConfig(kv_blocks=8, threads=1, kernels=kernels)
+    runner, _ = load_executor(options, ModelFiles(folder, "tiny"))
+    rng = random.Random(0)
+    request = ScatteredRequest("a", [3, 1, 4, 1, 5, 9, 2, 6], [2, 0])
+    other = ScatteredRequest("b", [2, 7, 1, 8], [5])
+    runner.execute(StepPlan(1, (request.next_chunk(4, rng),)))
+    rest, beside = request.next_chunk(4, rng), other.next_chunk(4, rng)
+    undisturbed = runner.logits(StepPlan(2, (rest, beside)))
+    asked = 0
+
+    def after(count: int) -> Callable[[], bool]:
+        def abandon() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > count
+
+        return abandon
+
+    for count in itertools.count():
+        asked = 0
+        result = runner.execute(StepPlan(3 + count, (rest, beside)), after(count))
+        assert torch.equal(runner.logits(StepPlan(99, (rest, beside))), undisturbed)
+        if result is not None:
+            break
+        assert asked == count + 1
+    assert count == len(runner._kv.layers) > 1, "asked before every layer"
 
 
 def test_closing_twice_is_fine(folder: Path) -> None:

@@ -48,6 +48,19 @@ class ManagerMachine(RuleBasedStateMachine):
         blocks = {slot // BLOCK for slot in self.slots.pop(request)}
         assert self.kv.free(request) == len(blocks)
 
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.slots)))
+        kept = data.draw(st.integers(0, len(self.slots[request])))
+        held = self.kv.blocks_of(request)
+        free_before = self.kv.num_free_blocks
+        self.kv.truncate(request, kept)
+        del self.slots[request][kept:]
+        if kept == 0:
+            del self.slots[request]
+        assert self.kv.num_free_blocks == free_before + held - -(-kept // BLOCK)
+
     @rule()
     def free_unknown(self) -> None:
         assert self.kv.free("nobody") == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,16 +27,25 @@ def expected_output(asked: EngineRequest) -> list[int]:
 
 
 def step(
-    scheduler: Scheduler, model: ToyModel, now: float = 0.0, seconds: float = 0.0
+    scheduler: Scheduler,
+    model: ToyModel,
+    now: float = 0.0,
+    seconds: float = 0.0,
+    abandon: Callable[[], bool] = lambda: False,
 ) -> tuple[StepPlan | None, list[RequestOutput]]:
-    """One step that begins at `now` and takes `seconds`."""
+    """One step that begins at `now` and takes `seconds`; abandon: asked if it may be given up."""
     plan = scheduler.schedule(now)
     scheduler.check_integrity()
     if plan is None:
         return None, scheduler.take_given_up()
-    outputs = scheduler.apply(model.execute(plan), now + seconds)
+    result = model.execute(plan, abandon if scheduler.may_abandon else None)
+    outputs = scheduler.take_given_up()
+    if result is None:
+        scheduler.abandon(plan, now + seconds)
+    else:
+        outputs += scheduler.apply(result, now + seconds)
     scheduler.check_integrity()
-    return plan, scheduler.take_given_up() + outputs
+    return plan, outputs
 
 
 def ids(plan: StepPlan | None) -> list[str]:
@@ -42,8 +54,8 @@ def ids(plan: StepPlan | None) -> list[str]:
 
 @given(data=st.data())
 def test_any_load_is_served_right_and_to_the_end(data: st.DataObject) -> None:
-    """Random arrivals, classes, lengths, limits, memory and step times, under every policy: right
-    tokens, the same ones for all policies; no loss, no deadlock."""
+    """Random arrivals, classes, lengths, limits, memory and step times, and steps given up half
+    way, under every policy: right tokens, the same ones for all policies; no loss, no deadlock."""
     block_size = data.draw(st.sampled_from([1, 4]))
     blocks = data.draw(st.integers(4, 24))
     rows, tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 20))
@@ -70,11 +82,15 @@ def test_any_load_is_served_right_and_to_the_end(data: st.DataObject) -> None:
     )
     aborted = data.draw(st.sets(st.integers(0, len(arrivals) - 1), max_size=2))
     slowness = data.draw(st.sampled_from([0.0, 1.0, 10.0]))
+    abandoning = data.draw(st.sampled_from([0.0, 0.1, 0.5]))
+    rng = random.Random(data.draw(st.integers(0, 99)))
     now = 0.0
 
     def run_step() -> StepPlan | None:
         nonlocal now
-        plan, outputs = step(scheduler, model, now, slowness * 0.02)
+        plan, outputs = step(
+            scheduler, model, now, slowness * 0.02, lambda: rng.random() < abandoning
+        )
         now += slowness * 0.02
         collect(outputs, produced)
         return plan

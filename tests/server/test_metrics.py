@@ -22,6 +22,8 @@ FIGURES = EngineStats(
     predicted_s=2.25,
     step_error_s=0.5,
     be_tax_s=0.75,
+    abandoned_steps=4,
+    abandoned_s=0.375,
     safety_factor=1.125,
     batch_size=24,
     batch_resets=3,
@@ -71,6 +73,8 @@ async def test_the_engine_is_shown(server: Server) -> None:
         "bros_engine_step_predicted_seconds_total": 2.25,
         "bros_engine_step_error_seconds_total": 0.5,
         "bros_be_tax_seconds_total": 0.75,
+        "bros_engine_steps_abandoned_total": 4,
+        "bros_engine_steps_abandoned_seconds_total": 0.375,
     }
 
 

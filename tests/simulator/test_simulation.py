@@ -13,7 +13,7 @@ from bros.core.config import POLICIES
 from bros.core.errors import ConfigError
 from bros.core.plan import StepPlan
 from bros.core.request import FinishReason, ServiceClass
-from bros.scheduler.cost_model import StepLoad
+from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.simulator.build import Scenario, build_simulation
 from bros.simulator.sim_executor import Disturbance, SimExecutor
 from bros.simulator.simulation import RequestRecord, SimulationResult
@@ -267,3 +267,30 @@ def test_progress_is_told_from_start_to_end() -> None:
     assert told[0] == 0.0 and 0.95 < told[-1] <= 1.0
     assert told == sorted(told)
     assert 100 < len(told) <= 201
+
+
+SLOW = CostModel(constant_s=0.03, token_s=0.001, sample_s=2e-4, pair_s=4e-7, context_s=2e-6)
+"""About the embedded model on two cores: a prompt of 250 tokens leaves little time to wait."""
+
+
+def test_steps_are_given_up_for_first_tokens_that_would_be_late() -> None:
+    arrivals = trace(*((3.0 + 1.37 * i, 250, 5) for i in range(40)))
+    what = scenario("bros", rt=arrivals, steps=SLOW, duration_s=60.0)
+    result, observed = run(what)
+    stats = result.stats
+    assert stats.abandoned_steps > 3
+    assert result.steps == stats.steps == len(observed) - stats.abandoned_steps
+    assert stats.step_s + stats.abandoned_s == pytest.approx(result.busy_s)
+    assert result.busy_s + result.idle_s == pytest.approx(result.end_s)
+    first_tokens = [r.token_times_s[0] - r.arrival_s for r in of(result, ServiceClass.RT)]
+    assert max(first_tokens) <= 0.4
+    for record in result.records:
+        assert not record.finished or len(record.token_times_s) == record.size.output_tokens
+    assert run(what)[0] == result
+
+
+def test_what_arrives_after_the_end_is_not_counted_although_a_step_runs_on() -> None:
+    what = scenario("bros", rt=trace((9.99, 20, 2), (10.05, 20, 2)), steps=SLOW, rt_wait=1.0)
+    result, _ = run(what)
+    assert result.end_s > 10.05
+    assert [record.arrival_s for record in of(result, ServiceClass.RT)] == [9.99]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bros.core.plan import SampledToken, StepPlan, StepResult
 
@@ -32,7 +32,10 @@ class ToyModel:
             tokens.append(cls.next_token(tokens))
         return tokens[len(prompt) :]
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(
+        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        """abandon: asked after each chunk, so that an abandoned step has written something."""
         samples = []
         for chunk in plan.chunks:
             context = self._read(chunk.segments)
@@ -42,6 +45,8 @@ class ToyModel:
             if chunk.sample is not None:
                 tokens = [token for _, token in context] + list(chunk.token_ids)
                 samples.append(SampledToken(chunk.request_id, self.next_token(tokens)))
+            if abandon is not None and abandon():
+                return None
         return StepResult(step=plan.step, samples=tuple(samples))
 
     def close(self) -> None:

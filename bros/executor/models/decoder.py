@@ -140,14 +140,24 @@ class Decoder:
     final_norm: Norm | None
     lm_head: Linear
 
-    def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:
-        """Run one step. Returns fp32 logits [len(inputs.samples), vocab]."""
+    def __call__(
+        self,
+        inputs: StepInputs,
+        caches: Sequence[LayerCache],
+        abandon: Callable[[], bool] | None = None,
+    ) -> Tensor | None:
+        """Run one step. Returns fp32 logits [len(inputs.samples), vocab].
+
+        abandon: asked before each block; None is returned as soon as it says yes.
+        """
         state: State = (self.embedding(inputs), None)
         rows: Tensor | None = inputs.sample_rows
         if len(inputs.samples) == inputs.token_ids.shape[0]:
             rows = None  # every token is sampled, as in a step of decodes only
         last = len(self.blocks) - 1
         for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+            if abandon is not None and abandon():
+                return None
             state = block(state, inputs, cache, rows if index == last else None)
         residual, delta = state
         if self.final_norm is None:

@@ -68,8 +68,27 @@ class Policy(Protocol):
         """What may run next. May move waiting requests and set deadlines that are lost anew."""
         ...
 
+    @property
+    def abandons(self) -> bool:
+        """Whether makes_way ever says yes."""
+        ...
+
+    def makes_way(
+        self, packing: Packing[RequestState], ends_s: float, tokens: int, due_s: float, now: float
+    ) -> bool:
+        """Whether to give up the running step, which holds filler and is to end at `ends_s`.
+
+        For a real-time request that has just arrived with a prompt of `tokens`, and whose first
+        token is due at `due_s`.
+        """
+        ...
+
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         """A step took `seconds`; be_waits: there was best-effort work that it left out."""
+        ...
+
+    def abandoned(self, packing: Packing[RequestState], seconds: float) -> None:
+        """A step was given up after so long, and nothing of it counts."""
         ...
 
 
@@ -97,5 +116,17 @@ class OrderPolicy:
     def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
         return state.service_class
 
+    @property
+    def abandons(self) -> bool:
+        return False
+
+    def makes_way(
+        self, packing: Packing[RequestState], ends_s: float, tokens: int, due_s: float, now: float
+    ) -> bool:
+        return False
+
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         pass
+
+    def abandoned(self, packing: Packing[RequestState], seconds: float) -> None:
+        raise AssertionError("this policy never gives up a step")

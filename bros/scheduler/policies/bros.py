@@ -11,12 +11,12 @@ import bisect
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bros.core.request import ServiceClass
 from bros.scheduler.batch_size import AdaptiveBatchSize
-from bros.scheduler.cost_model import StepTimePredictor
+from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.policies.base import Turn
 from bros.scheduler.policies.overload import OverloadGuard
 from bros.scheduler.queues import Queues, by_deadline, deadline_key
@@ -28,6 +28,10 @@ _FIRST, _LAST = 0.0, 1.0
 
 _LATE_TURN = 8
 """Every so many steps, the request that has been late for longest goes before all others."""
+
+_MAX_GAP, _MAX_GAP_BEHIND = 2.5, 1.5
+"""Longest time between two tokens, in objectives, if a step is given up for somebody's first
+token: of a request that is ahead of its mean pace, and of one that is not."""
 
 _TBAR_ALPHA = 0.2
 _TIGHT_FOR_S = 60.0
@@ -41,12 +45,13 @@ _LAXITY = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrosSettings:
-    """The policy's options, see EngineConfig. ttft_s: the objective of usual requests."""
+    """The policy's options, see EngineConfig. ttft_s, tpot_s: objectives of usual requests."""
 
     rows: int
     tokens: int
     ttft_s: float = 0.4
-    rt_wait: float = 0.4
+    tpot_s: float = 0.2
+    rt_wait: float = 0.5
     be_share: float = 0.02
     be_max_wait_s: float = 30.0
     late: str = "renew"
@@ -118,16 +123,17 @@ class BrosPolicy:
                 self._forget_ended()
 
     def turn(self, queues: Queues, now: float) -> Turn:
-        self._renew(queues, now)
+        running = queues.running_of(ServiceClass.RT)
+        self._renew(running, queues, now)
         self._press(queues, now)
         shed = self._late(queues) if self._settings.late == "shed" else ()
         return Turn(
-            urgent=self._urgent(queues),
+            urgent=self._urgent(running, queues),
             filler=self._filler(queues),
             bounds=Bounds(
-                rows=self._rows(queues),
+                rows=self._rows(len(running)),
                 tokens=self._settings.tokens,
-                filler_s=self._filler_s(now),
+                filler_s=self._filler_s(running, now),
                 filler_credit_s=self._due_credit_s(),
                 tbar_s=self._tbar_s,
                 rules=self._settings.rules,
@@ -135,7 +141,7 @@ class BrosPolicy:
             give_up=shed,
         )
 
-    def _rows(self, queues: Queues) -> int:
+    def _rows(self, running: int) -> int:
         """The batch size bounds best-effort work and newcomers, never what users already watch.
 
         With fewer rows than running real-time requests most of these would be late, each would be
@@ -144,8 +150,32 @@ class BrosPolicy:
         rows, settings = self._batch.rows, self._settings
         if settings.rules.strict_rows:
             return rows
-        running = len(queues.running_of(ServiceClass.RT))
         return min(max(rows, running + _INITIAL_ROWS), settings.rows)
+
+    @property
+    def abandons(self) -> bool:
+        return self._settings.rules.abandon
+
+    def makes_way(
+        self, packing: Packing[RequestState], ends_s: float, tokens: int, due_s: float, now: float
+    ) -> bool:
+        """If the first token would be late after this step, would not be in a step that starts
+        now, and nobody whose token was to come from this step gets late by that."""
+        predictor = self._predictor
+        load = StepLoad()
+        urgent = packing.selected[: packing.num_urgent]
+        for state, num_tokens in urgent:
+            load.add(num_tokens, state.num_cached - num_tokens, state.remaining == 0)
+        load.add(tokens, 0, True)
+        if ends_s + predictor.safe_seconds(load) <= due_s:
+            return False
+        others = [_latest_s(state) for state, _ in urgent if not state.late]
+        return now + predictor.seconds(load) <= min([due_s, *others])
+
+    def abandoned(self, packing: Packing[RequestState], seconds: float) -> None:
+        for state, _ in packing.selected[: packing.num_urgent]:
+            state.deadline_s = max(state.deadline_s, _latest_s(state))
+        self._credit_s = min(self._credit_s + self._settings.be_share * seconds, _MAX_CREDIT_S)
 
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         self._steps += 1
@@ -174,19 +204,23 @@ class BrosPolicy:
             self._tightest_s = ttft_s
             self._tight_until_s = now + _TIGHT_FOR_S
 
-    def _filler_s(self, now: float) -> float:
+    def _filler_s(self, running: Sequence[RequestState], now: float) -> float:
         """Longest step with filler in it.
 
-        Follows the tightest recent objective down to half of the usual one, so that nobody can
-        stop best-effort work by asking for the impossible.
+        Nobody waits longer for a token than the interval asked for, even if all are ahead of
+        their pace: that lead is for first tokens. Follows the tightest recent objectives down to
+        half of the usual ones, so that nobody can stop best-effort work by asking for the
+        impossible.
         """
         settings = self._settings
-        if now > self._tight_until_s:
-            return settings.usual_filler_s
-        ttft_s = min(max(self._tightest_s, settings.ttft_s / 2), settings.ttft_s)
-        return settings.rt_wait * ttft_s
+        wait_s = settings.usual_filler_s
+        if now <= self._tight_until_s:
+            ttft_s = min(max(self._tightest_s, settings.ttft_s / 2), settings.ttft_s)
+            wait_s = settings.rt_wait * ttft_s
+        intervals = (state.slo.tpot_s for state in running if state.slo.tpot_s is not None)
+        return min(wait_s, max(min(intervals, default=wait_s), settings.tpot_s / 2))
 
-    def _renew(self, queues: Queues, now: float) -> None:
+    def _renew(self, running: Sequence[RequestState], queues: Queues, now: float) -> None:
         """Find tokens whose deadline is lost; give them a new one, or mark them as late.
 
         The published algorithm ("edf") keeps the old deadline, so that under overload the
@@ -195,7 +229,7 @@ class BrosPolicy:
         """
         if self._settings.late == "edf":
             return
-        for state in queues.running_of(ServiceClass.RT):
+        for state in running:
             if state.deadline_s < now:
                 interval_s = state.slo.tpot_s if state.num_outputs else state.slo.ttft_s
                 state.deadline_s = now + (interval_s or 0.0)
@@ -225,12 +259,11 @@ class BrosPolicy:
         waiting = queues.waiting[ServiceClass.RT]
         return waiting[bisect.bisect_left(waiting, _LAST, key=_section) :]
 
-    def _urgent(self, queues: Queues) -> Iterable[RequestState]:
+    def _urgent(self, running: Sequence[RequestState], queues: Queues) -> Iterable[RequestState]:
         waiting = queues.waiting[ServiceClass.RT]
         late = self._late(queues)
         on_time = waiting[: min(len(waiting) - len(late), self._settings.rows + 1)]
-        running = by_deadline(queues.running_of(ServiceClass.RT))
-        order: Iterator[RequestState] = heapq.merge(running, on_time, key=deadline_key)
+        order: Iterator[RequestState] = heapq.merge(by_deadline(running), on_time, key=deadline_key)
         if self._settings.late == "shed" or not late:
             return order
         first = 1 if self._steps % _LATE_TURN == 0 else 0
@@ -289,6 +322,14 @@ class BrosPolicy:
         if self._credit_s < piece_s:
             return 0.0
         return min(self._credit_s, self._settings.usual_filler_s)
+
+
+def _latest_s(state: RequestState) -> float:
+    """When the token of an interrupted step is due at the latest."""
+    last_s, interval_s = state.record.last_token_s, state.slo.tpot_s
+    if last_s is None or interval_s is None:
+        return state.deadline_s
+    return max(state.paced_deadline_s(_MAX_GAP), last_s + _MAX_GAP_BEHIND * interval_s)
 
 
 def _section(state: RequestState) -> float:

@@ -1,0 +1,180 @@
+"""Steps that are given up for somebody's first token: when, and what is left of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bros.core.request import EngineRequest, FinishReason, Slo
+from support.scheduling import make_scheduler, request
+from support.virtual_time import BE, RT, VirtualRun, plan_seconds
+
+# Of support.scheduling.MODEL: a step takes 20 ms and 1 ms per token. The first token is due after
+# 0.4 s, so a prompt of 300 tokens has to start within 80 ms; filler makes steps of 0.2 s.
+LONG, SHORT = 300, 100
+
+
+def run_with_filler(**options: object) -> VirtualRun:
+    run = VirtualRun("bros", max_batch_tokens=400, **options)
+    run.submit("be", 1000, BE)
+    return run
+
+
+def arrival(prompt: int, arrived_s: float, slo: Slo | None = None) -> EngineRequest:
+    return replace(request("new", prompt, slo=slo), arrival_s=arrived_s)
+
+
+def asked_at(run: VirtualRun, prompt: int, after_s: float, **options: object) -> bool:
+    """Whether a request that comes so long after a step has begun gets it given up."""
+    run.scheduler.schedule(run.now)
+    assert run.scheduler.may_abandon
+    at = run.now + after_s
+    return run.scheduler.makes_way(arrival(prompt, at, **options), at)
+
+
+def test_a_step_with_filler_is_given_up_for_a_first_token_that_would_be_late() -> None:
+    run = run_with_filler()
+    plan = run.scheduler.schedule(run.now)
+    assert plan is not None and 0.15 < plan_seconds(plan) <= 0.2
+    assert run.scheduler.makes_way(arrival(LONG, 0.01), 0.01)
+
+
+def test_not_if_the_first_token_can_wait_for_the_end_of_the_step() -> None:
+    assert not asked_at(run_with_filler(), SHORT, 0.01)
+    assert not asked_at(run_with_filler(), LONG, 0.19)
+
+
+def test_not_if_the_first_token_would_be_late_all_the_same() -> None:
+    assert not asked_at(run_with_filler(), 420, 0.01)
+    run = run_with_filler()
+    run.scheduler.schedule(0.0)
+    known_late = arrival(LONG, -0.3)
+    assert not run.scheduler.makes_way(known_late, 0.01)
+
+
+@pytest.mark.parametrize("slo", [Slo(1.0), Slo(0.31)])
+def test_the_objective_is_the_request_s_own(slo: Slo) -> None:
+    assert not asked_at(run_with_filler(), LONG, 0.01, slo=slo)
+
+
+def test_not_for_best_effort_work() -> None:
+    run = run_with_filler()
+    run.scheduler.schedule(0.0)
+    assert not run.scheduler.makes_way(replace(arrival(LONG, 0.01), service_class=BE), 0.01)
+
+
+def test_not_if_a_running_answer_would_stall_for_it() -> None:
+    """Its last token is 0.25 s old when the new prompt would be done after 0.33 s more."""
+    run = run_with_filler()
+    run.submit("watched", 10, max_tokens=50)
+    while not run.token_times["watched"]:
+        run.step()
+    run.scheduler.schedule(run.now)
+    assert run.scheduler.may_abandon
+    at = run.now + 0.1
+    assert not run.scheduler.makes_way(arrival(LONG, run.now), at)
+    run = run_with_filler()
+    run.submit("ahead of its pace", 10, max_tokens=50, slo=Slo(0.4, 0.4))
+    run.steps(12)
+    run.scheduler.schedule(run.now)
+    assert run.scheduler.makes_way(arrival(LONG, run.now), run.now + 0.05)
+
+
+def test_a_step_without_filler_is_never_given_up() -> None:
+    run = VirtualRun("bros", max_batch_tokens=400)
+    run.submit("rt", 300)
+    run.scheduler.schedule(0.0)
+    assert not run.scheduler.may_abandon
+
+
+def test_what_best_effort_work_is_owed_is_not_taken_back() -> None:
+    """With steps given up for ever, its share comes due and then its step may not be."""
+    run = VirtualRun("bros", max_batch_tokens=64, be_share=0.1)
+    run.submit("be", 30, BE, max_tokens=2)
+    for _ in range(100):
+        plan = run.scheduler.schedule(run.now)
+        assert plan is not None
+        if not run.scheduler.may_abandon:
+            break
+        run.now += 0.03
+        run.scheduler.abandon(plan, run.now)
+    else:
+        raise AssertionError("given up a hundred times")
+    assert 0.1 < run.now < 1.0
+
+
+@pytest.mark.parametrize("options", [{"packing": "paper"}, {"policy": "fcfs"}, {"policy": "rr"}])
+def test_other_algorithms_do_not_give_up_steps(options: dict[str, str]) -> None:
+    run = VirtualRun(**{"policy": "bros", **options})  # type: ignore[arg-type]
+    run.submit("be", 50, BE)
+    run.scheduler.schedule(0.0)
+    assert not run.scheduler.may_abandon
+
+
+def test_nothing_is_left_of_a_step_that_was_given_up() -> None:
+    run = VirtualRun("bros", max_batch_tokens=64)
+    run.submit("half done", 150, BE)
+    run.submit("rt", 5, max_tokens=9)
+    run.steps(2)
+    run.submit("new", 10, BE)
+    stats = run.scheduler.stats()
+    first = run.scheduler.schedule(run.now)
+    assert first is not None and {c.request_id for c in first.chunks} >= {"half done", "rt"}
+    run.scheduler.abandon(first, run.now)
+    run.scheduler.check_integrity()
+    after = run.scheduler.stats()
+    assert after.abandoned_steps == 1 and after.abandoned_s == 0.0
+    assert replace(after, abandoned_steps=0) == stats
+    again = run.scheduler.schedule(run.now)
+    assert again is not None
+    assert [(c.request_id, c.start, c.token_ids) for c in again.chunks] == [
+        (c.request_id, c.start, c.token_ids) for c in first.chunks
+    ]
+
+
+def test_those_who_made_way_say_so() -> None:
+    run = run_with_filler()
+    plan = run.scheduler.schedule(0.0)
+    assert plan is not None
+    run.scheduler.abandon(plan, 0.05)
+    trace = run.scheduler.trace("be", 0.05)
+    assert trace is not None
+    assert trace.waits == {"made way": pytest.approx(0.05)}
+    assert [what for _, what in trace.events] == ["queued as be", "scheduled", "made way"]
+    assert run.waiting(BE) == 1
+    assert run.scheduler.stats().abandoned_s == pytest.approx(0.05)
+
+
+def test_a_request_aborted_while_its_step_ran_is_gone() -> None:
+    scheduler = make_scheduler("bros")
+    scheduler.submit(request("a", 5, BE), 0.0)
+    scheduler.submit(request("b", 5, BE), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    output = scheduler.abort("a", 0.01)
+    assert output is not None and output.finish_reason is FinishReason.ABORT
+    scheduler.abandon(plan, 0.01)
+    scheduler.check_integrity()
+    assert scheduler.stats().by_class[BE].waiting == 1
+    assert scheduler.stats().by_class[RT].waiting == 0
+    assert scheduler.stats().kv_blocks_used == 0
+
+
+def test_the_new_prompt_has_the_next_step_and_both_classes_their_tokens() -> None:
+    run = run_with_filler()
+    run.submit("watched", 10, max_tokens=40, slo=Slo(0.4, 0.4))
+    run.steps(12)
+    plan = run.scheduler.schedule(run.now)
+    assert plan is not None
+    at = run.now + 0.05
+    assert run.scheduler.makes_way(arrival(LONG, run.now), at)
+    came = run.now
+    run.now = at
+    run.scheduler.abandon(plan, at)
+    run.submit("new", LONG, arrived_s=came)
+    run.drain()
+    assert run.token_times["new"][0] - came <= 0.4
+    gaps = [b - a for a, b in zip(run.token_times["watched"], run.token_times["watched"][1:])]  # noqa: B905
+    assert max(gaps) <= 2.5 * 0.4
+    assert len(run.token_times["be"]) == 4
