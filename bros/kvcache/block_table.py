@@ -30,13 +30,15 @@ class BlockTable:
 
     def append(self, num_tokens: int, new_blocks: list[int]) -> array[int]:
         """Grow by `num_tokens`, using exactly `new_blocks`; returns int32 slots, one per token."""
-        assert len(new_blocks) == self.blocks_needed(num_tokens)
-        self.blocks.extend(new_blocks)
         size = self._block_size
         if num_tokens == 1 and not new_blocks:  # most decode steps
+            used = self.segments[-1]
+            assert used < size
             self.num_tokens += 1
-            self.segments[-1] += 1
-            return array("i", (self.blocks[-1] * size + self.segments[-1] - 1,))
+            self.segments[-1] = used + 1
+            return array("i", (self.blocks[-1] * size + used,))
+        assert len(new_blocks) == self.blocks_needed(num_tokens)
+        self.blocks.extend(new_blocks)
         slots = array("i")
         token, end = self.num_tokens, self.num_tokens + num_tokens
         while token < end:

@@ -67,7 +67,8 @@ class KvCacheManager:
         if table is None:
             table = self._tables[request_id] = BlockTable(self._pool.block_size)
         before = table.segments[:]
-        new_blocks = [self._pool.allocate() for _ in range(table.blocks_needed(num_tokens))]
+        needed = table.blocks_needed(num_tokens)
+        new_blocks = [self._pool.allocate() for _ in range(needed)] if needed else []
         return before, table.append(num_tokens, new_blocks)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:

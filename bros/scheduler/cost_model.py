@@ -119,6 +119,7 @@ class CostModel:
     swap_token_s: float = 0.0
     overlap_swap: bool = False
     _limits: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
+    _known: dict[int, float] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_limits", tuple(limit for limit, _ in self.padding))
@@ -165,6 +166,12 @@ class CostModel:
         return self.seconds(load)
 
     def _products(self, tokens: int) -> float:
+        seconds = self._known.get(tokens)
+        if seconds is None:
+            seconds = self._known[tokens] = self._matrix_products(tokens)
+        return seconds
+
+    def _matrix_products(self, tokens: int) -> float:
         padded = self.padded(tokens)
         seconds = self.constant_s + self.token_s * padded
         for knot, slope in self.hinges:

@@ -17,7 +17,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -75,8 +75,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Readable, with a newline at the end; `from_json` gives an equal profile."""
-        coefficients = dataclasses.asdict(self.model)
-        del coefficients["_limits"]
+        coefficients = {f.name: getattr(self.model, f.name) for f in fields(CostModel) if f.init}
         errors = {
             name: dataclasses.asdict(error)
             for name, error in (("fitted", self.fitted), ("held_out", self.held_out))
