@@ -17,7 +17,7 @@ from bros.scheduler.policies import Policy
 from bros.scheduler.policies.bros import BrosPolicy, BrosSettings
 from bros.scheduler.policies.edf import EdfPolicy
 from bros.scheduler.policies.fcfs import FcfsPolicy
-from bros.scheduler.policies.overload import OverloadGuard
+from bros.scheduler.policies.overload import OverloadGuard, Room
 from bros.scheduler.policies.priority import PriorityPolicy
 from bros.scheduler.policies.rr import RoundRobinPolicy
 from bros.scheduler.scheduler import Scheduler
@@ -50,7 +50,7 @@ def build_scheduler(config: EngineConfig, info: EngineInfo, model: CostModel | N
     )
     counters = {service_class: ClassCounters() for service_class in ServiceClass}
     return Scheduler(
-        _policy(config, model, counters),
+        _policy(config, info, model, counters),
         KvCacheManager(info.num_kv_blocks, info.block_size),
         limits,
         info.default_slo,
@@ -60,7 +60,10 @@ def build_scheduler(config: EngineConfig, info: EngineInfo, model: CostModel | N
 
 
 def _policy(
-    config: EngineConfig, model: CostModel | None, counters: Mapping[ServiceClass, ClassCounters]
+    config: EngineConfig,
+    info: EngineInfo,
+    model: CostModel | None,
+    counters: Mapping[ServiceClass, ClassCounters],
 ) -> Policy:
     bounds = Bounds(rows=config.max_num_seqs, tokens=config.max_batch_tokens)
     for kind in _ORDER_POLICIES:
@@ -89,5 +92,6 @@ def _policy(
         longest = state.max_length - len(state.token_ids)
         return max(min(round(mean) - state.num_outputs, longest), min(longest, 1))
 
-    guard = OverloadGuard(config.overload, predictor)
+    room = Room(config.max_num_seqs, info.num_kv_blocks * info.block_size)
+    guard = OverloadGuard(config.overload, predictor, room, expected_tokens)
     return BrosPolicy(settings, predictor, guard, expected_tokens)

@@ -99,6 +99,36 @@ def test_a_pace_that_rows_in_progress_do_not_allow_is_refused() -> None:
         run.submit("fast", 5, slo=Slo(10.0, 0.03))
 
 
+@pytest.mark.parametrize(
+    ("options", "rows"), [({"max_num_seqs": 8}, 8), ({"max_num_seqs": 64, "blocks": 210}, 8)]
+)
+def test_a_request_that_would_not_find_a_place_in_time_is_refused(
+    options: dict[str, int], rows: int
+) -> None:
+    """All seats are taken, or all memory (840 tokens, 8 requests of 100), until answers end."""
+    run = VirtualRun(overload="reject", max_batch_tokens=256, **options)
+    for number in range(rows):
+        slo = Slo(20.0, 5.0)
+        run.submit(f"row{number}", 95, slo=slo, max_tokens=200 if number else 12, salt=100 * number)
+    run.steps(6)
+    assert run.scheduler.stats().by_class[RT].running == rows
+    with pytest.raises(OverloadedError) as caught:
+        run.submit("new", 50, slo=Slo(0.2, 5.0))
+    assert caught.value.retry_after_s == 1.0
+    assert run.submit("patient", 50, slo=Slo(5.0, 5.0)) is RT, "the first will have ended by then"
+
+
+def test_places_of_best_effort_requests_count_as_free() -> None:
+    run = VirtualRun(overload="reject", max_batch_tokens=256, max_num_seqs=4, blocks=140)
+    for number in range(4):
+        run.submit(f"be{number}", 95, BE, max_tokens=40, salt=100 * number)
+    run.steps(6)
+    assert run.scheduler.stats().by_class[BE].running == 4
+    assert run.submit("new", 50) is RT
+    run.drain()
+    assert run.scheduler.stats().by_class[RT].both_met == 1
+
+
 def test_best_effort_requests_are_never_refused_nor_in_the_way() -> None:
     run = VirtualRun(overload="reject", max_queue=1000)
     for number in range(100):

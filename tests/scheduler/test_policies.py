@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.policies.bros import BrosPolicy, BrosSettings
-from bros.scheduler.policies.overload import OverloadGuard
+from bros.scheduler.policies.overload import OverloadGuard, Room
 from bros.scheduler.queues import Queues
 from bros.scheduler.state import RequestState
 from support.scheduling import MODEL, request
@@ -94,7 +94,8 @@ def test_priority_newcomers_never_preempt_but_growth_does() -> None:
 def policy(rows: int = 100) -> BrosPolicy:
     predictor = StepTimePredictor(MODEL)
     settings = BrosSettings(rows=rows, tokens=256)
-    return BrosPolicy(settings, predictor, OverloadGuard("late", predictor), lambda s: 10)
+    guard = OverloadGuard("late", predictor, Room(8, 1000), lambda state: 10)
+    return BrosPolicy(settings, predictor, guard, lambda state: 10)
 
 
 @given(

@@ -102,7 +102,7 @@ class BrosPolicy:
         return self._batch.rows, self._batch.resets
 
     def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
-        return self._guard.classify(state, queues, now)
+        return self._guard.classify(state, queues, self._tbar_s, now)
 
     def place(self, state: RequestState, now: float) -> None:
         """Real-time by deadline, best-effort by arrival, next to those with the same prefix."""

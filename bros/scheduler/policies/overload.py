@@ -2,13 +2,17 @@
 
 backlog   prompts of real-time requests that wait and are still on time
 share     part of a step that decode rows of real-time requests leave to prompts
+place     when enough real-time requests have ended to leave a seat and KV memory for the backlog
+          and this one; best-effort requests do not count, they make way
 
-time to first token  ~  (backlog + own prompt) / share
+time to first token  ~  the later of (backlog + own prompt) / share and place + own prompt
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
@@ -21,21 +25,42 @@ _MIN_SHARE = 0.05
 _REFERENCE_TOKENS = 64
 
 
-class OverloadGuard:
-    """mode: late (serve it anyway), relegate (serve it as best-effort), reject (refuse it)."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What requests in progress share: seats in the batch, and tokens of KV memory."""
 
-    def __init__(self, mode: str, predictor: StepTimePredictor) -> None:
+    seats: int
+    kv_tokens: int
+
+
+class OverloadGuard:
+    """mode: late (serve it anyway), relegate (serve it as best-effort), reject (refuse it).
+
+    expected_tokens: how many more tokens a request is likely to produce.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        predictor: StepTimePredictor,
+        room: Room,
+        expected_tokens: Callable[[RequestState], int],
+    ) -> None:
         self._mode = mode
         self._predictor = predictor
+        self._room = room
+        self._expected_tokens = expected_tokens
 
-    def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
-        """The class to serve a new request as.
+    def classify(
+        self, state: RequestState, queues: Queues, step_s: float, now: float
+    ) -> ServiceClass:
+        """The class to serve a new request as. step_s: usual time of a step.
 
         Raises OverloadedError in mode "reject" if its objectives cannot be met.
         """
         if self._mode == "late" or state.service_class is ServiceClass.BE:
             return state.service_class
-        missing_s = self._missing_s(state, queues, now)
+        missing_s = self._missing_s(state, queues, step_s, now)
         if missing_s <= 0.0:
             return ServiceClass.RT
         if self._mode == "relegate":
@@ -47,7 +72,7 @@ class OverloadGuard:
             retry_s,
         )
 
-    def _missing_s(self, state: RequestState, queues: Queues, now: float) -> float:
+    def _missing_s(self, state: RequestState, queues: Queues, step_s: float, now: float) -> float:
         """By how much the objectives would be missed; not positive if they would be met."""
         predictor, slo = self._predictor, state.slo
         decode = StepLoad()
@@ -62,15 +87,34 @@ class OverloadGuard:
         if slo.ttft_s is None:
             return -math.inf
         share = max(1.0 - decode_s / (slo.tpot_s or slo.ttft_s), _MIN_SHARE)
-        tokens = sum(
-            other.remaining
+        ahead = [
+            other
             for other in queues.waiting[ServiceClass.RT]
             if not other.late and other.deadline_s <= state.deadline_s
-        )
+        ]
+        tokens = sum(other.remaining for other in ahead)
         tokens += sum(other.remaining for other in running if other.remaining > 1)
-        work_s = self._prompts_s(tokens) + predictor.prefill_seconds(state.remaining)
+        own_s = predictor.prefill_seconds(state.remaining)
+        work_s = (self._prompts_s(tokens) + own_s) / share
+        place_s = self._place_s([*ahead, state], running, max(step_s, decode_s))
         waited_s = now - state.record.arrival_s
-        return waited_s + work_s / share - slo.ttft_s
+        return waited_s + max(work_s, place_s + own_s) - slo.ttft_s
+
+    def _place_s(
+        self, newcomers: Sequence[RequestState], running: Sequence[RequestState], step_s: float
+    ) -> float:
+        """When there is a seat and memory for all newcomers: now, or after others have ended."""
+        seats = self._room.seats - len(running) - len(newcomers)
+        tokens = self._room.kv_tokens - sum(len(s.token_ids) for s in (*running, *newcomers))
+        if seats >= 0 and tokens >= 0:
+            return 0.0
+        # Those in line end as well, in their turn; they count as if they ran already.
+        ends = sorted((self._expected_tokens(s), len(s.token_ids)) for s in (*running, *newcomers))
+        for steps, held in ends:
+            seats, tokens = seats + 1, tokens + held
+            if seats >= 0 and tokens >= 0:
+                return steps * step_s
+        return math.inf  # not reached: without the others there is room for everybody
 
     def _prompts_s(self, tokens: int) -> float:
         """Time for prompts that are computed together with others."""
