@@ -50,7 +50,8 @@ class ClassStats:
 
     The objectives count finished requests and their tokens, as the engine committed them:
     ttft_met and tpot_met requests (mean time between tokens) of `finished`; tokens_on_time of
-    output_tokens, each against its own deadline. slack: deadline minus commit in seconds.
+    output_tokens, each against its own deadline; deadlines_met of the `deadlines` that finished
+    requests had for the whole answer. slack: deadline minus commit in seconds.
     relegated: requests of this class that came in as the other one.
     """
 
@@ -64,6 +65,8 @@ class ClassStats:
     ttft_met: int = 0
     tpot_met: int = 0
     both_met: int = 0
+    deadlines: int = 0
+    deadlines_met: int = 0
     tokens_on_time: int = 0
     relegated: int = 0
     rejected: int = 0

@@ -31,6 +31,7 @@ class ClassCounters:
         self.rejected = 0
         self.mean_output_tokens: float | None = None
         self._ttft_met = self._tpot_met = self._both_met = 0
+        self._deadlines = self._deadlines_met = 0
         self._late_tokens = 0
         self._slack = [0] * (len(_SLACK_BOUNDS_S) + 1)
         self._slack_total = 0.0
@@ -51,6 +52,9 @@ class ClassCounters:
         self._ttft_met += ttft_met
         self._tpot_met += tpot_met
         self._both_met += ttft_met and tpot_met
+        if slo.deadline_s is not None:
+            self._deadlines += 1
+            self._deadlines_met += record.met_deadline(slo)
         if self.mean_output_tokens is None:
             self.mean_output_tokens = record.num_tokens
         self.mean_output_tokens += _LENGTH_ALPHA * (record.num_tokens - self.mean_output_tokens)
@@ -78,6 +82,8 @@ class ClassCounters:
             ttft_met=self._ttft_met,
             tpot_met=self._tpot_met,
             both_met=self._both_met,
+            deadlines=self._deadlines,
+            deadlines_met=self._deadlines_met,
             tokens_on_time=self.output_tokens - self._late_tokens,
             relegated=self.relegated,
             rejected=self.rejected,

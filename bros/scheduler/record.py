@@ -119,6 +119,12 @@ class RequestRecord:
         tpot_met = slo.tpot_s is None or tpot is None or tpot <= slo.tpot_s
         return ttft_met, tpot_met
 
+    def met_deadline(self, slo: Slo) -> bool:
+        """Whether the last token of a finished request came in time; None is met."""
+        if slo.deadline_s is None or self.last_token_s is None:
+            return slo.deadline_s is None
+        return self.last_token_s - self.arrival_s <= slo.deadline_s
+
     def trace(
         self,
         request_id: str,

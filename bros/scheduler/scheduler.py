@@ -76,7 +76,7 @@ class Scheduler:
         state = RequestState(
             request,
             service_class=asked,
-            slo=self._objectives(request.slo, asked),
+            slo=self._objectives(request, asked),
             now=now,
             arrival_index=self._arrivals,
             seed=self._rng.getrandbits(63) if seed is None else seed,
@@ -161,7 +161,7 @@ class Scheduler:
         """
         if newcomer.service_class is not ServiceClass.RT:
             return False
-        ttft_s = self._objectives(newcomer.slo, ServiceClass.RT).ttft_s
+        ttft_s = self._objectives(newcomer, ServiceClass.RT).ttft_s
         if ttft_s is None:
             return False
         due_s = (min(newcomer.arrival_s, now) or now) + ttft_s
@@ -238,12 +238,23 @@ class Scheduler:
         if waiting >= self._limits.max_queue:
             raise QueueFullError(waiting, self._counters[service_class].retry_after_s(now))
 
-    def _objectives(self, asked: Slo, service_class: ServiceClass) -> Slo:
-        """Best-effort requests are held to nothing but a deadline for the whole."""
+    def _objectives(self, request: EngineRequest, service_class: ServiceClass) -> Slo:
+        """Best-effort requests are held to nothing but a deadline for the whole.
+
+        Real-time ones to a pace, which follows from the deadline if that asks for more.
+        """
+        asked = request.slo
         if service_class is ServiceClass.BE:
             return Slo(deadline_s=asked.deadline_s)
-        default = self._default_slo
-        return Slo(asked.ttft_s or default.ttft_s, asked.tpot_s or default.tpot_s, asked.deadline_s)
+        ttft_s = asked.ttft_s or self._default_slo.ttft_s
+        tpot_s = asked.tpot_s or self._default_slo.tpot_s
+        if asked.deadline_s is not None:
+            ttft_s = min(ttft_s or asked.deadline_s, asked.deadline_s)
+            more_tokens = (request.sampling.max_tokens or 1) - 1
+            if more_tokens > 0 and asked.deadline_s > ttft_s:
+                interval_s = (asked.deadline_s - ttft_s) / more_tokens
+                tpot_s = min(tpot_s or interval_s, interval_s)
+        return Slo(ttft_s, tpot_s, asked.deadline_s)
 
     def _classify(self, state: RequestState, now: float) -> None:
         """Ask the policy under load whether a real-time request is served as one."""
@@ -256,7 +267,7 @@ class Scheduler:
         if used is not asked:
             self._check_queue(used, now)
             self._counters[used].relegated += 1
-            state.relegate(used, self._objectives(state.request.slo, used))
+            state.relegate(used, self._objectives(state.request, used))
 
     def _commit(self, state: RequestState, num_tokens: int, now: float) -> Chunk:
         start, end = state.num_cached, state.num_cached + num_tokens

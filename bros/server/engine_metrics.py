@@ -91,6 +91,12 @@ _CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "tokens_on_time",
             "Tokens that were ready by their deadline; by bros_output_tokens: share on time",
         ),
+        "deadlines": ("deadlines", "Finished requests that had a deadline for the whole answer"),
+        "deadlines_met": (
+            "deadlines_met",
+            "Those whose last token was in time; by bros_deadlines: share in time. If it falls "
+            "for class be, ask for later deadlines, raise --be-share or add capacity",
+        ),
         "relegated": (
             "requests_relegated",
             "Requests served as this class that came in as the other one, because their "

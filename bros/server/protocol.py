@@ -125,7 +125,12 @@ class WireModel(BaseModel):
 
 
 class SloFields(WireModel):
-    """Objectives of one request in milliseconds; they win over the x-slo-* headers."""
+    """Objectives of one request in milliseconds; they win over the x-slo-* headers.
+
+    Ours alone, so a name that is not known is a mistake and not another server's field.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     ttft_ms: Milliseconds | None = Field(
         default=None,
@@ -137,7 +142,10 @@ class SloFields(WireModel):
         description="Each further token after the one before; left out: as for ttft_ms",
     )
     deadline_ms: Milliseconds | None = Field(
-        default=None, description="Arrival to last token; left out: no deadline"
+        default=None,
+        description="Arrival to last token; left out: no deadline. A best-effort request is "
+        "started in time if there is time; a real-time one with max_tokens gets a pace that "
+        "makes its last token on time, if its first one is",
     )
 
 

@@ -295,6 +295,49 @@ def test_a_deadline_presses_once_there_is_just_time_enough() -> None:
     assert run.token_times["due"][-1] <= 4.0
 
 
+@pytest.mark.parametrize(
+    ("slo", "max_tokens", "held_to"),
+    [
+        (Slo(deadline_s=1.3), 10, Slo(0.4, 0.1, 1.3)),
+        (Slo(deadline_s=9.0), 10, Slo(0.4, 0.2, 9.0)),
+        (Slo(deadline_s=1.3), None, Slo(0.4, 0.2, 1.3)),
+        (Slo(deadline_s=0.3), 10, Slo(0.3, 0.2, 0.3)),
+        (Slo(1.0, 0.05, 1.9), 10, Slo(1.0, 0.05, 1.9)),
+    ],
+)
+def test_a_deadline_of_a_real_time_request_sets_its_pace(
+    slo: Slo, max_tokens: int | None, held_to: Slo
+) -> None:
+    run = VirtualRun()
+    run.submit("rt", 5, slo=slo, max_tokens=max_tokens)
+    trace = run.scheduler.trace("rt", run.now)
+    assert trace is not None
+    found = (trace.slo.ttft_s, trace.slo.tpot_s, trace.slo.deadline_s)
+    assert found == pytest.approx((held_to.ttft_s, held_to.tpot_s, held_to.deadline_s))
+
+
+def test_a_deadline_of_a_real_time_request_is_met_beside_best_effort_work() -> None:
+    """At the default pace it would take 0.4 + 19 x 0.2 seconds."""
+    run = VirtualRun(max_batch_tokens=256, max_num_seqs=20)
+    for number in range(30):
+        run.submit(f"be{number}", 200, BE, salt=30 * number)
+    run.submit("rt", 20, slo=Slo(deadline_s=2.0), max_tokens=20)
+    run.drain()
+    assert len(run.token_times["rt"]) == 20 and run.token_times["rt"][-1] <= 2.0
+    assert run.scheduler.stats().by_class[RT].deadlines_met == 1
+
+
+def test_deadlines_are_counted_by_class() -> None:
+    run = VirtualRun()
+    run.submit("met", 5, BE, slo=Slo(deadline_s=5.0))
+    run.submit("missed", 5, BE, slo=Slo(deadline_s=0.01))
+    run.submit("none", 5, BE)
+    run.drain()
+    counted = run.scheduler.stats().by_class
+    assert (counted[BE].deadlines, counted[BE].deadlines_met) == (2, 1)
+    assert (counted[RT].deadlines, counted[RT].deadlines_met) == (0, 0)
+
+
 def test_prompts_with_a_common_prefix_run_next_to_each_other_for_a_while() -> None:
     run = VirtualRun(max_num_seqs=1, be_max_wait=10.0)
     run.submit("a1", 70, BE, salt=0, max_tokens=1)

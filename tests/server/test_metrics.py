@@ -33,6 +33,7 @@ FIGURES = EngineStats(
         ServiceClass.RT: ClassStats(
             running=2, waiting=1, prompt_tokens=70, output_tokens=30, finished=9, preemptions=1,
             kv_blocks=20, ttft_met=8, tpot_met=7, both_met=6, tokens_on_time=28, rejected=4,
+            deadlines=5, deadlines_met=3,
             slack=Buckets(bounds=(-0.5, 0.0, 0.25), counts=(1, 2, 20, 5), total=4.5),
         ),
         ServiceClass.BE: ClassStats(
@@ -90,6 +91,8 @@ async def test_the_engine_is_shown(server: Server) -> None:
         ("bros_preemptions_total", 1, 0),
         ("bros_requests_finished_total", 9, 0),
         ("bros_tokens_on_time_total", 28, 0),
+        ("bros_deadlines_total", 5, 0),
+        ("bros_deadlines_met_total", 3, 0),
         ("bros_requests_relegated_total", 0, 2),
         ("bros_requests_rejected_total", 4, 0),
     ],

@@ -83,6 +83,14 @@ async def test_objectives_in_headers(server: Server, prefix: str) -> None:
     assert await slo_of(server, headers) == Slo(0.3, 0.02)
 
 
+async def test_a_misspelt_objective_is_an_error_that_names_it(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "slo": {"ttft": 250}}
+    response = await server.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "slo.ttft" and "ttft" in error["message"]
+
+
 async def test_the_body_wins_over_headers_field_by_field(server: Server) -> None:
     headers = {
         "x-slo-ttft-ms": "300",
