@@ -172,7 +172,8 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
     """Lines of Markdown."""
     runs = results["runs"]
     yield f"bros {results['bros']}, commit {results['commit'][:12]};"
-    yield f"{results['duration_s']:g} s simulated per run, seed {results['seed']},"
+    yield f"{results['duration_s']:g} s simulated per run, of which the first"
+    yield f"{results['warm_up_s']:g} s do not count; seed {results['seed']},"
     yield f"{results['best_effort']['in_flight']} best-effort requests per batch.\n"
     yield "## Targets\n"
     yield "Means over three models. In brackets: how many of the three meet it by themselves.\n"
@@ -229,7 +230,7 @@ def _attainment_table(runs: Sequence[Run]) -> Iterator[str]:
 def _run_table(runs: Sequence[Run], *, highest_only: bool) -> Iterator[str]:
     yield from _head(
         "model", "chats", "req/s", "policy", "normalized latency s", "TTFT %", "TPOT %",
-        "tokens on time %", "RT finished %", "BE req/s", "BE tokens/s",
+        "tokens on time %", "RT finished %", "BE req/s", "BE tokens/s", "all tokens/s",
     )  # fmt: skip
     for lengths, chats in LENGTHS.items():
         for profile, model in MODELS.items():
@@ -253,6 +254,8 @@ def _figures(runs: Sequence[Run]) -> list[str]:
     shown.append(f"{100 * mean(finished):.1f}")
     shown.append(f"{mean([run['be_requests_per_s'] for run in runs]):.2f}")
     shown.append(f"{mean([run['be_tokens_per_s'] for run in runs]):.0f}")
+    everything = [run["rt_tokens_per_s"] + run["be_tokens_per_s"] for run in runs]
+    shown.append(f"{mean(everything):.0f}")
     return shown
 
 

@@ -31,6 +31,7 @@ from bros.simulator.tables import print_reports
 from bros.simulator.traces import read_azure_trace
 from bros.simulator.workload import RT_SIZES, BeLoad, PoissonLoad, RtLoad, TraceLoad
 
+_MAX_RATES = 1000
 WIDTH = 100
 """Columns where the output is no terminal."""
 
@@ -65,9 +66,10 @@ def run_simulate(
         reports = run_sweep(settings.scenarios, settings.jobs, told)
     wall_s = clock.now() - start_s
     key, first = settings.profile.key, settings.scenarios[0]
+    warm_up = f", the first {first.warm_up_s:g} s not counted" if first.warm_up_s else ""
     console.print(
         f"{key.model} ({key.weights}) on {key.device}, {settings.profile.kind} profile; "
-        f"{first.duration_s:g} s simulated, seed {first.seed}\n"
+        f"{first.duration_s:g} s simulated{warm_up}, seed {first.seed}\n"
     )
     print_reports(console, list(zip(settings.scenarios, reports, strict=True)))
     if settings.json_path is not None:
@@ -91,6 +93,10 @@ def read_settings(
     data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
     profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
+    duration_s = _number("--duration", args.simulate_duration, above=0)
+    warm_up_s = _number("--warm-up", args.simulate_warm_up, low=0)
+    if warm_up_s >= duration_s:
+        raise ConfigError(f"--warm-up: {warm_up_s:g} s leave nothing of --duration {duration_s:g}")
     scenarios = tuple(
         Scenario(
             config=_engine_config(engine, policy, alone=len(policies) == 1),
@@ -98,7 +104,8 @@ def read_settings(
             rt=load,
             be=BeLoad(_whole("--be", args.simulate_be, low=0), args.be_batches),
             seed=engine.seed,
-            duration_s=_number("--duration", args.simulate_duration, above=0),
+            duration_s=duration_s,
+            warm_up_s=warm_up_s,
             disturbance=Disturbance(
                 noise=_number("--noise", args.simulate_noise, low=0),
                 slowdown=_number("--slowdown", args.simulate_slowdown, above=0),
@@ -146,6 +153,7 @@ def _scenario_json(scenario: Scenario) -> dict[str, Any]:
     return {
         "seed": scenario.seed,
         "duration_s": scenario.duration_s,
+        "warm_up_s": scenario.warm_up_s,
         "rt": arrivals,
         "be": dataclasses.asdict(scenario.be),
         "kv_blocks": scenario.device.kv_blocks,
@@ -196,6 +204,8 @@ def parse_rates(text: str) -> list[float]:
     low, high = parts[:2]
     step = parts[2] if len(parts) == 3 else (high - low) / (RANGE_VALUES - 1)
     count = int((high - low) / step + 1e-9) + 1
+    if count > _MAX_RATES:
+        raise ConfigError(f"--rt-rate: {text!r} are {count} rates; at most {_MAX_RATES}")
     return [round(low + i * step, 9) for i in range(count)]
 
 

@@ -43,6 +43,7 @@ def run(policy: str, rate: float, latency_s: float | None, **changes: Any) -> di
         "rt_requests": 5,
         "rt_finished": 4,
         "be_requests_per_s": 2.0,
+        "rt_tokens_per_s": 500.0,
         "be_tokens_per_s": 1000.0,
         "mean_step_s": 0.1,
     } | changes
@@ -126,7 +127,8 @@ def test_written_text_above_the_mark_stays(report: ModuleType, tmp_path: Path) -
     results = {
         "bros": "0",
         "commit": "c" * 40,
-        "duration_s": 1.0,
+        "duration_s": 2.0,
+        "warm_up_s": 1.0,
         "seed": 1,
         "best_effort": {"in_flight": 4},
         "runs": runs,
@@ -137,7 +139,8 @@ def test_written_text_above_the_mark_stays(report: ModuleType, tmp_path: Path) -
     report.write(results, tmp_path)
     assert text.read_text().startswith("mine\n" + report.MARK)
     assert "old" not in text.read_text()
-    assert "| OPT-13B | LMSYS | 2 | bros | 0.2000 | 50.0 | 100.0 | 75.0 | 80.0 | 2.00 | 1000 |" in (
-        text.read_text()
+    assert (
+        "| OPT-13B | LMSYS | 2 | bros | 0.2000 | 50.0 | 100.0 | 75.0 | 80.0 | 2.00 | 1000 | 1500 |"
+        in (text.read_text())
     )
     assert (tmp_path / "paper_settings_lmsys.png").stat().st_size < 200_000

@@ -55,6 +55,11 @@ def pack(
     return packer.packing
 
 
+_PATIENT_STEPS, _PATIENT_PROMPTS = 5, 4
+"""A first token is not urgent that is due after more than so many steps with filler, and more
+than so many times what its prompt takes."""
+
+
 class _Packer(Generic[C]):
     """The state of one call of `pack`."""
 
@@ -173,8 +178,9 @@ class _Packer(Generic[C]):
         num_tokens = self._chunk_within(candidate, self._limit_s)
         finish_s = self._finish_s(candidate, num_tokens)
         hopeless = finish_s > due_s * self._safety_factor
-        if num_tokens > 0 and hopeless and not self._rules.early_return:
-            # It will be late anyway: let it not make others late.
+        apart = hopeless or self._has_time(candidate, due_s)
+        if num_tokens > 0 and apart and not self._rules.early_return:
+            # It is late anyway, or has much time: let it not make others late.
             limit_s = min(self._limit_s, self._bounds.filler_s)
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and not self.packing.selected:
@@ -186,6 +192,14 @@ class _Packer(Generic[C]):
         if refused is None:
             self._bind(candidate, finish_s, due_s)
         return refused
+
+    def _has_time(self, candidate: C, due_s: float) -> bool:
+        """Due so late that short steps will do, even if others come in between."""
+        assert self._predictor is not None
+        if due_s <= _PATIENT_STEPS * self._bounds.filler_s:
+            return False
+        alone_s = self._predictor.prefill_seconds(candidate.remaining, candidate.num_cached)
+        return due_s > _PATIENT_PROMPTS * alone_s
 
     def _take_row(self, candidate: C, limit_s: float) -> str | None:
         """The same as `_take` for a decode row, which asks for the time once; why not, if not."""

@@ -37,7 +37,8 @@ class Device:
 class Scenario:
     """One run. Two runs of equal scenarios give the same records to the bit.
 
-    disturbance: what the device does differently from what the scheduler is told.
+    disturbance: what the device does differently from what the scheduler is told. warm_up_s:
+    the beginning that reports leave out, see metrics.py; less than duration_s.
     """
 
     config: EngineConfig
@@ -47,6 +48,7 @@ class Scenario:
     seed: int
     duration_s: float
     disturbance: Disturbance = Disturbance()
+    warm_up_s: float = 0.0
 
     @property
     def slo(self) -> Slo:

@@ -28,6 +28,7 @@ _OWN = (  # flag, metavar, default, help
     ("--trace-speed", "X", "1", "play the trace X times as fast"),
     ("--be", "N", "16", "best-effort requests in flight"),
     ("--duration", "SECONDS", "600", "simulated time of each run"),
+    ("--warm-up", "SECONDS", "0", "beginning of each run that the figures leave out"),
     ("--noise", "X", "0", "steps vary: standard deviation of the logarithm of their time"),
     ("--slowdown", "X", "1", "steps take X times as long as the scheduler is told"),
     ("--json", "FILE", None, "write settings and results there"),

@@ -3,7 +3,10 @@
 Whether an objective was met is *decided* for a request once its tokens are there, or once it is
 certain that they are late. So a request that is still open at the end counts as missed if it is
 overdue by then, and is left out (not counted as met) if it is not. Refused requests count as
-missed, and so do those that the engine gave up. Nothing else is left out.
+missed, and so do those that the engine gave up. Nothing else is left out, except by a warm-up.
+
+A warm-up is the time until the load is the same at all times. Requests that arrived in it are
+not counted, and rates are those of the time after it, whoever arrived when.
 
     ttft    arrival to first token
     tpot    (last token - first token) / (tokens - 1), of requests with two tokens or more
@@ -12,6 +15,7 @@ missed, and so do those that the engine gave up. Nothing else is left out.
 
 from __future__ import annotations
 
+import bisect
 import math
 import operator
 from collections.abc import Sequence
@@ -71,7 +75,7 @@ class ClassReport:
     bound. ttft_met, tpot_met, both_met: requests; a request with one token has only a ttft.
     tokens_on_time: tokens within tpot of the one before (the first: within ttft of arrival).
     requests_per_s: finished ones. tokens_per_s: prompt tokens of requests with a first token,
-    and output tokens. All rates are per second of the whole run.
+    and output tokens. All rates are per second after the warm-up.
     """
 
     requests: int
@@ -119,14 +123,17 @@ class _Judged:
     tokens_decided: int = 0
 
 
-def report_of(result: SimulationResult, slo: Slo) -> Report:
-    """slo: what real-time requests are held to. Best-effort requests are held to nothing."""
+def report_of(result: SimulationResult, slo: Slo, warm_up_s: float = 0.0) -> Report:
+    """slo: what real-time requests are held to. Best-effort requests are held to nothing.
+
+    warm_up_s: less than the run lasted.
+    """
     by_class = {}
     for service_class in ServiceClass:
         records = [r for r in result.records if r.service_class is service_class]
         stats = result.stats.by_class.get(service_class, ClassStats())
         held = slo if service_class is ServiceClass.RT else Slo()
-        by_class[service_class] = _class_report(records, held, result.end_s, stats)
+        by_class[service_class] = _class_report(records, held, warm_up_s, result.end_s, stats)
     return Report(
         end_s=result.end_s,
         busy=result.busy_s / result.end_s if result.end_s else 0.0,
@@ -140,14 +147,27 @@ def report_of(result: SimulationResult, slo: Slo) -> Report:
 
 
 def _class_report(
-    records: Sequence[RequestRecord], slo: Slo, end_s: float, stats: ClassStats
+    everything: Sequence[RequestRecord],
+    slo: Slo,
+    since_s: float,
+    end_s: float,
+    stats: ClassStats,
 ) -> ClassReport:
+    records = [record for record in everything if record.arrival_s >= since_s]
     judged = [_judge(record, slo, end_s) for record in records]
     finished = [record for record in records if record.finished]
     latencies = [(r.token_times_s[-1] - r.arrival_s) / len(r.token_times_s) for r in finished]
     refused = sum(record.refused for record in records)
-    output_tokens = sum(len(record.token_times_s) for record in records)
-    prompt_tokens = sum(r.size.prompt_tokens for r in records if r.token_times_s)
+    done = sum(r.finished and r.token_times_s[-1] >= since_s for r in everything)
+    output_tokens = sum(
+        len(r.token_times_s) - bisect.bisect_left(r.token_times_s, since_s) for r in everything
+    )
+    prompt_tokens = sum(
+        r.size.prompt_tokens
+        for r in everything
+        if r.token_times_s and r.token_times_s[0] >= since_s
+    )
+    seconds = end_s - since_s
     held = slo.ttft_s is not None
     return ClassReport(
         requests=len(records),
@@ -165,9 +185,9 @@ def _class_report(
         tokens_on_time=Share(
             sum(j.tokens_met for j in judged), sum(j.tokens_decided for j in judged)
         ),
-        requests_per_s=len(finished) / end_s,
-        tokens_per_s=(prompt_tokens + output_tokens) / end_s,
-        output_tokens_per_s=output_tokens / end_s,
+        requests_per_s=done / seconds,
+        tokens_per_s=(prompt_tokens + output_tokens) / seconds,
+        output_tokens_per_s=output_tokens / seconds,
     )
 
 

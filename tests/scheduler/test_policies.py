@@ -266,6 +266,21 @@ def test_pressing_deadlines_go_first_among_best_effort_requests() -> None:
     assert list(run.first_run) == ["pressing", "be0", "be1", "be2", "relaxed"]
 
 
+def test_a_long_prompt_with_much_time_does_not_make_others_late() -> None:
+    run = VirtualRun(max_batch_tokens=4096, max_num_seqs=20)
+    run.submit("patient", 3000, slo=Slo(60.0, 1.0))
+    run.step()
+    assert run.seconds == [pytest.approx(0.2, rel=0.1)]
+    run.submit("usual", 50)
+    run.drain()
+    assert run.token_times["usual"][0] < 0.4
+    assert run.token_times["patient"][0] < 60.0
+    run = VirtualRun(max_batch_tokens=4096, max_num_seqs=20)
+    run.submit("not so patient", 1000, slo=Slo(1.6, 1.0))
+    run.step()
+    assert run.seconds[0] > 1.0, "in short steps it might be late"
+
+
 def test_order_of_best_effort_work() -> None:
     """Rows, then what is pressing, prompts that are nearly done, newcomers."""
     run = VirtualRun(max_batch_tokens=300, rt_wait=1.0, max_num_seqs=20)

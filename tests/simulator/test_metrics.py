@@ -207,3 +207,21 @@ def test_against_a_naive_recomputation(drawn: list[tuple[float, list[float]]]) -
         sum((r.token_times_s[-1] - r.arrival_s) / len(r.token_times_s) for r in records)
         / len(records)
     )
+
+
+def test_a_warm_up_is_left_out() -> None:
+    records = (
+        record(0.5, [1.0, 4.0, 4.5]),  # arrived before, two tokens and its end after
+        record(1.5, [1.8, 1.9], prompt=99),  # all before
+        record(2.0, [2.5, 3.0], prompt=20),
+        record(3.0, [9.0, 9.5], prompt=7),  # late
+        record(9.9, [], None),
+    )
+    report = report_of(result_of(*records), SLO, warm_up_s=2.0).by_class[ServiceClass.RT]
+    assert (report.requests, report.finished, report.unfinished) == (3, 2, 1)
+    assert report.ttft_met == Share(1, 2)
+    assert report.normalized_latency_s == pytest.approx((0.5 + 3.25) / 2)
+    seconds = END_S - 2.0
+    assert report.requests_per_s == pytest.approx(3 / seconds)
+    assert report.output_tokens_per_s == pytest.approx((2 + 2 + 2) / seconds)
+    assert report.tokens_per_s == pytest.approx((2 + 2 + 2 + 20 + 7) / seconds)

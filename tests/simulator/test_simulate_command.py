@@ -165,6 +165,21 @@ def test_mistakes_are_named_in_one_line(
     assert message in err
 
 
+def test_a_warm_up_is_not_counted(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--policy", "bros", "--rt-rate", "5", "--profile", str(profile))
+    arguments += ("--duration", "6")
+    (whole,) = run_json(tmp_path / "a.json", *arguments)["runs"]  # type: ignore[misc]
+    capsys.readouterr()
+    (rest,) = run_json(tmp_path / "b.json", *arguments, "--warm-up", "4")["runs"]  # type: ignore[misc]
+    assert "6 s simulated, the first 4 s not counted" in capsys.readouterr().out
+    assert rest["settings"]["warm_up_s"] == 4.0
+    assert rest["results"]["digest"] == whole["results"]["digest"]
+    counted = [run["results"]["by_class"]["rt"]["requests"] for run in (whole, rest)]
+    assert 0 < counted[1] < counted[0] / 2
+
+
 def test_rates() -> None:
     assert parse_rates("4") == [4.0]
     assert parse_rates("1,2.5,4") == [1.0, 2.5, 4.0]
