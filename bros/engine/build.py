@@ -13,7 +13,7 @@ from bros.engine.engine import Engine
 from bros.engine.profiling import step_time_model
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
-from bros.scheduler.build import build_scheduler, needs_cost_model
+from bros.scheduler.build import build_scheduler, needs_cost_model, unused_options
 
 
 def build_engine(
@@ -34,6 +34,9 @@ def build_engine(
     executor, info = load_executor(config, files)
     slo = Slo(ttft_s=config.slo_ttft / 1000, tpot_s=config.slo_tpot / 1000)
     info = dataclasses.replace(info, default_slo=slo)
+    unused = unused_options(config)
+    if unused:
+        report(f"{', '.join(unused)}: without effect, --policy {config.policy} has no use for it")
     model = None
     if needs_cost_model(config):
         model = step_time_model(config, executor, info, clock, profiles, report)

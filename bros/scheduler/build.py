@@ -25,6 +25,7 @@ from bros.scheduler.selection import Bounds, Rules
 from bros.scheduler.state import RequestState
 
 _ORDER_POLICIES = (FcfsPolicy, PriorityPolicy, RoundRobinPolicy, EdfPolicy)
+_BROS_ONLY = ("rt_wait", "be_share", "be_max_wait", "late", "packing", "batch_growth")
 _UNKNOWN_OUTPUT_TOKENS = 128
 """Expected output of a class until a request of it has finished."""
 
@@ -32,6 +33,15 @@ _UNKNOWN_OUTPUT_TOKENS = 128
 def needs_cost_model(config: EngineConfig) -> bool:
     """Whether the policy asks how long steps take."""
     return config.policy == BrosPolicy.name
+
+
+def unused_options(config: EngineConfig) -> list[str]:
+    """Flags that were changed and mean nothing to the policy."""
+    if config.policy == BrosPolicy.name:
+        return []
+    defaults = EngineConfig()
+    changed = (name for name in _BROS_ONLY if getattr(config, name) != getattr(defaults, name))
+    return ["--" + name.replace("_", "-") for name in changed]
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo, model: CostModel | None) -> Scheduler:

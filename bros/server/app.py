@@ -20,9 +20,8 @@ def create_app(state: ServerState) -> Starlette:
         *traces.ROUTES,
         *service.routes(),
     ]
-    paths = frozenset(route.path for route in routes)
     middleware = [
-        Middleware(RequestLog, state=state, paths=paths),
+        Middleware(RequestLog, state=state, routes=routes),
         Middleware(ErrorBarrier),
     ]
     if state.config.api_key:

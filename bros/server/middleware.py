@@ -5,9 +5,11 @@ from __future__ import annotations
 import hmac
 import logging
 import re
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bros.core.errors import AuthenticationError
@@ -30,11 +32,12 @@ class RequestLog:
     A client's own x-request-id is kept if it is printable ASCII of at most 128 characters.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState, paths: frozenset[str]) -> None:
-        """paths: the ones that metrics tell apart."""
+    def __init__(self, app: ASGIApp, state: ServerState, routes: Sequence[Route]) -> None:
+        """routes: the ones whose paths metrics tell apart, `{id}` and the like as one."""
         self._app = app
         self._state = state
-        self._paths = paths
+        self._paths = frozenset(route.path for route in routes)
+        self._templates = [route for route in routes if route.param_convertors]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,8 +60,7 @@ class RequestLog:
         except ClientDisconnect:
             status = _CLIENT_LEFT
         finally:
-            path = scope["path"] if scope["path"] in self._paths else "other"
-            self._state.metrics.http_request(path, status)
+            self._state.metrics.http_request(self._label(scope["path"]), status)
             access_logger.info(
                 "%s %s %d %.1f ms %s",
                 scope["method"],
@@ -68,6 +70,12 @@ class RequestLog:
                 (self._state.clock.now() - started_s) * 1000,
                 request_id,
             )
+
+    def _label(self, path: str) -> str:
+        if path in self._paths:
+            return path
+        matches = (route.path for route in self._templates if route.path_regex.match(path))
+        return next(matches, "other")
 
 
 class ErrorBarrier:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bros.core.clock import ManualClock
+from bros.core.errors import ConfigError
 from bros.core.plan import SampledToken, StepPlan, StepResult
 from bros.scheduler.cost_model import CostModel, StepLoad
 
@@ -70,6 +71,8 @@ class SimExecutor:
         abandon: asked SAFEPOINTS times, in equal distances.
         """
         seconds = self._model.seconds(load_of(plan)) * self._slowdown
+        if seconds <= 0.0:
+            raise ConfigError("--profile: by this one a step takes no time, so none would pass")
         if self._rng is not None and self._sigma:
             seconds *= math.exp(self._rng.gauss(-0.5 * self._sigma**2, self._sigma))
         if self._observe is not None:

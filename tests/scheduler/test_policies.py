@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bros.core.config import EngineConfig
 from bros.core.request import FinishReason, ServiceClass, Slo
+from bros.scheduler.build import unused_options
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.policies.bros import BrosPolicy, BrosSettings
 from bros.scheduler.policies.overload import OverloadGuard, Room
@@ -351,6 +354,19 @@ def test_deadlines_are_counted_by_class() -> None:
     counted = run.scheduler.stats().by_class
     assert (counted[BE].deadlines, counted[BE].deadlines_met) == (2, 1)
     assert (counted[RT].deadlines, counted[RT].deadlines_met) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "unused"),
+    [
+        ({"policy": "fcfs"}, []),
+        ({"policy": "fcfs", "rt_wait": 0.3, "packing": "paper"}, ["--rt-wait", "--packing"]),
+        ({"policy": "rr", "batch_growth": "additive"}, ["--batch-growth"]),
+        ({"policy": "bros", "rt_wait": 0.3, "packing": "paper"}, []),
+    ],
+)
+def test_options_that_a_policy_has_no_use_for(options: dict[str, Any], unused: list[str]) -> None:
+    assert unused_options(EngineConfig(**options)) == unused
 
 
 def test_prompts_with_a_common_prefix_run_next_to_each_other_for_a_while() -> None:

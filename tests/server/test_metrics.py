@@ -181,6 +181,15 @@ async def test_requests_are_timed_by_class(server: Server) -> None:
     assert found[("bros_http_requests_total", "/v1/chat/completions", "200")] == 2
 
 
+async def test_paths_with_an_id_in_them_are_counted_as_one(server: Server) -> None:
+    for path in ("/v1/requests/a/trace", "/v1/requests/b/trace", "/v1/requests/a/b/trace", "/x"):
+        await server.http.get(path)
+    found = await samples(server)
+    counted = {key[1:]: n for key, n in found.items() if key[0] == "bros_http_requests_total"}
+    assert counted[("/v1/requests/{id}/trace", "404")] == 2
+    assert counted[("other", "404")] == 2
+
+
 async def test_times_are_those_of_the_clock(server: Server) -> None:
     server.engine.step_s = 0.125
     await server.chat(max_tokens=5)

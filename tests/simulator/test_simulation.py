@@ -294,3 +294,9 @@ def test_what_arrives_after_the_end_is_not_counted_although_a_step_runs_on() -> 
     result, _ = run(what)
     assert result.end_s > 10.05
     assert [record.arrival_s for record in of(result, ServiceClass.RT)] == [9.99]
+
+
+def test_a_device_that_takes_no_time_is_refused() -> None:
+    nothing = CostModel(constant_s=0.0, token_s=0.0, sample_s=0.0, pair_s=0.0, context_s=0.0)
+    with pytest.raises(ConfigError, match="a step takes no time"):
+        run(scenario("fcfs", steps=nothing))

@@ -38,6 +38,7 @@ _TIGHT_FOR_S = 60.0
 _INITIAL_ROWS = 8
 _MAX_CREDIT_S = 2.0
 _PREFIX_TOKENS = 64
+_MAX_GROUPS = 10_000
 _MAX_STALE = 64
 _LAXITY = 1.5
 """A best-effort deadline is pressing when so many times the estimated work is left."""
@@ -83,6 +84,7 @@ class BrosPolicy:
         self._tbar_s = 0.0
         self._credit_s = 0.0
         self._steps = 0
+        self._allowed_rows = self._batch.rows
         self._tightest_s = settings.ttft_s
         self._tight_until_s = 0.0
         self._known_deadlines = 0  # after the last clean-up
@@ -99,7 +101,7 @@ class BrosPolicy:
 
     @property
     def batch_size(self) -> tuple[int, int]:
-        return self._batch.rows, self._batch.resets
+        return self._allowed_rows, self._batch.resets
 
     def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
         return self._guard.classify(state, queues, self._tbar_s, now)
@@ -109,7 +111,7 @@ class BrosPolicy:
         best_effort = state.service_class is ServiceClass.BE
         state.rank = (best_effort, state.arrival_index)
         if not best_effort:
-            if state.num_outputs:
+            if state.num_outputs and self._settings.late != "edf":
                 self._give_time(state, now)  # it has lost its memory, and has to start over
             self._heed(state, now)
             state.queue_key = (_FIRST, state.deadline_s, state.arrival_index)
@@ -127,11 +129,12 @@ class BrosPolicy:
         self._renew(running, queues, now)
         self._press(queues, now)
         shed = self._late(queues) if self._settings.late == "shed" else ()
+        self._allowed_rows = self._rows(len(running))
         return Turn(
             urgent=self._urgent(running, queues),
             filler=self._filler(queues),
             bounds=Bounds(
-                rows=self._rows(len(running)),
+                rows=self._allowed_rows,
                 tokens=self._settings.tokens,
                 filler_s=self._filler_s(running, now),
                 filler_credit_s=self._due_credit_s(),
@@ -306,7 +309,9 @@ class BrosPolicy:
         Prompts with a common prefix run next to each other, where its KV may be shared.
         """
         groups, age_s = self._groups, self._settings.be_max_wait_s
-        while groups and next(iter(groups.values()))[0] < now - age_s:
+        while groups and (
+            next(iter(groups.values()))[0] < now - age_s or len(groups) >= _MAX_GROUPS
+        ):
             groups.popitem(last=False)
         # Older groups take no new members, so `be_max_wait_s` bounds how long one is overtaken.
         prompt = state.token_ids[: min(state.prompt_len, _PREFIX_TOKENS)]
