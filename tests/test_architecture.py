@@ -24,8 +24,8 @@ LEVELS: Sequence[tuple[str, ...]] = (
     ("engine",),
     ("semantic", "batch", "router"),
     ("simulator",),
-    ("server",),
-    ("cli", "chat", "llm", "simulate_command", "profile_command", "__main__"),
+    ("server", "bench"),
+    ("cli", "chat", "llm", "simulate_command", "profile_command", "bench_command", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 TOP = len(LEVELS) - 1

@@ -1,0 +1,1 @@
+"""`bros bench`: what hybrid load a server can carry within its objectives, seen from outside."""
