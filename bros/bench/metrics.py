@@ -1,0 +1,296 @@
+"""What a server was like, from what a client saw of it.
+
+Whether an objective was met is *decided* as in simulator/metrics.py: once the tokens are there, or
+once it is certain that they are late. Requests that were refused, failed or cut short are missed,
+and so are those that are still open and overdue when the client stops looking; open ones that
+are not overdue are left out, not counted as met.
+
+    ttft                sent to first piece of text
+    tpot                (last piece - first piece) / (output tokens - 1)
+    itl                 each gap between two pieces
+    e2e                 sent to last piece
+    normalized latency  e2e / output tokens
+
+Output tokens are those of the server's `usage`; where it gives none, pieces of text are counted.
+Counts and latencies are of the requests that came due in the window, rates are of what happened in
+it, whoever came when. Percentiles are interpolated linearly (numpy's default, as vLLM does).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bros.bench.judging import (
+    e2e_s,
+    finish_s,
+    gaps_s,
+    held_to,
+    judge,
+    output_tokens,
+    pieces_on_time,
+    prompt_tokens,
+)
+from bros.bench.records import Outcome, Record
+from bros.bench.summary import Summary
+from bros.bench.vllm_fields import vllm_fields
+from bros.core.request import ServiceClass, Slo
+from bros.simulator.metrics import Share
+
+_MOST_REASONS = 5
+_OTHER_REASONS = "other reasons"
+_RELEGATED_TIER = "flex"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The steady state: [start_s, end_s] after the start of the run.
+
+    seen_s: when the client stopped looking; None if that was at the end of the window. Answers
+    that came between the two count for the latencies, and not for the rates.
+    Raises ValueError unless 0 <= start_s < end_s <= seen_s.
+    """
+
+    start_s: float
+    end_s: float
+    seen_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start_s < self.end_s <= self.until_s:
+            raise ValueError(f"not a window of time: {self}")
+
+    @property
+    def until_s(self) -> float:
+        return self.end_s if self.seen_s is None else self.seen_s
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    def __contains__(self, at_s: float | None) -> bool:
+        return at_s is not None and self.start_s <= at_s <= self.end_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassMetrics:
+    """One service class of one run.
+
+    requests: the sum of `outcomes`, which has every Outcome. outside: those that came due outside
+    the window. unsent: came due and were not sent, for want of time in the client (they are OPEN).
+    reasons: why requests were not completed -> how many. tiers: service tiers that the answers
+    name. relegated: real-time requests that the server says it served as best-effort.
+    overdue: open requests in ttft_s and tpot_s with the time so far, a lower bound.
+    ttft_s and itl_s are of whoever got text, e2e_s and normalized_latency_s of the completed.
+    tokens_on_time: pieces of text within tpot of the one before, the first within ttft; a piece
+    that a lost request did not get is missed. goodput_per_s: completed requests that met their
+    objectives; None without objectives. prompt_tokens, output_tokens, cached_tokens: of completed
+    requests; cached is None if the server does not say. All rates are per second of the window.
+    """
+
+    requests: int
+    outside: int
+    outcomes: dict[Outcome, int]
+    unsent: int
+    reasons: dict[str, int]
+    tiers: dict[str, int]
+    relegated: int
+    overdue: int
+    ttft_s: Summary
+    tpot_s: Summary
+    itl_s: Summary
+    normalized_latency_s: Summary
+    e2e_s: Summary
+    ttft_met: Share
+    tpot_met: Share
+    both_met: Share
+    tokens_on_time: Share
+    goodput_per_s: float | None
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    vllm: dict[str, float | None]
+
+    @property
+    def completed(self) -> int:
+        return self.outcomes[Outcome.COMPLETED]
+
+    @property
+    def errors(self) -> int:
+        """Requests that were refused, failed or cut short."""
+        return self.requests - self.completed - self.outcomes[Outcome.OPEN]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.prompt_tokens_per_s + self.output_tokens_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMetrics:
+    """One run. vllm: what `vllm bench serve` would call the figures of both classes together."""
+
+    window: Window
+    by_class: dict[ServiceClass, ClassMetrics]
+    vllm: dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RtTax:
+    """What real-time requests pay for company: mixed minus alone; None where one has no figure.
+
+    both_met: difference of the shares, negative if fewer met their objectives. Others: seconds.
+    """
+
+    both_met: float | None
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    tpot_p50_s: float | None
+    tpot_p99_s: float | None
+    normalized_latency_s: float | None
+
+
+def measure(records: Sequence[Record], slo: Slo, window: Window) -> RunMetrics:
+    """slo: what real-time requests are held to that name no objectives of their own.
+
+    Best-effort requests are held to nothing.
+    """
+    by_class = {}
+    for service_class in ServiceClass:
+        part = [r for r in records if r.planned.service_class is service_class]
+        held = slo if service_class is ServiceClass.RT else None
+        by_class[service_class] = _class_metrics(part, held, window)
+    parts = by_class.values()
+    goodputs = [part.goodput_per_s for part in parts if part.goodput_per_s is not None]
+    return RunMetrics(
+        window=window,
+        by_class=by_class,
+        vllm=vllm_fields(
+            [r for r in records if r.due_s in window],
+            duration_s=window.seconds,
+            requests_per_s=sum(part.requests_per_s for part in parts),
+            goodput_per_s=sum(goodputs) if goodputs else None,
+            prompt_tokens_per_s=sum(part.prompt_tokens_per_s for part in parts),
+            output_tokens_per_s=sum(part.output_tokens_per_s for part in parts),
+        ),
+    )
+
+
+def rt_tax(mixed: ClassMetrics, alone: ClassMetrics) -> RtTax:
+    """Real-time requests beside best-effort work, against real-time requests alone."""
+    return RtTax(
+        both_met=_minus(mixed.both_met.value, alone.both_met.value),
+        ttft_p50_s=_minus(mixed.ttft_s.p50, alone.ttft_s.p50),
+        ttft_p99_s=_minus(mixed.ttft_s.p99, alone.ttft_s.p99),
+        tpot_p50_s=_minus(mixed.tpot_s.p50, alone.tpot_s.p50),
+        tpot_p99_s=_minus(mixed.tpot_s.p99, alone.tpot_s.p99),
+        normalized_latency_s=_minus(
+            mixed.normalized_latency_s.mean, alone.normalized_latency_s.mean
+        ),
+    )
+
+
+def be_efficiency(mixed: ClassMetrics, other: ClassMetrics) -> float | None:
+    """Best-effort tokens per second, prompt and output, of what they are in another run."""
+    return mixed.tokens_per_s / other.tokens_per_s if other.tokens_per_s else None
+
+
+def _class_metrics(everything: Sequence[Record], slo: Slo | None, window: Window) -> ClassMetrics:
+    records = [record for record in everything if record.due_s in window]
+    judged = [judge(record, slo, window.until_s) for record in records]
+    completed = [record for record in records if record.outcome is Outcome.COMPLETED]
+    latencies = [(e2e_s(record), output_tokens(record)) for record in completed]
+    outcomes = Counter(record.outcome for record in records)
+    tiers = Counter(record.tier for record in records if record.tier is not None)
+    on_time = [
+        pieces_on_time(r, j.ttft_met, slo, window.until_s)
+        for r, j in zip(records, judged, strict=True)
+    ]
+    rates = _rates(everything, slo, window)
+    return ClassMetrics(
+        requests=len(records),
+        outside=len(everything) - len(records),
+        outcomes={outcome: outcomes[outcome] for outcome in Outcome},
+        unsent=sum(record.sent_s is None for record in records),
+        reasons=_reasons(records),
+        tiers=dict(sorted(tiers.items())),
+        relegated=0 if slo is None else tiers[_RELEGATED_TIER],
+        overdue=sum(j.overdue for j in judged),
+        ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
+        tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
+        itl_s=Summary.of([gap for record in records for gap in gaps_s(record)]),
+        normalized_latency_s=Summary.of([e2e / tokens for e2e, tokens in latencies if tokens]),
+        e2e_s=Summary.of([e2e for e2e, _ in latencies]),
+        ttft_met=Share.of([j.ttft_met for j in judged]),
+        tpot_met=Share.of([j.tpot_met for j in judged]),
+        both_met=Share.of([j.both_met for j in judged]),
+        tokens_on_time=Share(sum(met for met, _ in on_time), sum(n for _, n in on_time)),
+        **rates,
+        prompt_tokens=sum(map(prompt_tokens, completed)),
+        output_tokens=sum(map(output_tokens, completed)),
+        cached_tokens=_cached(completed),
+        vllm=vllm_fields(records, duration_s=window.seconds, **rates),
+    )
+
+
+def _rates(everything: Sequence[Record], slo: Slo | None, window: Window) -> dict[str, Any]:
+    """The rates of ClassMetrics by name: float, and goodput_per_s None without objectives."""
+    done = [
+        record
+        for record in everything
+        if record.outcome is Outcome.COMPLETED and finish_s(record) in window
+    ]
+    held = slo is not None and (slo != Slo() or any(held_to(r, slo) != Slo() for r in everything))
+    good = sum(judge(record, slo, window.until_s).both_met is True for record in done)
+    prompt = sum(prompt_tokens(record) for record in everything if _first_s(record) in window)
+    output = sum(_output_within(record, window) for record in everything)
+    return {
+        "requests_per_s": len(done) / window.seconds,
+        "goodput_per_s": good / window.seconds if held else None,
+        "prompt_tokens_per_s": prompt / window.seconds,
+        "output_tokens_per_s": output / window.seconds,
+    }
+
+
+def _first_s(record: Record) -> float | None:
+    """When its prompt had been read: the first piece; without text, the end of its answer."""
+    if record.chunk_times_s:
+        return record.chunk_times_s[0]
+    return record.end_s if record.outcome is Outcome.COMPLETED else None
+
+
+def _output_within(record: Record, window: Window) -> float:
+    """Output tokens that came in the window; each piece has as many as any other."""
+    times = record.chunk_times_s
+    if not times:
+        return output_tokens(record) if _first_s(record) in window else 0
+    pieces = bisect.bisect_right(times, window.end_s) - bisect.bisect_left(times, window.start_s)
+    return pieces * output_tokens(record) / len(times)
+
+
+def _reasons(records: Iterable[Record]) -> dict[str, int]:
+    """The most frequent first, and the rest as one."""
+    lost = (r for r in records if r.outcome not in (Outcome.COMPLETED, Outcome.OPEN))
+    counted = Counter(record.detail or _plain_reason(record) for record in lost).most_common()
+    reasons = dict(counted[:_MOST_REASONS])
+    if rest := sum(count for _, count in counted[_MOST_REASONS:]):
+        reasons[_OTHER_REASONS] = reasons.get(_OTHER_REASONS, 0) + rest
+    return reasons
+
+
+def _plain_reason(record: Record) -> str:
+    status = "" if record.status is None else f", HTTP {record.status}"
+    return f"{record.outcome}{status}"
+
+
+def _cached(completed: Iterable[Record]) -> int | None:
+    known = [r.cached_tokens for r in completed if r.cached_tokens is not None]
+    return sum(known) if known else None
+
+
+def _minus(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a - b

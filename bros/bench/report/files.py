@@ -1,0 +1,144 @@
+"""A comparison as files: JSON, CSV, PNG and HTML."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bros.bench.judging import finish_s, judge, output_tokens, prompt_tokens
+from bros.bench.metrics import ClassMetrics, Window
+from bros.bench.records import Outcome, Record
+from bros.bench.report.html import page
+from bros.bench.report.plots import LIGHT, figures
+from bros.bench.report.words import ordered
+from bros.bench.results import BenchResult, Scenario, ScenarioResult
+from bros.bench.summary import Summary
+from bros.core.request import ServiceClass, Slo
+
+Row = dict[str, Any]
+
+_SUMMARIES = ("ttft", "tpot", "itl", "normalized_latency", "e2e")
+_STATISTICS = ("mean", "std", "p50", "p90", "p95", "p99")
+_SHARES = ("ttft_met", "tpot_met", "both_met", "tokens_on_time")
+_PLAIN = (
+    *("requests", "outside", "unsent", "relegated", "overdue", "goodput_per_s", "requests_per_s"),
+    *("prompt_tokens_per_s", "output_tokens_per_s", "tokens_per_s"),
+    *("prompt_tokens", "output_tokens", "cached_tokens"),
+)
+REQUEST_COLUMNS = (
+    *("name", "class", "outcome", "status", "tier", "finish_reason", "due_s", "sent_s"),
+    *("first_s", "last_s", "end_s", "prompt_tokens", "output_tokens", "cached_tokens", "pieces"),
+    *("ttft_s", "tpot_s", "ttft_met", "tpot_met", "both_met", "in_window", "detail"),
+)
+
+
+def write_report(folder: Path, bench: BenchResult) -> list[Path]:
+    """result.json, summary.csv, report.html and a PNG for each plot; returns their paths.
+
+    Makes the folder. Files of the same names are replaced. Raises OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"result.json": bench.to_json(), "report.html": page(bench)}
+    paths = []
+    for name, text in texts.items():
+        paths.append(folder / name)
+        paths[-1].write_text(text, encoding="utf-8")
+    paths.append(write_summary(folder / "summary.csv", bench))
+    for name, figure in figures(bench, LIGHT).items():
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1])
+    return paths
+
+
+def write_summary(path: Path, bench: BenchResult) -> Path:
+    """A line per run and class. Nothing is an empty cell."""
+    rows = [
+        _summary_row(bench, result, service_class)
+        for result in ordered(bench)
+        for service_class in ServiceClass
+    ]
+    return _write(path, rows, list(rows[0]) if rows else [])
+
+
+def write_requests(path: Path, records: Sequence[Record], slo: Slo, window: Window) -> Path:
+    """A line per request of one run, in or outside the window. Nothing is an empty cell."""
+    return _write(path, [_request_row(record, slo, window) for record in records], REQUEST_COLUMNS)
+
+
+def requests_file_name(result: ScenarioResult) -> str:
+    """`requests_S3_bros_0.5.csv`: unlike that of any other run of one server."""
+    parts = (result.scenario, result.target, result.policy, result.rt_rate)
+    text = "_".join(str(part) for part in parts if part is not None)
+    return f"requests_{re.sub(r'[^A-Za-z0-9_.-]+', '-', text)}.csv"
+
+
+def _summary_row(bench: BenchResult, result: ScenarioResult, service_class: ServiceClass) -> Row:
+    part = result.metrics.by_class[service_class]
+    best_effort = service_class is ServiceClass.BE
+    return {
+        "scenario": result.scenario.value,
+        "label": result.scenario.label,
+        "target": result.target,
+        "dialect": result.dialect,
+        "policy": result.policy,
+        "rt_rate": result.rt_rate,
+        "class": service_class.value,
+        **_class_cells(part),
+        "be_share_of_s1": bench.be_efficiency(result, Scenario.S1) if best_effort else None,
+        "be_share_of_s2": bench.be_efficiency(result, Scenario.S2) if best_effort else None,
+        "client_fell_behind": result.client.fell_behind,
+        "plan_digest": result.plan_digest,
+    }
+
+
+def _class_cells(part: ClassMetrics) -> Row:
+    row: Row = {name: getattr(part, name) for name in _PLAIN}
+    row |= {outcome.value: part.outcomes[outcome] for outcome in Outcome}
+    for name in _SHARES:
+        share = getattr(part, name)
+        row |= {name: share.met, f"{name}_of": share.decided}
+    for name in _SUMMARIES:
+        summary: Summary = getattr(part, f"{name}_s")
+        row |= {f"{name}_{which}_s": getattr(summary, which) for which in _STATISTICS}
+    return row
+
+
+def _request_row(record: Record, slo: Slo, window: Window) -> Row:
+    real_time = record.planned.service_class is ServiceClass.RT
+    judged = judge(record, slo if real_time else None, window.until_s)
+    times = record.chunk_times_s
+    return {
+        "name": record.planned.name,
+        "class": record.planned.service_class.value,
+        "outcome": record.outcome.value,
+        "status": record.status,
+        "tier": record.tier,
+        "finish_reason": record.finish_reason,
+        "due_s": record.due_s,
+        "sent_s": record.sent_s,
+        "first_s": times[0] if times else None,
+        "last_s": finish_s(record) if times else None,
+        "end_s": record.end_s,
+        "prompt_tokens": prompt_tokens(record),
+        "output_tokens": output_tokens(record),
+        "cached_tokens": record.cached_tokens,
+        "pieces": len(times),
+        "ttft_s": judged.ttft_s,
+        "tpot_s": judged.tpot_s,
+        "ttft_met": judged.ttft_met,
+        "tpot_met": judged.tpot_met,
+        "both_met": judged.both_met,
+        "in_window": record.due_s in window,
+        "detail": record.detail,
+    }
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path

@@ -1,0 +1,227 @@
+"""A comparison as one page that needs nothing else: no scripts, no fonts, pictures inside."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from matplotlib.figure import Figure
+
+from bros.bench.metrics import ClassMetrics
+from bros.bench.report.plots import DARK, LIGHT, figures
+from bros.bench.report.style import STYLE
+from bros.bench.report.terminal import COLUMNS, cells
+from bros.bench.report.words import (
+    CLASS_NAMES,
+    NOTHING,
+    capacity,
+    counts,
+    ms,
+    name_of,
+    objectives,
+    ordered,
+    percent,
+    ratio,
+    verdict,
+    warnings,
+)
+from bros.bench.results import BenchResult, Scenario, ScenarioResult
+from bros.bench.summary import Summary
+
+_DEFINITIONS = """Objectives count as missed for requests that were refused, failed or cut short,
+and for those that were still open and overdue at the end. TTFT: sent to first token. TPOT: mean
+time per token after the first. ITL: each gap between pieces of text. Latency per token: sent to
+last token, by output tokens. Counts and latencies are of requests that came due in the window,
+rates of what happened in it. Percentiles are interpolated linearly. All times are by the client's
+clock."""
+
+
+def page(bench: BenchResult) -> str:
+    """Complete HTML with pictures for light and dark screens."""
+    return "\n".join(
+        (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>bros bench, {escape(bench.environment.date)}</title>",
+            f"<style>{STYLE}</style>\n</head>\n<body>\n<main>",
+            *_body(bench),
+            "</main>\n</body>\n</html>\n",
+        )
+    )
+
+
+def _body(bench: BenchResult) -> Iterator[str]:
+    yield f"<h1>{escape(verdict(bench))}</h1>"
+    yield f"<p>Objectives of real-time requests: {escape(objectives(bench.slo))}.</p>"
+    if found := warnings(bench):
+        yield f'<section class="warnings"><h2>Warnings</h2>{_items(found)}</section>'
+    yield "<h2>Runs</h2>"
+    yield _runs(bench)
+    yield _items(f"{s}: {s.label}" for s in Scenario if any(r.scenario is s for r in bench.results))
+    pictures = list(_pictures(bench))
+    if pictures:
+        yield '<h2>Plots</h2>\n<div class="plots">'
+        yield from pictures
+        yield "</div>"
+    if bench.capacities:
+        yield "<h2>Capacity</h2>"
+        yield from _capacities(bench)
+    if taxes := _taxes(bench):
+        yield "<h2>What company costs</h2>"
+        yield "<p>Real-time requests beside best-effort work, minus real-time requests alone.</p>"
+        yield taxes
+    yield "<h2>Details</h2>"
+    for result in ordered(bench):
+        yield _details(bench, result)
+    yield f"<h2>How it was measured</h2>\n<p>{_DEFINITIONS}</p>"
+    yield from _settings(bench)
+
+
+def _runs(bench: BenchResult) -> str:
+    rows = [(name_of(bench, result), *cells(bench, result)) for result in ordered(bench)]
+    return _table(("run", *(column.replace("\n", " ") for column in COLUMNS)), rows)
+
+
+def _pictures(bench: BenchResult) -> Iterator[str]:
+    light, dark = figures(bench, LIGHT), figures(bench, DARK)
+    for name, figure in light.items():
+        yield (
+            '<picture><source media="(prefers-color-scheme: dark)" '
+            f'srcset="{_png(dark[name])}"><img src="{_png(figure)}" '
+            f'alt="{escape(_title(figure))}; the figures are in the tables"></picture>'
+        )
+
+
+def _title(figure: Figure) -> str:
+    return figure.get_suptitle()
+
+
+def _png(figure: Figure) -> str:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _capacities(bench: BenchResult) -> Iterator[str]:
+    for found in bench.capacities:
+        yield f"<p>{escape(capacity(bench, found))}</p>"
+        rows = [
+            (f"{tried.rate:g}", NOTHING if tried.attainment is None
+             else f"{100 * tried.attainment:.1f}")
+            for tried in found.tried
+        ]  # fmt: skip
+        yield _table(("real-time requests/s", "both met %"), rows)
+
+
+def _taxes(bench: BenchResult) -> str:
+    rows = []
+    for result in ordered(bench):
+        tax = bench.rt_tax(result) if result.scenario.mixed else None
+        if tax is not None:
+            points = NOTHING if tax.both_met is None else f"{100 * tax.both_met:+.1f}"
+            times = (tax.ttft_p50_s, tax.ttft_p99_s, tax.tpot_p50_s, tax.tpot_p99_s)
+            shares = (bench.be_efficiency(result, base) for base in (Scenario.S1, Scenario.S2))
+            rows.append((name_of(bench, result), points, *map(ms, times), *map(ratio, shares)))
+    head = (
+        *("run", "both met, points", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms"),
+        *("BE of S1 %", "BE of S2 %"),
+    )
+    return _table(head, rows) if rows else ""
+
+
+def _details(bench: BenchResult, result: ScenarioResult) -> str:
+    client = result.client
+    texts = [
+        f"{result.scenario.label}; server {result.target}, spoken to as {result.dialect}; "
+        f"requests {result.plan_digest[:12]}",
+        f"Client: sent {ms(client.lateness_p50_s)} ms late at the median, "
+        f"{ms(client.lateness_p99_s)} ms at p99, {ms(client.lateness_max_s)} ms at most; "
+        f"{100 * client.cpu_share:.1f} % of the cores",
+    ]
+    loads = [load for load in (result.rt_load, result.be_load) if load]
+    texts += [f"Load: {'; '.join(loads)}"] if loads else []
+    parts = [_items(texts)]
+    for service_class, part in result.metrics.by_class.items():
+        if part.requests:
+            parts.append(f"<h4>{CLASS_NAMES[service_class].capitalize()}</h4>")
+            parts.append(_items(_class_texts(part)))
+            parts.append(_latencies(part))
+    name = escape(name_of(bench, result))
+    return f"<details><summary>{name}</summary>\n{''.join(parts)}</details>"
+
+
+def _class_texts(part: ClassMetrics) -> Iterator[str]:
+    yield f"{part.requests} requests in the window: {counts(part)}"
+    yield (
+        f"{part.requests_per_s:.3g} requests/s, {part.prompt_tokens_per_s:.0f} prompt and "
+        f"{part.output_tokens_per_s:.0f} output tokens/s"
+    )
+    if part.goodput_per_s is not None:
+        yield f"Goodput: {part.goodput_per_s:.3g} requests/s within their objectives"
+    if part.tokens_on_time.decided:
+        yield f"{percent(part.tokens_on_time)} % of tokens within the objective of their own"
+    if part.cached_tokens is not None:
+        yield f"{part.cached_tokens} of {part.prompt_tokens} prompt tokens were cached"
+    if part.tiers:
+        found = ", ".join(f"{count} x {tier}" for tier, count in part.tiers.items())
+        yield f"Service tiers named by the answers: {found}"
+
+
+def _latencies(part: ClassMetrics) -> str:
+    summaries = (
+        ("TTFT", part.ttft_s),
+        ("TPOT", part.tpot_s),
+        ("ITL", part.itl_s),
+        ("latency per token", part.normalized_latency_s),
+        ("end to end", part.e2e_s),
+    )
+    rows = [(name, str(summary.count), *_statistics(summary)) for name, summary in summaries]
+    return _table(("ms", "count", "mean", "std", "p50", "p90", "p95", "p99"), rows)
+
+
+def _statistics(summary: Summary) -> tuple[str, ...]:
+    values = (summary.mean, summary.std, summary.p50, summary.p90, summary.p95, summary.p99)
+    return tuple(map(ms, values))
+
+
+def _settings(bench: BenchResult) -> Iterator[str]:
+    environment = bench.environment
+    memory = environment.memory_bytes
+    rows = [
+        ("date", environment.date),
+        ("bros", environment.bros),
+        ("commit", environment.commit or NOTHING),
+        ("Python", environment.python),
+        ("processor", environment.cpu),
+        ("cores", str(environment.cores)),
+        ("memory", NOTHING if memory is None else f"{memory / 2**30:.1f} GiB"),
+        ("seeds", ", ".join(map(str, bench.seeds))),
+        *(
+            (name, NOTHING if value is None else str(value))
+            for name, value in bench.settings.items()
+        ),
+    ]
+    yield _table(("setting", "value"), rows, kind="settings")
+
+
+def _items(texts: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "figures") -> str:
+    """The first cell of a row says what the row is about."""
+    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = (
+        f'<tr><th scope="row">{escape(first)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        + "</tr>"
+        for first, *rest in rows
+    )
+    return (
+        f'<div class="wide"><table class="{kind}"><thead><tr>{names}</tr></thead>\n<tbody>'
+        + "\n".join(lines)
+        + "</tbody></table></div>"
+    )

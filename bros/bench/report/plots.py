@@ -1,0 +1,301 @@
+"""Plots of a comparison, each small enough to be read on a phone.
+
+With several rates, lines over the rate; with one, bars per run. Colours are those of Okabe and
+Ito, which people with any kind of colour vision can tell apart; lines and markers differ, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from bros.bench.report.timeline import draw_timeline
+from bros.bench.report.words import name_of, ordered, server_name
+from bros.bench.results import BenchResult, Scenario, ScenarioResult
+
+Value = Callable[[ScenarioResult], float | None]
+
+_SIZE = (5.4, 3.7)
+_DPI = 160
+_BLUE, _GREY, _VERMILLION, _ORANGE = "#0072B2", "#7f7f7f", "#D55E00", "#E69F00"
+_GREEN, _PURPLE, _SKY = "#009E73", "#CC79A7", "#56B4E9"
+_OWN_COLOURS = {"bros": _BLUE, "fcfs": _GREY, "rr": _VERMILLION, "priority": _ORANGE}
+_COLOURS = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _PURPLE, _SKY, _GREY)
+_MARKERS = "os^DvPX"
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Colours of everything that is not data."""
+
+    ink: str
+    paper: str
+    grid: str
+
+
+LIGHT = Theme(ink="#1c2024", paper="#ffffff", grid="#e2e4e8")
+DARK = Theme(ink="#e6e8eb", paper="#16191d", grid="#34393f")
+
+
+class Panel(NamedTuple):
+    """values: label -> figure; a second one is drawn with thin dashes.
+
+    asked: an objective, drawn as a level. log: the axis.
+    """
+
+    title: str
+    unit: str
+    values: dict[str, Value]
+    scenarios: tuple[Scenario, ...]
+    asked: float | None = None
+    log: bool = False
+
+
+class Style(NamedTuple):
+    colour: str
+    marker: str
+
+
+_RT_RUNS = (Scenario.S0, Scenario.S1, Scenario.S3)
+_BE_RUNS = (Scenario.S1, Scenario.S2, Scenario.S3)
+
+
+def figures(bench: BenchResult, theme: Theme) -> dict[str, Figure]:
+    """By the names of their files; only those that have something to show."""
+    panels = {name: panel for name, panel in _panels(bench).items() if _has_figures(bench, panel)}
+    found = {}
+    several = len({run.rt_rate for run in bench.results if run.rt_rate is not None}) > 1
+    with rc_context(_settings(theme)):
+        for name, panel in panels.items():
+            draw = _lines if several else _bars
+            found[name] = _figure(theme, _SIZE[1] if several else _bar_height(bench, panel))
+            draw(found[name], bench, panel, theme)
+        for result in _with_timelines(bench):
+            figure = _figure(theme, height=4.6)
+            draw_timeline(figure, name_of(bench, result), result.timeline)
+            found[f"timeline_{len(found)}"] = figure
+    return found
+
+
+def _panels(bench: BenchResult) -> dict[str, Panel]:
+    return {
+        "attainment": Panel(
+            "Real-time requests within both objectives", "%",
+            {"": lambda r: _percent(r.rt.both_met.value)}, _RT_RUNS,
+        ),
+        "be_throughput": Panel(
+            "Best-effort throughput, prompt and output", "tokens/s",
+            {"": lambda r: r.be.tokens_per_s if r.be.requests else None}, _BE_RUNS,
+        ),
+        "ttft": Panel(
+            "Time to first token (TTFT)", "ms",
+            {"p50": lambda r: _ms(r.rt.ttft_s.p50), "p99": lambda r: _ms(r.rt.ttft_s.p99)},
+            _RT_RUNS, _ms(bench.slo.ttft_s), log=True,
+        ),
+        "tpot": Panel(
+            "Time per output token (TPOT)", "ms",
+            {"p50": lambda r: _ms(r.rt.tpot_s.p50), "p99": lambda r: _ms(r.rt.tpot_s.p99)},
+            _RT_RUNS, _ms(bench.slo.tpot_s), log=True,
+        ),
+        "normalized_latency": Panel(
+            "Latency per output token, waiting included", "ms",
+            {"p50": lambda r: _ms(r.rt.normalized_latency_s.p50),
+             "p99": lambda r: _ms(r.rt.normalized_latency_s.p99)},
+            _RT_RUNS, log=True,
+        ),
+    }  # fmt: skip
+
+
+def _settings(theme: Theme) -> dict[Any, Any]:
+    return {
+        "text.color": theme.ink,
+        "axes.labelcolor": theme.ink,
+        "axes.edgecolor": theme.ink,
+        "axes.titlecolor": theme.ink,
+        "xtick.color": theme.ink,
+        "ytick.color": theme.ink,
+        "axes.facecolor": theme.paper,
+        "figure.facecolor": theme.paper,
+        "savefig.facecolor": theme.paper,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 11,
+        "axes.titlelocation": "left",
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+    }
+
+
+def _figure(theme: Theme, height: float) -> Figure:
+    return Figure(figsize=(_SIZE[0], height), dpi=_DPI, layout="constrained", facecolor=theme.paper)
+
+
+def _lines(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> None:
+    """A line per server and measure over the real-time rate; best-effort work alone is level."""
+    ax = _axes(figure, panel)
+    styles = _styles(bench)
+    for (target, policy, alone), runs in _series(bench, panel).items():
+        colour, marker = styles[target, policy]
+        colour = theme.ink if alone else colour
+        name = server_name(bench, target, policy) + (", alone" if alone else "")
+        if runs[0].rt_rate is None:
+            for label, value in panel.values.items():
+                ax.axhline(
+                    _number(value(runs[0])), color=colour, linestyle=":", linewidth=1.6,
+                    label=f"{name} {label}".strip(),
+                )  # fmt: skip
+            continue
+        for number, (label, value) in enumerate(panel.values.items()):
+            ax.plot(
+                [run.rt_rate or 0.0 for run in runs], [_number(value(run)) for run in runs],
+                color=colour, marker=marker, markersize=5.5,
+                linestyle=(":" if alone else "-", (0, (1, 4)) if alone else "--")[number],
+                linewidth=1.9 - 0.6 * number,
+                markerfacecolor=theme.paper if alone or number else colour,
+                label=f"{name} {label}".strip(),
+            )  # fmt: skip
+    _draw_objective(ax.axhline, panel)
+    ax.grid(True)
+    ax.set_xlabel("real-time requests per second")
+    ax.set_ylabel(panel.unit)
+    ax.set_xlim(left=0)
+    _scale(ax, panel)
+    figure.legend(loc="outside lower left", ncols=3 if len(panel.values) == 1 else 2)
+
+
+def _bars(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> None:
+    """A bar per run and measure, with its figure."""
+    ax = _axes(figure, panel)
+    runs = [run for run in ordered(bench) if run.scenario in panel.scenarios]
+    styles = _styles(bench)
+    thickness = 0.72 / len(panel.values)
+    for number, (label, value) in enumerate(panel.values.items()):
+        for row, run in enumerate(runs):
+            at = row + (number - (len(panel.values) - 1) / 2) * thickness
+            figure_of = value(run)
+            shown = "-" if figure_of is None else f"{label} {figure_of:.4g}".strip()
+            colour = styles[run.target, run.policy].colour
+            ax.barh(
+                at, figure_of or 0.0, thickness * 0.9,
+                color=colour if number == 0 else _pale(colour, theme),
+            )  # fmt: skip
+            ax.annotate(
+                shown, (figure_of or 0.0, at), xytext=(4, 0), textcoords="offset points",
+                va="center", fontsize=8.5,
+            )  # fmt: skip
+    ax.set_yticks(range(len(runs)), [name_of(bench, run) for run in runs])
+    _draw_objective(ax.axvline, panel)
+    ax.invert_yaxis()
+    ax.grid(True, axis="x")
+    ax.set_xlabel(panel.unit)
+    ax.margins(x=0.16)
+    ax.set_xlim(left=0)
+    if panel.asked is not None:
+        figure.legend(loc="outside lower left")
+
+
+def _bar_height(bench: BenchResult, panel: Panel) -> float:
+    rows = sum(run.scenario in panel.scenarios for run in bench.results)
+    return max(_SIZE[1], 1.3 + 0.32 * len(panel.values) * rows)
+
+
+def _draw_objective(draw: Callable[..., object], panel: Panel) -> None:
+    if panel.asked is not None:
+        label = f"objective, {panel.asked:g} {panel.unit}"
+        draw(panel.asked, color=_VERMILLION, linewidth=1.2, linestyle="-.", label=label, zorder=1.5)
+
+
+def _pale(colour: str, theme: Theme) -> tuple[float, ...]:
+    pairs = zip(to_rgb(colour), to_rgb(theme.paper), strict=True)
+    return tuple(0.55 * own + 0.45 * paper for own, paper in pairs)
+
+
+def _axes(figure: Figure, panel: Panel) -> Axes:
+    ax = figure.add_subplot()
+    ax.set_axisbelow(True)
+    figure.suptitle(panel.title, x=0.02, ha="left", fontsize=11.5)
+    return ax
+
+
+def _scale(ax: Axes, panel: Panel) -> None:
+    if panel.unit == "%":
+        ax.set_ylim(-3, 104)
+    elif panel.log and ax.dataLim.ymin > 0 and math.isfinite(ax.dataLim.ymax):
+        ax.set_yscale("log")
+        ends = (ax.dataLim.ymin, ax.dataLim.ymax)
+        low, high = min(*ends, panel.asked or ends[0]) / 1.3, max(*ends, panel.asked or 0.0) * 1.3
+        ticks = _round_numbers(low, high)
+        ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.set_yticks([], minor=True)
+        ax.set_ylim(low, high)
+    else:
+        ax.set_ylim(bottom=0)
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten in [low, high]; only the powers if those are many."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if high / low < 3000 else (1,)
+    found = [step * 10.0**exponent for exponent in exponents for step in steps]
+    return [number for number in found if low <= number <= high]
+
+
+def _series(
+    bench: BenchResult, panel: Panel
+) -> dict[tuple[str, str | None, bool], list[ScenarioResult]]:
+    """(target, policy, alone) -> runs by rate; those alone last."""
+    found: dict[tuple[str, str | None, bool], list[ScenarioResult]] = {}
+    for run in ordered(bench):
+        if run.scenario in panel.scenarios:
+            key = (run.target, run.policy, not run.scenario.mixed)
+            found.setdefault(key, []).append(run)
+    return dict(sorted(found.items(), key=lambda item: item[0][2]))
+
+
+def _styles(bench: BenchResult) -> dict[tuple[str, str | None], Style]:
+    """Known policies have a colour of their own, on the first server that has them."""
+    styles: dict[tuple[str, str | None], Style] = {}
+    servers = dict.fromkeys((run.target, run.policy) for run in bench.results)
+    reserved = {_OWN_COLOURS[policy] for _, policy in servers if policy in _OWN_COLOURS}
+    free = [colour for colour in _COLOURS if colour not in reserved]
+    for number, (target, policy) in enumerate(servers):
+        used = {style.colour for style in styles.values()}
+        colour = _OWN_COLOURS.get(policy or "")
+        if colour is None or colour in used:
+            unused = [other for other in free if other not in used]
+            colour = unused[0] if unused else _COLOURS[number % len(_COLOURS)]
+        styles[target, policy] = Style(colour, _MARKERS[number % len(_MARKERS)])
+    return styles
+
+
+def _with_timelines(bench: BenchResult) -> list[ScenarioResult]:
+    """Mixed runs at the highest rate that has samples."""
+    found = [run for run in bench.results if run.timeline and run.scenario.mixed]
+    highest = max((run.rt_rate or 0.0 for run in found), default=0.0)
+    return [run for run in found if (run.rt_rate or 0.0) == highest]
+
+
+def _has_figures(bench: BenchResult, panel: Panel) -> bool:
+    runs = [run for run in bench.results if run.scenario in panel.scenarios]
+    return any(value(run) is not None for run in runs for value in panel.values.values())
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share

@@ -1,0 +1,270 @@
+"""A whole comparison as plain data, and as JSON.
+
+In JSON every run, and every class in it, has our figures and beside them those of
+`vllm bench serve` under its names (vllm_fields.py): milliseconds there, seconds in ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import Any, NamedTuple
+
+from bros.bench.metrics import ClassMetrics, RtTax, RunMetrics, be_efficiency, rt_tax
+from bros.bench.vllm_fields import NAMES
+from bros.core.errors import BrosError
+from bros.core.request import ServiceClass, Slo
+
+SCHEMA_VERSION = 1
+_VLLM = "vllm"
+
+
+class BadResultsError(BrosError):
+    """The text is not what to_json writes."""
+
+
+class Scenario(StrEnum):
+    """What is sent, and whether the server tells the two classes apart.
+
+    S0 and S2 are what each class gets alone, the bounds of what S3 can give; S1 is what happens
+    to both if nobody cares.
+    """
+
+    S0 = "S0"
+    S1 = "S1"
+    S2 = "S2"
+    S3 = "S3"
+
+    @property
+    def label(self) -> str:
+        return _LABELS[self]
+
+    @property
+    def mixed(self) -> bool:
+        return self in (Scenario.S1, Scenario.S3)
+
+
+_LABELS = {
+    Scenario.S0: "real-time alone",
+    Scenario.S1: "mixed, unprotected",
+    Scenario.S2: "best-effort alone",
+    Scenario.S3: "mixed, protected",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The client's machine. memory_bytes, commit: None if not known. date: as text, any form."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int | None
+    python: str
+    bros: str
+    date: str
+    commit: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientHealth:
+    """Whether the client kept its own schedule.
+
+    lateness: sent minus due, of all requests; None if nothing was sent. cpu_share: processor
+    time of the client per second and core of the machine.
+    """
+
+    lateness_p50_s: float | None
+    lateness_p99_s: float | None
+    lateness_max_s: float | None
+    cpu_share: float
+    fell_behind: bool
+
+
+class Sample(NamedTuple):
+    """What the server says of itself: figures by name (scrape.py)."""
+
+    at_s: float
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioResult:
+    """One run.
+
+    target: the server, by a name for people. policy: None if that is not known. rt_rate:
+    real-time requests per second, None without. be_load, rt_load: for people. plan_digest: of
+    what was sent (plan.digest). timeline: empty if the server says nothing.
+    """
+
+    scenario: Scenario
+    target: str
+    dialect: str
+    policy: str | None
+    rt_rate: float | None
+    plan_digest: str
+    metrics: RunMetrics
+    client: ClientHealth
+    rt_load: str = ""
+    be_load: str = ""
+    timeline: tuple[Sample, ...] = ()
+
+    @property
+    def rt(self) -> ClassMetrics:
+        return self.metrics.by_class[ServiceClass.RT]
+
+    @property
+    def be(self) -> ClassMetrics:
+        return self.metrics.by_class[ServiceClass.BE]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """attainment: share of real-time requests within both objectives, None of none."""
+
+    rate: float
+    attainment: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityResult:
+    """The highest rate tried at which at least `asked` were within both objectives; None: none."""
+
+    target: str
+    policy: str | None
+    asked: float
+    rate: float | None
+    tried: tuple[Tried, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """settings: options by name. seeds: of the plans. slo: what real-time requests are held to."""
+
+    environment: Environment
+    settings: dict[str, str | int | float | bool | None]
+    seeds: tuple[int, ...]
+    slo: Slo
+    results: tuple[ScenarioResult, ...]
+    capacities: tuple[CapacityResult, ...] = ()
+
+    def alone(self, result: ScenarioResult) -> ScenarioResult | None:
+        """S0 at the same rate on the same server, if possible with the same policy."""
+        return self._like(result, Scenario.S0)
+
+    def unprotected(self, result: ScenarioResult) -> ScenarioResult | None:
+        """S1 at the same rate on the same server."""
+        return self._like(result, Scenario.S1)
+
+    def upper_bound(self, result: ScenarioResult) -> ScenarioResult | None:
+        """S2 on the same server, if possible with the same policy."""
+        return self._like(result, Scenario.S2)
+
+    def rt_tax(self, result: ScenarioResult) -> RtTax | None:
+        """`result` minus S0; None if that was not run."""
+        alone = self.alone(result)
+        return None if alone is None else rt_tax(result.rt, alone.rt)
+
+    def be_efficiency(self, result: ScenarioResult, base: Scenario) -> float | None:
+        """Best-effort throughput of `result` over that of S1 or S2; None if that was not run."""
+        other = self._like(result, base)
+        return None if other is None else be_efficiency(result.be, other.be)
+
+    def _like(self, result: ScenarioResult, scenario: Scenario) -> ScenarioResult | None:
+        found = [
+            other
+            for other in self.results
+            if other.scenario is scenario
+            and other.target == result.target
+            and (scenario is Scenario.S2 or other.rt_rate == result.rt_rate)
+        ]
+        return min(found, key=lambda other: other.policy != result.policy, default=None)
+
+    def to_json(self) -> str:
+        """Comes back from from_json as it was, unless a number is not finite (ValueError)."""
+        tree = {"schema_version": SCHEMA_VERSION, **_encode(self)}
+        return json.dumps(tree, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> BenchResult:
+        """Raises BadResultsError."""
+        try:
+            tree = json.loads(text)
+            version = tree["schema_version"]
+            if version != SCHEMA_VERSION:
+                raise BadResultsError(f"schema version {version!r}; this reads {SCHEMA_VERSION}")
+            decoded: BenchResult = _decode(cls, tree)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadResultsError(f"not a result of bros bench: {error!r}") from error
+        return decoded
+
+
+def _encode(value: Any) -> Any:
+    """`metrics` and `vllm` lie flat in the object that has them."""
+    if dataclasses.is_dataclass(value):
+        tree: dict[str, Any] = {}
+        if isinstance(value, ScenarioResult):
+            tree["label"] = value.scenario.label
+        for field in dataclasses.fields(value):
+            encoded = _encode(getattr(value, field.name))
+            if field.name == _VLLM or field.type == RunMetrics.__name__:
+                tree.update(encoded)
+            else:
+                tree[field.name] = encoded
+        return tree
+    if isinstance(value, Mapping):
+        return {str(_encode(key)): _encode(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def _decode(kind: Any, tree: Any) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is types.UnionType:
+        return _decode_union(typing.get_args(kind), tree)
+    if origin is tuple:
+        return tuple(_decode(typing.get_args(kind)[0], item) for item in tree)
+    if origin is dict:
+        of_key, of_item = typing.get_args(kind)
+        return {_decode(of_key, key): _decode(of_item, item) for key, item in tree.items()}
+    if dataclasses.is_dataclass(kind):
+        return _decode_fields(kind, tree)
+    if kind is Sample:
+        at_s, values = tree
+        return Sample(_decode(float, at_s), _decode(dict[str, float], values))
+    return _decode_plain(kind, tree)
+
+
+def _decode_union(kinds: tuple[Any, ...], tree: Any) -> Any:
+    if tree is None and types.NoneType in kinds:
+        return None
+    given = [kind for kind in kinds if kind is not types.NoneType]
+    if len(given) == 1:
+        return _decode(given[0], tree)
+    if type(tree) not in given:
+        raise TypeError(f"{tree!r} is none of {kinds}")
+    return tree
+
+
+def _decode_fields(kind: Any, tree: Any) -> Any:
+    values = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        if name == _VLLM:
+            values[name] = {key: _decode(float | None, tree[key]) for key in NAMES}
+        else:
+            values[name] = _decode(hint, tree if hint is RunMetrics else tree[name])
+    return kind(**values)
+
+
+def _decode_plain(kind: Any, tree: Any) -> Any:
+    if issubclass(kind, Enum):
+        return kind(tree)
+    allowed = (int, float) if kind is float else (kind,)
+    if type(tree) not in allowed:
+        raise TypeError(f"{tree!r} is not of {kind.__name__}")
+    return tree
