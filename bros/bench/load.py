@@ -30,6 +30,9 @@ LONGEST_OBEYED_S = 30.0
 """A longer Retry-After is shortened to this."""
 
 
+_RESOLUTION_S = 1e-9  # of the loop's clock: no use in waiting for less
+
+
 class Sender(Protocol):
     """What client.Client does."""
 
@@ -176,7 +179,7 @@ class _Run:
     async def _watch(
         self, on_progress: OnProgress | None, progress_s: float, stop: asyncio.Event
     ) -> None:
-        while not stop.is_set() and (left_s := self._load.duration_s - self.now()) > 0:
+        while not stop.is_set() and (left_s := self._load.duration_s - self.now()) > _RESOLUTION_S:
             try:
                 async with asyncio.timeout(min(left_s, progress_s)):
                     await stop.wait()
@@ -235,7 +238,7 @@ class _Run:
             await asyncio.sleep(pause_s)
 
     async def _until(self, time_s: float) -> None:
-        while (wait_s := time_s - self.now()) > 0:
+        while (wait_s := time_s - self.now()) > _RESOLUTION_S:
             await asyncio.sleep(wait_s)
 
     def _add_unsent(self) -> None:
