@@ -19,6 +19,7 @@ it, whoever came when. Percentiles are interpolated linearly (numpy's default, a
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -180,6 +181,16 @@ def measure(records: Sequence[Record], slo: Slo, window: Window) -> RunMetrics:
     )
 
 
+def tokens_per_s(records: Sequence[Record], window: Window) -> tuple[float, float]:
+    """(prompt, output) tokens of whatever came in the window.
+
+    A prompt counts when its first piece of text comes.
+    """
+    prompt = sum(prompt_tokens(record) for record in records if _first_s(record) in window)
+    output = math.fsum(_output_within(record, window) for record in records)
+    return prompt / window.seconds, output / window.seconds
+
+
 def rt_tax(mixed: ClassMetrics, alone: ClassMetrics) -> RtTax:
     """Real-time requests beside best-effort work, against real-time requests alone."""
     return RtTax(
@@ -246,13 +257,12 @@ def _rates(everything: Sequence[Record], slo: Slo | None, window: Window) -> dic
     ]
     held = slo is not None and (slo != Slo() or any(held_to(r, slo) != Slo() for r in everything))
     good = sum(judge(record, slo, window.until_s).both_met is True for record in done)
-    prompt = sum(prompt_tokens(record) for record in everything if _first_s(record) in window)
-    output = sum(_output_within(record, window) for record in everything)
+    prompt_per_s, output_per_s = tokens_per_s(everything, window)
     return {
         "requests_per_s": len(done) / window.seconds,
         "goodput_per_s": good / window.seconds if held else None,
-        "prompt_tokens_per_s": prompt / window.seconds,
-        "output_tokens_per_s": output / window.seconds,
+        "prompt_tokens_per_s": prompt_per_s,
+        "output_tokens_per_s": output_per_s,
     }
 
 

@@ -170,9 +170,11 @@ class BenchResult:
         return None if alone is None else rt_tax(result.rt, alone.rt)
 
     def be_efficiency(self, result: ScenarioResult, base: Scenario) -> float | None:
-        """Best-effort throughput of `result` over that of S1 or S2; None if that was not run."""
+        """Best-effort throughput of `result` over that of S1 or S2; None if one of them has none."""
         other = self._like(result, base)
-        return None if other is None else be_efficiency(result.be, other.be)
+        if other is None or not result.be.requests:
+            return None
+        return be_efficiency(result.be, other.be)
 
     def _like(self, result: ScenarioResult, scenario: Scenario) -> ScenarioResult | None:
         found = [

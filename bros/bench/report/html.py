@@ -24,6 +24,7 @@ from bros.bench.report.words import (
     ordered,
     percent,
     ratio,
+    server_name,
     verdict,
     warnings,
 )
@@ -55,9 +56,11 @@ def page(bench: BenchResult) -> str:
 
 def _body(bench: BenchResult) -> Iterator[str]:
     yield f"<h1>{escape(verdict(bench))}</h1>"
+    for found in bench.capacities:
+        yield f'<p class="lead">{escape(capacity(bench, found))}</p>'
     yield f"<p>Objectives of real-time requests: {escape(objectives(bench.slo))}.</p>"
-    if found := warnings(bench):
-        yield f'<section class="warnings"><h2>Warnings</h2>{_items(found)}</section>'
+    if texts := warnings(bench):
+        yield f'<section class="warnings"><h2>Warnings</h2>{_items(texts)}</section>'
     yield "<h2>Runs</h2>"
     yield _runs(bench)
     yield _items(f"{s}: {s.label}" for s in Scenario if any(r.scenario is s for r in bench.results))
@@ -107,7 +110,8 @@ def _png(figure: Figure) -> str:
 
 def _capacities(bench: BenchResult) -> Iterator[str]:
     for found in bench.capacities:
-        yield f"<p>{escape(capacity(bench, found))}</p>"
+        name = server_name(bench, found.target, found.policy)
+        yield f"<p>{escape(name)}, asked for {100 * found.asked:g} %:</p>"
         rows = [
             (f"{tried.rate:g}", NOTHING if tried.attainment is None
              else f"{100 * tried.attainment:.1f}")

@@ -157,9 +157,9 @@ def _lines(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> No
         for number, (label, value) in enumerate(panel.values.items()):
             ax.plot(
                 [run.rt_rate or 0.0 for run in runs], [_number(value(run)) for run in runs],
-                color=colour, marker=marker, markersize=5.5,
+                color=colour, marker=marker, markersize=7.5 if alone else 5.5,
                 linestyle=(":" if alone else "-", (0, (1, 4)) if alone else "--")[number],
-                linewidth=1.9 - 0.6 * number,
+                linewidth=1.9 - 0.6 * number, zorder=1.8 if alone else 2 + number,
                 markerfacecolor=theme.paper if alone or number else colour,
                 label=f"{name} {label}".strip(),
             )  # fmt: skip

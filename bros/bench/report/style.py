@@ -12,8 +12,9 @@ main{max-width:1150px;margin:0 auto;padding:1.2rem}
 h1{font-size:clamp(1.2rem,3.2vw,1.7rem);line-height:1.35;margin:.4rem 0 .8rem}
 h2{font-size:1.15rem;margin:2rem 0 .5rem}
 h4{margin:1rem 0 .2rem}
-p,ul{margin:.3rem 0;max-width:48rem}
+p,ul{margin:.3rem 0;max-width:54rem}
 ul{padding-left:1.2rem}
+.lead{font-size:1.05rem}
 .warnings{background:var(--warn);border-left:4px solid var(--edge);padding:.6rem 1rem;
 margin:1rem 0;border-radius:4px;overflow-wrap:anywhere}
 .warnings h2{margin:0 0 .2rem;font-size:1rem}

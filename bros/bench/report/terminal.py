@@ -46,13 +46,12 @@ def cells(bench: BenchResult, result: ScenarioResult) -> list[str]:
     """One text for each of COLUMNS."""
     rt, be = result.rt, result.be
     has_rt, has_be = bool(rt.requests), bool(be.requests)
-    efficiency = bench.be_efficiency(result, Scenario.S2) if has_be else None
     return [
         *(percent(share) for share in (rt.both_met, rt.ttft_met, rt.tpot_met)),
         *(ms(seconds) for seconds in (rt.ttft_s.p50, rt.ttft_s.p99)),
         *(ms(seconds) for seconds in (rt.tpot_s.p50, rt.tpot_s.p99)),
         f"{be.tokens_per_s:.0f}" if has_be else NOTHING,
-        ratio(efficiency),
+        ratio(bench.be_efficiency(result, Scenario.S2)),
         str(rt.errors + be.errors) if has_rt or has_be else NOTHING,
     ]
 

@@ -59,7 +59,9 @@ def ordered(bench: BenchResult) -> list[ScenarioResult]:
 def server_name(bench: BenchResult, target: str, policy: str | None) -> str:
     """The policy; the server, too, if there are several."""
     several = len({result.target for result in bench.results}) > 1
-    return f"{target} {policy or ''}".strip() if several or policy is None else policy
+    if policy is None or policy == target:
+        return target
+    return f"{target} {policy}" if several else policy
 
 
 def name_of(bench: BenchResult, result: ScenarioResult) -> str:
@@ -76,12 +78,19 @@ def counts(part: ClassMetrics) -> str:
 
 
 def verdict(bench: BenchResult) -> str:
-    """The comparison in one sentence or two."""
-    sentences = [_main_finding(bench)]
-    sentences += [capacity(bench, found) for found in bench.capacities[:1]]
-    if any(result.rt.errors + result.be.errors for result in bench.results):
-        sentences.append("Some requests were not completed; see the warnings.")
-    return " ".join(sentences)
+    """The comparison in one sentence."""
+    judged = [result for result in bench.results if result.rt.both_met.value is not None]
+    mixed = [result for result in judged if result.scenario.mixed]
+    if mixed:
+        return _mixed_finding(bench, mixed)
+    if judged:
+        worst = min(judged, key=_attainment)
+        at = "" if worst.rt_rate is None else f"at {worst.rt_rate:g}/s "
+        return f"Real-time requests alone: {at}{_kept(bench, worst)}."
+    if any(result.be.requests for result in bench.results):
+        best = max(bench.results, key=lambda result: result.be.tokens_per_s)
+        return f"Best-effort requests alone: {best.be.tokens_per_s:.0f} tokens/s."
+    return "Nothing was measured."
 
 
 def capacity(bench: BenchResult, found: CapacityResult) -> str:
@@ -102,20 +111,6 @@ def warnings(bench: BenchResult) -> list[str]:
             kind = CLASS_NAMES[service_class]
             found += [f"{name}: {text}" for text in _about_class(part, kind)]
     return found
-
-
-def _main_finding(bench: BenchResult) -> str:
-    judged = [result for result in bench.results if result.rt.both_met.value is not None]
-    mixed = [result for result in judged if result.scenario.mixed]
-    if mixed:
-        return _mixed_finding(bench, mixed)
-    if judged:
-        worst = min(judged, key=_attainment)
-        return f"Real-time requests alone: at {worst.rt_rate:g}/s {_kept(bench, worst)}."
-    if any(result.be.requests for result in bench.results):
-        best = max(bench.results, key=lambda result: result.be.tokens_per_s)
-        return f"Best-effort requests alone: {best.be.tokens_per_s:.0f} tokens/s."
-    return "Nothing was measured."
 
 
 def _mixed_finding(bench: BenchResult, mixed: Sequence[ScenarioResult]) -> str:

@@ -1,0 +1,437 @@
+"""What people and programs get to see of a comparison."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import io
+import json
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from bros.bench.metrics import Window
+from bros.bench.records import Outcome, Record
+from bros.bench.report.files import requests_file_name, write_report, write_requests, write_summary
+from bros.bench.report.html import page
+from bros.bench.report.live import LiveView
+from bros.bench.report.plots import DARK, LIGHT, figures
+from bros.bench.report.terminal import print_report
+from bros.bench.report.words import verdict, warnings
+from bros.bench.results import BadResultsError, BenchResult, CapacityResult, Sample, Scenario, Tried
+from bros.bench.vllm_fields import NAMES
+from support.bench_records import (
+    BE,
+    HEALTHY,
+    RT,
+    SLO,
+    make_bench,
+    make_load,
+    make_record,
+    make_result,
+    typical_bench,
+)
+
+WINDOW = Window(10.0, 60.0, 70.0)
+REFUSAL = "refused: <b>429</b> & busy"
+
+
+def healthy_records() -> list[Record]:
+    return make_load(random.Random(3), duration_s=70.0, rt_rate=0.4, be_in_flight=2)
+
+
+def failing_bench() -> BenchResult:
+    """S3 refuses most and stalls on the rest, with a client that fell behind; S1 is well."""
+    refused = [
+        make_record(name=f"x{n}", due_s=12.0 + n, outcome=Outcome.REFUSED, detail=REFUSAL)
+        for n in range(5)
+    ]
+    stalled = [make_record(due_s=20.0, outcome=Outcome.OPEN, gaps_s=gaps) for gaps in ([], [0.1])]
+    late = dataclasses.replace(HEALTHY, fell_behind=True, lateness_max_s=3.2)
+    return make_bench(
+        [
+            make_result(Scenario.S3, refused + stalled, window=WINDOW, rt_rate=0.4, client=late),
+            make_result(
+                Scenario.S1, healthy_records(), window=WINDOW, rt_rate=0.4, policy=None,
+                target="vllm",
+            ),
+        ]
+    )  # fmt: skip
+
+
+def only(scenario: Scenario, records: list[Record], rate: float | None = None) -> BenchResult:
+    return make_bench([make_result(scenario, records, window=WINDOW, rt_rate=rate)])
+
+
+ONE_TOKEN = [make_record(due_s=20.0, gaps_s=[0.1])]
+BENCHES = {
+    "typical": typical_bench((0.2, 0.4)),
+    "one rate": typical_bench((0.3,)),
+    "failing": failing_bench(),
+    "nothing run": make_bench([]),
+    "nothing sent": only(Scenario.S3, [], 0.5),
+    "one token": only(Scenario.S0, ONE_TOKEN, 0.1),
+    "no real-time": only(Scenario.S2, [make_record(BE, due_s=20.0, gaps_s=[0.1, 0.1])]),
+    "open only": only(Scenario.S0, [make_record(due_s=20.0, outcome=Outcome.OPEN)], 0.1),
+}
+each_bench = pytest.mark.parametrize("bench", BENCHES.values(), ids=BENCHES.keys())
+
+
+class Page(HTMLParser):
+    """Texts, and everything that a browser would fetch."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        assert self._open == [], "tags that were not closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "img", "source"):
+            self._open.append(tag)
+        found = ("src", "srcset", "href", "data", "action", "poster", "background")
+        self.links += [value or "" for name, value in attrs if name in found]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@functools.cache
+def page_named(name: str) -> str:
+    """Drawing takes a while."""
+    return page(BENCHES[name])
+
+
+def terminal(bench: BenchResult, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    print_report(console, bench)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@each_bench
+def test_json_comes_back_as_it_was(bench: BenchResult) -> None:
+    assert BenchResult.from_json(bench.to_json()) == bench
+
+
+def test_json_has_the_names_of_vllm_beside_ours() -> None:
+    bench = BENCHES["typical"]
+    for tree, result in zip(json.loads(bench.to_json())["results"], bench.results, strict=True):
+        assert set(NAMES) <= set(tree)
+        assert tree["label"] == result.scenario.label
+        assert tree["completed"] == result.rt.completed + result.be.completed
+        rt = tree["by_class"]["rt"]
+        if result.rt.requests:
+            assert rt["median_ttft_ms"] == pytest.approx(1e3 * rt["ttft_s"]["p50"], rel=0.2)
+        assert tree["output_throughput"] == pytest.approx(
+            sum(tree["by_class"][kind]["output_tokens_per_s"] for kind in ("rt", "be"))
+        )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: tree.update(schema_version=2),
+        lambda tree: tree.pop("schema_version"),
+        lambda tree: tree.pop("results"),
+        lambda tree: tree["results"][0].pop("median_ttft_ms"),
+        lambda tree: tree["results"][0].update(scenario="S9"),
+        lambda tree: tree["results"][0].update(target=3),
+        lambda tree: tree["environment"].update(cores="8"),
+        lambda tree: tree["settings"].update(model=[]),
+    ],
+)
+def test_other_json_is_refused(change: object) -> None:
+    tree = json.loads(BENCHES["one rate"].to_json())
+    assert callable(change)
+    change(tree)
+    with pytest.raises(BadResultsError):
+        BenchResult.from_json(json.dumps(tree))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '"x"'])
+def test_what_is_no_result_is_refused(text: str) -> None:
+    with pytest.raises(BadResultsError):
+        BenchResult.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["failing", "nothing run", "one token"])
+def test_all_files_are_written(name: str, tmp_path: Path) -> None:
+    bench = BENCHES[name]
+    paths = write_report(tmp_path / "new" / "folder", bench)
+    assert all(path.stat().st_size for path in paths if bench.results)
+    names = {path.name for path in paths}
+    assert {"result.json", "summary.csv", "report.html"} <= names
+    assert names == {path.name for path in (tmp_path / "new" / "folder").iterdir()}
+    for path in paths:
+        if path.suffix == ".png":
+            assert path.read_bytes().startswith(b"\x89PNG")
+    saved = (tmp_path / "new" / "folder" / "result.json").read_text(encoding="utf-8")
+    assert BenchResult.from_json(saved) == bench
+
+
+@each_bench
+def test_summary_parses_back(bench: BenchResult, tmp_path: Path) -> None:
+    rows = read_csv(write_summary(tmp_path / "summary.csv", bench))
+    assert len(rows) == 2 * len(bench.results)
+    found = {(result.scenario, result.policy, result.rt_rate): result for result in bench.results}
+    for row in rows:
+        rate = float(row["rt_rate"]) if row["rt_rate"] else None
+        result = found[Scenario(row["scenario"]), row["policy"] or None, rate]
+        part = result.rt if row["class"] == "rt" else result.be
+        assert sum(int(row[outcome]) for outcome in Outcome) == int(row["requests"])
+        assert int(row["refused"]) == part.outcomes[Outcome.REFUSED]
+        shown = float(row["ttft_p99_s"]) if row["ttft_p99_s"] else None
+        assert shown == part.ttft_s.p99
+        assert (int(row["both_met"]), int(row["both_met_of"])) == (
+            part.both_met.met,
+            part.both_met.decided,
+        )
+        assert "nan" not in row.values()
+
+
+def test_file_of_requests_has_a_line_for_each(tmp_path: Path) -> None:
+    records = healthy_records()
+    records.append(
+        make_record(name='odd, "name"', due_s=5.0, outcome=Outcome.FAILED, detail="a\nb")
+    )
+    path = write_requests(tmp_path / "requests.csv", records, SLO, WINDOW)
+    rows = read_csv(path)
+    assert [row["name"] for row in rows] == [record.planned.name for record in records]
+    for row, record in zip(rows, records, strict=True):
+        assert row["outcome"] == record.outcome
+        assert float(row["due_s"]) == record.due_s
+        assert int(row["pieces"]) == len(record.chunk_times_s)
+        times = record.chunk_times_s
+        assert row["first_s"] == (str(times[0]) if times else "")
+        assert row["in_window"] == str(10.0 <= record.due_s <= 60.0)
+        undecided = record.outcome is Outcome.OPEN and row["ttft_met"] in ("", "True")
+        best_effort = record.planned.service_class is BE
+        assert (row["both_met"] == "") == (best_effort or undecided)
+    assert rows[-1]["detail"] == "a\nb"
+
+
+def test_names_of_request_files_are_plain() -> None:
+    result = make_result(
+        Scenario.S3, [], window=WINDOW, rt_rate=0.5, target="http://a:8000/v1", policy=None
+    )
+    assert requests_file_name(result) == "requests_S3_http-a-8000-v1_0.5.csv"
+
+
+@pytest.mark.parametrize("name", [name for name in BENCHES if name != "typical"])
+def test_page_needs_nothing_else(name: str) -> None:
+    html, bench = page_named(name), BENCHES[name]
+    found = Page(html)
+    assert all(link.startswith("data:image/png;base64,") for link in found.links)
+    assert not {"script", "link", "iframe", "object", "base", "form"} & set(found.tags)
+    assert not re.search(r"url\(|@import|https?:|[\"'=]//", html)
+    assert found.text.count(verdict(bench)) == 1
+    assert "None" not in found.text and "nan" not in found.text.split()
+    assert found.text.index("How it was measured") > found.text.index("Runs")
+    assert "Example 9000" in found.text
+
+
+@pytest.mark.parametrize("where", ["terminal", "page"])
+def test_failing_server_is_shown_as_such(where: str) -> None:
+    shown = (
+        terminal(BENCHES["failing"]) if where == "terminal" else Page(page_named("failing")).text
+    )
+    text = " ".join(shown.split())
+    assert f"5 of 7 real-time requests were not completed: 5 x {REFUSAL}" in text
+    assert "not one of 7 real-time requests was completed; 2 are open" in text
+    assert "2 real-time requests were still open and overdue at the end" in text
+    assert "fell behind its schedule" in text and "3200 ms at most" in text
+    assert "bros met the objectives of 0.0 % of real-time requests (0 of 7)" in text
+
+
+def test_failing_server_is_in_the_json() -> None:
+    [failing, well] = json.loads(BENCHES["failing"].to_json())["results"]
+    assert (failing["completed"], failing["failed"], failing["open"]) == (0, 5, 2)
+    assert failing["median_ttft_ms"] is None
+    assert failing["by_class"]["rt"]["reasons"] == {REFUSAL: 5}
+    assert failing["by_class"]["rt"]["both_met"] == {"met": 0, "decided": 7}
+    assert failing["client"]["fell_behind"] is True
+    assert well["failed"] == 0 and well["completed"] > 0
+
+
+def test_a_server_that_does_well_gives_no_warning() -> None:
+    bench = BENCHES["one token"]
+    assert warnings(bench) == []
+    assert "warning" not in terminal(bench)
+    assert "Warnings" not in page_named("one token")
+
+
+@each_bench
+def test_terminal_output_fits(bench: BenchResult) -> None:
+    text = terminal(bench)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "nan" not in text and "None" not in text
+    assert "…" not in text
+
+
+def test_terminal_shows_the_share_of_best_effort_work_alone() -> None:
+    bench = BENCHES["one rate"]
+    text = terminal(bench)
+    mixed = next(result for result in bench.results if result.scenario is Scenario.S3)
+    share = bench.be_efficiency(mixed, Scenario.S2)
+    assert share is not None
+    [line] = [line for line in text.splitlines() if line.strip().startswith("S3 bros")]
+    assert line.split()[-2:] == [f"{100 * share:.0f}", "0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("typical", ["At 0.4 real-time requests/s", "of a free server; fcfs: "]),
+        ("nothing run", ["Nothing was measured."]),
+        ("nothing sent", ["Nothing was measured."]),
+        ("one token", ["Real-time requests alone: at 0.1/s bros met", "100.0 %", "(1 of 1)"]),
+        ("no real-time", ["Best-effort requests alone: 0 tokens/s."]),
+    ],
+)
+def test_verdict_is_one_sentence(name: str, words: list[str]) -> None:
+    text = verdict(BENCHES[name])
+    assert all(word in text for word in words), text
+    assert text.endswith(".") and ". " not in text
+
+
+def test_one_missed_request_is_never_rounded_away() -> None:
+    records = [make_record(due_s=20.0, gaps_s=[0.1]) for _ in range(2999)]
+    records.append(make_record(due_s=20.0, gaps_s=[0.9]))
+    assert " 99.9 % " in verdict(only(Scenario.S3, records, 1.0))
+
+
+def test_capacity_is_said_in_words() -> None:
+    tried = (Tried(rate=0.1, attainment=0.8), Tried(rate=0.2, attainment=None))
+    none = CapacityResult(target="bros", policy="rr", asked=0.99, rate=None, tried=tried)
+    some = dataclasses.replace(none, policy="bros", rate=0.1, asked=0.75)
+    bench = make_bench(BENCHES["one rate"].results, [none, some])
+    for text in (Page(page(bench)).text, " ".join(terminal(bench).split())):
+        assert "At no rate tried does rr keep at least 99 %" in text
+        assert (
+            "bros keeps at least 75 % of real-time requests within their objectives up to" in text
+        )
+
+
+def test_comparison_finds_the_runs_that_belong_together() -> None:
+    bench = BENCHES["typical"]
+    mixed = [result for result in bench.results if result.scenario is Scenario.S3]
+    for result in mixed:
+        alone, bound = bench.alone(result), bench.upper_bound(result)
+        unprotected = bench.unprotected(result)
+        assert alone and bound and unprotected
+        assert (alone.scenario, alone.rt_rate) == (Scenario.S0, result.rt_rate)
+        assert (unprotected.scenario, unprotected.rt_rate) == (Scenario.S1, result.rt_rate)
+        assert bound.scenario is Scenario.S2
+        assert bench.rt_tax(result) is not None
+        assert bench.be_efficiency(result, Scenario.S1) is not None
+    other = make_result(Scenario.S3, [], window=WINDOW, rt_rate=0.2, target="vllm")
+    assert bench.alone(other) is bench.upper_bound(other) is bench.rt_tax(other) is None
+
+
+def texts_of(figure: Figure) -> str:
+    axes = figure.get_axes()
+    labels = [text for ax in axes for text in (ax.get_xlabel(), ax.get_ylabel())]
+    legends = [*figure.legends, *(ax.get_legend() for ax in axes)]
+    entries = [text.get_text() for legend in legends if legend for text in legend.get_texts()]
+    return "\n".join([figure.get_suptitle(), *labels, *entries])
+
+
+@pytest.mark.parametrize("name", ["typical", "one rate"])
+def test_plots_have_titles_units_and_every_server(name: str) -> None:
+    found = figures(BENCHES[name], LIGHT)
+    assert list(found)[:5] == ["attainment", "be_throughput", "ttft", "tpot", "normalized_latency"]
+    assert len([key for key in found if key.startswith("timeline")]) == 2
+    units = dict(zip(found, ("%", "tokens/s", "ms", "ms", "ms"), strict=False))
+    for key, unit in units.items():
+        text = texts_of(found[key]).splitlines()
+        assert text[0] and unit in text
+        names = text + [label.get_text() for label in found[key].get_axes()[0].get_yticklabels()]
+        assert any("fcfs" in label for label in names) and any("bros" in label for label in names)
+    assert "objective, 400 ms" in texts_of(found["ttft"])
+    timeline = texts_of(found["timeline_5"])
+    assert all(word in timeline for word in ("seconds", "limit", "time tokens had left", "ms"))
+
+
+def test_lines_are_those_of_the_runs() -> None:
+    bench = BENCHES["typical"]
+    [ax] = figures(bench, DARK)["attainment"].get_axes()
+    lines = {line.get_label(): line for line in ax.get_lines()}
+    runs = sorted(
+        (r for r in bench.results if r.scenario is Scenario.S1), key=lambda r: r.rt_rate or 0.0
+    )
+    assert list(lines["fcfs"].get_xdata()) == [run.rt_rate for run in runs]
+    expected = [100 * (run.rt.both_met.value or 0.0) for run in runs]
+    assert list(lines["fcfs"].get_ydata()) == pytest.approx(expected)
+
+
+def test_no_plot_of_nothing() -> None:
+    assert figures(BENCHES["nothing run"], LIGHT) == {}
+    assert set(figures(BENCHES["no real-time"], LIGHT)) == {"be_throughput"}
+    assert "tpot" not in figures(BENCHES["one token"], LIGHT)
+
+
+def test_timeline_shows_only_what_the_server_says() -> None:
+    samples = [Sample(float(at), {"rt_running": 1.0} if at % 3 else {}) for at in range(1000)]
+    result = make_result(Scenario.S3, [], window=WINDOW, rt_rate=1.0, timeline=samples)
+    [figure] = figures(make_bench([result]), LIGHT).values()
+    assert len(figure.get_axes()) == 1
+    silent = dataclasses.replace(result, timeline=(Sample(0.0, {}), Sample(1.0, {})))
+    [figure] = figures(make_bench([silent]), LIGHT).values()
+    assert figure.get_axes() == []
+
+
+def live_output(*, is_terminal: bool, at: list[float]) -> str:
+    console = Console(width=100, file=io.StringIO(), force_terminal=is_terminal, color_system=None)
+    records = [r for r in healthy_records() if r.due_s < 30.0]
+    records.append(make_record(due_s=1.0, outcome=Outcome.FAILED))
+    with LiveView(console, "S3 [bros]", SLO) as view:
+        for elapsed_s in at:
+            view.update(elapsed_s, 70.0, records)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_live_view_prints_a_line_every_ten_seconds_without_a_terminal() -> None:
+    lines = live_output(is_terminal=False, at=[0.0, 1.0, 9.9, 10.2, 15.0, 20.1, 29.0, 70.0])
+    found = [line.split(";")[0] for line in lines.splitlines()]
+    assert found == [f"S3 [bros]: {at} of 70 s" for at in (10, 20, 70)]
+    assert "1 errors" in lines and "best-effort" in lines and "both met" in lines
+
+
+def test_live_view_is_a_panel_on_a_terminal() -> None:
+    text = live_output(is_terminal=True, at=[0.0, 1.0, 30.0])
+    assert "S3 [bros]" in text and "30 of 70 s" in text
+    assert "real-time" in text and "best-effort" in text and "errors" in text
+
+
+def test_classes_are_kept_apart_in_the_details() -> None:
+    bench = BENCHES["one rate"]
+    text = Page(page_named("one rate")).text
+    for result in bench.results:
+        for kind, part in zip((RT, BE), (result.rt, result.be), strict=True):
+            if part.requests:
+                found = f"{part.requests} requests in the window: {part.completed} completed"
+                assert found in text, kind
