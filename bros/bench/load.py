@@ -20,7 +20,8 @@ from bros.bench.records import Outcome, Record
 from bros.core.clock import Clock
 
 PREPARE_AHEAD_S = 1.0
-"""Prompts are written so long before they are due, out of the way of the sending."""
+"""Prompts of sessions are written so long before they are due, out of the way of the sending. The
+run begins so long after `drive` is called, for the sake of the first ones."""
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -114,10 +115,10 @@ async def drive(
     cpu_s: processor seconds used by this process so far. stop: ends the run at once when set.
     An error of the plan itself (its iterator, `on_progress`) ends the run in an ExceptionGroup.
     """
-    started_unix_s, started_cpu_s = clock.unix_time(), cpu_s()
+    started_unix_s, started_cpu_s = clock.unix_time() + PREPARE_AHEAD_S, cpu_s()
     run = _Run(load, sender, clock)
     await run.execute(on_progress, progress_s, stop or asyncio.Event())
-    elapsed_s = run.now()
+    elapsed_s = max(0.0, run.now())
     share = (cpu_s() - started_cpu_s) / (elapsed_s * cores) if elapsed_s > 0 else 0.0
     return LoadResult(
         records=sorted(run.records, key=lambda record: record.due_s),
@@ -134,7 +135,7 @@ class _Run:
         self._load = load
         self._sender = sender
         self._clock = clock
-        self._start_s = clock.now()
+        self._start_s = clock.now() + PREPARE_AHEAD_S
         self._end_s = load.duration_s  # when sending ends
         self._opened = 0  # sessions that have a task
         self._waiting: dict[str, Record] = {}  # prepared, not yet sent
@@ -179,6 +180,7 @@ class _Run:
     async def _watch(
         self, on_progress: OnProgress | None, progress_s: float, stop: asyncio.Event
     ) -> None:
+        await self._until(0.0)
         while not stop.is_set() and (left_s := self._load.duration_s - self.now()) > _RESOLUTION_S:
             try:
                 async with asyncio.timeout(min(left_s, progress_s)):
@@ -224,6 +226,7 @@ class _Run:
             if planned is None:
                 return
             prepared = self._sender.prepare(planned)
+            await self._until(0.0)
             record = Record(planned=planned, due_s=self.now())
             self.records.append(record)
             asked_s = await self._sender.send(record, prepared, self.now)

@@ -13,7 +13,7 @@ from statistics import median
 from bros.bench.client import Client
 from bros.bench.dialects import Wording, dialect_of
 from bros.bench.http import AiohttpHttp
-from bros.bench.load import Load, LoadResult, drive
+from bros.bench.load import PREPARE_AHEAD_S, Load, LoadResult, drive
 from bros.bench.plan import Session, Turn
 from bros.bench.records import Outcome, Record
 from bros.core.clock import SystemClock
@@ -269,7 +269,9 @@ async def test_times_over_a_real_connection() -> None:
     assert len(result.records) == streams
     for record in result.records:
         assert record.outcome is Outcome.COMPLETED
-        sent_at, *chunks_at = [at - start_s for at in written[record.planned.name]]
+        sent_at, *chunks_at = [
+            at - start_s - PREPARE_AHEAD_S for at in written[record.planned.name]
+        ]
         assert record.sent_s is not None and record.due_s <= record.sent_s <= sent_at
         lags += [seen - at for seen, at in zip(record.chunk_times_s, chunks_at, strict=True)]
     assert min(lags) >= 0

@@ -1,0 +1,170 @@
+"""What the client of `bros bench` costs: processor time per chunk, and how late it sends.
+
+    python benchmarks/bench_client_speed.py [--streams 24] [--rates 10,100] [--duration 10]
+
+A server in a process of its own streams tokens at a steady rate to so many clients in a closed
+loop. Asked for: 24 streams of 10 chunks a second below 5 % of all cores. The processor time is
+that of the client's process, prompts of 512 token ids included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+from multiprocessing.connection import Connection
+
+from rich.console import Console
+from rich.table import Table
+
+from bros.bench.client import Client
+from bros.bench.dialects import Wording, dialect_of
+from bros.bench.http import AiohttpHttp
+from bros.bench.load import Load, LoadResult, drive
+from bros.bench.plan import Piece, Planned, Session, Turn
+from bros.bench.records import Outcome
+from bros.core.clock import SystemClock, process_cpu_s
+from bros.core.request import ServiceClass
+
+TOKENS = 64
+PROMPT = list(range(1000, 1512))
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+# As long as the chunks of real servers are.
+FRAME = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1_700_000_000}
+FRAME |= {"model": "SmolLM2-135M-Instruct", "service_tier": "default"}
+
+
+def chunk(choices: list[object], usage: object = None) -> bytes:
+    data = b"data: " + json.dumps(FRAME | {"choices": choices, "usage": usage}).encode() + b"\n\n"
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def choice(text: str, reason: str | None = None) -> list[object]:
+    return [{"index": 0, "text": text, "logprobs": None, "finish_reason": reason}]
+
+
+async def answer(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, interval_s: float
+) -> None:
+    """One connection: a chunk after each interval, for as many requests as come."""
+    token = chunk(choice(" token"))
+    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": TOKENS}
+    end = chunk(choice("", "length")) + chunk([], usage) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+    now = asyncio.get_running_loop().time
+    try:
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            length = head.split(b"content-length: ")[1].split(b"\r\n")[0]
+            await reader.readexactly(int(length))
+            writer.write(HEAD)
+            began_s = now()
+            for number in range(1, TOKENS + 1):
+                await asyncio.sleep(began_s + number * interval_s - now())
+                if writer.is_closing():  # the run is over
+                    return
+                writer.write(token)
+            writer.write(end)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+
+
+def serve(chunks_per_s: float, told: Connection) -> None:
+    async def main() -> None:
+        server = await asyncio.start_server(
+            lambda reader, writer: answer(reader, writer, 1 / chunks_per_s), "127.0.0.1", 0
+        )
+        told.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(main())
+
+
+def planned(name: str, service_class: ServiceClass) -> Planned:
+    return Planned(
+        name=name,
+        service_class=service_class,
+        prompt=(Piece("p", len(PROMPT)),),
+        output_tokens=TOKENS,
+    )
+
+
+def load(streams: int, duration_s: float) -> Load:
+    """The streams in a closed loop, and four requests a second that come by themselves."""
+    times = [i / 4 for i in range(int(4 * duration_s))]
+    return Load(
+        duration_s=duration_s,
+        sessions=[Session(at, (Turn(planned(f"rt{at}", ServiceClass.RT)),)) for at in times],
+        backlog=(planned(f"be{i}", ServiceClass.BE) for i in itertools.count()),
+        in_flight=streams,
+    )
+
+
+async def measure(url: str, streams: int, duration_s: float) -> LoadResult:
+    wording = Wording(dialect=dialect_of("bros"), model="m")
+    async with AiohttpHttp() as http:
+        client = Client(http, url, wording, lambda _: (PROMPT, ""))
+        return await drive(
+            load(streams, duration_s),
+            client,
+            SystemClock(),
+            cpu_s=process_cpu_s,
+            cores=os.cpu_count() or 1,
+        )
+
+
+def run(streams: int, chunks_per_s: float, duration_s: float) -> LoadResult:
+    ours, theirs = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(chunks_per_s, theirs), daemon=True
+    )
+    server.start()
+    try:
+        return asyncio.run(measure(f"http://127.0.0.1:{ours.recv()}", streams, duration_s))
+    finally:
+        server.terminate()
+        server.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--streams", type=int, default=24)
+    parser.add_argument("--rates", default="10,100", help="chunks per second of each stream")
+    parser.add_argument("--duration", type=float, default=10.0, help="seconds per rate")
+    args = parser.parse_args()
+    cores = os.cpu_count() or 1
+    table = Table(title=f"{args.streams} streams, and 4 requests/s beside them; {cores} cores")
+    for name in ("chunks/s each", "requests", "not whole", "chunks", "of all cores"):
+        table.add_column(name, justify="right")
+    for name in ("us per chunk", "gap error p50 / p99 ms", "sent late p50 / p99 / max ms"):
+        table.add_column(name, justify="right")
+    for rate in (float(item) for item in args.rates.split(",")):
+        result = run(args.streams, rate, args.duration)
+        health, records = result.health, result.records
+        chunks = sum(len(record.chunk_times_s) for record in records)
+        errors = sorted(
+            abs(later - earlier - 1 / rate)
+            for record in records
+            for earlier, later in itertools.pairwise(record.chunk_times_s)
+        )
+        bad = sum(r.outcome not in (Outcome.COMPLETED, Outcome.OPEN) for r in records)
+        cpu_s = health.cpu_share * cores * result.elapsed_s
+        late = (health.late_p50_s, health.late_p99_s, health.late_max_s)
+        table.add_row(
+            f"{rate:g}",
+            str(len(records)),
+            str(bad),
+            str(chunks),
+            f"{health.cpu_share:.2%}",
+            f"{1e6 * cpu_s / chunks:.0f}",
+            f"{1e3 * statistics.median(errors):.2f} / {1e3 * errors[len(errors) * 99 // 100]:.2f}",
+            " / ".join(f"{1e3 * seconds:.2f}" for seconds in late),
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
