@@ -76,7 +76,7 @@ class Prompts:
     ) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
-        self._texts = texts or {}
+        self._texts = {} if texts is None else texts
         self._words = _words(tokenizer)
         self._rows: OrderedDict[Piece, _Row] = OrderedDict()
         self._room_tokens = cached_tokens

@@ -3,8 +3,9 @@
 First all lengths are multiplied by one factor (1 leaves them), then what is still too long is
 cut or left out:
 
-    factor   every piece and every answer becomes floor(tokens x factor), answers at least 1 and
-             prompts at least 1 in all; equal pieces stay equal, so what was shared still is
+    factor   the end of every piece moves from token n of its prompt to floor(n x factor), an
+             answer becomes floor(tokens x factor); the last piece and the answer keep 1 at
+             least. Prompts that began with the same pieces still do, and differ after them
     CLIP     the longer of prompt and answer gives way until both fit, at most down to half the
              limit, then the other one too; prompts lose their end, which is where requests with
              a common prefix differ: scale those
@@ -101,11 +102,18 @@ class Fitter:
     def _scale(self, planned: Planned) -> Planned:
         if self._factor == 1.0:
             return planned
-        pieces = [piece._replace(tokens=self._scaled(piece.tokens)) for piece in planned.prompt]
-        kept = tuple(piece for piece in pieces if piece.tokens)
+        pieces: list[Piece] = []
+        whole, end, scaled_end = planned.prompt_tokens, 0, 0
+        for piece in planned.prompt:
+            end += piece.tokens
+            start, scaled_end = scaled_end, self._scaled(end)
+            if end == whole:  # the last one
+                scaled_end = max(scaled_end, start + 1)
+            if scaled_end > start:
+                pieces.append(piece._replace(tokens=scaled_end - start))
         return dataclasses.replace(
             planned,
-            prompt=kept or (Piece(planned.prompt[0].key, 1),),
+            prompt=tuple(pieces),
             output_tokens=max(1, self._scaled(planned.output_tokens)),
         )
 
@@ -134,9 +142,11 @@ def fit(sessions: Iterable[Session], limit: int, overlong: Overlong, factor: flo
 
 
 def factor_for(sessions: Sequence[Session], limit: int) -> float:
-    """The largest factor (at most 1) that makes the longest request fit `limit` tokens."""
+    """A factor (at most 1) with which all requests fit `limit` tokens; 1 if they do anyway."""
     totals = (_total(turn.request) for session in sessions for turn in session.turns)
-    return min(1.0, limit / max(totals, default=1))
+    longest = max(totals, default=0)
+    # One token less, because a last piece keeps one where it would have none.
+    return 1.0 if longest <= limit else (limit - 1) / longest
 
 
 @dataclass(frozen=True, slots=True)
