@@ -170,7 +170,7 @@ class BenchResult:
         return None if alone is None else rt_tax(result.rt, alone.rt)
 
     def be_efficiency(self, result: ScenarioResult, base: Scenario) -> float | None:
-        """Best-effort throughput of `result` over that of S1 or S2; None if one of them has none."""
+        """Best-effort throughput of `result` over that of S1 or S2; None if either has none."""
         other = self._like(result, base)
         if other is None or not result.be.requests:
             return None

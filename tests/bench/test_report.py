@@ -261,7 +261,7 @@ def test_failing_server_is_shown_as_such(where: str) -> None:
     text = " ".join(shown.split())
     assert f"5 of 7 real-time requests were not completed: 5 x {REFUSAL}" in text
     assert "not one of 7 real-time requests was completed; 2 are open" in text
-    assert "2 real-time requests were still open and overdue at the end" in text
+    assert "2 of 7 real-time requests were still open and overdue at the end" in text
     assert "fell behind its schedule" in text and "3200 ms at most" in text
     assert "bros met the objectives of 0.0 % of real-time requests (0 of 7)" in text
 
@@ -291,6 +291,23 @@ def test_terminal_output_fits(bench: BenchResult) -> None:
     assert "…" not in text
 
 
+def test_requests_that_were_not_sent_or_not_served_as_asked_are_warned_of() -> None:
+    records = [make_record(due_s=20.0, gaps_s=[0.1], tier="flex") for _ in range(30)]
+    records.append(make_record(due_s=59.0, outcome=Outcome.OPEN, never_sent=True))
+    texts = warnings(only(Scenario.S3, records, 0.5))
+    assert texts == [
+        "S3 bros, 0.5/s: 1 of 31 real-time requests came due and were never sent",
+        "S3 bros, 0.5/s: 30 of 31 real-time requests were served as best-effort",
+    ]
+
+
+def test_client_that_takes_too_much_of_the_machine_is_warned_of() -> None:
+    for share, count in ((0.05, 0), (0.06, 1)):
+        client = dataclasses.replace(HEALTHY, cpu_share=share)
+        result = make_result(Scenario.S0, ONE_TOKEN, window=WINDOW, rt_rate=0.1, client=client)
+        assert len(warnings(make_bench([result]))) == count
+
+
 def test_terminal_shows_the_share_of_best_effort_work_alone() -> None:
     bench = BENCHES["one rate"]
     text = terminal(bench)
@@ -304,7 +321,7 @@ def test_terminal_shows_the_share_of_best_effort_work_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("typical", ["At 0.4 real-time requests/s", "of a free server; fcfs: "]),
+        ("typical", ["At 0.4 real-time requests/s", "of a free server; fcfs met those of "]),
         ("nothing run", ["Nothing was measured."]),
         ("nothing sent", ["Nothing was measured."]),
         ("one token", ["Real-time requests alone: at 0.1/s bros met", "100.0 %", "(1 of 1)"]),
@@ -371,7 +388,7 @@ def test_plots_have_titles_units_and_every_server(name: str) -> None:
         names = text + [label.get_text() for label in found[key].get_axes()[0].get_yticklabels()]
         assert any("fcfs" in label for label in names) and any("bros" in label for label in names)
     assert "objective, 400 ms" in texts_of(found["ttft"])
-    timeline = texts_of(found["timeline_5"])
+    timeline = texts_of(found["timeline_S3_bros"])
     assert all(word in timeline for word in ("seconds", "limit", "time tokens had left", "ms"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from bros.bench.metrics import ClassMetrics, Window
 from bros.bench.records import Outcome, Record
 from bros.bench.report.html import page
 from bros.bench.report.plots import LIGHT, figures
-from bros.bench.report.words import ordered
+from bros.bench.report.words import file_name, ordered
 from bros.bench.results import BenchResult, Scenario, ScenarioResult
 from bros.bench.summary import Summary
 from bros.core.request import ServiceClass, Slo
@@ -72,7 +71,7 @@ def requests_file_name(result: ScenarioResult) -> str:
     """`requests_S3_bros_0.5.csv`: unlike that of any other run of one server."""
     parts = (result.scenario, result.target, result.policy, result.rt_rate)
     text = "_".join(str(part) for part in parts if part is not None)
-    return f"requests_{re.sub(r'[^A-Za-z0-9_.-]+', '-', text)}.csv"
+    return f"requests_{file_name(text)}.csv"
 
 
 def _summary_row(bench: BenchResult, result: ScenarioResult, service_class: ServiceClass) -> Row:

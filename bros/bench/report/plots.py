@@ -17,17 +17,20 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from bros.bench.report.timeline import draw_timeline
-from bros.bench.report.words import name_of, ordered, server_name
+from bros.bench.report.words import NOTHING, file_name, name_of, ordered, server_name
 from bros.bench.results import BenchResult, Scenario, ScenarioResult
 
 Value = Callable[[ScenarioResult], float | None]
 
 _SIZE = (5.4, 3.7)
 _DPI = 160
+_LEGEND_CHARACTERS = 70
+_LEGEND_ROW = 0.19  # inches
 _BLUE, _GREY, _VERMILLION, _ORANGE = "#0072B2", "#7f7f7f", "#D55E00", "#E69F00"
 _GREEN, _PURPLE, _SKY = "#009E73", "#CC79A7", "#56B4E9"
 _OWN_COLOURS = {"bros": _BLUE, "fcfs": _GREY, "rr": _VERMILLION, "priority": _ORANGE}
-_COLOURS = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _PURPLE, _SKY, _GREY)
+_COLOURS = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _SKY, _GREY)
+_OBJECTIVE = _PURPLE
 _MARKERS = "os^DvPX"
 
 
@@ -45,7 +48,7 @@ DARK = Theme(ink="#e6e8eb", paper="#16191d", grid="#34393f")
 
 
 class Panel(NamedTuple):
-    """values: label -> figure; a second one is drawn with thin dashes.
+    """values: label -> figure; a second one is drawn thinner.
 
     asked: an objective, drawn as a level. log: the axis.
     """
@@ -80,7 +83,8 @@ def figures(bench: BenchResult, theme: Theme) -> dict[str, Figure]:
         for result in _with_timelines(bench):
             figure = _figure(theme, height=4.6)
             draw_timeline(figure, name_of(bench, result), result.timeline)
-            found[f"timeline_{len(found)}"] = figure
+            server = server_name(bench, result.target, result.policy)
+            found[f"timeline_{result.scenario}_{file_name(server)}"] = figure
     return found
 
 
@@ -105,7 +109,7 @@ def _panels(bench: BenchResult) -> dict[str, Panel]:
             _RT_RUNS, _ms(bench.slo.tpot_s), log=True,
         ),
         "normalized_latency": Panel(
-            "Latency per output token, waiting included", "ms",
+            "Latency per output token", "ms",
             {"p50": lambda r: _ms(r.rt.normalized_latency_s.p50),
              "p99": lambda r: _ms(r.rt.normalized_latency_s.p99)},
             _RT_RUNS, log=True,
@@ -141,27 +145,29 @@ def _figure(theme: Theme, height: float) -> Figure:
 
 def _lines(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> None:
     """A line per server and measure over the real-time rate; best-effort work alone is level."""
-    ax = _axes(figure, panel)
+    measures = zip(panel.values, ("bold", "thin"), strict=False)
+    how = ", ".join(f"{name} {look}" for name, look in measures if name)
+    ax = _axes(figure, f"{panel.title}, {how}" if how else panel.title)
     styles = _styles(bench)
+    several = len({run.target for run in bench.results}) > 1
     for (target, policy, alone), runs in _series(bench, panel).items():
         colour, marker = styles[target, policy]
-        colour = theme.ink if alone else colour
+        colour = theme.ink if alone and not several else colour
         name = server_name(bench, target, policy) + (", alone" if alone else "")
-        if runs[0].rt_rate is None:
-            for label, value in panel.values.items():
-                ax.axhline(
-                    _number(value(runs[0])), color=colour, linestyle=":", linewidth=1.6,
-                    label=f"{name} {label}".strip(),
-                )  # fmt: skip
-            continue
-        for number, (label, value) in enumerate(panel.values.items()):
+        for number, value in enumerate(panel.values.values()):
+            if number and alone and several:
+                continue  # too many lines to tell apart; it is in the tables
+            label = name if number == 0 else None
+            if runs[0].rt_rate is None:
+                level = _number(value(runs[0]))
+                ax.axhline(level, color=colour, linestyle=":", linewidth=1.6, label=label)
+                continue
             ax.plot(
                 [run.rt_rate or 0.0 for run in runs], [_number(value(run)) for run in runs],
                 color=colour, marker=marker, markersize=7.5 if alone else 5.5,
                 linestyle=(":" if alone else "-", (0, (1, 4)) if alone else "--")[number],
-                linewidth=1.9 - 0.6 * number, zorder=1.8 if alone else 2 + number,
-                markerfacecolor=theme.paper if alone or number else colour,
-                label=f"{name} {label}".strip(),
+                linewidth=1.9 - 0.9 * number, zorder=1.8 if alone else 2 + number,
+                markerfacecolor=theme.paper if alone or number else colour, label=label,
             )  # fmt: skip
     _draw_objective(ax.axhline, panel)
     ax.grid(True)
@@ -169,12 +175,21 @@ def _lines(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> No
     ax.set_ylabel(panel.unit)
     ax.set_xlim(left=0)
     _scale(ax, panel)
-    figure.legend(loc="outside lower left", ncols=3 if len(panel.values) == 1 else 2)
+    _legend(figure, ax)
+
+
+def _legend(figure: Figure, ax: Axes) -> None:
+    """Below, in as many columns as there is room for; the figure grows by further rows."""
+    labels = ax.get_legend_handles_labels()[1]
+    columns = max(1, min(3, _LEGEND_CHARACTERS // (max(map(len, labels)) + 6)))
+    rows = math.ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (rows - 1))
+    figure.legend(loc="outside lower left", ncols=columns)
 
 
 def _bars(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> None:
     """A bar per run and measure, with its figure."""
-    ax = _axes(figure, panel)
+    ax = _axes(figure, panel.title)
     runs = [run for run in ordered(bench) if run.scenario in panel.scenarios]
     styles = _styles(bench)
     thickness = 0.72 / len(panel.values)
@@ -182,7 +197,7 @@ def _bars(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> Non
         for row, run in enumerate(runs):
             at = row + (number - (len(panel.values) - 1) / 2) * thickness
             figure_of = value(run)
-            shown = "-" if figure_of is None else f"{label} {figure_of:.4g}".strip()
+            shown = f"{label} {_shown(figure_of, panel.unit)}".strip()
             colour = styles[run.target, run.policy].colour
             ax.barh(
                 at, figure_of or 0.0, thickness * 0.9,
@@ -211,7 +226,7 @@ def _bar_height(bench: BenchResult, panel: Panel) -> float:
 def _draw_objective(draw: Callable[..., object], panel: Panel) -> None:
     if panel.asked is not None:
         label = f"objective, {panel.asked:g} {panel.unit}"
-        draw(panel.asked, color=_VERMILLION, linewidth=1.2, linestyle="-.", label=label, zorder=1.5)
+        draw(panel.asked, color=_OBJECTIVE, linewidth=1.2, linestyle="-.", label=label, zorder=1.5)
 
 
 def _pale(colour: str, theme: Theme) -> tuple[float, ...]:
@@ -219,10 +234,10 @@ def _pale(colour: str, theme: Theme) -> tuple[float, ...]:
     return tuple(0.55 * own + 0.45 * paper for own, paper in pairs)
 
 
-def _axes(figure: Figure, panel: Panel) -> Axes:
+def _axes(figure: Figure, title: str) -> Axes:
     ax = figure.add_subplot()
     ax.set_axisbelow(True)
-    figure.suptitle(panel.title, x=0.02, ha="left", fontsize=11.5)
+    figure.suptitle(title, x=0.02, ha="left", fontsize=11.5)
     return ax
 
 
@@ -287,6 +302,15 @@ def _with_timelines(bench: BenchResult) -> list[ScenarioResult]:
 def _has_figures(bench: BenchResult, panel: Panel) -> bool:
     runs = [run for run in bench.results if run.scenario in panel.scenarios]
     return any(value(run) is not None for run in runs for value in panel.values.values())
+
+
+def _shown(value: float | None, unit: str) -> str:
+    """Never 100 % if it is less."""
+    if value is None:
+        return NOTHING
+    if unit == "%":
+        return f"{math.floor(10 * value + 1e-6) / 10:g}"
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
 def _number(value: float | None) -> float:

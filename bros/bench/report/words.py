@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from bros.bench.metrics import ClassMetrics
@@ -14,6 +15,8 @@ NOTHING = "-"
 CLASS_NAMES = {ServiceClass.RT: "real-time", ServiceClass.BE: "best-effort"}
 MAX_CLIENT_SHARE = 0.05
 """A client that takes more of the cores than this may slow down a server beside it."""
+MAX_OVERDUE = 0.05
+"""With a larger share of its requests open and overdue, a server is stalled or overloaded."""
 
 _WORDS = {
     Outcome.COMPLETED: "completed",
@@ -40,6 +43,11 @@ def ms(seconds: float | None) -> str:
 def ratio(value: float | None) -> str:
     """In percent."""
     return NOTHING if value is None else f"{100 * value:.0f}"
+
+
+def file_name(text: str) -> str:
+    """`text` with nothing in it that is special to a shell or a file system."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
 
 
 def objectives(slo: Slo) -> str:
@@ -126,9 +134,9 @@ def _mixed_finding(bench: BenchResult, mixed: Sequence[ScenarioResult]) -> str:
     if others:
         second = max(others, key=_attainment)
         name = server_name(bench, second.target, second.policy)
-        text += f"; {name}: {percent(second.rt.both_met)} %"
+        text += f"; {name} met those of {percent(second.rt.both_met)} %"
         if (efficiency := bench.be_efficiency(second, Scenario.S2)) is not None:
-            text += f", with {100 * efficiency:.0f} %"
+            text += f", with {100 * efficiency:.0f} % of the throughput"
     return text + "."
 
 
@@ -164,12 +172,12 @@ def _about_class(part: ClassMetrics, kind: str) -> Iterator[str]:
     if part.requests and not part.completed:
         still_open = part.outcomes[Outcome.OPEN]
         yield f"not one of {part.requests} {kind} requests was completed; {still_open} are open"
-    if part.overdue:
+    if part.overdue > MAX_OVERDUE * part.requests:
         yield (
-            f"{part.overdue} {kind} requests were still open and overdue at the end; they count "
-            "as missed, with the time so far"
+            f"{part.overdue} of {part.requests} {kind} requests were still open and overdue at "
+            "the end; they count as missed, with the time so far"
         )
     if part.unsent:
-        yield f"{part.unsent} {kind} requests came due and were never sent"
+        yield f"{part.unsent} of {part.requests} {kind} requests came due and were never sent"
     if part.relegated:
-        yield f"{part.relegated} {kind} requests were served as best-effort"
+        yield f"{part.relegated} of {part.requests} {kind} requests were served as best-effort"
