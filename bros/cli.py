@@ -1,4 +1,4 @@
-"""The command line: bros serve, bros chat, bros profile, bros simulate, bros version."""
+"""The command line: bros serve, chat, profile, simulate, bench and version."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from bros import __version__
+from bros.bench import flags as bench_flags
 from bros.core.clock import SystemClock
 from bros.core.config import Config
 from bros.core.config_sources import add_flags, all_options, load_config, near_matches
@@ -58,6 +59,11 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         from bros.simulate_command import run_simulate
 
         return run_simulate(args, environ, _warn, SystemClock())
+    if args.command == "bench":
+        # Late, for the same reason.
+        from bros.bench_command import run_bench
+
+        return run_bench(args, environ, _warn, SystemClock())
     config = _config(args, environ)
     if args.command == "serve":
         # Late: the server's imports take seconds, and --help must not.
@@ -126,8 +132,8 @@ def _parser() -> _Parser:
         epilog=SOURCES,
         allow_abbrev=False,
     )
-    profile = _add_profile(commands)
-    for command in (serve, chat, profile):
+    profile, bench = _add_profile(commands), _add_bench(commands)
+    for command in (serve, chat, profile, bench):
         command.add_argument(
             "model_argument", metavar="MODEL", nargs="?", help="the same as --model"
         )
@@ -148,6 +154,19 @@ def _parser() -> _Parser:
     simulate_flags.add_arguments(simulate)
     commands.add_parser("version", help="print the versions of bros and what it runs on")
     return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> _Parser:
+    bench = commands.add_parser(
+        "bench",
+        help="measure what hybrid load a server carries within its objectives",
+        usage=bench_flags.USAGE,
+        description=bench_flags.DESCRIPTION,
+        epilog=SOURCES,
+        allow_abbrev=False,
+    )
+    bench_flags.add_arguments(bench)
+    return bench
 
 
 def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> _Parser:
@@ -185,6 +204,8 @@ def _unknown_arguments(unknown: Sequence[str], command: str | None) -> str:
     known = [*(option.flag for option in all_options()), "--config", *_COMMAND_FLAGS]
     if command == "simulate":
         known = list(simulate_flags.FLAGS)
+    if command == "bench":
+        known += bench_flags.FLAGS
     return f"{first}: there is no such option{near_matches(first, known)}"
 
 

@@ -20,10 +20,11 @@ from bros.core.clock import Clock
 from bros.core.config import POLICIES, EngineConfig
 from bros.core.config_sources import load_config, near_matches, options_of
 from bros.core.errors import ConfigError
+from bros.core.flag_values import number, rates, whole
 from bros.scheduler.profiles import Profile, available_cores, profile_folders
 from bros.simulator.build import Scenario, check_scenario
 from bros.simulator.devices import device_of, read_profile
-from bros.simulator.flags import DEFAULT_PROFILE, RANGE_VALUES
+from bros.simulator.flags import DEFAULT_PROFILE
 from bros.simulator.metrics import Report
 from bros.simulator.sim_executor import Disturbance
 from bros.simulator.sweep import run_sweep
@@ -31,7 +32,6 @@ from bros.simulator.tables import print_reports
 from bros.simulator.traces import read_azure_trace
 from bros.simulator.workload import RT_SIZES, BeLoad, PoissonLoad, RtLoad, TraceLoad
 
-_MAX_RATES = 1000
 WIDTH = 100
 """Columns where the output is no terminal."""
 
@@ -93,8 +93,8 @@ def read_settings(
     data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
     profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
-    duration_s = _number("--duration", args.simulate_duration, above=0)
-    warm_up_s = _number("--warm-up", args.simulate_warm_up, low=0)
+    duration_s = number("--duration", args.simulate_duration, above=0)
+    warm_up_s = number("--warm-up", args.simulate_warm_up, low=0)
     if warm_up_s >= duration_s:
         raise ConfigError(f"--warm-up: {warm_up_s:g} s leave nothing of --duration {duration_s:g}")
     scenarios = tuple(
@@ -102,13 +102,13 @@ def read_settings(
             config=_engine_config(engine, policy, alone=len(policies) == 1),
             device=device,
             rt=load,
-            be=BeLoad(_whole("--be", args.simulate_be, low=0), args.be_batches),
+            be=BeLoad(whole("--be", args.simulate_be, low=0), args.be_batches),
             seed=engine.seed,
             duration_s=duration_s,
             warm_up_s=warm_up_s,
             disturbance=Disturbance(
-                noise=_number("--noise", args.simulate_noise, low=0),
-                slowdown=_number("--slowdown", args.simulate_slowdown, above=0),
+                noise=number("--noise", args.simulate_noise, low=0),
+                slowdown=number("--slowdown", args.simulate_slowdown, above=0),
             ),
         )
         for load in _loads(args)
@@ -120,7 +120,7 @@ def read_settings(
     return Settings(
         scenarios=scenarios,
         profile=profile,
-        jobs=available_cores() if jobs is None else _whole("--jobs", jobs, low=1),
+        jobs=available_cores() if jobs is None else whole("--jobs", jobs, low=1),
         json_path=_writable(args.simulate_json),
     )
 
@@ -182,56 +182,13 @@ def _engine_config(engine: EngineConfig, policy: str, alone: bool) -> EngineConf
 def _loads(args: argparse.Namespace) -> list[RtLoad]:
     if args.simulate_trace is not None:
         path = Path(args.simulate_trace)
-        speed = _number("--trace-speed", args.simulate_trace_speed, above=0)
+        speed = number("--trace-speed", args.simulate_trace_speed, above=0)
         return [TraceLoad(path.name, read_azure_trace(path), speed)]
     sizes = args.simulate_rt_lengths
     if sizes not in RT_SIZES:
         near = near_matches(sizes, RT_SIZES)
         raise ConfigError(f"--rt-lengths: {sizes!r} is not one of {', '.join(RT_SIZES)}{near}")
-    return [PoissonLoad(rate, sizes) for rate in parse_rates(args.simulate_rt_rate)]
-
-
-def parse_rates(text: str) -> list[float]:
-    """`4`, `1,2,4`, `1:15` (5 values, evenly spaced) or `1:15:2` (in steps of 2, ends included).
-
-    Raises ConfigError.
-    """
-    if ":" not in text:
-        return [_number("--rt-rate", part, low=0) for part in text.split(",")]
-    parts = [_number("--rt-rate", part, low=0) for part in text.split(":")]
-    if len(parts) > 3 or parts[0] >= parts[1] or (len(parts) == 3 and parts[2] == 0):
-        raise ConfigError(f"--rt-rate: {text!r} is not a range; write 1:15 or 1:15:2")
-    low, high = parts[:2]
-    step = parts[2] if len(parts) == 3 else (high - low) / (RANGE_VALUES - 1)
-    count = int((high - low) / step + 1e-9) + 1
-    if count > _MAX_RATES:
-        raise ConfigError(f"--rt-rate: {text!r} are {count} rates; at most {_MAX_RATES}")
-    return [round(low + i * step, 9) for i in range(count)]
-
-
-def _number(flag: str, text: str, low: float | None = None, above: float | None = None) -> float:
-    """A finite number of at least `low`, or above `above`. Raises ConfigError."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise ConfigError(f"{flag}: {text!r} is not a number") from None
-    if not value < float("inf"):
-        raise ConfigError(f"{flag}: {text!r} is not a finite number")
-    if low is not None and value < low:
-        raise ConfigError(f"{flag}: {text} must be at least {low:g}")
-    if above is not None and value <= above:
-        raise ConfigError(f"{flag}: {text} must be more than {above:g}")
-    return value
-
-
-def _whole(flag: str, text: str, low: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise ConfigError(f"{flag}: {text!r} is not a whole number") from None
-    if value < low:
-        raise ConfigError(f"{flag}: {value} must be at least {low}")
-    return value
+    return [PoissonLoad(rate, sizes) for rate in rates("--rt-rate", args.simulate_rt_rate)]
 
 
 def _writable(text: str | None) -> Path | None:

@@ -46,3 +46,8 @@ class ManualClock:
         if seconds < 0:
             raise ValueError(f"cannot advance by {seconds} s: the clock is monotonic")
         self._now_s += seconds
+
+
+def process_cpu_s() -> float:
+    """Processor seconds that this process has used so far, on all cores."""
+    return time.process_time()

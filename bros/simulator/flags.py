@@ -6,6 +6,7 @@ import argparse
 
 from bros.core.config import EngineConfig
 from bros.core.config_sources import FILE_FLAG, options_of
+from bros.core.flag_values import RANGE_VALUES
 
 DESCRIPTION = (
     "Run the scheduler on a virtual clock: requests come as they would, steps take the time that "
@@ -16,7 +17,6 @@ DEFAULT_POLICIES = "bros,priority,fcfs"
 DEFAULT_PROFILE = "1x-h200/llama-3-8b-fp16"
 RT_LENGTHS = ("lmsys", "sharegpt")
 """The keys of workload.RT_SIZES."""
-RANGE_VALUES = 5
 
 _OWN = (  # flag, metavar, default, help
     ("--policy", "LIST", DEFAULT_POLICIES, "policies to compare, with commas between them"),

@@ -12,7 +12,6 @@ import pytest
 from bros.cli import main
 from bros.core.errors import ConfigError
 from bros.scheduler.profiles import Profile, ProfileKey
-from bros.simulate_command import parse_rates
 from bros.simulator.devices import read_profile, stored_profiles
 from bros.simulator.flags import DEFAULT_PROFILE
 from support.scenarios import STEPS
@@ -178,15 +177,6 @@ def test_a_warm_up_is_not_counted(
     assert rest["results"]["digest"] == whole["results"]["digest"]
     counted = [run["results"]["by_class"]["rt"]["requests"] for run in (whole, rest)]
     assert 0 < counted[1] < counted[0] / 2
-
-
-def test_rates() -> None:
-    assert parse_rates("4") == [4.0]
-    assert parse_rates("1,2.5,4") == [1.0, 2.5, 4.0]
-    assert parse_rates("1:15") == [1.0, 4.5, 8.0, 11.5, 15.0]
-    assert parse_rates("1:15:2") == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0]
-    assert parse_rates("0.1:0.3:0.1") == [0.1, 0.2, 0.3]
-    assert parse_rates("1:4:2") == [1.0, 3.0]
 
 
 def test_profiles_are_found_by_path_and_by_name(tmp_path: Path, profile: Path) -> None:

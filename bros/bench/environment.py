@@ -1,0 +1,64 @@
+"""Where and with what a measurement was made."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from bros import __version__
+from bros.bench.results import Environment
+from bros.core.clock import Clock
+from bros.scheduler.profiles import available_cores
+
+_SOURCE = Path(__file__).resolve().parents[2]
+
+
+def environment(clock: Clock) -> Environment:
+    """Of this machine, now."""
+    now = datetime.datetime.fromtimestamp(clock.unix_time(), datetime.UTC)
+    return Environment(
+        cpu=_cpu(),
+        cores=available_cores(),
+        memory_bytes=_memory_bytes(),
+        python=platform.python_version(),
+        bros=__version__,
+        date=now.isoformat(timespec="seconds"),
+        commit=_commit(),
+    )
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+
+
+def _commit() -> str | None:
+    """Of the source tree that bros runs from, with a plus if it was changed; None without one."""
+    if not (_SOURCE / ".git").exists():
+        return None
+    try:
+        head = _git("rev-parse", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--", "bros") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(_SOURCE), *words], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()

@@ -1,0 +1,215 @@
+"""Runs cases on one server, one after the other, and measures them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bros.bench.cases import Case
+from bros.bench.client import Client
+from bros.bench.dialects import Endpoint, Wording, dialect_of
+from bros.bench.http import AiohttpHttp
+from bros.bench.load import Load, LoadResult, OnProgress, drive
+from bros.bench.metrics import Window, measure
+from bros.bench.plan import Planned
+from bros.bench.planning import Plan, Wanted, make_plan
+from bros.bench.probe import Probe
+from bros.bench.prompts import Prompts
+from bros.bench.records import Record
+from bros.bench.results import ClientHealth, Sample, ScenarioResult
+from bros.bench.scrape import difference
+from bros.core.clock import Clock, process_cpu_s
+from bros.core.errors import ConfigError
+from bros.core.request import Slo
+from bros.engine.tokenizer import Tokenizer
+
+_SETTLE_S = 60.0
+"""How long a server may take to finish what was left of the run before."""
+
+_SAMPLE_S = 1.0
+_PROGRESS_S = 1.0
+_DEFAULT_CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A running server. name: for people, unlike those of other servers compared with it."""
+
+    url: str
+    name: str
+    dialect: str
+    policy: str | None = None
+    model: str | None = None
+    api_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring:
+    """How runs are measured. warm_up_s: not counted. slo: what real-time requests are held to.
+
+    context: most tokens of prompt and answer; None asks the server.
+    """
+
+    slo: Slo
+    warm_up_s: float
+    endpoint: Endpoint = Endpoint.COMPLETIONS
+    context: int | None = None
+    ignore_eos: bool = False
+
+
+class Run(NamedTuple):
+    """What came of a case. notes: about its plan, for people."""
+
+    result: ScenarioResult
+    records: Sequence[Record]
+    window: Window
+    notes: Sequence[str]
+
+
+View = Callable[[str], AbstractContextManager[OnProgress]]
+"""A way to watch a run: a title in, something to be told out."""
+
+
+class Runner:
+    """Runs cases on one target. Use it inside `connected`."""
+
+    def __init__(
+        self,
+        target: Target,
+        wanted: Wanted,
+        measuring: Measuring,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        view: View,
+    ) -> None:
+        self._target = target
+        self._wanted = wanted
+        self._measuring = measuring
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._view = view
+
+    async def run(self, case: Case) -> Run:
+        """Raises NoServerError if the server does not answer when the run begins, ConfigError."""
+        target, measuring = self._target, self._measuring
+        async with Probe(target.url, self._clock, target.api_key) as probe, AiohttpHttp() as http:
+            model = await probe.model(target.model)
+            plan = self._plan(case, measuring.context or model.context_tokens)
+            wording = Wording(
+                dialect=dialect_of(target.dialect),
+                model=model.name,
+                endpoint=measuring.endpoint,
+                classes=case.tells_classes,
+                ignore_eos=measuring.ignore_eos,
+                seed=self._wanted.seed,
+            )
+            client = Client(http, target.url, wording, self._render(plan), api_key=target.api_key)
+            await probe.wait_idle(_SETTLE_S)
+            driven, timeline = await self._drive(case, plan, client, probe)
+        window = Window(measuring.warm_up_s, self._wanted.duration_s, driven.elapsed_s)
+        return Run(self._result(case, plan, driven, window, timeline), driven.records, window,
+                   plan.notes)  # fmt: skip
+
+    def _plan(self, case: Case, context: int | None) -> Plan:
+        endpoint = self._measuring.endpoint
+        prompts = Prompts(self._tokenizer, self._wanted.seed)
+        added = prompts.added_tokens(chat=endpoint is Endpoint.CHAT)
+        usable = (context or _DEFAULT_CONTEXT) - added
+        plan = make_plan(self._wanted, case, usable, self._tokenizer)
+        if not plan.sessions and not plan.in_flight:
+            raise ConfigError("there is nothing to send: neither a rate nor requests in flight")
+        return plan
+
+    def _render(self, plan: Plan) -> Callable[[Planned], tuple[Sequence[int], str]]:
+        prompts = Prompts(self._tokenizer, self._wanted.seed, plan.texts)
+
+        def render(planned: Planned) -> tuple[Sequence[int], str]:
+            prompt = prompts.render(planned.prompt)
+            return prompt.token_ids, prompt.text
+
+        return render
+
+    async def _drive(
+        self, case: Case, plan: Plan, client: Client, probe: Probe
+    ) -> tuple[LoadResult, tuple[Sample, ...]]:
+        load = Load(
+            duration_s=self._wanted.duration_s,
+            sessions=plan.sessions,
+            backlog=plan.backlog,
+            in_flight=plan.in_flight,
+        )
+        samples: list[Sample] = []
+        sampling = asyncio.create_task(self._sample(probe, samples))
+        try:
+            with self._view(_title(self._target, case)) as on_progress:
+                driven = await drive(
+                    load,
+                    client,
+                    self._clock,
+                    cpu_s=process_cpu_s,
+                    cores=os.cpu_count() or 1,
+                    on_progress=on_progress,
+                    progress_s=_PROGRESS_S,
+                )
+        finally:
+            sampling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sampling
+        return driven, tuple(samples)
+
+    async def _sample(self, probe: Probe, samples: list[Sample]) -> None:
+        """The server's own figures once a second, if it is one that has them."""
+        start_s = self._clock.now()
+        before = await probe.metrics()
+        while before:
+            await asyncio.sleep(_SAMPLE_S)
+            after = await probe.metrics()
+            if after:
+                samples.append(Sample(self._clock.now() - start_s, difference(before, after)))
+                before = after
+
+    def _result(
+        self,
+        case: Case,
+        plan: Plan,
+        driven: LoadResult,
+        window: Window,
+        timeline: tuple[Sample, ...],
+    ) -> ScenarioResult:
+        health = driven.health
+        return ScenarioResult(
+            scenario=case.scenario,
+            target=self._target.name,
+            dialect=self._target.dialect,
+            policy=self._target.policy,
+            rt_rate=plan.rate,
+            rt_load=plan.rt_label,
+            be_load=plan.be_label,
+            plan_digest=plan.digest,
+            metrics=measure(driven.records, self._measuring.slo, window),
+            client=ClientHealth(
+                lateness_p50_s=health.late_p50_s,
+                lateness_p99_s=health.late_p99_s,
+                lateness_max_s=health.late_max_s,
+                cpu_share=health.cpu_share,
+                fell_behind=health.fell_behind,
+            ),
+            timeline=timeline,
+        )
+
+
+def _title(target: Target, case: Case) -> str:
+    policy = f" {target.policy}" if target.policy else ""
+    rate = f", {case.rate:g} req/s" if case.rate is not None else ""
+    return f"{target.name}{policy}: {case.scenario} {case.scenario.label}{rate}"
+
+
+@contextlib.contextmanager
+def unseen(title: str) -> Iterator[OnProgress]:
+    """A View for nobody."""
+    yield lambda elapsed_s, records: None
