@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 IDLE_S = 300.0
 """How long a server may be silent by default: best-effort work can wait that long for its turn."""
 
-LINGER_S = 0.05
-"""How long the end of a body is waited for after [DONE], so that the connection can be reused."""
+LINGER_S = 0.005
+"""How long the end of a body is waited for after [DONE], so that the connection can be reused. It
+comes with it or right after; what follows an answer must not be late for it."""
 
 _REFUSALS = frozenset({429, 503})
 _EXPLAIN_S = 5.0

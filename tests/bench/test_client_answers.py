@@ -128,6 +128,17 @@ def test_a_connection_that_breaks_after_done_spoils_nothing() -> None:
     assert (record.outcome, record.detail) == (Outcome.COMPLETED, None)
 
 
+def test_what_comes_after_done_is_not_read() -> None:
+    record, _ = ask(stream(event(text("a", "stop")), DONE + event(text("b")) + event("{"), b"x"))
+    assert (record.outcome, list(record.chunk_times_s)) == (Outcome.COMPLETED, [2.0])
+
+
+def test_a_stall_after_done_spoils_nothing() -> None:
+    script = Script(pieces=[(0.0, event(text("a", "stop")) + DONE)], hang=True)
+    record, _ = ask(script, idle_s=LINGER_S / 2)
+    assert (record.outcome, record.end_s, record.detail) == (Outcome.COMPLETED, 1.0, None)
+
+
 def test_a_connection_that_stays_open_after_done_is_soon_given_up() -> None:
     async def main() -> float:
         http = FakeHttp(lambda _: stream(event(text("a", "stop")), DONE, hang=True))

@@ -265,7 +265,7 @@ async def test_times_over_a_real_connection() -> None:
         load = Load(duration_s=0.9, drain_s=20.0, sessions=sessions)
         result: LoadResult = await drive(load, client, Clock(), cpu_s=lambda: 0.0, cores=1)
     [start_s] = starts
-    lags = []
+    lags, ways = [], []
     assert len(result.records) == streams
     for record in result.records:
         assert record.outcome is Outcome.COMPLETED
@@ -273,7 +273,9 @@ async def test_times_over_a_real_connection() -> None:
             at - start_s - PREPARE_AHEAD_S for at in written[record.planned.name]
         ]
         assert record.sent_s is not None and record.due_s <= record.sent_s <= sent_at
+        ways.append(sent_at - record.sent_s)
         lags += [seen - at for seen, at in zip(record.chunk_times_s, chunks_at, strict=True)]
     assert min(lags) >= 0
     assert median(lags) < 0.005
+    assert median(ways) < 0.1  # no request waits for another one's connection
     assert result.health.late_p50_s < 0.005

@@ -83,3 +83,9 @@ def test_endless_event_is_refused() -> None:
         reader.feed(line * 2)
     with pytest.raises(EventTooLongError):
         EventReader().feed(b"x" * (MAX_EVENT_BYTES + 1))
+
+
+def test_only_the_size_of_one_event_is_limited() -> None:
+    reader = EventReader()
+    whole = b"data: " + b"x" * (MAX_EVENT_BYTES // 2) + b"\n\n"
+    assert sum(len(reader.feed(whole)) for _ in range(5)) == 5

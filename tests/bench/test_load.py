@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.client import Client
+from bros.bench.client import LINGER_S, Client
 from bros.bench.dialects import Wording, dialect_of
 from bros.bench.load import (
     FIRST_PAUSE_S,
@@ -136,6 +136,23 @@ def test_drain_lets_open_requests_end_and_sends_nothing_new() -> None:
 def test_drain_ends_with_the_last_answer() -> None:
     load = Load(duration_s=10.0, drain_s=500.0, sessions=[at(9.0, "a")])
     assert run(load, lambda _: answer(3, 1.0)).elapsed_s == pytest.approx(12.0, abs=0.1)
+
+
+def test_lane_that_rests_does_not_hold_up_the_end() -> None:
+    load = Load(duration_s=10.0, drain_s=500.0, backlog=backlog(), in_flight=1)
+    result = run(load, lambda _: Script(refuse="no"))
+    assert result.elapsed_s == pytest.approx(10.0, abs=1e-6)
+
+
+def test_records_are_in_the_order_in_which_they_were_due() -> None:
+    """The server keeps the connection of a's answer for a while after its end."""
+    held = Script(pieces=[(1.0, event(text("x", "stop")) + event("[DONE]"))], end_s=9.0)
+    between_s = 2.0 + LINGER_S / 2
+    load = Load(duration_s=9.0, sessions=[at(1.0, "a", "next"), at(between_s, "b")])
+    result = run(load, lambda _: held)
+    assert [record.planned.name for record in result.records] == ["a", "next", "b"]
+    assert times(result)["next"] == (2.0, round(2.0 + LINGER_S, 6), round(3.0 + LINGER_S, 6))
+    assert not result.health.fell_behind
 
 
 MICROS = st.integers(0, 5_000_000)
@@ -299,6 +316,26 @@ def block(seconds: float) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     loop.advance(seconds)
+
+
+def test_request_that_fell_due_while_the_client_hung_is_a_record() -> None:
+    """Nothing runs from 1 s to 6 s, when the run is stopped; the prompt had been written."""
+
+    async def main() -> LoadResult:
+        stop = asyncio.Event()
+
+        def hang() -> None:
+            block(5.0)
+            stop.set()
+
+        asyncio.get_running_loop().call_later(PREPARE_AHEAD_S + 1.0, hang)
+        load = Load(duration_s=60.0, sessions=[at(0.5, "a"), at(1.8, "b"), at(1.9, "c")])
+        client = Client(FakeHttp(lambda _: answer(9, 9.0)), "http://x", WORDING, render)
+        return await drive(load, client, LoopClock(), cpu_s=lambda: 0.0, cores=2, stop=stop)
+
+    result = run_virtual(main)
+    assert times(result) == {"a": (0.5, 0.5, None), "b": (1.8, None, None), "c": (1.9, None, None)}
+    assert result.health.late_max_s == pytest.approx(6.0 - 1.8)
 
 
 def test_client_that_is_too_slow_says_so() -> None:
