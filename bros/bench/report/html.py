@@ -61,14 +61,14 @@ def _body(bench: BenchResult) -> Iterator[str]:
     yield f"<p>Objectives of real-time requests: {escape(objectives(bench.slo))}.</p>"
     if texts := warnings(bench):
         yield f'<section class="warnings"><h2>Warnings</h2>{_items(texts)}</section>'
-    yield "<h2>Runs</h2>"
-    yield _runs(bench)
-    yield _items(f"{s}: {s.label}" for s in Scenario if any(r.scenario is s for r in bench.results))
     pictures = list(_pictures(bench))
     if pictures:
         yield '<h2>Plots</h2>\n<div class="plots">'
         yield from pictures
         yield "</div>"
+    yield "<h2>Runs</h2>"
+    yield _runs(bench)
+    yield _items(f"{s}: {s.label}" for s in Scenario if any(r.scenario is s for r in bench.results))
     if bench.capacities:
         yield "<h2>Capacity</h2>"
         yield from _capacities(bench)
@@ -84,8 +84,13 @@ def _body(bench: BenchResult) -> Iterator[str]:
 
 
 def _runs(bench: BenchResult) -> str:
-    rows = [(name_of(bench, result), *cells(bench, result)) for result in ordered(bench)]
-    return _table(("run", *(column.replace("\n", " ") for column in COLUMNS)), rows)
+    """A line between rates."""
+    runs = ordered(bench)
+    rows = [(name_of(bench, run), *cells(bench, run)) for run in runs]
+    rates = [run.rt_rate for run in runs]
+    starts = [n for n in range(1, len(runs)) if rates[n] != rates[n - 1]]
+    head = ("run", *(column.replace("\n", " ") for column in COLUMNS))
+    return _table(head, rows, starts=starts)
 
 
 def _pictures(bench: BenchResult) -> Iterator[str]:
@@ -215,14 +220,21 @@ def _items(texts: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "figures") -> str:
-    """The first cell of a row says what the row is about."""
+def _table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    kind: str = "figures",
+    starts: Sequence[int] = (),
+) -> str:
+    """The first cell of a row says what the row is about. starts: rows that begin a group."""
     names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     lines = (
-        f'<tr><th scope="row">{escape(first)}</th>'
+        f"<tr{' class=start' if number in starts else ''}>"
+        f'<th scope="row">{escape(first)}</th>'
         + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
         + "</tr>"
-        for first, *rest in rows
+        for number, (first, *rest) in enumerate(rows)
     )
     return (
         f'<div class="wide"><table class="{kind}"><thead><tr>{names}</tr></thead>\n<tbody>'

@@ -212,7 +212,7 @@ def _bars(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> Non
     ax.invert_yaxis()
     ax.grid(True, axis="x")
     ax.set_xlabel(panel.unit)
-    ax.margins(x=0.16)
+    ax.margins(x=0.22)
     ax.set_xlim(left=0)
     if panel.asked is not None:
         figure.legend(loc="outside lower left")

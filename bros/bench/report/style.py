@@ -25,6 +25,7 @@ vertical-align:bottom}
 thead th{color:var(--dim);font-weight:600;min-width:4.2rem}
 tbody th{font-weight:500;white-space:nowrap}
 th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}
+.start th,.start td{border-top:2px solid var(--dim)}
 .settings td,.settings th{text-align:left}
 .plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,24rem),1fr));
 gap:1rem;align-items:start}
