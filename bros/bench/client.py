@@ -13,7 +13,7 @@ from bros.bench.dialects import Wording
 from bros.bench.http import Answer, Http, TransportError
 from bros.bench.plan import Planned
 from bros.bench.records import Outcome, Record
-from bros.bench.sse import EventReader
+from bros.bench.sse import EventReader, EventTooLongError
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Client:
                     return await self._receive(record, answer, now, patience)
         except Failure as failure:
             outcome, detail = failure.outcome, failure.detail
-        except TransportError as error:
+        except (TransportError, EventTooLongError) as error:
             outcome, detail = Outcome.FAILED, str(error)
         except TimeoutError:
             outcome, detail = Outcome.FAILED, f"stalled: nothing came for {self._idle_s:g} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import NamedTuple, Protocol, Self
@@ -104,7 +105,7 @@ class _Pieces:
 def _describe(error: Exception) -> str:
     match error:
         case aiohttp.ClientConnectorError():
-            return f"cannot connect to {error.host}:{error.port}: {error.os_error.strerror}"
+            return f"cannot connect to {error.host}:{error.port}: {_reason(error.os_error)}"
         case aiohttp.ServerTimeoutError() | asyncio.TimeoutError():
             return "cannot connect: timed out"
         case aiohttp.ServerDisconnectedError():
@@ -114,5 +115,12 @@ def _describe(error: Exception) -> str:
         case aiohttp.InvalidURL():
             return f"not an address: {error}"
         case OSError():
-            return f"the connection broke: {error.strerror or error}"
+            return f"the connection broke: {_reason(error)}"
     return f"{type(error).__name__}: {error}"
+
+
+def _reason(error: OSError) -> str:
+    """In the system's own words; names that are not found have numbers below 0."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
