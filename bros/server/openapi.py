@@ -36,7 +36,11 @@ _SLO_HEADERS = tuple(
         ),
         "schema": {"type": "number", "exclusiveMinimum": 0},
     }
-    for objective, text in (("ttft", "Arrival to first token"), ("tpot", "Between two tokens"))
+    for objective, text in (
+        ("ttft", "Arrival to first token"),
+        ("tpot", "Between two tokens"),
+        ("deadline", "Arrival to last token"),
+    )
 )
 
 _TRY_AGAIN: Mapping[str, Any] = MappingProxyType(

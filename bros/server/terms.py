@@ -103,7 +103,7 @@ def slo_of(request: GenerationRequest, headers: Headers, default: Slo) -> Slo:
     asked = Slo(
         _seconds(body.ttft_ms or _header_ms(headers, "ttft")),
         _seconds(body.tpot_ms or _header_ms(headers, "tpot")),
-        _seconds(body.deadline_ms),
+        _seconds(body.deadline_ms or _header_ms(headers, "deadline")),
     )
     return Slo(
         _first(asked.ttft_s, _scaled(default.ttft_s, scale)),

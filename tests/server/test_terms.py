@@ -81,6 +81,9 @@ async def test_objectives_in_the_body(server: Server) -> None:
 async def test_objectives_in_headers(server: Server, prefix: str) -> None:
     headers = {f"{prefix}-ttft-ms": "300", f"{prefix}-tpot-ms": "20"}
     assert await slo_of(server, headers) == Slo(0.3, 0.02)
+    headers = {f"{prefix}-deadline-ms": "60000"}
+    assert await slo_of(server, headers) == Slo(deadline_s=60.0)
+    assert await slo_of(server, headers, service_tier="flex") == Slo(deadline_s=60.0)
 
 
 async def test_a_misspelt_objective_is_an_error_that_names_it(server: Server) -> None:
@@ -96,8 +99,11 @@ async def test_the_body_wins_over_headers_field_by_field(server: Server) -> None
         "x-slo-ttft-ms": "300",
         "x-slo-tpot-ms": "20",
         "x-llm-d-slo-tpot-ms": "99",
+        "x-slo-deadline-ms": "7000",
+        "x-llm-d-slo-deadline-ms": "99",
     }
-    assert await slo_of(server, headers, slo={"ttft_ms": 100}) == Slo(0.1, 0.02)
+    assert await slo_of(server, headers, slo={"ttft_ms": 100}) == Slo(0.1, 0.02, 7.0)
+    assert await slo_of(server, headers, slo={"deadline_ms": 900}) == Slo(0.3, 0.02, 0.9)
 
 
 NOTHING: list[dict[str, Any]] = [{}, {"slo": None}, {"slo": {}}, {"slo": {"ttft_ms": None}}]
@@ -132,6 +138,8 @@ async def test_what_a_priority_request_names_itself_is_not_halved(server: Server
     headers = {"x-slo-tpot-ms": "300", "x-slo-ttft-ms": "999"}
     asked = await slo_of(server, headers, service_tier="priority", slo=slo)
     assert asked == Slo(2.0, 0.3, 9.0)
+    asked = await slo_of(server, {"x-slo-deadline-ms": "8000"}, service_tier="priority")
+    assert asked == Slo(0.25, 0.0625, 8.0)
 
 
 async def test_objectives_of_a_best_effort_request_are_passed_on(server: Server) -> None:
@@ -145,14 +153,15 @@ async def test_every_choice_and_prompt_gets_the_objectives(server: Server) -> No
     assert [request.slo for request in server.engine.submitted] == [Slo(tpot_s=0.05)] * 4
 
 
+@pytest.mark.parametrize("name", ["x-slo-tpot-ms", "x-slo-deadline-ms", "x-llm-d-slo-deadline-ms"])
 @pytest.mark.parametrize("text", ["soon", "", "-1", "0", "nan", "inf", "1e300"])
-async def test_wrong_header_is_named(server: Server, text: str) -> None:
+async def test_wrong_header_is_named(server: Server, name: str, text: str) -> None:
     response = await server.http.post(
         "/v1/chat/completions",
         json={"messages": [{"role": "user", "content": "Hi"}]},
-        headers={"x-slo-tpot-ms": text},
+        headers={name: text},
     )
-    assert assert_envelope(response, 400)["param"] == "x-slo-tpot-ms"
+    assert assert_envelope(response, 400)["param"] == name
 
 
 @pytest.mark.parametrize("value", [0, -1, "100", True, 1e300])
