@@ -162,14 +162,16 @@ def _kv_usage(counts: Mapping[str, ClassStats], total: int) -> Metric:
 def _objectives(counts: Mapping[str, ClassStats]) -> Metric:
     counter = CounterMetricFamily(
         "bros_slo_met",
-        "Finished requests that met an objective: time to first token (ttft), mean time between "
-        "tokens (tpot), both. By bros_requests_finished: attainment, the figure to alert on; if "
-        "it falls, lower --rt-wait, choose --overload relegate or reject, or add capacity",
+        "Finished real-time requests that met an objective: time to first token (ttft), mean time "
+        "between tokens (tpot), both. By bros_requests_finished of class rt: attainment, the "
+        "figure to alert on; if it falls, lower --rt-wait, choose --overload relegate or reject, "
+        "or add capacity",
         labels=(_CLASS, "objective"),
     )
-    for service_class, values in counts.items():
-        for objective, field in _OBJECTIVES.items():
-            counter.add_metric((service_class, objective), getattr(values, field))
+    # Best-effort requests are held to no pace: each of them would count as one that met it.
+    rt = ServiceClass.RT.value
+    for objective, field in _OBJECTIVES.items():
+        counter.add_metric((rt, objective), getattr(counts[rt], field))
     return counter
 
 
