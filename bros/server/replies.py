@@ -152,7 +152,8 @@ class ChoiceTrace(BaseModel):
     waits_ms: dict[str, float] = Field(
         description="How long it could have run and did not, by reason: time (no time was left "
         "in the iteration), rows (the batch was full), tokens (the token budget was used up), "
-        "memory (no KV blocks), turn (others went first)"
+        "memory (no KV blocks), turn (others went first), made way (it ran, but the iteration "
+        "was given up for somebody's first token)"
     )
     events: list[TraceEvent]
     finish_reason: FinishReason | None = Field(description="null while it is not finished")

@@ -98,8 +98,17 @@ async def test_api_description_covers_every_route_and_resolves(server: Server) -
     for path in ("/v1/chat/completions", "/v1/completions"):
         busy = document["paths"][path]["post"]["responses"]["429"]
         assert busy["headers"].keys() == {"Retry-After"}
+        headers = {each["name"] for each in document["paths"][path]["post"]["parameters"]}
+        assert headers == {"x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"}
     trace = document["paths"]["/v1/requests/{id}/trace"]["get"]
     assert [parameter["name"] for parameter in trace["parameters"]] == ["id"]
+
+
+async def test_every_reason_to_wait_is_described(server: Server) -> None:
+    document = (await server.http.get("/openapi.json")).json()
+    waits = document["components"]["schemas"]["ChoiceTrace"]["properties"]["waits_ms"]
+    for reason in ("time", "rows", "tokens", "memory", "turn", "made way"):
+        assert f"{reason} (" in waits["description"]
 
 
 async def test_page_is_self_contained(server: Server) -> None:
