@@ -34,15 +34,15 @@ def test_a_seed_is_one_plan(name: str) -> None:
 
 
 PINNED = {
-    "lmsys": "c1a3e64c0cf746ff",
-    "sharegpt": "cb8f6afba983806a",
-    "synthetic": "41f09734c0fef7a5",
-    "toolbench": "7da32e277fd4f759",
-    "embodied": "26dab05a81640e27",
-    "programming": "a8879ede7c596880",
-    "video": "b193c2f112b95dea",
-    "loogle": "f288f2c5ad38c593",
-    "multiturn": "08b2c74bcb1bf5b2",
+    "lmsys": "f444120ef09ad89f",
+    "sharegpt": "95ee8cd353d43277",
+    "synthetic": "8faf400b35fb436c",
+    "toolbench": "5349337dfc241fa1",
+    "embodied": "12fafa239ce1fd3d",
+    "programming": "67bb35278a1d3dde",
+    "video": "05a5f768f993b89f",
+    "loogle": "4eb46d0cb4b64c6b",
+    "multiturn": "a6bd387d53236a4d",
 }
 
 

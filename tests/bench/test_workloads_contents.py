@@ -157,7 +157,7 @@ def test_an_open_loop_sends_one_conversation_per_arrival() -> None:
     assert (one.at_s, two.at_s) == (0.0, 2.0)
     [only] = one.turns
     assert only.request.name == "q-0"
-    assert only.request.prompt == RECORDED.recorded[0][0].prompt
+    assert only.request.prompt == (Piece("q/a", 3), Piece("q/b", 4))
     assert [turn.request.name for turn in two.turns] == ["q-1.0", "q-1.1"]
     assert [turn.think_s for turn in two.turns] == [0.0, 1.5]
     for turn in (*one.turns, *two.turns):
@@ -172,12 +172,22 @@ def test_a_content_that_ends_begins_again_with_other_text() -> None:
     requests = list(itertools.islice(loop.requests(0), 7))
     assert len({request.name for request in requests}) == 7
     assert [request.output_tokens for request in requests] == [5, 6, 7, 5, 6, 7, 5]
+    assert [piece.key for piece in requests[1].prompt] == ["be/a", "written"]
     keys = [[piece.key for piece in request.prompt] for request in requests]
-    assert keys[3] == ["a#1", "b#1"]
-    assert keys[4] == ["a#1", "written"]
-    assert keys[6] == ["a#2", "b#2"]
+    assert keys[3] == ["be1/a", "be1/b"]
+    assert keys[4] == ["be1/a", "written"]
+    assert keys[6] == ["be2/a", "be2/b"]
     assert all(request.service_class is ServiceClass.BE for request in requests)
     assert loop.label == "two, 2 in flight"
+
+
+def test_loops_of_a_run_share_no_made_up_text() -> None:
+    content = preble("toolbench", 100)
+    sessions = OpenLoop(content, RandomArrivals(5)).sessions(10.0, 1)
+    backlog = itertools.islice(ClosedLoop(content, 1).requests(1), 50)
+    one = {piece for session in sessions for piece in session.turns[0].request.prompt}
+    other = {piece for request in backlog for piece in request.prompt}
+    assert not {piece.key for piece in one} & {piece.key for piece in other}
 
 
 def test_texts_reach_whoever_makes_prompts() -> None:

@@ -31,12 +31,14 @@ BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 def rows(trace: Trace) -> list[tuple[float, int, int]]:
     return [
         (time_s, sum(piece.tokens for piece in draft.prompt), draft.output_tokens)
-        for time_s, (draft,) in zip(trace.arrivals.times_s, trace.content.recorded, strict=True)
+        for time_s, (draft,) in zip(
+            trace.arrivals.times_s, trace.content.conversations(0), strict=True
+        )
     ]
 
 
 def prompts(trace: Trace) -> list[tuple[Piece, ...]]:
-    return [draft.prompt for (draft,) in trace.content.recorded]
+    return [draft.prompt for (draft,) in trace.content.conversations(0)]
 
 
 @pytest.fixture
@@ -133,8 +135,8 @@ def test_a_trace_is_a_workload(file: Callable[[str], Path]) -> None:
     )
     first, second = OpenLoop(trace.content, trace.arrivals).sessions(10.0, seed=0)
     assert (first.at_s, second.at_s) == (0.0, 3.0)
-    assert first.turns[0].request.prompt == (Piece("trace/7", 512), Piece("trace/8", 1))
-    assert second.turns[0].request.prompt == (Piece("trace/7", 30),)
+    assert first.turns[0].request.prompt == (Piece("rt/trace/7", 512), Piece("rt/trace/8", 1))
+    assert second.turns[0].request.prompt == (Piece("rt/trace/7", 30),)
 
 
 GOOD_AZURE = "2023-11-16 18:15:46.5,374,44\n"

@@ -69,23 +69,22 @@ class Recorded:
         return iter(self.recorded)
 
 
-def endless(content: Content, seed: int) -> Iterator[Conversation]:
+def endless(content: Content, seed: int, owner: str) -> Iterator[Conversation]:
     """The conversations of a content; when they end, again from the first one.
 
-    Made-up text is another one each time, so that a server cannot know it from the time before;
-    what the conversations of one round share, they share in every round.
+    Made-up text is another one for every owner and each time, so that a server cannot know it
+    from elsewhere; what the conversations of one round share, they share in every round.
     """
     texts = texts_of(content)
     for round_number in itertools.count():
+        prefix = f"{owner}{round_number}/" if round_number else f"{owner}/"
         for conversation in content.conversations(seed):
-            if round_number:
-                conversation = tuple(_again(draft, round_number, texts) for draft in conversation)
-            yield conversation
+            yield tuple(_owned(draft, prefix, texts) for draft in conversation)
 
 
-def _again(draft: Draft, round_number: int, texts: Mapping[str, str]) -> Draft:
+def _owned(draft: Draft, prefix: str, texts: Mapping[str, str]) -> Draft:
     prompt = tuple(
-        piece if piece.key in texts else piece._replace(key=f"{piece.key}#{round_number}")
+        piece if piece.key in texts else piece._replace(key=prefix + piece.key)
         for piece in draft.prompt
     )
     return draft._replace(prompt=prompt)

@@ -15,8 +15,7 @@ from bros.simulator.workload import BE_SIZES, RT_SIZES, RequestSizes, generator
 class Drawn:
     """Prompt and output lengths from a distribution.
 
-    purpose: names the random numbers and the texts; contents of one run that differ in nothing
-    else must differ in this. "rt" and "be" draw what the simulator draws for a seed.
+    purpose: names the random numbers; "rt" and "be" draw what the simulator draws for a seed.
     """
 
     label: str
@@ -28,7 +27,7 @@ class Drawn:
         sizes = self.sizes.stream(generator(seed, f"{self.purpose} sizes"))
         for number in itertools.count():
             prompt_tokens, output_tokens = next(sizes)
-            key = f"{self.label}/{self.purpose}/{number}"
+            key = f"{self.label}/{number}"
             yield (Draft((Piece(key, prompt_tokens),), output_tokens),)
 
 

@@ -18,7 +18,8 @@ class Terms:
 
     forced: answers have exactly the planned tokens, else at most so many.
     max_prompt_tokens: prompts are cut to so many at their end; None leaves them whole.
-    name: what the names of requests begin with; the loops of a run need different ones.
+    name: what the names of requests begin with, and the keys of made-up text: the loops of a run
+    need different ones, and what they make up is never the same.
     Raises ConfigError if prompts would be cut to nothing.
     """
 
@@ -78,7 +79,7 @@ class OpenLoop:
         return texts_of(self.content)
 
     def sessions(self, duration_s: float, seed: int) -> list[Session]:
-        conversations = endless(self.content, seed)
+        conversations = endless(self.content, seed, self.terms.name)
         return [
             Session(at_s, self.terms.turns(number, next(conversations)))
             for number, at_s in enumerate(self.arrivals.times(duration_s, seed))
@@ -110,5 +111,5 @@ class ClosedLoop:
         return texts_of(self.content)
 
     def requests(self, seed: int) -> Iterator[Planned]:
-        for number, conversation in enumerate(endless(self.content, seed)):
+        for number, conversation in enumerate(endless(self.content, seed, self.terms.name)):
             yield from (turn.request for turn in self.terms.turns(number, conversation))

@@ -14,14 +14,16 @@ import csv
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from bros.bench.plan import Piece
 from bros.bench.workloads.arrivals import RecordedArrivals
-from bros.bench.workloads.content import Draft, Recorded
+from bros.bench.workloads.content import Conversation, Draft, Recorded
 from bros.core.errors import ConfigError
 from bros.simulator.traces import read_azure_trace
+from bros.simulator.workload import Size
 
 BLOCK_TOKENS = 512
 """Tokens of a prompt that one hash id of a Mooncake trace stands for."""
@@ -29,10 +31,26 @@ BLOCK_TOKENS = 512
 _BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedSizes:
+    """Conversations of one request each with the lengths of a file; prompts share nothing.
+
+    They are made as they are asked for: traces may have millions of rows.
+    """
+
+    label: str
+    sizes: tuple[Size, ...] = field(repr=False)
+
+    def conversations(self, seed: int) -> Iterator[Conversation]:
+        """In the order of the file whatever the seed is."""
+        for number, (prompt_tokens, output_tokens) in enumerate(self.sizes):
+            yield (Draft((Piece(f"{self.label}/{number}", prompt_tokens),), output_tokens),)
+
+
 class Trace(NamedTuple):
     """A file's requests and when they came. skipped: rows that are no requests to play."""
 
-    content: Recorded
+    content: Recorded | RecordedSizes
     arrivals: RecordedArrivals
     skipped: int = 0
 
@@ -43,11 +61,7 @@ def read_azure(path: Path) -> Trace:
         arrivals = read_azure_trace(path)
     except ConfigError as error:  # names a flag of the simulator
         raise ConfigError(str(error).removeprefix("--trace: ")) from None
-    rows = [
-        (arrival.time_s, arrival.size.prompt_tokens, arrival.size.output_tokens)
-        for arrival in arrivals
-    ]
-    return _unshared(path, rows, 0)
+    return _sized(path, [(time_s, *size) for time_s, size in arrivals], 0)
 
 
 def read_burstgpt(path: Path, model: str | None = None) -> Trace:
@@ -62,7 +76,7 @@ def read_burstgpt(path: Path, model: str | None = None) -> Trace:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     played = sorted(row for row in rows if row[1] and row[2])
-    return _unshared(path, played, len(rows) - len(played))
+    return _sized(path, played, len(rows) - len(played))
 
 
 def read_mooncake(path: Path) -> Trace:
@@ -79,7 +93,8 @@ def read_mooncake(path: Path) -> Trace:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     found.sort(key=lambda row: row[0])
-    return _trace(path, found, 0)
+    arrivals = _arrivals(path, [time_s for time_s, _ in found])
+    return Trace(Recorded(path.stem, tuple((draft,) for _, draft in found)), arrivals)
 
 
 def _burstgpt_rows(
@@ -135,27 +150,17 @@ def _mooncake_row(path: Path, number: int, line: str) -> tuple[float, Draft]:
     return time_ms / 1000, Draft(prompt, output_tokens)
 
 
-def _unshared(path: Path, rows: list[tuple[float, int, int]], skipped: int) -> Trace:
-    return _trace(
-        path,
-        [
-            (time_s, Draft((Piece(f"{path.stem}/{number}", prompt_tokens),), output_tokens))
-            for number, (time_s, prompt_tokens, output_tokens) in enumerate(rows)
-        ],
-        skipped,
-    )
+def _sized(path: Path, rows: list[tuple[float, int, int]], skipped: int) -> Trace:
+    """rows: time, prompt tokens and output tokens, sorted."""
+    arrivals = _arrivals(path, [time_s for time_s, _, _ in rows])
+    sizes = tuple(Size(prompt_tokens, output_tokens) for _, prompt_tokens, output_tokens in rows)
+    return Trace(RecordedSizes(path.stem, sizes), arrivals, skipped)
 
 
-def _trace(path: Path, found: list[tuple[float, Draft]], skipped: int) -> Trace:
-    """found: sorted by time."""
-    if not found:
+def _arrivals(path: Path, times_s: list[float]) -> RecordedArrivals:
+    if not times_s:
         raise ConfigError(f"{path} has no requests")
-    first_s = found[0][0]
-    return Trace(
-        Recorded(path.stem, tuple((draft,) for _, draft in found)),
-        RecordedArrivals(tuple(time_s - first_s for time_s, _ in found)),
-        skipped,
-    )
+    return RecordedArrivals(tuple(time_s - times_s[0] for time_s in times_s))
 
 
 def _wrong(path: Path, line: int, why: str) -> NoReturn:
