@@ -62,7 +62,7 @@ def build_simulation(
     observe: Callable[[StepPlan, float], None] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Simulation:
-    """Engine, virtual clock and workload. observe is told every plan and its seconds.
+    """Engine, virtual clock and workload. observe: see SimExecutor.
 
     Raises ConfigError if the scenario cannot be run.
     """
@@ -86,6 +86,7 @@ def build_simulation(
         be=scenario.be,
         seed=scenario.seed,
         duration_s=scenario.duration_s,
+        warm_up_s=scenario.warm_up_s,
         progress=progress,
     )
 

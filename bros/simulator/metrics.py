@@ -6,7 +6,8 @@ overdue by then, and is left out (not counted as met) if it is not. Refused requ
 missed, and so do those that the engine gave up. Nothing else is left out, except by a warm-up.
 
 A warm-up is the time until the load is the same at all times. Requests that arrived in it are
-not counted, and rates are those of the time after it, whoever arrived when.
+not counted, and rates are those of the time after it, whoever arrived when. So are counts of
+what the engine did; of those, the step that was running at its end is left out as well.
 
     ttft    arrival to first token
     tpot    (last token - first token) / (tokens - 1), of requests with two tokens or more
@@ -70,9 +71,10 @@ class Share:
 class ClassReport:
     """One service class of one run.
 
-    requests = finished + unfinished + refused. unfinished: open at the end (or given up by the
-    engine). ttft_s, tpot_s: overdue open requests are in them with the time so far, a lower
-    bound. ttft_met, tpot_met, both_met: requests; a request with one token has only a ttft.
+    requests = finished + unfinished + refused. unfinished: open at the end. refused: on arrival,
+    or later, when the engine gave them up. ttft_s, tpot_s: overdue open requests are in them
+    with the time so far, a lower bound. ttft_met, tpot_met, both_met: requests; a request with
+    one token has only a ttft.
     tokens_on_time: tokens within tpot of the one before (the first: within ttft of arrival).
     requests_per_s: finished ones. tokens_per_s: prompt tokens of requests with a first token,
     and output tokens. All rates are per second after the warm-up.
@@ -98,13 +100,20 @@ class ClassReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One run. busy: share of the time in which a step ran. digest: of all records."""
+    """One run, after the warm-up. end_s counts from the start. digest: of all records.
+
+    busy: share of the time in which a step ran, be it one that was given up. steps,
+    mean_step_s: of completed steps. abandoned_steps, abandoned_s: of those given up for
+    somebody's first token, and the time that went into them.
+    """
 
     end_s: float
     busy: float
     idle_s: float
     steps: int
     mean_step_s: float | None
+    abandoned_steps: int
+    abandoned_s: float
     skipped: int
     digest: str
     by_class: dict[ServiceClass, ClassReport]
@@ -123,41 +132,43 @@ class _Judged:
     tokens_decided: int = 0
 
 
-def report_of(result: SimulationResult, slo: Slo, warm_up_s: float = 0.0) -> Report:
-    """slo: what real-time requests are held to. Best-effort requests are held to nothing.
-
-    warm_up_s: less than the run lasted.
-    """
-    by_class = {}
-    for service_class in ServiceClass:
-        records = [r for r in result.records if r.service_class is service_class]
-        stats = result.stats.by_class.get(service_class, ClassStats())
-        held = slo if service_class is ServiceClass.RT else Slo()
-        by_class[service_class] = _class_report(records, held, warm_up_s, result.end_s, stats)
+def report_of(result: SimulationResult, slo: Slo) -> Report:
+    """slo: what real-time requests are held to. Best-effort requests are held to nothing."""
+    by_class = {
+        service_class: _class_report(
+            result, service_class, slo if service_class is ServiceClass.RT else Slo()
+        )
+        for service_class in ServiceClass
+    }
+    before = result.warm_up
+    seconds = result.end_s - before.time_s
+    busy_s = result.busy_s - before.busy_s
+    steps = result.steps - before.steps
+    abandoned_s = result.stats.abandoned_s - before.stats.abandoned_s
     return Report(
         end_s=result.end_s,
-        busy=result.busy_s / result.end_s if result.end_s else 0.0,
-        idle_s=result.idle_s,
-        steps=result.steps,
-        mean_step_s=result.busy_s / result.steps if result.steps else None,
+        busy=busy_s / seconds if seconds else 0.0,
+        idle_s=result.idle_s - before.idle_s,
+        steps=steps,
+        mean_step_s=(busy_s - abandoned_s) / steps if steps else None,
+        abandoned_steps=result.stats.abandoned_steps - before.stats.abandoned_steps,
+        abandoned_s=abandoned_s,
         skipped=result.skipped,
         digest=result.digest(),
         by_class=by_class,
     )
 
 
-def _class_report(
-    everything: Sequence[RequestRecord],
-    slo: Slo,
-    since_s: float,
-    end_s: float,
-    stats: ClassStats,
-) -> ClassReport:
+def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Slo) -> ClassReport:
+    since_s, end_s = result.warm_up_s, result.end_s
+    stats = result.stats.by_class.get(service_class, ClassStats())
+    before = result.warm_up.stats.by_class.get(service_class, ClassStats())
+    everything = [r for r in result.records if r.service_class is service_class]
     records = [record for record in everything if record.arrival_s >= since_s]
     judged = [_judge(record, slo, end_s) for record in records]
     finished = [record for record in records if record.finished]
     latencies = [(r.token_times_s[-1] - r.arrival_s) / len(r.token_times_s) for r in finished]
-    refused = sum(record.refused for record in records)
+    refused = sum(_lost(record) for record in records)
     done = sum(r.finished and r.token_times_s[-1] >= since_s for r in everything)
     output_tokens = sum(
         len(r.token_times_s) - bisect.bisect_left(r.token_times_s, since_s) for r in everything
@@ -174,8 +185,8 @@ def _class_report(
         finished=len(finished),
         unfinished=len(records) - len(finished) - refused,
         refused=refused,
-        relegated=stats.relegated,
-        preemptions=stats.preemptions,
+        relegated=stats.relegated - before.relegated,
+        preemptions=stats.preemptions - before.preemptions,
         normalized_latency_s=math.fsum(latencies) / len(latencies) if latencies else None,
         ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
         tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),

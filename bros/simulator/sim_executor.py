@@ -38,8 +38,8 @@ class Disturbance:
 class SimExecutor:
     """Takes the time that `model` predicts for each plan, from `clock`.
 
-    rng is drawn from once per step if there is noise. observe is told every plan and its
-    seconds.
+    rng is drawn from once per step if there is noise. observe is told every plan and the
+    seconds that passed, of a step that was given up as well.
     """
 
     def __init__(
@@ -75,17 +75,21 @@ class SimExecutor:
             raise ConfigError("--profile: by this one a step takes no time, so none would pass")
         if self._rng is not None and self._sigma:
             seconds *= math.exp(self._rng.gauss(-0.5 * self._sigma**2, self._sigma))
-        if self._observe is not None:
-            self._observe(plan, seconds)
         points = SAFEPOINTS if abandon is not None else 1
-        for _ in range(points):
+        for point in range(points):
             if abandon is not None and abandon():
+                self._tell(plan, seconds * point / points)
                 return None
             self._clock.advance(seconds / points)
             self.busy_s += seconds / points
+        self._tell(plan, seconds)
         self.steps += 1
         samples = [SampledToken(c.request_id, TOKEN) for c in plan.chunks if c.sample is not None]
         return StepResult(plan.step, tuple(samples))
+
+    def _tell(self, plan: StepPlan, seconds: float) -> None:
+        if self._observe is not None:
+            self._observe(plan, seconds)
 
     def close(self) -> None:
         """There is nothing to release."""

@@ -59,8 +59,26 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """A run from its start to time_s = busy_s + idle_s.
+
+    steps: completed ones. busy_s: of those that were given up as well.
+    """
+
+    time_s: float = 0.0
+    busy_s: float = 0.0
+    idle_s: float = 0.0
+    steps: int = 0
+    stats: EngineStats = EngineStats()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """records in order of arrival. end_s = busy_s + idle_s. skipped: too long to be served."""
+    """records in order of arrival. end_s = busy_s + idle_s. steps: completed ones.
+
+    skipped: too long to be served, and came after the warm-up. warm_up: up to warm_up_s, or to
+    the end of the step that was running then.
+    """
 
     records: Sequence[RequestRecord]
     end_s: float
@@ -69,6 +87,8 @@ class SimulationResult:
     steps: int
     stats: EngineStats
     skipped: int = 0
+    warm_up_s: float = 0.0
+    warm_up: Totals = Totals()
 
     def digest(self) -> str:
         """A hash of every time and length: equal only if two runs were the same to the bit."""
@@ -94,14 +114,20 @@ class Simulation:
         be: BeLoad,
         seed: int,
         duration_s: float,
+        warm_up_s: float = 0.0,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """rt: sorted by time. progress is told the share that is done, now and then."""
+        """rt: sorted by time. progress is told the share that is done, now and then.
+
+        warm_up_s: less than duration_s; changes nothing but what is noted in the result.
+        """
         self._engine = engine
         self._executor = executor
         self._clock = clock
         self._be = be
         self._duration_s = duration_s
+        self._warm_up_s = warm_up_s
+        self._warm_up = Totals()
         self._progress = progress
         self._be_sizes = be.sizes.stream(generator(seed, "be sizes"))
         self._records: list[RequestRecord] = []
@@ -112,7 +138,7 @@ class Simulation:
         self._arrived: list[tuple[RequestRecord, EngineRequest]] = []
         limit = engine.info.max_model_len
         servable = [a for a in rt if sum(a.size) <= limit]
-        self._skipped = len(rt) - len(servable)
+        self._skipped = sum(sum(a.size) > limit and a.time_s >= warm_up_s for a in rt)
         # Sorted by time, then by the order in which they were thought of.
         self._coming: list[tuple[float, int, ServiceClass, Size]] = []
         self._thought_of = 0
@@ -127,8 +153,10 @@ class Simulation:
             if self._engine.has_work:
                 outputs = self._engine.step(self._arrivals)
                 self._take(outputs, self._clock.now())
+                self._note_warm_up(self._clock.now())
             else:
                 self._jump()
+                self._note_warm_up(self._warm_up_s)
         self._submit_late()
         return SimulationResult(
             records=self._records,
@@ -138,7 +166,21 @@ class Simulation:
             steps=self._executor.steps,
             stats=self._engine.stats(),
             skipped=self._skipped,
+            warm_up_s=self._warm_up_s,
+            warm_up=self._warm_up,
         )
+
+    def _note_warm_up(self, time_s: float) -> None:
+        """Note the totals once it is over. Nothing has run since time_s."""
+        now = self._clock.now()
+        if self._warm_up.time_s < self._warm_up_s <= now:
+            self._warm_up = Totals(
+                time_s=time_s,
+                busy_s=self._executor.busy_s,
+                idle_s=self._idle_s - (now - time_s),
+                steps=self._executor.steps,
+                stats=self._engine.stats(),
+            )
 
     def _ticks(self) -> Iterator[None]:
         mark = 0.0

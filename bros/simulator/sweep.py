@@ -25,7 +25,7 @@ class WorkerError(RuntimeError):
 def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = None) -> Report:
     """Simulate one scenario. Raises ConfigError if it cannot be run."""
     result = build_simulation(scenario, progress=progress).run()
-    return report_of(result, scenario.slo, scenario.warm_up_s)
+    return report_of(result, scenario.slo)
 
 
 def run_sweep(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bros.core.interfaces import ClassStats, EngineStats
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.simulator.metrics import ClassReport, Report, Share, Summary, report_of
-from bros.simulator.simulation import RequestRecord, SimulationResult
+from bros.simulator.simulation import RequestRecord, SimulationResult, Totals
 from bros.simulator.workload import Size
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.5)
@@ -35,7 +35,12 @@ def record(
     )
 
 
-def result_of(*records: RequestRecord, stats: EngineStats | None = None) -> SimulationResult:
+def result_of(
+    *records: RequestRecord,
+    stats: EngineStats | None = None,
+    warm_up_s: float = 0.0,
+    warm_up: Totals | None = None,
+) -> SimulationResult:
     return SimulationResult(
         records=records,
         end_s=END_S,
@@ -43,6 +48,8 @@ def result_of(*records: RequestRecord, stats: EngineStats | None = None) -> Simu
         idle_s=2.0,
         steps=40,
         stats=stats or EngineStats(),
+        warm_up_s=warm_up_s,
+        warm_up=warm_up or Totals(),
     )
 
 
@@ -99,9 +106,9 @@ def test_an_open_request_can_have_missed_its_tpot_already() -> None:
     assert report.tokens_on_time == Share(3, 4)
 
 
-def test_refused_requests_are_missed() -> None:
+def test_refused_requests_are_missed_be_it_on_arrival_or_later() -> None:
     report = real_time(record(9.9, [], None, refused=True), record(9.9, [], FinishReason.ERROR))
-    assert (report.requests, report.refused, report.unfinished, report.finished) == (2, 1, 1, 0)
+    assert (report.requests, report.refused, report.unfinished, report.finished) == (2, 2, 0, 0)
     assert report.ttft_met == report.tpot_met == report.both_met == Share(0, 2)
     assert report.ttft_s.count == 0
 
@@ -217,7 +224,7 @@ def test_a_warm_up_is_left_out() -> None:
         record(3.0, [9.0, 9.5], prompt=7),  # late
         record(9.9, [], None),
     )
-    report = report_of(result_of(*records), SLO, warm_up_s=2.0).by_class[ServiceClass.RT]
+    report = report_of(result_of(*records, warm_up_s=2.0), SLO).by_class[ServiceClass.RT]
     assert (report.requests, report.finished, report.unfinished) == (3, 2, 1)
     assert report.ttft_met == Share(1, 2)
     assert report.normalized_latency_s == pytest.approx((0.5 + 3.25) / 2)
@@ -225,3 +232,35 @@ def test_a_warm_up_is_left_out() -> None:
     assert report.requests_per_s == pytest.approx(3 / seconds)
     assert report.output_tokens_per_s == pytest.approx((2 + 2 + 2) / seconds)
     assert report.tokens_per_s == pytest.approx((2 + 2 + 2 + 20 + 7) / seconds)
+
+
+def test_what_the_engine_did_in_the_warm_up_is_left_out() -> None:
+    rt, be = ServiceClass.RT, ServiceClass.BE
+    before = EngineStats(
+        abandoned_steps=2,
+        abandoned_s=0.25,
+        by_class={rt: ClassStats(relegated=4), be: ClassStats(preemptions=7)},
+    )
+    stats = EngineStats(
+        abandoned_steps=5,
+        abandoned_s=1.0,
+        by_class={rt: ClassStats(relegated=6, preemptions=1), be: ClassStats(preemptions=10)},
+    )
+    # A step was running when the warm-up ended at 2.0, and took another half second.
+    warm_up = Totals(time_s=2.5, busy_s=2.25, idle_s=0.25, steps=30, stats=before)
+    report = report_of(result_of(stats=stats, warm_up_s=2.0, warm_up=warm_up), SLO)
+    assert report.end_s == END_S
+    assert report.busy == pytest.approx((8.0 - 2.25) / (END_S - 2.5))
+    assert report.idle_s == 1.75
+    assert report.steps == 10
+    assert (report.abandoned_steps, report.abandoned_s) == (3, 0.75)
+    assert report.mean_step_s == pytest.approx((8.0 - 2.25 - 0.75) / 10)
+    counts = {cls: (part.relegated, part.preemptions) for cls, part in report.by_class.items()}
+    assert counts == {rt: (2, 1), be: (0, 3)}
+
+
+def test_steps_given_up_are_not_in_the_mean_of_those_completed() -> None:
+    report = report_of(result_of(stats=EngineStats(abandoned_steps=8, abandoned_s=2.0)), SLO)
+    assert (report.steps, report.abandoned_steps, report.abandoned_s) == (40, 8, 2.0)
+    assert report.busy == 0.8
+    assert report.mean_step_s == pytest.approx(6.0 / 40)

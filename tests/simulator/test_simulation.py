@@ -12,13 +12,14 @@ from bros.core.clock import ManualClock
 from bros.core.config import POLICIES
 from bros.core.errors import ConfigError
 from bros.core.plan import StepPlan
-from bros.core.request import FinishReason, ServiceClass
+from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.simulator.build import Scenario, build_simulation
-from bros.simulator.sim_executor import Disturbance, SimExecutor
+from bros.simulator.metrics import report_of
+from bros.simulator.sim_executor import Disturbance, SimExecutor, load_of
 from bros.simulator.simulation import RequestRecord, SimulationResult
 from bros.simulator.workload import BE_SIZES, RT_SIZES, Arrival, BeLoad, Size, TraceLoad, generator
-from support.scenarios import STEPS, scenario
+from support.scenarios import SLOW, STEPS, scenario
 
 Observed = list[tuple[StepPlan, float]]
 
@@ -269,10 +270,6 @@ def test_progress_is_told_from_start_to_end() -> None:
     assert 100 < len(told) <= 201
 
 
-SLOW = CostModel(constant_s=0.03, token_s=0.001, sample_s=2e-4, pair_s=4e-7, context_s=2e-6)
-"""About the embedded model on two cores: a prompt of 250 tokens leaves little time to wait."""
-
-
 def test_steps_are_given_up_for_first_tokens_that_would_be_late() -> None:
     arrivals = trace(*((3.0 + 1.37 * i, 250, 5) for i in range(40)))
     what = scenario("bros", rt=arrivals, steps=SLOW, duration_s=60.0)
@@ -281,6 +278,9 @@ def test_steps_are_given_up_for_first_tokens_that_would_be_late() -> None:
     assert stats.abandoned_steps > 3
     assert result.steps == stats.steps == len(observed) - stats.abandoned_steps
     assert stats.step_s + stats.abandoned_s == pytest.approx(result.busy_s)
+    assert sum(seconds for _, seconds in observed) == pytest.approx(result.busy_s)
+    cut_short = [s for plan, s in observed if s < SLOW.seconds(load_of(plan))]
+    assert len(cut_short) == stats.abandoned_steps
     assert result.busy_s + result.idle_s == pytest.approx(result.end_s)
     first_tokens = [r.token_times_s[0] - r.arrival_s for r in of(result, ServiceClass.RT)]
     assert max(first_tokens) <= 0.4
@@ -300,3 +300,54 @@ def test_a_device_that_takes_no_time_is_refused() -> None:
     nothing = CostModel(constant_s=0.0, token_s=0.0, sample_s=0.0, pair_s=0.0, context_s=0.0)
     with pytest.raises(ConfigError, match="a step takes no time"):
         run(scenario("fcfs", steps=nothing))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_warm_up_counts_what_a_run_of_that_length_counts(policy: str) -> None:
+    # So little memory that requests are preempted all the time.
+    common = {"rate": 8.0, "be": BeLoad(8), "kv_blocks": 260, "duration_s": 20.0}
+    whole, _ = run(scenario(policy, **common))
+    result, _ = run(scenario(policy, **common, warm_up_s=12.0))
+    short, _ = run(scenario(policy, **common | {"duration_s": 12.0}))
+    assert result.digest() == whole.digest()
+    warm_up = result.warm_up
+    assert warm_up.time_s == short.end_s >= 12.0
+    assert (warm_up.busy_s, warm_up.idle_s) == (short.busy_s, short.idle_s)
+    assert (warm_up.steps, warm_up.stats.by_class) == (short.steps, short.stats.by_class)
+    first, rest, both = (
+        report_of(each, Slo(ttft_s=0.4, tpot_s=0.2)) for each in (short, result, whole)
+    )
+    assert 0 < first.steps < both.steps == first.steps + rest.steps
+    counted = [
+        sum(part.preemptions for part in report.by_class.values()) for report in (first, rest, both)
+    ]
+    assert 0 < counted[0] < counted[2] == counted[0] + counted[1]
+
+
+def test_a_warm_up_may_end_while_nothing_runs() -> None:
+    common: dict[str, object] = {"rt": trace((2.0, 10, 9), (7.0, 10, 5)), "be": BeLoad(0)}
+    whole, _ = run(scenario(**common))
+    result, _ = run(scenario(**common, warm_up_s=5.0))
+    assert result.digest() == whole.digest()
+    assert (result.warm_up.time_s, result.warm_up.steps) == (5.0, 9)
+    assert result.warm_up.idle_s == pytest.approx(5.0 - result.warm_up.busy_s)
+    report = report_of(result, Slo(ttft_s=0.4, tpot_s=0.2))
+    assert report.steps == 5 and report.mean_step_s is not None
+    assert report.busy == pytest.approx(5 * report.mean_step_s / 5.0)
+    assert report.idle_s == pytest.approx(5.0 - 5 * report.mean_step_s)
+
+
+def test_requests_too_long_to_be_served_are_not_counted_in_the_warm_up() -> None:
+    load = trace((0.0, 90, 50), (1.0, 50, 50), (5.0, 90, 50), (6.0, 90, 50))
+    what = scenario(rt=load, be=BeLoad(0), max_model_len=100, warm_up_s=5.0)
+    assert run(what)[0].skipped == 2
+
+
+def test_requests_shed_are_counted_as_refused() -> None:
+    crowd = trace(*((0.0, 1000, 50) for _ in range(40)))
+    what = scenario("bros", rt=crowd, be=BeLoad(0), late="shed", slo_ttft=50, max_num_seqs=4)
+    result, _ = run(what)
+    part = report_of(result, what.slo).by_class[ServiceClass.RT]
+    assert part.requests == part.finished + part.unfinished + part.refused == 40
+    assert part.refused == sum(r.finish is FinishReason.ERROR for r in result.records) > 0
+    assert part.unfinished == 0

@@ -20,14 +20,21 @@ STEPS = CostModel(
 )
 """About an 8-billion model on a large accelerator."""
 
+SLOW = CostModel(constant_s=0.03, token_s=0.001, sample_s=2e-4, pair_s=4e-7, context_s=2e-6)
+"""About the embedded model on two cores: a prompt of 250 tokens leaves little time to wait."""
+
 
 def scenario(policy: str = "priority", **changes: Any) -> Scenario:
     """4 real-time requests per second and 4 best-effort ones in flight, for 10 s.
 
     changes: fields of Scenario, or rate=, kv_blocks=, steps=, and options of EngineConfig.
     """
-    own = {name: changes.pop(name) for name in ("rt", "be", "disturbance") if name in changes}
-    seed, duration_s = changes.pop("seed", 1), changes.pop("duration_s", 10.0)
+    own = {
+        name: changes.pop(name)
+        for name in ("rt", "be", "disturbance", "warm_up_s")
+        if name in changes
+    }
+    own["seed"], own["duration_s"] = changes.pop("seed", 1), changes.pop("duration_s", 10.0)
     own.setdefault("rt", PoissonLoad(changes.pop("rate", 4.0), "lmsys"))
     own.setdefault("be", BeLoad(4))
     device = Device(
@@ -38,7 +45,7 @@ def scenario(policy: str = "priority", **changes: Any) -> Scenario:
         kv_blocks=changes.pop("kv_blocks", 4000),
     )
     config = EngineConfig(policy=policy, **changes)
-    return Scenario(config=config, device=device, seed=seed, duration_s=duration_s, **own)
+    return Scenario(config=config, device=device, **own)
 
 
 class DeadlyLoad:
