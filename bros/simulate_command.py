@@ -21,6 +21,7 @@ from bros.core.config import POLICIES, EngineConfig
 from bros.core.config_sources import load_config, near_matches, options_of
 from bros.core.errors import ConfigError
 from bros.core.flag_values import number, rates, whole
+from bros.scheduler.build import unused_options
 from bros.scheduler.profiles import Profile, available_cores, profile_folders
 from bros.simulator.build import Scenario, check_scenario
 from bros.simulator.devices import device_of, read_profile
@@ -116,6 +117,7 @@ def read_settings(
     )
     for scenario in scenarios:
         check_scenario(scenario)
+    _warn_of_unused(engine, policies, warn)
     jobs = args.simulate_jobs
     return Settings(
         scenarios=scenarios,
@@ -177,6 +179,18 @@ def _engine_config(engine: EngineConfig, policy: str, alone: bool) -> EngineConf
     if policy != "bros" and not alone:
         changes["overload"] = "late"
     return dataclasses.replace(engine, **changes)  # type: ignore[arg-type]
+
+
+def _warn_of_unused(
+    engine: EngineConfig, policies: Sequence[str], warn: Callable[[str], None]
+) -> None:
+    """One line for each policy that options were given for which it has no use."""
+    for policy in policies:
+        unused = unused_options(dataclasses.replace(engine, policy=policy))
+        if _engine_config(engine, policy, alone=len(policies) == 1).overload != engine.overload:
+            unused.append("--overload")
+        if unused:
+            warn(f"{', '.join(unused)}: without effect, --policy {policy} has no use for it")
 
 
 def _loads(args: argparse.Namespace) -> list[RtLoad]:

@@ -14,7 +14,7 @@ from bros.core.errors import ConfigError
 from bros.scheduler.profiles import Profile, ProfileKey
 from bros.simulator.devices import read_profile, stored_profiles
 from bros.simulator.flags import DEFAULT_PROFILE
-from support.scenarios import STEPS
+from support.scenarios import SLOW, STEPS
 
 KEY = ProfileKey(
     device="toy", model="tiny", weights="fp32", kernels="cpu", kv_dtype="fp32", threads=0
@@ -123,6 +123,41 @@ def test_options_of_bros_alone_are_not_asked_of_the_others(profile: Path, tmp_pa
     content = run_json(tmp_path / "out.json", *arguments, *QUICK)
     used = [run["settings"]["engine"]["overload"] for run in content["runs"]]  # type: ignore[attr-defined]
     assert used == ["reject", "late"]
+
+
+@pytest.mark.parametrize(
+    ("policies", "options", "lines"),
+    [
+        ("bros,fcfs,rr", "--late shed", {"fcfs": "--late", "rr": "--late"}),
+        ("fcfs", "--late shed --be-share 0.2", {"fcfs": "--be-share, --late"}),
+        ("bros,edf", "--overload reject", {"edf": "--overload"}),
+        ("bros", "--late shed --overload reject", {}),
+    ],
+)
+def test_options_without_effect_are_named_for_each_policy(
+    profile: Path,
+    capsys: pytest.CaptureFixture[str],
+    policies: str,
+    options: str,
+    lines: dict[str, str],
+) -> None:
+    arguments = ("--policy", policies, *options.split(), "--profile", str(profile))
+    assert simulate(*arguments, "--duration", "1", "--jobs", "1") == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"bros: warning: {unused}: without effect, --policy {policy} has no use for it"
+        for policy, unused in lines.items()
+    ]
+
+
+def test_steps_given_up_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = Profile(key=KEY, kind="analytic", model=SLOW, kv_capacity_tokens=64_000).save(tmp_path)
+    arguments = ("--policy", "bros,fcfs", "--rt-rate", "1", "--duration", "60", "--jobs", "1")
+    content = run_json(tmp_path / "out.json", *arguments, "--profile", str(slow))
+    bros, fcfs = (run["results"] for run in content["runs"])  # type: ignore[attr-defined]
+    assert bros["abandoned_steps"] > 0 and bros["abandoned_s"] > 0
+    assert (fcfs["abandoned_steps"], fcfs["abandoned_s"]) == (0, 0)
+    line = f"bros {bros['abandoned_steps']} ({bros['abandoned_s']:.1f} s)"
+    assert f"Steps given up for somebody's first token: {line}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
