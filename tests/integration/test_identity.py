@@ -9,20 +9,25 @@ only few.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from bros.core.clock import SystemClock
+from bros.core.clock import ManualClock, SystemClock
 from bros.core.config import POLICIES, EngineConfig
+from bros.core.interfaces import Executor
+from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.engine.tokenizer import Tokenizer
+from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir
 from bros.executor.transformers_model import load_in_transformers
+from bros.scheduler.build import build_scheduler
+from bros.scheduler.cost_model import CostModel
 from bros.scheduler.profiles import profile_folders
 from support.prompts import PROMPTS
 
@@ -149,4 +154,65 @@ def test_memory_so_small_that_requests_are_preempted(
     check(engine, expected[:24], at_once=True)
     stats = engine.stats()
     assert sum(counted.preemptions for counted in stats.by_class.values()) > 0
+    assert stats.kv_blocks_used == 0
+
+
+STEPS = CostModel(constant_s=0.03, token_s=0.001, sample_s=2e-4, pair_s=4e-7, context_s=2e-6)
+"""What the scheduler is told; about what the embedded model takes on two cores."""
+STEP_S = 0.05
+PATIENCE = 90
+"""Three times the layers of the embedded model, so that about a third of the steps is given up."""
+
+
+class Fickle:
+    """Gives up steps before a layer drawn for each, if the engine lets go of them at all.
+
+    Time passes by STEP_S a step, so that every run of a test decides the same.
+    """
+
+    def __init__(self, executor: Executor, clock: ManualClock, rng: random.Random) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._rng = rng
+        self.steps = 0
+        self.given_up: list[int] = []
+
+    def execute(
+        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        self.steps += 1
+        self._clock.advance(STEP_S)
+        if abandon is None:
+            return self._executor.execute(plan)
+        last, asked = self._rng.randrange(PATIENCE), 0
+
+        def gives_up() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > last or abandon()
+
+        result = self._executor.execute(plan, gives_up)
+        if result is None:
+            self.given_up.append(asked)
+        return result
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+@pytest.mark.parametrize("kv_blocks", [None, 64])
+def test_steps_given_up_at_any_layer(
+    embedded_model: ModelFiles, expected: list[Expected], kv_blocks: int | None
+) -> None:
+    config = EngineConfig(
+        weights="fp32", max_model_len=1024, policy="bros", kv_blocks=kv_blocks, rt_wait=1.0
+    )
+    executor, info = load_executor(config, embedded_model)
+    clock = ManualClock()
+    fickle = Fickle(executor, clock, random.Random(1))
+    engine = Engine(build_scheduler(config, info, STEPS), fickle, clock, info)
+    check(engine, expected[:24], at_once=True)
+    stats = engine.stats()
+    assert stats.abandoned_steps == len(fickle.given_up) >= fickle.steps / 10
+    assert len(set(fickle.given_up)) >= 10
     assert stats.kv_blocks_used == 0
