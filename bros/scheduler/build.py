@@ -102,6 +102,13 @@ def _policy(
         longest = state.max_length - len(state.token_ids)
         return max(min(round(mean) - state.num_outputs, longest), min(longest, 1))
 
+    def likely_tokens(state: RequestState) -> int:
+        """The same for who has to wait for its end: one that is longer than most is not about
+        to end, it may have as much to come again."""
+        mean = counters[state.service_class].mean_output_tokens or _UNKNOWN_OUTPUT_TOKENS
+        longest = state.max_length - len(state.token_ids)
+        return max(min(round(max(mean - state.num_outputs, mean / 2)), longest), min(longest, 1))
+
     room = Room(config.max_num_seqs, info.num_kv_blocks * info.block_size)
-    guard = OverloadGuard(config.overload, predictor, room, expected_tokens)
+    guard = OverloadGuard(config.overload, predictor, room, likely_tokens)
     return BrosPolicy(settings, predictor, guard, expected_tokens)

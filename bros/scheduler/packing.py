@@ -80,6 +80,7 @@ class _Packer(Generic[C]):
         self._limit_s = math.inf
         self._filler_waits = False
         self._replaced = False
+        self._owes = False
         self._safety_factor = predictor.safety_factor if predictor else 1.0
 
     def fill_untimed(self, candidates: Iterable[C]) -> None:
@@ -125,7 +126,7 @@ class _Packer(Generic[C]):
     def fill(self, candidates: Iterable[C]) -> None:
         """Algorithm 1, lines 17-32."""
         packing, bounds = self.packing, self._bounds
-        packing.owed = bounds.filler_credit_s > 0.0
+        self._owes = bounds.filler_credit_s > 0.0
         limit_s = 0.0 if self._filler_waits else min(self._limit_s, bounds.filler_s)
         limit_s = max(limit_s, packing.urgent_s + bounds.filler_credit_s)
         rows = max(bounds.rows, packing.num_urgent + (bounds.filler_credit_s > 0))
@@ -139,14 +140,15 @@ class _Packer(Generic[C]):
                     continue
                 packing.filler_stop = "rows"
                 return
+            first = not packing.selected or (self._owes and not self._has_filler)
             if candidate.remaining == 1 and packing.selected:
-                if self._take_row(candidate, limit_s) == "time":
+                if self._take_row(candidate, math.inf if first else limit_s) == "time":
                     packing.filler_stop = "time"
                     return
                 continue
             num_tokens = self._chunk_within(candidate, limit_s)
-            if num_tokens == 0 and not packing.selected:
-                # Alone it must run, or it never would.
+            if num_tokens == 0 and first:
+                # Alone it must run, or it never would; and what is owed is paid.
                 num_tokens = min(candidate.remaining, self._tokens_left)
                 if self._rules.chunked:
                     num_tokens = min(num_tokens, self._rules.min_chunk)
@@ -155,8 +157,13 @@ class _Packer(Generic[C]):
                 return
             self._take(candidate, num_tokens)
 
+    @property
+    def _has_filler(self) -> bool:
+        return len(self.packing.selected) > self.packing.num_urgent
+
     def account_for_replaced(self) -> None:
         """Once for all rows that were given away: what is left of the urgent part takes less."""
+        self.packing.owed = self._owes and self._has_filler
         if not self._replaced:
             return
         assert self._predictor is not None
@@ -183,7 +190,8 @@ class _Packer(Generic[C]):
             # It is late anyway, or has much time: let it not make others late.
             limit_s = min(self._limit_s, self._bounds.filler_s)
             num_tokens = self._chunk_within(candidate, limit_s)
-            if num_tokens == 0 and not self.packing.selected:
+            if num_tokens == 0 and not (hopeless and self.packing.selected):
+                # It fits, as more of it did; only hopeless ones wait for a step of their own.
                 least = min(candidate.remaining, self._rules.min_chunk)
                 num_tokens = min(least, self._tokens_left)
         if num_tokens == 0:

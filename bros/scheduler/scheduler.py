@@ -166,7 +166,7 @@ class Scheduler:
             return False
         due_s = (min(newcomer.arrival_s, now) or now) + ttft_s
         tokens, steps = len(newcomer.prompt_token_ids), self._steps
-        return self._policy.makes_way(steps.packing, max(steps.ends_s, now), tokens, due_s, now)
+        return self._policy.makes_way(steps.packing, steps.began_s, tokens, due_s, now)
 
     def abandon(self, plan: StepPlan, now: float) -> None:
         """Take back the step that was scheduled last: none of its tokens has been computed."""
@@ -241,19 +241,18 @@ class Scheduler:
     def _objectives(self, request: EngineRequest, service_class: ServiceClass) -> Slo:
         """Best-effort requests are held to nothing but a deadline for the whole.
 
-        Real-time ones to a pace, which follows from the deadline if that asks for more.
+        Real-time ones to a first token and a pace, both tightened by one factor if the last
+        token would be after the deadline otherwise (as far as max_tokens says when that is).
         """
         asked = request.slo
         if service_class is ServiceClass.BE:
             return Slo(deadline_s=asked.deadline_s)
         ttft_s = asked.ttft_s or self._default_slo.ttft_s
         tpot_s = asked.tpot_s or self._default_slo.tpot_s
-        if asked.deadline_s is not None:
-            ttft_s = min(ttft_s or asked.deadline_s, asked.deadline_s)
+        if asked.deadline_s is not None and ttft_s is not None and tpot_s is not None:
             more_tokens = (request.sampling.max_tokens or 1) - 1
-            if more_tokens > 0 and asked.deadline_s > ttft_s:
-                interval_s = (asked.deadline_s - ttft_s) / more_tokens
-                tpot_s = min(tpot_s or interval_s, interval_s)
+            scale = min(1.0, asked.deadline_s / (ttft_s + more_tokens * tpot_s))
+            ttft_s, tpot_s = scale * ttft_s, scale * tpot_s
         return Slo(ttft_s, tpot_s, asked.deadline_s)
 
     def _classify(self, state: RequestState, now: float) -> None:

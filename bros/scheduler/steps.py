@@ -57,9 +57,9 @@ class StepLedger:
         return self._packing
 
     @property
-    def ends_s(self) -> float:
-        """When the running step is expected to end, on the safe side; now, without a model."""
-        return self._began_s + self._packing.seconds
+    def began_s(self) -> float:
+        """When the running step began."""
+        return self._began_s
 
     def abandon(self, now: float, queues: Queues) -> float:
         """The running step was given up; returns the time that went into it."""

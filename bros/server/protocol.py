@@ -144,8 +144,8 @@ class SloFields(WireModel):
     deadline_ms: Milliseconds | None = Field(
         default=None,
         description="Arrival to last token; left out: no deadline. A best-effort request is "
-        "started in time if there is time; a real-time one with max_tokens gets a pace that "
-        "makes its last token on time, if its first one is",
+        "started in time if there is time; a real-time one gets ttft_ms and tpot_ms "
+        "scaled down until all of max_tokens would be there in time",
     )
 
 

@@ -17,7 +17,7 @@ LONG, SHORT = 300, 100
 
 def run_with_filler(**options: object) -> VirtualRun:
     run = VirtualRun("bros", max_batch_tokens=400, **options)
-    run.submit("be", 1000, BE)
+    run.submit("be", 9000, BE)
     return run
 
 
@@ -178,3 +178,49 @@ def test_the_new_prompt_has_the_next_step_and_both_classes_their_tokens() -> Non
     gaps = [b - a for a, b in zip(run.token_times["watched"], run.token_times["watched"][1:])]  # noqa: B905
     assert max(gaps) <= 2.5 * 0.4
     assert len(run.token_times["be"]) == 4
+
+
+def test_hardly_anything_left_of_a_step_is_no_reason_to_give_it_up() -> None:
+    run = run_with_filler()
+    plan = run.scheduler.schedule(0.0)
+    assert plan is not None
+    nearly_done = 0.9 * plan_seconds(plan)
+    slo = Slo(0.34)
+    assert run.scheduler.makes_way(arrival(LONG, 0.001, slo), 0.001)
+    assert not run.scheduler.makes_way(arrival(LONG, nearly_done, slo), nearly_done)
+
+
+def test_an_answer_whose_pace_is_impossible_has_no_say() -> None:
+    run = run_with_filler()
+    run.submit("impossible", 10, max_tokens=500, slo=Slo(0.4, 0.001))
+    run.steps(5)
+    run.scheduler.schedule(run.now)
+    assert run.scheduler.may_abandon
+    needed = arrival(LONG - 50, run.now, Slo(0.34))
+    assert run.scheduler.makes_way(needed, run.now + 0.01)
+
+
+def test_however_many_ask_for_it_little_time_is_lost() -> None:
+    """Requests of one token with a tight objective, many per second."""
+    run = VirtualRun("bros", max_batch_tokens=400, max_num_seqs=64, max_queue=10**6)
+    for number in range(40):
+        run.submit(f"be{number}", 800, BE, salt=20 * number)
+    number = 0
+    while run.now < 30.0:
+        plan = run.scheduler.schedule(run.now)
+        assert plan is not None
+        at = run.now + 0.3 * plan_seconds(plan)
+        new = arrival(20, at, Slo(0.1, 0.2))
+        if run.scheduler.may_abandon and run.scheduler.makes_way(new, at):
+            run.scheduler.abandon(plan, at)
+            run.now = at
+        else:
+            run.scheduler.apply(run._executor.execute(plan), run.now + plan_seconds(plan))
+            run.now += plan_seconds(plan)
+        run.submit(f"rt{number}", 20, slo=Slo(0.1, 0.2), max_tokens=1, salt=number)
+        number += 1
+        if run.waiting(BE) == 0:
+            run.submit(f"be{40 + number}", 800, BE, salt=20 * number)
+    stats = run.scheduler.stats()
+    assert stats.abandoned_steps > 10
+    assert stats.abandoned_s < 1.0 + 0.05 * run.now

@@ -118,6 +118,20 @@ def test_a_request_that_would_not_find_a_place_in_time_is_refused(
     assert run.submit("patient", 50, slo=Slo(5.0, 5.0)) is RT, "the first will have ended by then"
 
 
+@pytest.mark.parametrize("max_tokens", [2, 200])
+def test_who_asks_does_not_count_as_about_to_end(max_tokens: int) -> None:
+    """Neither the newcomer itself, nor answers that are longer than usual already."""
+    run = VirtualRun(overload="reject", max_batch_tokens=256, max_num_seqs=8)
+    run.submit("first", 5, max_tokens=2)
+    run.drain()
+    for number in range(8):
+        run.submit(f"row{number}", 5, max_tokens=400, slo=Slo(5.0, 1.0), salt=9 * number)
+    run.steps(20)
+    for number in range(10):
+        with pytest.raises(OverloadedError):
+            run.submit(f"new{number}", 5, max_tokens=max_tokens, slo=Slo(0.02, 1.0))
+
+
 def test_places_of_best_effort_requests_count_as_free() -> None:
     run = VirtualRun(overload="reject", max_batch_tokens=256, max_num_seqs=4, blocks=140)
     for number in range(4):

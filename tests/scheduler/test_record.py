@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -176,7 +175,8 @@ def test_counters_equal_what_an_observer_counts(run: VirtualRun) -> None:
             assert slo.ttft_s is not None and slo.tpot_s is not None
             deadline_s, most = asked.slo.deadline_s, asked.sampling.max_tokens
             if deadline_s is not None and service_class is RT and most > 1:
-                slo = replace(slo, tpot_s=min(slo.tpot_s, (deadline_s - slo.ttft_s) / (most - 1)))
+                scale = min(1.0, deadline_s / (slo.ttft_s + (most - 1) * slo.tpot_s))
+                slo = Slo(scale * slo.ttft_s, scale * slo.tpot_s)
             times = run.token_times[name]
             due_s = asked.arrival_s + slo.ttft_s
             for at in times:

@@ -74,9 +74,9 @@ class Policy(Protocol):
         ...
 
     def makes_way(
-        self, packing: Packing[RequestState], ends_s: float, tokens: int, due_s: float, now: float
+        self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
     ) -> bool:
-        """Whether to give up the running step, which holds filler and is to end at `ends_s`.
+        """Whether to give up the running step, which holds filler and began at `began_s`.
 
         For a real-time request that has just arrived with a prompt of `tokens`, and whose first
         token is due at `due_s`.
@@ -121,7 +121,7 @@ class OrderPolicy:
         return False
 
     def makes_way(
-        self, packing: Packing[RequestState], ends_s: float, tokens: int, due_s: float, now: float
+        self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
     ) -> bool:
         return False
 

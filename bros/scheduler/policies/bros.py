@@ -33,6 +33,12 @@ _MAX_GAP, _MAX_GAP_BEHIND = 2.5, 1.5
 """Longest time between two tokens, in objectives, if a step is given up for somebody's first
 token: of a request that is ahead of its mean pace, and of one that is not."""
 
+_ABANDONED_SHARE, _MAX_ABANDONED_S = 0.03, 1.0
+"""Most time that may go into steps that are given up: share of all, and saved up."""
+
+_MIN_GAIN = 0.2
+"""Share of a step that must be left for it to be given up."""
+
 _TBAR_ALPHA = 0.2
 _TIGHT_FOR_S = 60.0
 _INITIAL_ROWS = 8
@@ -83,6 +89,7 @@ class BrosPolicy:
         self._batch = AdaptiveBatchSize(_INITIAL_ROWS, settings.rows, settings.growth)
         self._tbar_s = 0.0
         self._credit_s = 0.0
+        self._allowance_s = _MAX_ABANDONED_S
         self._steps = 0
         self._allowed_rows = self._batch.rows
         self._tightest_s = settings.ttft_s
@@ -120,7 +127,8 @@ class BrosPolicy:
         if state.slo.deadline_s is not None:
             due_s = state.record.arrival_s + state.slo.deadline_s
             start_s = due_s - _LAXITY * self._work_s(state)
-            heapq.heappush(self._deadlines, (start_s, state.arrival_index, state))
+            if start_s >= state.record.arrival_s:  # else it was lost before it began
+                heapq.heappush(self._deadlines, (start_s, state.arrival_index, state))
             if len(self._deadlines) > _MAX_STALE + 2 * self._known_deadlines:
                 self._forget_ended()
 
@@ -160,10 +168,15 @@ class BrosPolicy:
         return self._settings.rules.abandon
 
     def makes_way(
-        self, packing: Packing[RequestState], ends_s: float, tokens: int, due_s: float, now: float
+        self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
     ) -> bool:
         """If the first token would be late after this step, would not be in a step that starts
-        now, and nobody whose token was to come from this step gets late by that."""
+        now, and nobody whose token was to come from this step gets late by that; if there is
+        something to gain, and not too often."""
+        ends_s = max(began_s + packing.seconds, now)
+        gain_s, loss_s = ends_s - now, now - began_s
+        if gain_s < _MIN_GAIN * packing.seconds or loss_s > self._allowance_s:
+            return False
         predictor = self._predictor
         load = StepLoad()
         urgent = packing.selected[: packing.num_urgent]
@@ -172,16 +185,20 @@ class BrosPolicy:
         load.add(tokens, 0, True)
         if ends_s + predictor.safe_seconds(load) <= due_s:
             return False
-        others = [_latest_s(state) for state, _ in urgent if not state.late]
-        return now + predictor.seconds(load) <= min([due_s, *others])
+        # Who is late in any case, by an objective that cannot be met, has no say.
+        others = (_latest_s(state) for state, _ in urgent if not state.late)
+        bounds = [due_s, *(latest_s for latest_s in others if latest_s >= ends_s)]
+        return now + predictor.seconds(load) <= min(bounds)
 
     def abandoned(self, packing: Packing[RequestState], seconds: float) -> None:
         for state, _ in packing.selected[: packing.num_urgent]:
             state.deadline_s = max(state.deadline_s, _latest_s(state))
+        self._allowance_s = max(0.0, self._allowance_s - seconds)
         self._credit_s = min(self._credit_s + self._settings.be_share * seconds, _MAX_CREDIT_S)
 
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         self._steps += 1
+        self._allowance_s = min(self._allowance_s + _ABANDONED_SHARE * seconds, _MAX_ABANDONED_S)
         weight = _TBAR_ALPHA if self._tbar_s else 1.0
         self._tbar_s += weight * (seconds - self._tbar_s)
         self._batch.settle(violated=packing.violated, was_full=packing.full)
@@ -321,12 +338,14 @@ class BrosPolicy:
     def _due_credit_s(self) -> float:
         """What best-effort work is owed, once that pays for a piece of a prompt.
 
-        Paid in steps that are no longer than usual, however much has added up.
+        Paid in steps that are no longer than usual, however much has added up; unless a usual
+        one has no room for a piece beside some rows, as with a small --rt-wait.
         """
         piece_s = self._predictor.added_prefill_seconds(self._settings.rules.min_chunk)
         if self._credit_s < piece_s:
             return 0.0
-        return min(self._credit_s, self._settings.usual_filler_s)
+        most_s = max(self._settings.usual_filler_s, 2.0 * piece_s)
+        return min(self._credit_s, most_s)
 
 
 def _latest_s(state: RequestState) -> float:

@@ -10,6 +10,7 @@ time to first token  ~  the later of (backlog + own prompt) / share and place + 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -103,18 +104,24 @@ class OverloadGuard:
     def _place_s(
         self, newcomers: Sequence[RequestState], running: Sequence[RequestState], step_s: float
     ) -> float:
-        """When there is a seat and memory for all newcomers: now, or after others have ended."""
-        seats = self._room.seats - len(running) - len(newcomers)
-        tokens = self._room.kv_tokens - sum(len(s.token_ids) for s in (*running, *newcomers))
-        if seats >= 0 and tokens >= 0:
-            return 0.0
-        # Those in line end as well, in their turn; they count as if they ran already.
-        ends = sorted((self._expected_tokens(s), len(s.token_ids)) for s in (*running, *newcomers))
-        for steps, held in ends:
-            seats, tokens = seats + 1, tokens + held
-            if seats >= 0 and tokens >= 0:
-                return steps * step_s
-        return math.inf  # not reached: without the others there is room for everybody
+        """When the last of the newcomers has a seat and memory, if they get both in their order.
+
+        Requests end when they have as many tokens as is usual; nobody else comes in between.
+        """
+        seats = self._room.seats - len(running)
+        tokens = self._room.kv_tokens - sum(len(state.token_ids) for state in running)
+        ends = [(self._expected_tokens(s) * step_s, len(s.token_ids)) for s in running]
+        heapq.heapify(ends)
+        place_s = 0.0
+        for state in newcomers:
+            needed = len(state.token_ids)
+            while ends and (seats < 1 or tokens < needed):
+                place_s, freed = heapq.heappop(ends)
+                seats, tokens = seats + 1, tokens + freed
+            seats, tokens = seats - 1, tokens - needed
+            end_s = place_s + self._expected_tokens(state) * step_s
+            heapq.heappush(ends, (end_s, needed))
+        return place_s
 
     def _prompts_s(self, tokens: int) -> float:
         """Time for prompts that are computed together with others."""
