@@ -223,6 +223,8 @@ def read_settings(
     if warm_up_s >= wanted.duration_s:
         raise ConfigError(f"--warm-up: nothing is left of --duration {wanted.duration_s:g}")
     rt_rates, capacity = _rates(args, wanted)
+    fastest = capacity[1].high if capacity else max((rate or 1.0 for rate in rt_rates), default=1.0)
+    wanted = replace(wanted, sessions=max(1, round(fastest * wanted.duration_s)))
     passed_on = [name for name in names if name not in _NOT_FOR_SERVERS and name != "model"]
     server_arguments = [text for n in passed_on for text in ("--" + n.replace("_", "-"), flags[n])]
     if flags.get("model"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +20,10 @@ from bros.bench.workloads.sharegpt import Encoder
 from bros.core.request import ServiceClass, Slo
 
 _DIGESTED = 256
-"""So many requests of a backlog, which is endless, make its part of the digest."""
+"""So many requests of a backlog, which is endless, make its part of the digest (and of notes)."""
+
+_GROUPED = 1000
+"""A backlog has as many groups with common prefixes as so many requests would have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,8 @@ class Wanted:
 
     rt, be: names of catalogue.NAMES. in_flight: best-effort requests. longest_prompt: of
     real-time requests, in tokens; longer ones are cut. forced: answers have exactly the planned
-    lengths. speed: of a trace. factor, overlong: how plans are fitted to the context of the
+    lengths. sessions: about so many of the longest run, which decides how many groups share
+    prefixes. speed: of a trace. factor, overlong: how plans are fitted to the context of the
     model. slo: what real-time requests ask the server for; empty leaves it to the server.
     """
 
@@ -37,6 +42,7 @@ class Wanted:
     in_flight: int = 16
     duration_s: float = 120.0
     seed: int = 0
+    sessions: int = 1000
     longest_prompt: int | None = None
     burstiness: float = 1.0
     zipf: float = 0.0
@@ -71,6 +77,7 @@ def make_plan(wanted: Wanted, case: Case, context: int, tokenizer: Encoder) -> P
     first: list[Planned] = []
     if backlog is not None:
         first = list(itertools.islice(backlog.requests(wanted.seed), _DIGESTED))
+        notes = (*notes, *_changes("best-effort", backlog.counts, context))
     recorded = round(len(sessions) / wanted.duration_s, 4) if sessions else None
     return Plan(
         sessions=sessions,
@@ -83,6 +90,12 @@ def make_plan(wanted: Wanted, case: Case, context: int, tokenizer: Encoder) -> P
         digest=digest(sessions, first),
         notes=notes,
     )
+
+
+def text_seed(seed: int, case: Case) -> int:
+    """Prompts of the same lengths have other words in other runs, so that a server that keeps
+    prefixes does not know them from the run before."""
+    return zlib.crc32(f"{seed}/{case.scenario}/{case.rate}".encode())
 
 
 def has_own_times(name: str) -> bool:
@@ -100,9 +113,12 @@ class _RealTime(NamedTuple):
 def _real_time(wanted: Wanted, case: Case, context: int, tokenizer: Encoder) -> _RealTime:
     if case.scenario is Scenario.S2:
         return _RealTime([], "", {}, ())
-    expected = round((case.rate or 1.0) * wanted.duration_s) + 1
     found = find(
-        wanted.rt, seed=wanted.seed, requests=expected, tokenizer=tokenizer, zipf=wanted.zipf
+        wanted.rt,
+        seed=wanted.seed,
+        requests=wanted.sessions,
+        tokenizer=tokenizer,
+        zipf=wanted.zipf,
     )
     arrivals: Arrivals
     if found.arrivals is not None:
@@ -125,7 +141,7 @@ def _best_effort(wanted: Wanted, context: int, tokenizer: Encoder) -> FittedBack
     if wanted.in_flight == 0:
         return None
     content = find(
-        wanted.be, seed=wanted.seed, requests=1000, tokenizer=tokenizer, zipf=wanted.zipf
+        wanted.be, seed=wanted.seed, requests=_GROUPED, tokenizer=tokenizer, zipf=wanted.zipf
     ).content
     terms = Terms(ServiceClass.BE, "be", forced=wanted.forced)
     loop = ClosedLoop(content, wanted.in_flight, terms)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bros.bench.cases import Case
-from bros.bench.client import Client
+from bros.bench.client import Client, Render
 from bros.bench.dialects import Endpoint, Wording, dialect_of
 from bros.bench.http import AiohttpHttp
 from bros.bench.load import Load, LoadResult, OnProgress, drive
 from bros.bench.metrics import Window, measure
 from bros.bench.plan import Planned
-from bros.bench.planning import Plan, Wanted, make_plan
+from bros.bench.planning import Plan, Wanted, make_plan, text_seed
 from bros.bench.probe import Probe
 from bros.bench.prompts import Prompts
 from bros.bench.records import Record
@@ -108,7 +108,8 @@ class Runner:
                 ignore_eos=measuring.ignore_eos,
                 seed=self._wanted.seed,
             )
-            client = Client(http, target.url, wording, self._render(plan), api_key=target.api_key)
+            render = self._render(plan, text_seed(self._wanted.seed, case))
+            client = Client(http, target.url, wording, render, api_key=target.api_key)
             await probe.wait_idle(_SETTLE_S)
             driven, timeline = await self._drive(case, plan, client, probe)
         window = Window(measuring.warm_up_s, self._wanted.duration_s, driven.elapsed_s)
@@ -125,8 +126,8 @@ class Runner:
             raise ConfigError("there is nothing to send: neither a rate nor requests in flight")
         return plan
 
-    def _render(self, plan: Plan) -> Callable[[Planned], tuple[Sequence[int], str]]:
-        prompts = Prompts(self._tokenizer, self._wanted.seed, plan.texts)
+    def _render(self, plan: Plan, seed: int) -> Render:
+        prompts = Prompts(self._tokenizer, seed, plan.texts)
 
         def render(planned: Planned) -> tuple[Sequence[int], str]:
             prompt = prompts.render(planned.prompt)
