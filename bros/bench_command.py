@@ -110,7 +110,8 @@ class _Bench:
                 self._view,
             )
             for case in cases:
-                self._take(await runner.run(case))
+                if case.scenario is not Scenario.S2 or self._settings.wanted.in_flight:
+                    self._take(await runner.run(case))
             if self._settings.capacity is not None:
                 await self._search(runner, target, *self._settings.capacity)
 
