@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -39,6 +40,7 @@ WIDTH = 100
 """Columns where the output is no terminal."""
 
 _NOT_FOR_SERVERS = ("policy", "host", "port")
+_NOT_SHOWN = ("api_key", "config")
 _RESULT = "result.json"
 
 
@@ -259,6 +261,7 @@ def _target(args: argparse.Namespace, config: Config) -> Target | None:
         url=args.bench_target,
         name=args.bench_target_name or dialect,
         dialect=dialect,
+        policy=args.bench_target_policy,
         model=args.bench_target_model,
         api_key=config.server.api_key,
     )
@@ -340,15 +343,15 @@ def _optional_whole(flag: str, text: str | None) -> int | None:
 def _shown(
     args: argparse.Namespace, flags: Mapping[str, str]
 ) -> dict[str, str | int | float | bool | None]:
-    """What was asked, by flag; no keys."""
-    own = {
-        "--" + name.removeprefix("bench_").replace("_", "-"): value
+    """What was asked, by flag; no keys, and of folders only their names."""
+    given = {
+        name.removeprefix("bench_"): value
         for name, value in sorted(vars(args).items())
-        if name.startswith("bench_")
+        if name.startswith("bench_") and name != "bench_out"
     }
-    engine = {
-        "--" + name.replace("_", "-"): text
-        for name, text in sorted(flags.items())
-        if name not in ("api_key", "config")
-    }
-    return own | engine
+    given |= {name: text for name, text in sorted(flags.items()) if name not in _NOT_SHOWN}
+    return {"--" + name.replace("_", "-"): _without_folder(value) for name, value in given.items()}
+
+
+def _without_folder(value: Any) -> Any:
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value

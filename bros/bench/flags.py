@@ -25,6 +25,7 @@ _OWN = (  # flag, metavar, default, help
     ("--target", "URL", None, "measure this OpenAI-compatible server instead"),
     ("--dialect", "NAME", "bros", f"what the target understands: {', '.join(DIALECTS)}"),
     ("--target-name", "NAME", None, "what the report calls the target (default: the dialect)"),
+    ("--target-policy", "NAME", None, "the policy it runs, for the report"),
     ("--target-model", "NAME", None, "model name in requests (default: the first it serves)"),
     ("--scenarios", "LIST", SCENARIOS, "S0 real-time alone, S1 mixed and unprotected, "
      "S2 best-effort alone, S3 mixed and protected"),

