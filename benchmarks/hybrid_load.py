@@ -191,6 +191,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to save the figures")
     args = parser.parse_args()
     console = Console()
+    if not console.is_terminal:
+        console.width = 110
     files = resolve_model(None, default_cache_dir(), console.print)
     config = EngineConfig(weights="fp32", max_model_len=2048)
     executor, info = load_executor(config, files)
