@@ -15,11 +15,13 @@ import json
 import pstats
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from bros.bench.environment import environment
 from bros.core.clock import SystemClock
 from bros.core.config import POLICIES, EngineConfig
 from bros.core.interfaces import EngineInfo
@@ -114,7 +116,7 @@ def main() -> None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(18)
     console.print(table)
     if args.json:
-        found = {"unix_time": int(SystemClock().unix_time()), "ms_per_step": results}
+        found = {"environment": asdict(environment(SystemClock())), "ms_per_step": results}
         args.json.write_text(json.dumps(found, indent=2) + "\n")
         console.print(f"saved {args.json}")
 
