@@ -23,7 +23,7 @@ for policy in fcfs priority; do
   # Its own defaults, but for the sizes that bros has; a smaller token budget helps its priority.
   budget=()
   [ "$policy" = fcfs ] || budget=(--max-num-batched-tokens 96)
-  VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 "$venv/bin/python" -m vllm.entrypoints.openai.api_server \
+  VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-1} VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 "$venv/bin/python" -m vllm.entrypoints.openai.api_server \
     --model "$model" --served-model-name default --dtype float32 --max-model-len 2048 \
     --max-num-seqs 64 --port 8100 --scheduling-policy "$policy" "${budget[@]}" \
     > "$out/vllm_$policy.log" 2>&1 &
