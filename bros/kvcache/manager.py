@@ -12,7 +12,7 @@ class KvCacheManager:
     """Paged KV memory for many requests (plain blocks; a request owns its blocks alone).
 
     A request exists here from its first `append` until `free`; tokens are immutable once
-    written, and are only ever dropped all together.
+    written, and are only ever dropped all together (`truncate` is for those never written).
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
@@ -34,10 +34,6 @@ class KvCacheManager:
     @property
     def num_used_blocks(self) -> int:
         return self._pool.num_blocks - self._pool.num_free
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self._pool.num_blocks * self._pool.block_size
 
     def num_tokens(self, request_id: str) -> int:
         """Tokens of this request in the cache; 0 for a request that is not here."""

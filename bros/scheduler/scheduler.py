@@ -264,7 +264,11 @@ class Scheduler:
             self._counters[asked].rejected += 1
             raise
         if used is not asked:
-            self._check_queue(used, now)
+            try:
+                self._check_queue(used, now)
+            except QueueFullError:
+                self._counters[asked].rejected += 1
+                raise
             self._counters[used].relegated += 1
             state.relegate(used, self._objectives(state.request, used))
 

@@ -72,7 +72,8 @@ def test_relegated_requests_count_in_the_queue_they_go_to() -> None:
     run.step()
     with pytest.raises(QueueFullError):
         run.submit("late", 300, slo=SLOW)
-    assert run.scheduler.stats().by_class[BE].relegated == 0
+    by_class = run.scheduler.stats().by_class
+    assert by_class[BE].relegated == 0 and by_class[RT].rejected == 2
     run.scheduler.check_integrity()
 
 

@@ -165,6 +165,26 @@ def test_a_tighter_objective_makes_steps_with_filler_shorter_for_a_while() -> No
     assert 0.3 * 0.2 < max(run.seconds[-5:]) <= 0.3 * 0.25, "what cannot be met changes nothing"
 
 
+def test_the_tightest_objective_of_the_last_minute_counts() -> None:
+    """Not the tightest one ever, and not none as soon as that is forgotten."""
+    settings = BrosSettings(rows=8, tokens=64, ttft_s=0.4, tpot_s=0.4, rt_wait=0.5)
+    predictor = StepTimePredictor(MODEL)
+    guard = OverloadGuard("late", predictor, Room(8, 1000), lambda state: 10)
+    bros = BrosPolicy(settings, predictor, guard, lambda state: 10)
+    queues, found = Queues(), []
+    for at_s, ttft_s in ((0.0, 0.25), (30.0, 0.3), (50.0, 0.4), (59.0, None), (61.0, None),
+                         (91.0, None), (111.0, None)):  # fmt: skip
+        if ttft_s is not None:
+            slo = Slo(ttft_s, 0.2)
+            state = RequestState(
+                request("r", 5), service_class=RT, slo=slo, now=at_s, arrival_index=0, seed=0,
+                max_length=10, eos_token_ids=frozenset(),
+            )  # fmt: skip
+            bros.place(state, at_s)
+        found.append(bros.turn(queues, at_s).bounds.filler_s)
+    assert found == pytest.approx([0.125, 0.125, 0.125, 0.125, 0.15, 0.2, 0.2])
+
+
 def late_and_new(late: str) -> VirtualRun:
     """After a second without a step, one request is late and another just came."""
     run = VirtualRun(late=late, max_batch_tokens=32)

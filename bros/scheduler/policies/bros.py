@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -92,8 +92,7 @@ class BrosPolicy:
         self._allowance_s = _MAX_ABANDONED_S
         self._steps = 0
         self._allowed_rows = self._batch.rows
-        self._tightest_s = settings.ttft_s
-        self._tight_until_s = 0.0
+        self._tight: deque[tuple[float, float]] = deque()  # (until, objective), both rising
         self._known_deadlines = 0  # after the last clean-up
         self._deadlines: list[tuple[float, int, RequestState]] = []
         self._groups: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
@@ -220,9 +219,9 @@ class BrosPolicy:
         needed_s = self._predictor.prefill_seconds(state.remaining) + self._tbar_s
         if ttft_s is None or ttft_s < needed_s:
             return
-        if (ttft_s <= self._tightest_s) or now > self._tight_until_s:
-            self._tightest_s = ttft_s
-            self._tight_until_s = now + _TIGHT_FOR_S
+        while self._tight and self._tight[-1][1] >= ttft_s:
+            self._tight.pop()
+        self._tight.append((now + _TIGHT_FOR_S, ttft_s))
 
     def _filler_s(self, running: Sequence[RequestState], now: float) -> float:
         """Longest step with filler in it.
@@ -233,9 +232,11 @@ class BrosPolicy:
         impossible.
         """
         settings = self._settings
+        while self._tight and self._tight[0][0] < now:
+            self._tight.popleft()
         wait_s = settings.usual_filler_s
-        if now <= self._tight_until_s:
-            ttft_s = min(max(self._tightest_s, settings.ttft_s / 2), settings.ttft_s)
+        if self._tight:
+            ttft_s = min(max(self._tight[0][1], settings.ttft_s / 2), settings.ttft_s)
             wait_s = settings.rt_wait * ttft_s
         intervals = (state.slo.tpot_s for state in running if state.slo.tpot_s is not None)
         return min(wait_s, max(min(intervals, default=wait_s), settings.tpot_s / 2))
