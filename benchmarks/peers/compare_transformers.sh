@@ -9,8 +9,8 @@ out=${1:?usage: compare_transformers.sh OUT_DIR [options]}
 shift
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
-model=$("$python" -c 'from bros.executor.model_store import default_cache_dir, resolve_model
-print(resolve_model(None, default_cache_dir()).folder)')
+model=$out/model
+[ -f "$model/config.json" ] || "$python" benchmarks/peers/export_model.py "$model"
 mkdir -p "$out"
 "$(dirname "$python")/transformers" serve "$model" --device cpu --dtype float32 --port 8101 \
   --continuous-batching > "$out/transformers.log" 2>&1 &

@@ -13,8 +13,8 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
 load=(--rates 0.25 --in-flight 16 --longest-prompt 200 --duration 120 --warm-up 20 --seed 1
       --context 2048 "$@")
-model=$("$python" -c 'from bros.executor.model_store import default_cache_dir, resolve_model
-print(resolve_model(None, default_cache_dir()).folder)')
+model=$out/model
+[ -f "$model/config.json" ] || "$python" benchmarks/peers/export_model.py "$model"
 
 "$python" -m bros bench --policies fcfs,priority,rr,bros --out "$out" \
   --weights fp32 --max-model-len 2048 "${load[@]}"

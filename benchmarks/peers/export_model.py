@@ -1,0 +1,27 @@
+"""Writes the embedded model as a plain Hugging Face folder in fp32, for servers other than bros.
+
+python benchmarks/peers/export_model.py FOLDER
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.executor.transformers_model import load_in_transformers
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def main(folder: Path) -> None:
+    files = resolve_model(None, default_cache_dir())
+    load_in_transformers(files).save_pretrained(folder)
+    for name in _TOKENIZER_FILES:
+        if (files.folder / name).exists():
+            shutil.copy(files.folder / name, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
