@@ -73,7 +73,7 @@ def test_relegated_requests_count_in_the_queue_they_go_to() -> None:
     with pytest.raises(QueueFullError):
         run.submit("late", 300, slo=SLOW)
     by_class = run.scheduler.stats().by_class
-    assert by_class[BE].relegated == 0 and by_class[RT].rejected == 2
+    assert by_class[BE].relegated == 0 and by_class[RT].rejected == 1
     run.scheduler.check_integrity()
 
 
