@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import json
 import multiprocessing
-import os
 import statistics
 from multiprocessing.connection import Connection
 
@@ -29,6 +28,7 @@ from bros.bench.plan import Piece, Planned, Session, Turn
 from bros.bench.records import Outcome
 from bros.core.clock import SystemClock, process_cpu_s
 from bros.core.request import ServiceClass
+from bros.scheduler.profiles import available_cores
 
 TOKENS = 64
 PROMPT = list(range(1000, 1512))
@@ -112,7 +112,7 @@ async def measure(url: str, streams: int, duration_s: float) -> LoadResult:
             client,
             SystemClock(),
             cpu_s=process_cpu_s,
-            cores=os.cpu_count() or 1,
+            cores=available_cores(),
         )
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--rates", default="10,100", help="chunks per second of each stream")
     parser.add_argument("--duration", type=float, default=10.0, help="seconds per rate")
     args = parser.parse_args()
-    cores = os.cpu_count() or 1
+    cores = available_cores()
     table = Table(title=f"{args.streams} streams, and 4 requests/s beside them; {cores} cores")
     for name in ("chunks/s each", "requests", "not whole", "chunks", "of all cores"):
         table.add_column(name, justify="right")
@@ -152,7 +152,7 @@ def main() -> None:
         )
         bad = sum(r.outcome not in (Outcome.COMPLETED, Outcome.OPEN) for r in records)
         cpu_s = health.cpu_share * cores * result.elapsed_s
-        late = (health.late_p50_s, health.late_p99_s, health.late_max_s)
+        late = (health.lateness_p50_s, health.lateness_p99_s, health.lateness_max_s)
         table.add_row(
             f"{rate:g}",
             str(len(records)),

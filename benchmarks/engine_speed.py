@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +24,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from bros.bench.environment import environment as bench_environment
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.plan import StepPlan, StepResult
@@ -185,24 +183,14 @@ def measure(files: ModelFiles, rounds: int, report: Callable[[str], None]) -> di
 
 def environment() -> dict[str, object]:
     """Where the figures come from."""
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    here = bench_environment(SystemClock())
     return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": here.cpu,
+        "cores": here.cores,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "commit": commit,
+        "python": here.python,
+        "commit": here.commit,
         "unix_time": int(time.time()),
     }
 

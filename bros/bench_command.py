@@ -8,12 +8,12 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from bros.bench.capacity import Range, find_capacity
-from bros.bench.cases import Case, cases_of_policy, cases_of_target
+from bros.bench.cases import Case, cases_of_policy, cases_of_target, mixed_scenario
 from bros.bench.dialects import Endpoint, dialect_of
 from bros.bench.environment import environment
 from bros.bench.flags import SCENARIOS
@@ -28,16 +28,18 @@ from bros.bench.running import Measuring, Run, Runner, Target
 from bros.bench.workloads.catalogue import find
 from bros.bench.workloads.fitting import Overlong
 from bros.core.clock import Clock
-from bros.core.config import POLICIES, Config
-from bros.core.config_sources import all_options, load_config, near_matches
+from bros.core.config import Config
+from bros.core.config_sources import given_flags, load_config
 from bros.core.errors import ConfigError
-from bros.core.flag_values import number, rates, whole
+from bros.core.flag_values import number, policies, rates, whole
 from bros.core.request import Slo
 from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import default_cache_dir, resolve_model
 
 WIDTH = 100
 """Columns where the output is no terminal."""
+
+T = TypeVar("T")
 
 _NOT_FOR_SERVERS = ("policy", "host", "port")
 _NOT_SHOWN = ("api_key", "config")
@@ -121,7 +123,7 @@ class _Bench:
         """Every server with its cases, while it runs."""
         settings = self._settings
         if settings.target is not None:
-            classes = settings.target.dialect not in ("transformers", "plain")
+            classes = dialect_of(settings.target.dialect).has_classes
             yield (
                 settings.target,
                 cases_of_target(settings.rates, settings.scenarios, has_classes=classes),
@@ -141,8 +143,8 @@ class _Bench:
                 )
 
     async def _search(self, runner: Runner, target: Target, asked: float, tried: Range) -> None:
-        protected = target.policy != "fcfs" and target.dialect not in ("transformers", "plain")
-        scenario = Scenario.S3 if protected else Scenario.S1
+        classes = dialect_of(target.dialect).has_classes
+        scenario = mixed_scenario(target.policy, has_classes=classes)
 
         async def attempt(rate: float) -> float | None:
             run = await runner.run(Case(scenario, rate))
@@ -213,11 +215,7 @@ def read_settings(
     args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
 ) -> Settings:
     """Raises ConfigError naming the flag that is wrong and what is allowed."""
-    given = {option.name: option for option in all_options() if hasattr(args, option.name)}
-    names = [name for name in ("config", *given) if hasattr(args, name)]
-    flags = {name: getattr(args, name) for name in names}
-    if args.model_argument is not None:
-        flags.setdefault("model", args.model_argument)
+    flags = given_flags(args)
     config = load_config(flags, environ, warn)
     slo = Slo(config.engine.slo_ttft / 1e3, config.engine.slo_tpot / 1e3)
     target = _target(args, config)
@@ -228,13 +226,11 @@ def read_settings(
     rt_rates, capacity = _rates(args, wanted)
     fastest = capacity[1].high if capacity else max((rate or 1.0 for rate in rt_rates), default=1.0)
     wanted = replace(wanted, sessions=max(1, round(fastest * wanted.duration_s)))
-    passed_on = [name for name in names if name not in _NOT_FOR_SERVERS and name != "model"]
-    server_arguments = [text for n in passed_on for text in ("--" + n.replace("_", "-"), flags[n])]
-    if flags.get("model"):
-        server_arguments += ["--model", flags["model"]]
+    passed_on = {name: text for name, text in flags.items() if name not in _NOT_FOR_SERVERS}
+    server_arguments = [part for pair in _by_flag(passed_on).items() for part in pair]
     return Settings(
         config=config,
-        policies=_policies(args.bench_policies),
+        policies=policies("--policies", args.bench_policies),
         target=target,
         scenarios=_scenarios(args.bench_scenarios),
         rates=rt_rates,
@@ -313,15 +309,6 @@ def _rates(
     return (), (asked, Range(found[0], found[-1], found[1] - found[0]))
 
 
-def _policies(text: str) -> tuple[str, ...]:
-    policies = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    for policy in policies:
-        if policy not in POLICIES:
-            near = near_matches(policy, POLICIES)
-            raise ConfigError(f"--policies: {policy!r} is not one of {', '.join(POLICIES)}{near}")
-    return policies
-
-
 def _scenarios(text: str) -> frozenset[Scenario]:
     try:
         return frozenset(Scenario(part.strip().upper()) for part in text.split(","))
@@ -350,7 +337,12 @@ def _shown(
         if name.startswith("bench_") and name != "bench_out"
     }
     given |= {name: text for name, text in sorted(flags.items()) if name not in _NOT_SHOWN}
-    return {"--" + name.replace("_", "-"): _without_folder(value) for name, value in given.items()}
+    return _by_flag({name: _without_folder(value) for name, value in given.items()})
+
+
+def _by_flag(values: Mapping[str, T]) -> dict[str, T]:
+    """Option names as they are written."""
+    return {"--" + name.replace("_", "-"): value for name, value in values.items()}
 
 
 def _without_folder(value: Any) -> Any:

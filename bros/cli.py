@@ -15,7 +15,13 @@ from bros import __version__
 from bros.bench import flags as bench_flags
 from bros.core.clock import SystemClock
 from bros.core.config import Config
-from bros.core.config_sources import add_flags, all_options, load_config, near_matches
+from bros.core.config_sources import (
+    add_flags,
+    all_options,
+    given_flags,
+    load_config,
+    near_matches,
+)
 from bros.core.errors import BrosError, ConfigError
 from bros.simulator import flags as simulate_flags
 
@@ -24,6 +30,12 @@ SOURCES = (
     "Every option can also be set as an environment variable (--max-num-seqs is "
     "BROS_MAX_NUM_SEQS) or in the TOML file given with --config (max_num_seqs = 64). "
     "Flags win over variables, variables over the file."
+)
+_PROFILE = (  # help, usage, description
+    "measure how long steps take on this machine, for some minutes",
+    "bros profile [MODEL] [--out DIR] [--repeats N] [options]",
+    "Measure how long steps of one model take on this machine and store a model "
+    "of that with a picture of how well it fits. Have nothing else running.",
 )
 _COMMAND_FLAGS = ("--url", "--system", "--out", "--repeats")
 INTERRUPTED = 130
@@ -64,7 +76,7 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         from bros.bench_command import run_bench
 
         return run_bench(args, environ, _warn, SystemClock())
-    config = _config(args, environ)
+    config = load_config(given_flags(args), environ, _warn)
     if args.command == "serve":
         # Late: the server's imports take seconds, and --help must not.
         from bros.server.build import serve
@@ -92,19 +104,6 @@ def _chat(args: argparse.Namespace, config: Config) -> int:
     return run_chat(opening, system=args.system)
 
 
-def _config(args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    names = ("config", *(option.name for option in all_options()))
-    flags = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    if args.model_argument is not None:
-        if "model" in flags:
-            raise ConfigError(
-                f"--model: the model is given twice, as {args.model_argument!r} and as "
-                f"{flags['model']!r}; give it once"
-            )
-        flags["model"] = args.model_argument
-    return load_config(flags, environ, _warn)
-
-
 class _Parser(argparse.ArgumentParser):
     """Reports mistakes the way all other errors are reported."""
 
@@ -116,23 +115,34 @@ def _parser() -> _Parser:
     parser = _Parser(prog="bros", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"bros {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    serve = commands.add_parser(
+
+    def add(name: str, help_line: str, usage: str, description: str) -> _Parser:
+        return commands.add_parser(
+            name,
+            help=help_line,
+            usage=usage,
+            description=description,
+            epilog=SOURCES,
+            allow_abbrev=False,
+        )
+
+    serve = add(
         "serve",
-        help="start the OpenAI-compatible server",
-        usage="bros serve [MODEL] [options]",
-        description="Serve one model over an OpenAI-compatible HTTP API.",
-        epilog=SOURCES,
-        allow_abbrev=False,
+        "start the OpenAI-compatible server",
+        "bros serve [MODEL] [options]",
+        "Serve one model over an OpenAI-compatible HTTP API.",
     )
-    chat = commands.add_parser(
+    chat = add(
         "chat",
-        help="talk to a model in the terminal",
-        usage="bros chat [MODEL] [--url URL] [--system TEXT] [options]",
-        description="Talk to a model in the terminal: loaded here, or behind --url.",
-        epilog=SOURCES,
-        allow_abbrev=False,
+        "talk to a model in the terminal",
+        "bros chat [MODEL] [--url URL] [--system TEXT] [options]",
+        "Talk to a model in the terminal: loaded here, or behind --url.",
     )
-    profile, bench = _add_profile(commands), _add_bench(commands)
+    profile = add("profile", *_PROFILE)
+    bench = add("bench", bench_flags.HELP, bench_flags.USAGE, bench_flags.DESCRIPTION)
+    simulate = add(
+        "simulate", simulate_flags.HELP, simulate_flags.USAGE, simulate_flags.DESCRIPTION
+    )
     for command in (serve, chat, profile, bench):
         command.add_argument(
             "model_argument", metavar="MODEL", nargs="?", help="the same as --model"
@@ -141,44 +151,16 @@ def _parser() -> _Parser:
         "--url", help="talk to this OpenAI-compatible server (--api-key is sent if given)"
     )
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    _add_profile_arguments(profile)
     for command in (serve, chat, profile):
         add_flags(command)
-    simulate = commands.add_parser(
-        "simulate",
-        help="compare scheduling policies on a virtual clock",
-        usage=simulate_flags.USAGE,
-        description=simulate_flags.DESCRIPTION,
-        epilog=SOURCES,
-        allow_abbrev=False,
-    )
+    bench_flags.add_arguments(bench)
     simulate_flags.add_arguments(simulate)
     commands.add_parser("version", help="print the versions of bros and what it runs on")
     return parser
 
 
-def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> _Parser:
-    bench = commands.add_parser(
-        "bench",
-        help="measure what hybrid load a server carries within its objectives",
-        usage=bench_flags.USAGE,
-        description=bench_flags.DESCRIPTION,
-        epilog=SOURCES,
-        allow_abbrev=False,
-    )
-    bench_flags.add_arguments(bench)
-    return bench
-
-
-def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> _Parser:
-    profile = commands.add_parser(
-        "profile",
-        help="measure how long steps take on this machine, for some minutes",
-        usage="bros profile [MODEL] [--out DIR] [--repeats N] [options]",
-        description="Measure how long steps of one model take on this machine and store a model "
-        "of that with a picture of how well it fits. Have nothing else running.",
-        epilog=SOURCES,
-        allow_abbrev=False,
-    )
+def _add_profile_arguments(profile: _Parser) -> None:
     profile.add_argument(
         "--out",
         metavar="DIR",
@@ -187,7 +169,6 @@ def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> _Parser:
     profile.add_argument(
         "--repeats", type=_positive, default=5, metavar="N", help="measurements of each step"
     )
-    return profile
 
 
 def _positive(text: str) -> int:

@@ -17,11 +17,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from bros import __version__
 from bros.core.clock import Clock
-from bros.core.config import POLICIES, EngineConfig
-from bros.core.config_sources import load_config, near_matches, options_of
+from bros.core.config import EngineConfig
+from bros.core.config_sources import given_flags, load_config, near_matches
 from bros.core.errors import ConfigError
-from bros.core.flag_values import number, rates, whole
-from bros.scheduler.build import unused_options
+from bros.core.flag_values import number, policies, rates, whole
+from bros.scheduler.build import unused_options, without_effect
 from bros.scheduler.profiles import Profile, available_cores, profile_folders
 from bros.simulator.build import Scenario, check_scenario
 from bros.simulator.devices import device_of, read_profile
@@ -85,11 +85,9 @@ def read_settings(
     args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
 ) -> Settings:
     """Raises ConfigError naming the flag that is wrong and what is allowed."""
-    given = vars(args)
-    names = ("config", *(option.name for option in options_of(EngineConfig)))
-    flags = {name: given[name] for name in names if name in given}
-    policies = _policies(args.simulate_policy)
-    config = load_config({**flags, "policy": policies[0]}, environ, warn)
+    flags = given_flags(args)
+    names = policies("--policy", args.simulate_policy)
+    config = load_config({**flags, "policy": names[0]}, environ, warn)
     engine = config.engine
     data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
     profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
@@ -100,7 +98,7 @@ def read_settings(
         raise ConfigError(f"--warm-up: {warm_up_s:g} s leave nothing of --duration {duration_s:g}")
     scenarios = tuple(
         Scenario(
-            config=_engine_config(engine, policy, alone=len(policies) == 1),
+            config=_engine_config(engine, policy, alone=len(names) == 1),
             device=device,
             rt=load,
             be=BeLoad(whole("--be", args.simulate_be, low=0), args.be_batches),
@@ -113,11 +111,11 @@ def read_settings(
             ),
         )
         for load in _loads(args)
-        for policy in policies
+        for policy in names
     )
     for scenario in scenarios:
         check_scenario(scenario)
-    _warn_of_unused(engine, policies, warn)
+    _warn_of_unused(engine, names, warn)
     jobs = args.simulate_jobs
     return Settings(
         scenarios=scenarios,
@@ -164,15 +162,6 @@ def _scenario_json(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def _policies(text: str) -> list[str]:
-    policies = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    for policy in policies:
-        if policy not in POLICIES:
-            near = near_matches(policy, POLICIES)
-            raise ConfigError(f"--policy: {policy!r} is not one of {', '.join(POLICIES)}{near}")
-    return policies
-
-
 def _engine_config(engine: EngineConfig, policy: str, alone: bool) -> EngineConfig:
     """The options under one of the policies; what only bros can do is not asked of the others."""
     changes = {"policy": policy}
@@ -190,7 +179,7 @@ def _warn_of_unused(
         if _engine_config(engine, policy, alone=len(policies) == 1).overload != engine.overload:
             unused.append("--overload")
         if unused:
-            warn(f"{', '.join(unused)}: without effect, --policy {policy} has no use for it")
+            warn(without_effect(unused, policy))
 
 
 def _loads(args: argparse.Namespace) -> list[RtLoad]:

@@ -30,6 +30,11 @@ class Case(NamedTuple):
         return self.scenario is not Scenario.S1
 
 
+def mixed_scenario(policy: str | None, *, has_classes: bool) -> Scenario:
+    """The most that a server can do for a mixed load. policy: None if it is not known."""
+    return Scenario.S3 if has_classes and policy != _UNPROTECTED else Scenario.S1
+
+
 def cases_of_policy(
     policy: str,
     policies: Sequence[str],
@@ -39,7 +44,7 @@ def cases_of_policy(
     """The runs on a server of our own with `policy`, one of `policies`."""
     alone = _PROTECTED if _PROTECTED in policies else policies[0]
     bound = _UNPROTECTED if _UNPROTECTED in policies else policies[0]
-    mixed = Scenario.S1 if policy == _UNPROTECTED else Scenario.S3
+    mixed = mixed_scenario(policy, has_classes=True)
     wanted: list[Case] = []
     if policy == alone:
         wanted += [Case(Scenario.S0, rate) for rate in rates]
@@ -55,6 +60,6 @@ def cases_of_target(
     """The runs on somebody else's server. has_classes: it can be told what is best-effort."""
     wanted = [Case(Scenario.S0, rate) for rate in rates]
     wanted.append(Case(Scenario.S2, None))
-    mixed = (Scenario.S1, Scenario.S3) if has_classes else (Scenario.S1,)
+    mixed = dict.fromkeys((Scenario.S1, mixed_scenario(None, has_classes=has_classes)))
     wanted += [Case(scenario, rate) for scenario in mixed for rate in rates]
     return [case for case in wanted if case.scenario in scenarios]

@@ -46,6 +46,11 @@ class Dialect:
     force: Callable[[Planned], Fields] | None
     token_ids: bool
 
+    @property
+    def has_classes(self) -> bool:
+        """Whether it can be told what is best-effort."""
+        return self.terms is not _no_terms
+
 
 def _no_terms(planned: Planned) -> Fields:
     return {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from bros import __version__
 from bros.bench.results import Environment
 from bros.core.clock import Clock
-from bros.scheduler.profiles import available_cores
+from bros.scheduler.profiles import available_cores, cpu_name
 
 _SOURCE = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,7 @@ def environment(clock: Clock) -> Environment:
     """Of this machine, now."""
     now = datetime.datetime.fromtimestamp(clock.unix_time(), datetime.UTC)
     return Environment(
-        cpu=_cpu(),
+        cpu=cpu_name(),
         cores=available_cores(),
         memory_bytes=_memory_bytes(),
         python=platform.python_version(),
@@ -28,15 +28,6 @@ def environment(clock: Clock) -> Environment:
         date=now.isoformat(timespec="seconds"),
         commit=_commit(),
     )
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 def _memory_bytes() -> int | None:

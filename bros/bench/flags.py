@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from bros.bench.dialects import DIALECTS, Endpoint
 from bros.core.config import POLICIES
 from bros.core.config_sources import add_flags
 
@@ -12,9 +13,9 @@ DESCRIPTION = (
     "and say how many of the former met their objectives and how much of the latter got done. "
     "Without --target, a bros server is started here for each policy."
 )
+HELP = "measure what hybrid load a server carries within its objectives"
 USAGE = "bros bench [MODEL] [--policies LIST | --target URL] [--rates RATES] [options]"
 SCENARIOS = "S0,S1,S2,S3"
-DIALECTS = ("bros", "vllm", "sglang", "transformers", "plain")
 RT_CHOICES = (
     "lmsys, sharegpt, toolbench, embodied, programming, video, loogle, multiturn, azure:FILE, "
     "mooncake:FILE, burstgpt:FILE or sharegpt:FILE"
@@ -40,7 +41,7 @@ _OWN = (  # flag, metavar, default, help
     ("--zipf", "X", "0", "how unequally popular shared prefixes are; 0: all the same"),
     ("--speed", "X", "1", "play a trace X times as fast"),
     ("--scale", "X", "1", "multiply all lengths by X, at most 1"),
-    ("--endpoint", "NAME", "completions", "completions or chat"),
+    ("--endpoint", "NAME", Endpoint.COMPLETIONS.value, " or ".join(Endpoint)),
     ("--context", "N", None, "most tokens of prompt and answer (default: the server says)"),
     ("--capacity", "SHARE", None, "also search the highest of --rates (a range) at which this "
      "share of real-time requests, e.g. 0.99, meets both objectives"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from bros.bench.client import Now, Prepared
+from bros.bench.health import ClientHealth
 from bros.bench.plan import Planned, Session
 from bros.bench.records import Outcome, Record
 from bros.core.clock import Clock
@@ -64,21 +65,6 @@ class HealthLimits:
 
     late_p99_s: float = 0.010
     cpu_share: float = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientHealth:
-    """Whether the client did what was planned.
-
-    late_*_s: how long after it was due a request of a session was sent (0 without any).
-    cpu_share: of all cores, used by this process. fell_behind: a limit was exceeded.
-    """
-
-    late_p50_s: float
-    late_p99_s: float
-    late_max_s: float
-    cpu_share: float
-    fell_behind: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,9 +244,9 @@ def _health(lateness_s: list[float], share: float, limits: HealthLimits) -> Clie
     lateness_s = sorted(lateness_s) or [0.0]
     p50, p99 = (lateness_s[math.ceil(q * len(lateness_s)) - 1] for q in (0.5, 0.99))
     return ClientHealth(
-        late_p50_s=p50,
-        late_p99_s=p99,
-        late_max_s=lateness_s[-1],
+        lateness_p50_s=p50,
+        lateness_p99_s=p99,
+        lateness_max_s=lateness_s[-1],
         cpu_share=share,
         fell_behind=p99 > limits.late_p99_s or share > limits.cpu_share,
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
+from bros.bench.health import ClientHealth
 from bros.bench.metrics import ClassMetrics, RtTax, RunMetrics, be_efficiency, rt_tax
 from bros.bench.vllm_fields import NAMES
 from bros.core.errors import BrosError
@@ -68,21 +69,6 @@ class Environment:
     bros: str
     date: str
     commit: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientHealth:
-    """Whether the client kept its own schedule.
-
-    lateness: sent minus due, of all requests; None if nothing was sent. cpu_share: processor
-    time of the client per second and core of the machine.
-    """
-
-    lateness_p50_s: float | None
-    lateness_p99_s: float | None
-    lateness_max_s: float | None
-    cpu_share: float
-    fell_behind: bool
 
 
 class Sample(NamedTuple):

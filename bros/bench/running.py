@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,12 +20,13 @@ from bros.bench.planning import Plan, Wanted, make_plan, text_seed
 from bros.bench.probe import Probe
 from bros.bench.prompts import Prompts
 from bros.bench.records import Record
-from bros.bench.results import ClientHealth, Sample, ScenarioResult
+from bros.bench.results import Sample, ScenarioResult
 from bros.bench.scrape import difference
 from bros.core.clock import Clock, process_cpu_s
 from bros.core.errors import ConfigError
 from bros.core.request import Slo
 from bros.engine.tokenizer import Tokenizer
+from bros.scheduler.profiles import available_cores
 
 _SETTLE_S = 60.0
 """How long a server may take to finish what was left of the run before."""
@@ -93,6 +93,9 @@ class Runner:
         self._tokenizer = tokenizer
         self._clock = clock
         self._view = view
+        # Of the tokens around a prompt, which the context has to hold as well.
+        chat = measuring.endpoint is Endpoint.CHAT
+        self._added_tokens = Prompts(tokenizer, wanted.seed).added_tokens(chat=chat)
 
     async def run(self, case: Case) -> Run:
         """Raises NoServerError if the server does not answer when the run begins, ConfigError."""
@@ -117,10 +120,7 @@ class Runner:
                    plan.notes)  # fmt: skip
 
     def _plan(self, case: Case, context: int | None) -> Plan:
-        endpoint = self._measuring.endpoint
-        prompts = Prompts(self._tokenizer, self._wanted.seed)
-        added = prompts.added_tokens(chat=endpoint is Endpoint.CHAT)
-        usable = (context or _DEFAULT_CONTEXT) - added
+        usable = (context or _DEFAULT_CONTEXT) - self._added_tokens
         plan = make_plan(self._wanted, case, usable, self._tokenizer)
         if not plan.sessions and not plan.in_flight:
             raise ConfigError("there is nothing to send: neither a rate nor requests in flight")
@@ -153,7 +153,7 @@ class Runner:
                     client,
                     self._clock,
                     cpu_s=process_cpu_s,
-                    cores=os.cpu_count() or 1,
+                    cores=available_cores(),
                     on_progress=on_progress,
                     progress_s=_PROGRESS_S,
                 )
@@ -182,7 +182,6 @@ class Runner:
         window: Window,
         timeline: tuple[Sample, ...],
     ) -> ScenarioResult:
-        health = driven.health
         return ScenarioResult(
             scenario=case.scenario,
             target=self._target.name,
@@ -193,13 +192,7 @@ class Runner:
             be_load=plan.be_label,
             plan_digest=plan.digest,
             metrics=measure(driven.records, self._measuring.slo, window),
-            client=ClientHealth(
-                lateness_p50_s=health.late_p50_s,
-                lateness_p99_s=health.late_p99_s,
-                lateness_max_s=health.late_max_s,
-                cpu_share=health.cpu_share,
-                fell_behind=health.fell_behind,
-            ),
+            client=driven.health,
             timeline=timeline,
         )
 

@@ -129,6 +129,24 @@ def _metavar(option: Option) -> str:
     return "TEXT" if option.kind is str else "N"
 
 
+def given_flags(args: argparse.Namespace) -> dict[str, str]:
+    """What load_config takes, from what was parsed; a MODEL argument counts as --model.
+
+    Raises ConfigError if the model is given twice.
+    """
+    names = ("config", *(option.name for option in all_options()))
+    flags: dict[str, str] = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    model = getattr(args, "model_argument", None)
+    if model is not None:
+        if "model" in flags:
+            raise ConfigError(
+                f"--model: the model is given twice, as {model!r} and as {flags['model']!r}; "
+                "give it once"
+            )
+        flags["model"] = model
+    return flags
+
+
 def load_config(
     flags: Mapping[str, str], environ: Mapping[str, str], warn: Callable[[str], None]
 ) -> Config:

@@ -1,7 +1,9 @@
-"""Numbers as they are written on the command line."""
+"""Values as they are written on the command line: numbers, and lists of them or of policies."""
 
 from __future__ import annotations
 
+from bros.core.config import POLICIES
+from bros.core.config_sources import near_matches
 from bros.core.errors import ConfigError
 
 RANGE_VALUES = 5
@@ -26,6 +28,16 @@ def rates(flag: str, text: str) -> list[float]:
     if count > _MAX_RATES:
         raise ConfigError(f"{flag}: {text!r} are {count} rates; at most {_MAX_RATES}")
     return [round(low + i * step, 9) for i in range(count)]
+
+
+def policies(flag: str, text: str) -> tuple[str, ...]:
+    """`fcfs,bros`, each once. Raises ConfigError for a name that is none."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in POLICIES:
+            near = near_matches(name, POLICIES)
+            raise ConfigError(f"{flag}: {name!r} is not one of {', '.join(POLICIES)}{near}")
+    return names
 
 
 def number(flag: str, text: str, low: float | None = None, above: float | None = None) -> float:

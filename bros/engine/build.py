@@ -13,7 +13,12 @@ from bros.engine.engine import Engine
 from bros.engine.profiling import step_time_model
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
-from bros.scheduler.build import build_scheduler, needs_cost_model, unused_options
+from bros.scheduler.build import (
+    build_scheduler,
+    needs_cost_model,
+    unused_options,
+    without_effect,
+)
 
 
 def build_engine(
@@ -36,7 +41,7 @@ def build_engine(
     info = dataclasses.replace(info, default_slo=slo)
     unused = unused_options(config)
     if unused:
-        report(f"{', '.join(unused)}: without effect, --policy {config.policy} has no use for it")
+        report(without_effect(unused, config.policy))
     model = None
     if needs_cost_model(config):
         model = step_time_model(config, executor, info, clock, profiles, report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
@@ -42,6 +42,11 @@ def unused_options(config: EngineConfig) -> list[str]:
     defaults = EngineConfig()
     changed = (name for name in _BROS_ONLY if getattr(config, name) != getattr(defaults, name))
     return ["--" + name.replace("_", "-") for name in changed]
+
+
+def without_effect(flags: Sequence[str], policy: str) -> str:
+    """What to say about them."""
+    return f"{', '.join(flags)}: without effect, --policy {policy} has no use for it"
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo, model: CostModel | None) -> Scheduler:
@@ -96,19 +101,20 @@ def _policy(
         rules=Rules.paper() if config.packing == "paper" else Rules(),
     )
 
-    def expected_tokens(state: RequestState) -> int:
-        """Output tokens still to come: the class's recent mean, but never more than can come."""
-        mean = counters[state.service_class].mean_output_tokens or _UNKNOWN_OUTPUT_TOKENS
-        longest = state.max_length - len(state.token_ids)
-        return max(min(round(mean) - state.num_outputs, longest), min(longest, 1))
+    def expected_tokens(state: RequestState, least: float = 0.0) -> int:
+        """Output tokens still to come: the class's recent mean, but never more than can come.
 
-    def likely_tokens(state: RequestState) -> int:
-        """The same for who has to wait for its end: one that is longer than most is not about
-        to end, it may have as much to come again."""
+        least: share of the mean that is to come in any case.
+        """
         mean = counters[state.service_class].mean_output_tokens or _UNKNOWN_OUTPUT_TOKENS
         longest = state.max_length - len(state.token_ids)
-        return max(min(round(max(mean - state.num_outputs, mean / 2)), longest), min(longest, 1))
+        to_come = max(round(mean) - state.num_outputs, round(least * mean))
+        return max(min(to_come, longest), min(longest, 1))
+
+    def patient_tokens(state: RequestState) -> int:
+        """For who waits for its end: an answer longer than most is not about to end."""
+        return expected_tokens(state, least=0.5)
 
     room = Room(config.max_num_seqs, info.num_kv_blocks * info.block_size)
-    guard = OverloadGuard(config.overload, predictor, room, likely_tokens)
+    guard = OverloadGuard(config.overload, predictor, room, patient_tokens)
     return BrosPolicy(settings, predictor, guard, expected_tokens)

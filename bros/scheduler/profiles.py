@@ -335,7 +335,7 @@ def device_slug(device: str, cores: int) -> str:
     """
     if device != "cpu":
         return _slug(device)
-    return _slug(f"{_cpu_name()} {cores} threads")
+    return _slug(f"{cpu_name()} {cores} threads")
 
 
 def available_cores() -> int:
@@ -343,7 +343,8 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Of the processor, as its maker writes it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -24,7 +24,7 @@ from bros.scheduler.memory import TrialMemory
 from bros.scheduler.packing import pack
 from bros.scheduler.policies import Policy
 from bros.scheduler.queues import Queues
-from bros.scheduler.state import RequestState
+from bros.scheduler.state import RequestState, arrived_s
 from bros.scheduler.steps import StepLedger
 
 _MAX_TRACES = 1000
@@ -164,7 +164,7 @@ class Scheduler:
         ttft_s = self._objectives(newcomer, ServiceClass.RT).ttft_s
         if ttft_s is None:
             return False
-        due_s = (min(newcomer.arrival_s, now) or now) + ttft_s
+        due_s = arrived_s(newcomer, now) + ttft_s
         tokens, steps = len(newcomer.prompt_token_ids), self._steps
         return self._policy.makes_way(steps.packing, steps.began_s, tokens, due_s, now)
 

@@ -18,6 +18,11 @@ _MAX_GAP = 1.5
 """Longest time to the next token that is planned for, in objectives; see paced_deadline_s."""
 
 
+def arrived_s(request: EngineRequest, now: float) -> float:
+    """When it arrived, by its own account; now if it gives none, or one in the future."""
+    return min(request.arrival_s, now) or now
+
+
 class RequestState:
     """One request from submission to its last token.
 
@@ -75,7 +80,7 @@ class RequestState:
         self.rank: Rank = (arrival_index,)  # until a policy has its say
         self.queue_key: Rank = self.rank
         self.late = False
-        self.record = RequestRecord(min(request.arrival_s, now) or now, slo)
+        self.record = RequestRecord(arrived_s(request, now), slo)
         self.deadline_s = self.record.due_s
         limit = self.prompt_len + params.max_tokens if params.max_tokens else max_length
         self.max_length = min(limit, max_length)

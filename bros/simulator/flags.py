@@ -12,6 +12,7 @@ DESCRIPTION = (
     "Run the scheduler on a virtual clock: requests come as they would, steps take the time that "
     "a profile says, nothing is computed. The same seed gives the same result everywhere."
 )
+HELP = "compare scheduling policies on a virtual clock"
 USAGE = "bros simulate [--policy LIST] [--rt-rate RATES | --trace FILE] [--be N] [options]"
 DEFAULT_POLICIES = "bros,priority,fcfs"
 DEFAULT_PROFILE = "1x-h200/llama-3-8b-fp16"

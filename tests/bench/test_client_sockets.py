@@ -277,4 +277,4 @@ async def test_times_over_a_real_connection() -> None:
     assert min(lags) >= 0
     assert median(lags) < 0.005
     assert median(ways) < 0.1  # no request waits for another one's connection
-    assert result.health.late_p50_s < 0.005
+    assert result.health.lateness_p50_s < 0.005

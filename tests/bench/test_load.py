@@ -335,7 +335,7 @@ def test_request_that_fell_due_while_the_client_hung_is_a_record() -> None:
 
     result = run_virtual(main)
     assert times(result) == {"a": (0.5, 0.5, None), "b": (1.8, None, None), "c": (1.9, None, None)}
-    assert result.health.late_max_s == pytest.approx(6.0 - 1.8)
+    assert result.health.lateness_max_s == pytest.approx(6.0 - 1.8)
 
 
 def test_client_that_is_too_slow_says_so() -> None:
@@ -351,9 +351,9 @@ def test_client_that_is_too_slow_says_so() -> None:
     late = [record.sent_s - record.due_s for record in result.records if record.sent_s is not None]
     assert len(late) == 4
     health = result.health
-    assert health.late_max_s == pytest.approx(max(late)) == pytest.approx(health.late_p99_s)
-    assert health.late_max_s > 0.1
-    assert health.late_p50_s == pytest.approx(sorted(late)[1])
+    assert health.lateness_max_s == pytest.approx(max(late)) == pytest.approx(health.lateness_p99_s)
+    assert health.lateness_max_s > 0.1
+    assert health.lateness_p50_s == pytest.approx(sorted(late)[1])
     assert health.fell_behind
 
 
@@ -364,7 +364,7 @@ def test_prompts_are_written_before_their_time() -> None:
 
     load = Load(duration_s=9.0, sessions=[at(2.0, "a"), at(5.0, "b", "c", think_s=1.0)])
     health = run(load, lambda _: answer(1, 0.1), rendered=slowly).health
-    assert (health.late_max_s, health.fell_behind) == (pytest.approx(0.0, abs=1e-7), False)
+    assert (health.lateness_max_s, health.fell_behind) == (pytest.approx(0.0, abs=1e-7), False)
 
 
 def test_requests_that_were_due_but_never_sent_are_records_and_late() -> None:
@@ -380,7 +380,7 @@ def test_requests_that_were_due_but_never_sent_are_records_and_late() -> None:
     assert {"a", "b", "c"} == outcomes(result).keys()
     assert set(outcomes(result).values()) == {Outcome.OPEN}
     assert result.health.fell_behind
-    assert result.health.late_max_s >= 3.0
+    assert result.health.lateness_max_s >= 3.0
 
 
 @pytest.mark.parametrize(
