@@ -29,12 +29,9 @@ from bros.simulator.flags import DEFAULT_PROFILE
 from bros.simulator.metrics import Report
 from bros.simulator.sim_executor import Disturbance
 from bros.simulator.sweep import run_sweep
-from bros.simulator.tables import print_reports
+from bros.simulator.tables import print_reports, wide
 from bros.simulator.traces import read_azure_trace
 from bros.simulator.workload import RT_SIZES, BeLoad, PoissonLoad, RtLoad, TraceLoad
-
-WIDTH = 100
-"""Columns where the output is no terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +56,7 @@ def run_simulate(
     Raises ConfigError for a wrong option.
     """
     settings = read_settings(args, environ, warn)
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = wide(console)
     start_s = clock.now()
     with _progress(len(settings.scenarios)) as told:
         reports = run_sweep(settings.scenarios, settings.jobs, told)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bros.bench.results import Tried
+from bros.simulator.metrics import Share
 
-Attempt = Callable[[float], Awaitable[float | None]]
-"""Requests per second in, attainment out; None if nothing was decided."""
+Attempt = Callable[[float], Awaitable[Share]]
+"""Requests per second in; out, how many of them met both objectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ async def find_capacity(attempt: Attempt, rates: Range, asked: float) -> Capacit
     tried: list[Tried] = []
     verdicts: dict[int, bool] = {}
     while (index := next_index(verdicts, rates.count)) is not None:
-        share = await attempt(rates.rate(index))
-        tried.append(Tried(rate=rates.rate(index), attainment=share))
-        verdicts[index] = share is not None and share >= asked
+        rate = rates.rate(index)
+        tried.append(Tried(rate=rate, both_met=await attempt(rate)))
+        verdicts[index] = tried[-1].keeps(asked)
     passed = [index for index, good in verdicts.items() if good]
     return Capacity(rates.rate(max(passed)) if passed else None, tuple(tried))
 

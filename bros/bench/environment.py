@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 from bros import __version__
 from bros.bench.results import Environment
 from bros.core.clock import Clock
 from bros.scheduler.profiles import available_cores, cpu_name
+
+_PACKAGES = ("aiohttp", "numpy", "tokenizers", "torch", "transformers")
+"""What the time of servers and of the client depends on."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
 
@@ -27,7 +33,15 @@ def environment(clock: Clock) -> Environment:
         bros=__version__,
         date=now.isoformat(timespec="seconds"),
         commit=_commit(),
+        packages=dict(_packages()),
     )
+
+
+def _packages() -> Iterator[tuple[str, str]]:
+    """Those that are there, read without importing them."""
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
 
 
 def _memory_bytes() -> int | None:

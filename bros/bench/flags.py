@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from bros.bench.dialects import DIALECTS, Endpoint
+from bros.bench.workloads.names import NAMES
 from bros.core.config import POLICIES
 from bros.core.config_sources import add_flags
 
@@ -16,10 +17,6 @@ DESCRIPTION = (
 HELP = "measure what hybrid load a server carries within its objectives"
 USAGE = "bros bench [MODEL] [--policies LIST | --target URL] [--rates RATES] [options]"
 SCENARIOS = "S0,S1,S2,S3"
-RT_CHOICES = (
-    "lmsys, sharegpt, toolbench, embodied, programming, video, loogle, multiturn, azure:FILE, "
-    "mooncake:FILE, burstgpt:FILE or sharegpt:FILE"
-)
 
 _OWN = (  # flag, metavar, default, help
     ("--policies", "LIST", "fcfs,bros", f"policies to compare, of {', '.join(POLICIES)}"),
@@ -31,8 +28,8 @@ _OWN = (  # flag, metavar, default, help
     ("--scenarios", "LIST", SCENARIOS, "S0 real-time alone, S1 mixed and unprotected, "
      "S2 best-effort alone, S3 mixed and protected"),
     ("--rates", "RATES", "0.25", "real-time requests per second: 0.5, or 0.1,0.3, or 0.1:0.5:0.1"),
-    ("--rt", "NAME", "lmsys", f"real-time requests: {RT_CHOICES}"),
-    ("--be", "NAME", "synthetic", "best-effort requests: the same names, or synthetic"),
+    ("--rt", "NAME", "lmsys", f"real-time requests: {', '.join(NAMES)}"),
+    ("--be", "NAME", "synthetic", "best-effort requests: the same names"),
     ("--in-flight", "N", "16", "best-effort requests in flight"),
     ("--duration", "SECONDS", "120", "of each run"),
     ("--warm-up", "SECONDS", "20", "at the beginning of each run that do not count"),
@@ -46,11 +43,17 @@ _OWN = (  # flag, metavar, default, help
     ("--capacity", "SHARE", None, "also search the highest of --rates (a range) at which this "
      "share of real-time requests, e.g. 0.99, meets both objectives"),
     ("--out", "DIR", "bench", "folder for the report"),
+    ("--report-only", "DIR", None, "run nothing: write the report in DIR anew from its "
+     "result.json"),
 )  # fmt: skip
 _SWITCHES = (
     ("--natural", "let answers end by themselves instead of after the planned tokens"),
     ("--skip-overlong", "leave out requests that do not fit the context instead of cutting them"),
-    ("--append", "add to the report that is in --out, e.g. of another server"),
+    (
+        "--append",
+        "add to the report that is in --out, e.g. of another server; a run of the "
+        "same scenario, server, policy and rate takes the place of the old one",
+    ),
 )
 FLAGS = (*(flag for flag, *_ in _OWN), *(flag for flag, _ in _SWITCHES))
 

@@ -10,7 +10,7 @@ class ClientHealth:
     """Whether the client kept its own schedule.
 
     lateness: sent minus due, of the requests of sessions (0 without any); None if not known.
-    cpu_share: of all cores, used by the client's process. fell_behind: a limit was exceeded.
+    cpu_share: of all cores, used by the client's process. fell_behind: p99 was too late.
     """
 
     lateness_p50_s: float | None

@@ -24,6 +24,9 @@ PREPARE_AHEAD_S = 1.0
 """Prompts of sessions are written so long before they are due, out of the way of the sending. The
 run begins so long after `drive` is called, for the sake of the first ones."""
 
+MAX_LATE_P99_S = 0.010
+"""A client that sends later than this has not sent the load that was asked for."""
+
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 """After each failure in a row a lane of the backlog rests twice as long as before."""
@@ -60,14 +63,6 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HealthLimits:
-    """Above these the client has disturbed the measurement. cpu_share: of all cores."""
-
-    late_p99_s: float = 0.010
-    cpu_share: float = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
     """records: of all requests that were due, in the order they were. elapsed_s: of the run, with
     what was drained; less than planned if it was stopped."""
@@ -91,7 +86,6 @@ async def drive(
     *,
     cpu_s: Callable[[], float],
     cores: int,
-    limits: HealthLimits = HealthLimits(),
     on_progress: OnProgress | None = None,
     progress_s: float = 0.5,
     stop: asyncio.Event | None = None,
@@ -110,7 +104,7 @@ async def drive(
         records=sorted(run.records, key=lambda record: record.due_s),
         started_unix_s=started_unix_s,
         elapsed_s=elapsed_s,
-        health=_health(run.lateness_s(), share, limits),
+        health=_health(run.lateness_s(), share),
     )
 
 
@@ -240,7 +234,7 @@ class _Run:
         self._open_loop += late
 
 
-def _health(lateness_s: list[float], share: float, limits: HealthLimits) -> ClientHealth:
+def _health(lateness_s: list[float], share: float) -> ClientHealth:
     lateness_s = sorted(lateness_s) or [0.0]
     p50, p99 = (lateness_s[math.ceil(q * len(lateness_s)) - 1] for q in (0.5, 0.99))
     return ClientHealth(
@@ -248,5 +242,5 @@ def _health(lateness_s: list[float], share: float, limits: HealthLimits) -> Clie
         lateness_p99_s=p99,
         lateness_max_s=lateness_s[-1],
         cpu_share=share,
-        fell_behind=p99 > limits.late_p99_s or share > limits.cpu_share,
+        fell_behind=p99 > MAX_LATE_P99_S,
     )

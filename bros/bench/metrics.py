@@ -41,6 +41,9 @@ from bros.bench.vllm_fields import vllm_fields
 from bros.core.request import ServiceClass, Slo
 from bros.simulator.metrics import Share
 
+ATTAINMENTS = ("ttft_met", "tpot_met", "both_met")
+"""Shares of requests that met their objectives, in ClassMetrics."""
+
 _MOST_REASONS = 5
 _OTHER_REASONS = "other reasons"
 _RELEGATED_TIER = "flex"

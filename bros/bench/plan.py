@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from bros.core.request import ServiceClass, Slo
@@ -89,10 +89,18 @@ class Backlog(Protocol):
 
 
 def digest(sessions: Sequence[Session], backlog: Sequence[Planned]) -> str:
-    """A hash of everything: equal only if two plans are the same to the byte."""
+    """A hash of everything but objectives: equal only if plans are the same to the byte.
+
+    Objectives do not change what there is to do, and not every server is told of them.
+    """
     hashed = hashlib.sha256()
     for session in sessions:
-        hashed.update(repr(session).encode())
+        turns = tuple(turn._replace(request=_without_slo(turn.request)) for turn in session.turns)
+        hashed.update(repr(session._replace(turns=turns)).encode())
     for request in backlog:
-        hashed.update(repr(request).encode())
+        hashed.update(repr(_without_slo(request)).encode())
     return hashed.hexdigest()
+
+
+def _without_slo(request: Planned) -> Planned:
+    return replace(request, slo=Slo())

@@ -16,11 +16,12 @@ from bros.bench.workloads.catalogue import find
 from bros.bench.workloads.content import texts_of
 from bros.bench.workloads.fitting import FitCounts, FittedBacklog, Fitter, Overlong, fit
 from bros.bench.workloads.loops import ClosedLoop, OpenLoop, Terms
+from bros.bench.workloads.names import TRACES
 from bros.bench.workloads.sharegpt import Encoder
 from bros.core.request import ServiceClass, Slo
 
 _DIGESTED = 256
-"""So many requests of a backlog, which is endless, make its part of the digest (and of notes)."""
+"""So many requests of a backlog, which is endless, make its digest (and its notes)."""
 
 _GROUPED = 1000
 """A backlog has as many groups with common prefixes as so many requests would have."""
@@ -30,7 +31,7 @@ _GROUPED = 1000
 class Wanted:
     """What is to be sent.
 
-    rt, be: names of catalogue.NAMES. in_flight: best-effort requests. longest_prompt: of
+    rt, be: of workloads.names.NAMES. in_flight: best-effort requests. longest_prompt: of
     real-time requests, in tokens; longer ones are cut. forced: answers have exactly the planned
     lengths. sessions: about so many of the longest run, which decides how many groups share
     prefixes. speed: of a trace. factor, overlong: how plans are fitted to the context of the
@@ -54,7 +55,11 @@ class Wanted:
 
 
 class Plan(NamedTuple):
-    """One run. rate: sessions per second; None without any. notes: for people."""
+    """One run.
+
+    rate: sessions per second; None without any. rt_digest, be_digest: plan.digest of the sessions
+    and of the first of the backlog, empty without. notes: for people.
+    """
 
     sessions: Sequence[Session]
     backlog: Iterator[Planned]
@@ -63,7 +68,8 @@ class Plan(NamedTuple):
     rt_label: str
     be_label: str
     texts: Mapping[str, str]
-    digest: str
+    rt_digest: str
+    be_digest: str
     notes: tuple[str, ...]
 
 
@@ -87,7 +93,8 @@ def make_plan(wanted: Wanted, case: Case, context: int, tokenizer: Encoder) -> P
         rt_label=rt_label,
         be_label=backlog.label if backlog else "",
         texts={**rt_texts, **texts_of(backlog)},
-        digest=digest(sessions, first),
+        rt_digest=digest(sessions, ()) if sessions else "",
+        be_digest=digest((), first) if first else "",
         notes=notes,
     )
 
@@ -100,7 +107,8 @@ def text_seed(seed: int, case: Case) -> int:
 
 def has_own_times(name: str) -> bool:
     """Whether a workload brings its own arrival times, so that it has no rate."""
-    return name.partition(":")[0] in ("azure", "mooncake", "burstgpt") and ":" in name
+    kind, colon, _ = name.partition(":")
+    return bool(colon) and kind in TRACES
 
 
 class _RealTime(NamedTuple):

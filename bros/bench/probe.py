@@ -60,6 +60,15 @@ class Probe:
         names = ", ".join(model.name for model in models) or "nothing"
         raise NoServerError(f"{self._base} does not serve {wanted!r}; it serves {names}")
 
+    async def version(self) -> str | None:
+        """What `/version` says, as bros and vLLM have it; None where that is not known."""
+        try:
+            status, text = await self._get("/version")
+            version = json.loads(text)["version"] if status == 200 else None
+        except (NoServerError, ValueError, KeyError, TypeError):
+            return None
+        return version if isinstance(version, str) else None
+
     async def metrics(self) -> dict[str, float]:
         """Those of scrape.SAMPLED that it has; empty if it has none or does not answer."""
         try:

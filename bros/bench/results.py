@@ -1,7 +1,8 @@
 """A whole comparison as plain data, and as JSON.
 
 In JSON every run, and every class in it, has our figures and beside them those of
-`vllm bench serve` under its names (vllm_fields.py): milliseconds there, seconds in ours.
+`vllm bench serve` under its names (vllm_fields.py): milliseconds there, seconds in ours. Shares of
+requests have their 95 % interval (confidence.py) beside them.
 """
 
 from __future__ import annotations
@@ -11,17 +12,26 @@ import json
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
+from bros.bench.confidence import likely
 from bros.bench.health import ClientHealth
-from bros.bench.metrics import ClassMetrics, RtTax, RunMetrics, be_efficiency, rt_tax
+from bros.bench.metrics import (
+    ATTAINMENTS,
+    ClassMetrics,
+    RtTax,
+    RunMetrics,
+    be_efficiency,
+    rt_tax,
+)
 from bros.bench.vllm_fields import NAMES
 from bros.core.errors import BrosError
 from bros.core.request import ServiceClass, Slo
+from bros.simulator.metrics import Share
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _VLLM = "vllm"
 
 
@@ -60,7 +70,10 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The client's machine. memory_bytes, commit: None if not known. date: as text, any form."""
+    """The client's machine. memory_bytes, commit: None if not known. date: as text, any form.
+
+    packages: versions of what bros uses, by name.
+    """
 
     cpu: str
     cores: int
@@ -68,7 +81,21 @@ class Environment:
     python: str
     bros: str
     date: str
-    commit: str | None = None
+    commit: str | None
+    packages: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What made a run: a command of `bros bench`, where and with what.
+
+    settings: options by flag. seed: of the plans. slo: what real-time requests are held to.
+    """
+
+    environment: Environment
+    settings: dict[str, str | int | float | bool | None]
+    seed: int
+    slo: Slo
 
 
 class Sample(NamedTuple):
@@ -83,21 +110,30 @@ class ScenarioResult:
     """One run.
 
     target: the server, by a name for people. policy: None if that is not known. rt_rate:
-    real-time requests per second, None without. be_load, rt_load: for people. plan_digest: of
-    what was sent (plan.digest). timeline: empty if the server says nothing.
+    real-time requests per second, None without. be_load, rt_load: for people. rt_digest,
+    be_digest: of what was sent (planning.Plan). server_version, timeline: None and empty if the
+    server says nothing.
     """
 
+    command: Command
     scenario: Scenario
     target: str
     dialect: str
     policy: str | None
     rt_rate: float | None
-    plan_digest: str
+    rt_digest: str
+    be_digest: str
     metrics: RunMetrics
     client: ClientHealth
     rt_load: str = ""
     be_load: str = ""
+    server_version: str | None = None
     timeline: tuple[Sample, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """A comparison has one run of each."""
+        return (self.scenario, self.target, self.policy, self.rt_rate)
 
     @property
     def rt(self) -> ClassMetrics:
@@ -110,33 +146,64 @@ class ScenarioResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """attainment: share of real-time requests within both objectives, None of none."""
+    """both_met: real-time requests within both objectives."""
 
     rate: float
-    attainment: float | None
+    both_met: Share
+
+    def keeps(self, asked: float) -> bool:
+        """Whether so many were within them; not if nothing was decided."""
+        return self.both_met.value is not None and self.both_met.value >= asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityResult:
     """The highest rate tried at which at least `asked` were within both objectives; None: none."""
 
+    command: Command
     target: str
     policy: str | None
     asked: float
     rate: float | None
     tried: tuple[Tried, ...]
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """A comparison has one search of each."""
+        return (self.target, self.policy, self.asked)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """settings: options by name. seeds: of the plans. slo: what real-time requests are held to."""
+    """Runs of one or several commands. files: plain names of those that were written beside it."""
 
-    environment: Environment
-    settings: dict[str, str | int | float | bool | None]
-    seeds: tuple[int, ...]
-    slo: Slo
     results: tuple[ScenarioResult, ...]
     capacities: tuple[CapacityResult, ...] = ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def commands(self) -> list[Command]:
+        """Those that made the runs, in the order of the runs."""
+        found: list[Command] = []
+        for result in self.results:
+            if result.command not in found:
+                found.append(result.command)
+        return found
+
+    @property
+    def objectives(self) -> list[Slo]:
+        """All that real-time requests were held to."""
+        return list(dict.fromkeys(command.slo for command in self.commands))
+
+    def with_run(self, new: ScenarioResult) -> BenchResult:
+        """`new` at the end, instead of a run of the same key."""
+        kept = [old for old in self.results if old.key != new.key]
+        return replace(self, results=(*kept, new))
+
+    def with_capacity(self, new: CapacityResult) -> BenchResult:
+        """`new` at the end, instead of a search of the same key."""
+        kept = [old for old in self.capacities if old.key != new.key]
+        return replace(self, capacities=(*kept, new))
 
     def alone(self, result: ScenarioResult) -> ScenarioResult | None:
         """S0 at the same rate on the same server, if possible with the same policy."""
@@ -203,6 +270,8 @@ def _encode(value: Any) -> Any:
                 tree.update(encoded)
             else:
                 tree[field.name] = encoded
+            if field.name in ATTAINMENTS and (interval := likely(getattr(value, field.name))):
+                encoded.update(interval._asdict())
         return tree
     if isinstance(value, Mapping):
         return {str(_encode(key)): _encode(item) for key, item in value.items()}

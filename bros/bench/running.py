@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bros.bench.cases import Case
@@ -20,11 +20,10 @@ from bros.bench.planning import Plan, Wanted, make_plan, text_seed
 from bros.bench.probe import Probe
 from bros.bench.prompts import Prompts
 from bros.bench.records import Record
-from bros.bench.results import Sample, ScenarioResult
+from bros.bench.results import Command, Sample, ScenarioResult
 from bros.bench.scrape import difference
 from bros.core.clock import Clock, process_cpu_s
 from bros.core.errors import ConfigError
-from bros.core.request import Slo
 from bros.engine.tokenizer import Tokenizer
 from bros.scheduler.profiles import available_cores
 
@@ -50,12 +49,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
-    """How runs are measured. warm_up_s: not counted. slo: what real-time requests are held to.
+    """How runs are measured. command: says by which objectives. warm_up_s: not counted.
 
     context: most tokens of prompt and answer; None asks the server.
     """
 
-    slo: Slo
+    command: Command
     warm_up_s: float
     endpoint: Endpoint = Endpoint.COMPLETIONS
     context: int | None = None
@@ -76,7 +75,7 @@ View = Callable[[str], AbstractContextManager[OnProgress]]
 
 
 class Runner:
-    """Runs cases on one target. Use it inside `connected`."""
+    """Runs cases on one target."""
 
     def __init__(
         self,
@@ -102,6 +101,7 @@ class Runner:
         target, measuring = self._target, self._measuring
         async with Probe(target.url, self._clock, target.api_key) as probe, AiohttpHttp() as http:
             model = await probe.model(target.model)
+            version = await probe.version()
             plan = self._plan(case, measuring.context or model.context_tokens)
             wording = Wording(
                 dialect=dialect_of(target.dialect),
@@ -116,8 +116,9 @@ class Runner:
             await probe.wait_idle(_SETTLE_S)
             driven, timeline = await self._drive(case, plan, client, probe)
         window = Window(measuring.warm_up_s, self._wanted.duration_s, driven.elapsed_s)
-        return Run(self._result(case, plan, driven, window, timeline), driven.records, window,
-                   plan.notes)  # fmt: skip
+        result = self._result(case, plan, driven, window)
+        result = replace(result, server_version=version, timeline=timeline)
+        return Run(result, driven.records, window, plan.notes)
 
     def _plan(self, case: Case, context: int | None) -> Plan:
         usable = (context or _DEFAULT_CONTEXT) - self._added_tokens
@@ -174,15 +175,9 @@ class Runner:
                 samples.append(Sample(self._clock.now() - start_s, difference(before, after)))
                 before = after
 
-    def _result(
-        self,
-        case: Case,
-        plan: Plan,
-        driven: LoadResult,
-        window: Window,
-        timeline: tuple[Sample, ...],
-    ) -> ScenarioResult:
+    def _result(self, case: Case, plan: Plan, driven: LoadResult, window: Window) -> ScenarioResult:
         return ScenarioResult(
+            command=self._measuring.command,
             scenario=case.scenario,
             target=self._target.name,
             dialect=self._target.dialect,
@@ -190,10 +185,10 @@ class Runner:
             rt_rate=plan.rate,
             rt_load=plan.rt_label,
             be_load=plan.be_label,
-            plan_digest=plan.digest,
-            metrics=measure(driven.records, self._measuring.slo, window),
+            rt_digest=plan.rt_digest,
+            be_digest=plan.be_digest,
+            metrics=measure(driven.records, self._measuring.command.slo, window),
             client=driven.health,
-            timeline=timeline,
         )
 
 

@@ -14,6 +14,15 @@ from bros.simulator.metrics import ClassReport, Report, Share, Summary
 
 Row = tuple[Scenario, Report]
 _NOTHING = "-"
+_WIDTH = 100
+
+
+def wide(console: Console | None) -> Console:
+    """`console` or standard output, as wide as tables are where it is no terminal."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    return console
 
 
 def print_reports(console: Console, rows: Sequence[Row]) -> None:

@@ -35,13 +35,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class FakeServer:
     """Answers completions at one token per `gap_s`, or with an error."""
 
-    def __init__(self, gap_s: float = 0.02, status: int = 200) -> None:
+    def __init__(self, gap_s: float = 0.02, status: int = 200, version: object = "7.8") -> None:
         self._gap_s = gap_s
         self._status = status
+        self._version = version
         self.bodies: list[dict[str, Any]] = []
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "fake", "max_model_len": 2048}]})
+
+    async def version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self._version})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -70,6 +74,7 @@ class FakeServer:
     async def running(self) -> AsyncIterator[str]:
         app = web.Application(client_max_size=1 << 24)
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/version", self.version)
         app.router.add_post("/v1/completions", self.complete)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -139,14 +144,81 @@ async def test_a_server_that_fails_shows_as_such(
 async def test_reports_are_added_to_and_runs_repeated_in_place(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("--rates", "8", "--scenarios", "S0", "--in-flight", "0", "--scale", "0.03")
-    for name in ("one", "two", "one"):
-        assert (
-            await bench(FakeServer(), model, out, *arguments, "--target-name", name, "--append")
-            == 0
-        )
-    assert [run.target for run in result(out).results] == ["two", "one"]
-    other = await bench(FakeServer(), model, out, *arguments, "--append", "--slo-ttft", "100")
-    assert other == 2
+    requests = []
+    for number, name in enumerate(("one", "two", "one")):
+        how = (*arguments, "--target-name", name, "--seed", str(number))
+        server = FakeServer(version=f"7.{number}" if number else 8)
+        assert await bench(server, model, out, *how, "--append") == 0
+        requests.append((out / f"requests_S0_{name}_8.0.csv").read_text())
+    two, one = result(out).results
+    assert (two.target, two.command.seed, two.server_version) == ("two", 1, "7.1")
+    assert (one.target, one.command.seed, one.server_version) == ("one", 2, "7.2")
+    assert one.rt_digest != two.rt_digest and requests[0] != requests[2]
+    assert {path.name for path in out.glob("requests_*")} == {
+        "requests_S0_one_8.0.csv", "requests_S0_two_8.0.csv",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+async def test_another_objective_is_added_and_warned_of(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ("--rates", "8", "--scenarios", "S0", "--in-flight", "0", "--scale", "0.03")
+    assert await bench(FakeServer(), model, out, *arguments, "--target-name", "one") == 0
+    assert "other objectives" not in capsys.readouterr().out
+    how = (*arguments, "--append", "--slo-ttft", "1234")
+    assert await bench(FakeServer(), model, out, *how, "--target-name", "two") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "S0 two, 8/s: held to other objectives than S0 one, 8/s" in shown
+    assert [command.slo.ttft_s for command in result(out).commands] == [0.4, 1.234]
+
+
+@pytest.mark.slow
+async def test_a_new_report_takes_the_place_of_the_old_one_and_of_nothing_else(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    both = ("--rates", "8", "--scenarios", "S0,S2", "--in-flight", "2", "--scale", "0.03")
+    assert await bench(FakeServer(), model, out, *both, "--target-name", "old") == 0
+    (out / "mine.png").write_text("x")
+    (out / "requests_mine.csv").write_text("x")
+    before = {path.name for path in out.iterdir()}
+    assert {"be_throughput.png", "requests_S2_old.csv"} <= before
+    alone = ("--rates", "8", "--scenarios", "S0", "--in-flight", "0", "--scale", "0.03")
+    assert await bench(FakeServer(), model, out, *alone, "--target-name", "new") == 0
+    after = {path.name for path in out.iterdir()}
+    gone = {"be_throughput.png", "requests_S2_old.csv", "requests_S0_old_8.0.csv"}
+    assert before - after == gone and after - before == {"requests_S0_new_8.0.csv"}
+
+
+@pytest.mark.slow
+async def test_a_report_is_written_anew_without_a_server(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ("--rates", "8", "--scenarios", "S0", "--in-flight", "0", "--scale", "0.03")
+    assert await bench(FakeServer(), model, out, *arguments) == 0
+    names = ("result.json", "summary.csv", "report.html", "attainment.png")
+    before = {name: (out / name).read_bytes() for name in names}
+    for name in names[1:]:
+        (out / name).write_text("spoilt")
+    first = capsys.readouterr().out
+    assert main(["bench", "--report-only", str(out)], {}) == 0
+    assert {name: (out / name).read_bytes() for name in names} == before
+    table = capsys.readouterr().out
+    assert table in first and "S0 bros" in table
+
+
+@pytest.mark.parametrize("text", [None, "{}", '{"schema_version": 1}', "\xff"])
+def test_only_a_result_can_be_written_anew(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "result.json").write_text(text, encoding="latin-1")
+    assert main(["bench", "--report-only", str(tmp_path)], {}) == 2
+    assert "--report-only: the result.json in" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == (text is not None)
 
 
 @pytest.mark.slow
@@ -210,4 +282,6 @@ def test_policies_are_compared_on_servers_of_our_own(model: Path, tmp_path: Path
     for run in found.results:
         assert run.rt.errors + run.be.errors == 0, (run.rt.reasons, run.be.reasons)
         assert run.timeline, "the server is asked how it is"
-    assert found.settings["--kv-blocks"] == "200"
+    [command] = found.commands
+    assert command.settings["--kv-blocks"] == "200"
+    assert "torch" in command.environment.packages and found.results[0].server_version

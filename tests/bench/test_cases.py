@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from bros.bench.capacity import Range, find_capacity
 from bros.bench.cases import Case, cases_of_policy, cases_of_target
 from bros.bench.results import Scenario
+from bros.simulator.metrics import Share
 
 S0, S1, S2, S3 = Scenario
 ALL = frozenset(Scenario)
@@ -53,10 +56,11 @@ async def test_the_highest_good_rate_is_found_in_few_runs(
     assert rates.count == count
     limit = rates.rate(min(good, count) - 1) if good else -1.0
 
-    async def attempt(rate: float) -> float | None:
+    async def attempt(rate: float) -> Share:
+        met = math.ceil(asked * 1000)
         if rate <= limit:
-            return asked
-        return None if rate > limit + 5 else asked - 0.01
+            return Share(met, 1000)
+        return Share(0, 0) if rate > limit + 5 else Share(met - 1, 1000)
 
     found = await find_capacity(attempt, rates, asked)
     assert found.rate == (limit if good else None)

@@ -35,10 +35,21 @@ def test_each_scenario_has_its_parts() -> None:
 def test_mixed_runs_send_the_same_requests_and_say_so_by_their_digest() -> None:
     one = make_plan(WANTED, Case(S1, 2.0), 2048, TOKENIZER)
     other = make_plan(WANTED, Case(S3, 2.0), 2048, TOKENIZER)
-    assert one.sessions == other.sessions and one.digest == other.digest
+    assert one.sessions == other.sessions and one.rt_digest == other.rt_digest != ""
+    assert one.be_digest == other.be_digest != ""
     assert list(itertools.islice(one.backlog, 20)) == list(itertools.islice(other.backlog, 20))
     changed = make_plan(replace(WANTED, seed=4), Case(S3, 2.0), 2048, TOKENIZER)
-    assert changed.digest != one.digest
+    assert changed.rt_digest != one.rt_digest and changed.be_digest != one.be_digest
+    alone = make_plan(WANTED, Case(S0, 2.0), 2048, TOKENIZER)
+    bound = make_plan(WANTED, Case(S2, None), 2048, TOKENIZER)
+    assert (alone.rt_digest, alone.be_digest) == (one.rt_digest, "")
+    assert (bound.rt_digest, bound.be_digest) == ("", one.be_digest)
+
+
+def test_objectives_are_no_part_of_the_digest() -> None:
+    told = make_plan(replace(WANTED, slo=Slo(0.3, 0.1)), Case(S3, 2.0), 2048, TOKENIZER)
+    untold = make_plan(WANTED, Case(S3, 2.0), 2048, TOKENIZER)
+    assert told.sessions != untold.sessions and told.rt_digest == untold.rt_digest
 
 
 def test_words_differ_between_runs_and_not_between_repetitions() -> None:

@@ -16,18 +16,31 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from bros.bench.confidence import likely
 from bros.bench.metrics import Window
 from bros.bench.records import Outcome, Record
+from bros.bench.report.cautions import warnings
 from bros.bench.report.files import requests_file_name, write_report, write_requests, write_summary
 from bros.bench.report.html import page
 from bros.bench.report.live import LiveView
 from bros.bench.report.plots import DARK, LIGHT, figures
 from bros.bench.report.terminal import print_report
-from bros.bench.report.words import verdict, warnings
-from bros.bench.results import BadResultsError, BenchResult, CapacityResult, Sample, Scenario, Tried
+from bros.bench.report.words import verdict
+from bros.bench.results import (
+    BadResultsError,
+    BenchResult,
+    CapacityResult,
+    Command,
+    Sample,
+    Scenario,
+    Tried,
+)
 from bros.bench.vllm_fields import NAMES
+from bros.core.request import Slo
+from bros.simulator.metrics import Share
 from support.bench_records import (
     BE,
+    COMMAND,
     HEALTHY,
     RT,
     SLO,
@@ -153,14 +166,15 @@ def test_json_has_the_names_of_vllm_beside_ours() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda tree: tree.update(schema_version=2),
+        lambda tree: tree.update(schema_version=1),
         lambda tree: tree.pop("schema_version"),
         lambda tree: tree.pop("results"),
         lambda tree: tree["results"][0].pop("median_ttft_ms"),
         lambda tree: tree["results"][0].update(scenario="S9"),
         lambda tree: tree["results"][0].update(target=3),
-        lambda tree: tree["environment"].update(cores="8"),
-        lambda tree: tree["settings"].update(model=[]),
+        lambda tree: tree["results"][0].pop("command"),
+        lambda tree: tree["results"][0]["command"]["environment"].update(cores="8"),
+        lambda tree: tree["results"][0]["command"]["settings"].update(model=[]),
     ],
 )
 def test_other_json_is_refused(change: object) -> None:
@@ -184,12 +198,15 @@ def test_all_files_are_written(name: str, tmp_path: Path) -> None:
     assert all(path.stat().st_size for path in paths if bench.results)
     names = {path.name for path in paths}
     assert {"result.json", "summary.csv", "report.html"} <= names
+    requests = {requests_file_name(result) for result in bench.results}
     assert names == {path.name for path in (tmp_path / "new" / "folder").iterdir()}
     for path in paths:
         if path.suffix == ".png":
             assert path.read_bytes().startswith(b"\x89PNG")
     saved = (tmp_path / "new" / "folder" / "result.json").read_text(encoding="utf-8")
-    assert BenchResult.from_json(saved) == bench
+    found = BenchResult.from_json(saved)
+    assert dataclasses.replace(found, files=()) == bench
+    assert set(found.files) == requests | {name for name in names if name.endswith(".png")}
 
 
 @each_bench
@@ -209,6 +226,9 @@ def test_summary_parses_back(bench: BenchResult, tmp_path: Path) -> None:
             part.both_met.met,
             part.both_met.decided,
         )
+        interval = likely(part.both_met) or ("", "")
+        assert (row["both_met_low"], row["both_met_high"]) == tuple(map(str, interval))
+        assert row["slo_ttft_s"] == "0.4" and row["seed"] == "1" and row["commit"] == "0123abc"
         assert "nan" not in row.values()
 
 
@@ -250,7 +270,7 @@ def test_page_needs_nothing_else(name: str) -> None:
     assert found.text.count(verdict(bench)) == 1
     assert "None" not in found.text and "nan" not in found.text.split()
     assert found.text.index("How it was measured") > found.text.index("Runs")
-    assert "Example 9000" in found.text
+    assert ("Example 9000" in found.text) == bool(bench.results)
 
 
 @pytest.mark.parametrize("where", ["terminal", "page"])
@@ -271,7 +291,9 @@ def test_failing_server_is_in_the_json() -> None:
     assert (failing["completed"], failing["failed"], failing["open"]) == (0, 5, 2)
     assert failing["median_ttft_ms"] is None
     assert failing["by_class"]["rt"]["reasons"] == {REFUSAL: 5}
-    assert failing["by_class"]["rt"]["both_met"] == {"met": 0, "decided": 7}
+    both_met = failing["by_class"]["rt"]["both_met"]
+    assert (both_met["met"], both_met["decided"], both_met["low"]) == (0, 7, 0.0)
+    assert both_met["high"] == pytest.approx(0.3543, abs=1e-4)
     assert failing["client"]["fell_behind"] is True
     assert well["failed"] == 0 and well["completed"] > 0
 
@@ -341,15 +363,19 @@ def test_one_missed_request_is_never_rounded_away() -> None:
 
 
 def test_capacity_is_said_in_words() -> None:
-    tried = (Tried(rate=0.1, attainment=0.8), Tried(rate=0.2, attainment=None))
-    none = CapacityResult(target="bros", policy="rr", asked=0.99, rate=None, tried=tried)
+    tried = (Tried(rate=0.1, both_met=Share(80, 100)), Tried(rate=0.2, both_met=Share(0, 0)))
+    none = CapacityResult(
+        command=COMMAND, target="bros", policy="rr", asked=0.99, rate=None, tried=tried
+    )
     some = dataclasses.replace(none, policy="bros", rate=0.1, asked=0.75)
     bench = make_bench(BENCHES["one rate"].results, [none, some])
     for text in (Page(page(bench)).text, " ".join(terminal(bench).split())):
         assert "At no rate tried does rr keep at least 99 %" in text
+        assert "within their objectives: 80 of 100 decided requests at 0.1/s." in text
         assert (
-            "bros keeps at least 75 % of real-time requests within their objectives up to" in text
-        )
+            "bros keeps at least 75 % of real-time requests within their objectives up to 0.1 "
+            "requests/s: 80 of 100 decided requests at 0.1/s, 0 of 0 decided requests at 0.2/s."
+        ) in text
 
 
 def test_comparison_finds_the_runs_that_belong_together() -> None:
@@ -368,6 +394,114 @@ def test_comparison_finds_the_runs_that_belong_together() -> None:
     assert bench.alone(other) is bench.upper_bound(other) is bench.rt_tax(other) is None
 
 
+def changed(command: Command, **settings: str) -> Command:
+    return dataclasses.replace(command, settings={**command.settings, **settings})
+
+
+MACHINE = dataclasses.replace(COMMAND.environment, cores=4)
+LATER = dataclasses.replace(COMMAND.environment, commit="feed", date="2026-11-30")
+LONGER = Window(10.0, 65.0, 70.0)
+FIRST = make_result(Scenario.S0, ONE_TOKEN, window=WINDOW, rt_rate=0.1)
+SECOND = make_result(Scenario.S3, ONE_TOKEN, window=WINDOW, rt_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({"command": dataclasses.replace(COMMAND, slo=Slo(0.3, 0.2))}, "held to other objectives"),
+        ({"rt_digest": "c" * 64}, "sent other real-time requests"),
+        ({"command": changed(COMMAND, **{"--endpoint": "chat"})}, "asked at another endpoint"),
+        ({"command": changed(COMMAND, **{"--model": "b"})}, "made with another model"),
+        ({"command": changed(COMMAND, **{"--kv-blocks": "9"})}, "other options for the server"),
+        ({"command": dataclasses.replace(COMMAND, environment=MACHINE)}, "made on another machine"),
+        ({"server_version": "9"}, "another version of the server"),
+        (
+            {"command": dataclasses.replace(COMMAND, environment=LATER)},
+            "made with other versions of bros or its packages",
+        ),
+    ],
+)
+def test_runs_that_were_made_differently_are_warned_of(
+    second: dict[str, object], text: str
+) -> None:
+    one = dataclasses.replace(FIRST, command=changed(COMMAND, **{"--endpoint": "completions"}))
+    like = dataclasses.replace(SECOND, command=one.command)
+    assert warnings(make_bench([one, like])) == []
+    unlike = dataclasses.replace(SECOND, **{"command": one.command, **second})  # type: ignore[arg-type]
+    found = f"S3 bros, 0.1/s: {text} than S0 bros, 0.1/s"
+    bench = make_bench([one, unlike])
+    assert found in warnings(bench)
+    assert found in " ".join(terminal(bench).split())
+
+
+def test_other_loads_and_times_are_warned_of() -> None:
+    other = make_result(Scenario.S3, ONE_TOKEN, window=LONGER, rt_rate=0.2)
+    busier = dataclasses.replace(other, be_load="32 in flight")
+    assert warnings(make_bench([SECOND, busier])) == [
+        "S3 bros, 0.2/s: sent other best-effort requests than S3 bros, 0.1/s",
+        "S3 bros, 0.2/s: measured over another time than S3 bros, 0.1/s",
+    ]
+
+
+def test_what_is_meant_to_differ_is_not_warned_of() -> None:
+    """Other rates have other requests, other servers other options, versions and commits."""
+    later = dataclasses.replace(changed(COMMAND, **{"--kv-blocks": "9"}), environment=LATER)
+    fast = make_result(Scenario.S3, ONE_TOKEN, window=WINDOW, rt_rate=0.2)
+    vllm = make_result(
+        Scenario.S3, ONE_TOKEN, window=WINDOW, rt_rate=0.2, target="vLLM", command=later
+    )
+    alone = make_result(Scenario.S2, [], window=WINDOW)
+    vllm = dataclasses.replace(vllm, server_version="0.9")
+    assert warnings(make_bench([FIRST, SECOND, fast, vllm, alone])) == []
+
+
+def test_page_says_how_each_run_was_made() -> None:
+    later = dataclasses.replace(changed(COMMAND, **{"--kv-blocks": "9"}), environment=LATER)
+    bench = make_bench([FIRST, dataclasses.replace(SECOND, command=later)])
+    html = page(bench)
+    text = Page(html).text
+    assert "made by command 1 command 2 runs S0 bros at 0.1/s S3 bros at 0.1/s" in text
+    assert "commit 0123abc feed" in text and "--kv-blocks 90 9 " in text
+    assert "server says bros 1.2.3 bros 1.2.3" in text
+    marked = re.findall(r'<tr class=marked><th scope="row">([^<]*)', html)
+    assert marked == ["runs", "date", "commit", "--kv-blocks"]
+
+
+def test_a_run_and_a_search_take_the_place_of_their_like() -> None:
+    bench = BENCHES["one rate"]
+    old = bench.results[1]
+    new = dataclasses.replace(old, server_version="new")
+    other = dataclasses.replace(old, rt_rate=9.0)
+    found = bench.with_run(new).with_run(other)
+    assert found.results == (bench.results[0], *bench.results[2:], new, other)
+    [search] = bench.capacities
+    again = dataclasses.replace(search, rate=0.7)
+    harder = dataclasses.replace(search, asked=0.999)
+    assert bench.with_capacity(again).with_capacity(harder).capacities == (again, harder)
+
+
+def test_only_files_of_the_report_before_are_removed(tmp_path: Path) -> None:
+    wide = make_bench([FIRST, make_result(Scenario.S2, healthy_records(), window=WINDOW)])
+    write_report(tmp_path, wide)
+    (tmp_path / requests_file_name(FIRST)).write_text("x")
+    (tmp_path / "tpot.png").write_text("my own")
+    outside = tmp_path.parent / "outside.png"
+    outside.write_text("x")
+    assert (tmp_path / "be_throughput.png").exists()
+    path = tmp_path / "result.json"
+    tree = json.loads(path.read_text())
+    tree["files"] += ["../outside.png", "..", "notes.txt", str(outside)]
+    path.write_text(json.dumps(tree))
+    (tmp_path / "notes.txt").write_text("x")
+    write_report(tmp_path, make_bench([SECOND]))
+    left = {path.name for path in tmp_path.iterdir() if path.suffix in (".png", ".csv", ".txt")}
+    assert left >= {"tpot.png", "notes.txt", "summary.csv", "ttft.png"}
+    assert not left & {requests_file_name(FIRST)} and outside.exists()
+    write_report(tmp_path, make_bench([]))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"tpot.png", "notes.txt", "summary.csv", "report.html", "result.json"}
+
+
 def texts_of(figure: Figure) -> str:
     axes = figure.get_axes()
     labels = [text for ax in axes for text in (ax.get_xlabel(), ax.get_ylabel())]
@@ -384,7 +518,7 @@ def test_plots_have_titles_units_and_every_server(name: str) -> None:
     units = dict(zip(found, ("%", "tokens/s", "ms", "ms", "ms"), strict=False))
     for key, unit in units.items():
         text = texts_of(found[key]).splitlines()
-        assert text[0] and unit in text
+        assert text[0] and any(line.split(",")[0] == unit for line in text)
         names = text + [label.get_text() for label in found[key].get_axes()[0].get_yticklabels()]
         assert any("fcfs" in label for label in names) and any("bros" in label for label in names)
     assert "objective, 400 ms" in texts_of(found["ttft"])
@@ -402,6 +536,11 @@ def test_lines_are_those_of_the_runs() -> None:
     assert list(lines["fcfs"].get_xdata()) == [run.rt_rate for run in runs]
     expected = [100 * (run.rt.both_met.value or 0.0) for run in runs]
     assert list(lines["fcfs"].get_ydata()) == pytest.approx(expected)
+    bars = [tuple(segment[:, 1]) for bar in ax.collections for segment in bar.get_segments()]
+    for run in runs:
+        interval = likely(run.rt.both_met)
+        assert interval is not None
+        assert (100 * interval.low, 100 * interval.high) in bars
 
 
 def test_no_plot_of_nothing() -> None:

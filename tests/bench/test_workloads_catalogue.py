@@ -11,9 +11,12 @@ import pytest
 
 from bros.bench.plan import digest
 from bros.bench.workloads.arrivals import RandomArrivals
-from bros.bench.workloads.catalogue import NAMES, find
+from bros.bench.workloads.catalogue import find
 from bros.bench.workloads.loops import ClosedLoop, OpenLoop
+from bros.bench.workloads.names import CHATS, NAMES, SHARED_PREFIX
+from bros.bench.workloads.shared_prefix import TABLE_1
 from bros.core.errors import ConfigError
+from bros.simulator.workload import RT_SIZES
 from support.bench_tokenizers import joining
 
 GENERATED = [name for name in NAMES if ":" not in name]
@@ -25,6 +28,10 @@ def plan_digest(name: str, seed: int, burstiness: float = 1.0) -> str:
     sessions = OpenLoop(content, RandomArrivals(5.0, burstiness)).sessions(40.0, seed)
     backlog = ClosedLoop(content, 4).requests(seed)
     return digest(sessions, list(itertools.islice(backlog, 50)))
+
+
+def test_names_are_those_of_the_published_tables() -> None:
+    assert (CHATS, SHARED_PREFIX) == (tuple(RT_SIZES), tuple(TABLE_1))
 
 
 @pytest.mark.parametrize("name", GENERATED)

@@ -13,6 +13,7 @@ from bros.bench.results import (
     BenchResult,
     CapacityResult,
     ClientHealth,
+    Command,
     Environment,
     Sample,
     Scenario,
@@ -25,7 +26,11 @@ RT, BE = ServiceClass.RT, ServiceClass.BE
 SLO = Slo(ttft_s=0.4, tpot_s=0.2)
 ENVIRONMENT = Environment(
     cpu="Example 9000", cores=8, memory_bytes=64 << 30, python="3.12.1", bros="0.1.0",
-    date="2026-11-21", commit="0123abc",
+    date="2026-11-21", commit="0123abc", packages={"torch": "2.13.0"},
+)  # fmt: skip
+COMMAND = Command(
+    environment=ENVIRONMENT, settings={"--duration": "60", "--kv-blocks": "90", "--capacity": None},
+    seed=1, slo=SLO,
 )  # fmt: skip
 HEALTHY = ClientHealth(
     lateness_p50_s=0.0004, lateness_p99_s=0.003, lateness_max_s=0.006, cpu_share=0.012,
@@ -135,21 +140,21 @@ def make_result(
     rt_rate: float | None = None,
     client: ClientHealth = HEALTHY,
     timeline: Sequence[Sample] = (),
+    command: Command = COMMAND,
 ) -> ScenarioResult:
     return ScenarioResult(
-        scenario=scenario, target=target, dialect="plain", policy=policy, rt_rate=rt_rate,
-        plan_digest="d" * 64, metrics=measure(records, SLO, window), client=client,
-        timeline=tuple(timeline), rt_load="chats" if rt_rate else "", be_load="summaries",
+        command=command, scenario=scenario, target=target, dialect="plain", policy=policy,
+        rt_rate=rt_rate, rt_digest=f"{rt_rate or 0:064f}" if scenario is not Scenario.S2 else "",
+        be_digest="b" * 64 if scenario is not Scenario.S0 else "",
+        metrics=measure(records, SLO, window), client=client, timeline=tuple(timeline),
+        rt_load="chats" if rt_rate else "", be_load="summaries", server_version="1.2.3",
     )  # fmt: skip
 
 
 def make_bench(
     results: Sequence[ScenarioResult], capacities: Sequence[CapacityResult] = ()
 ) -> BenchResult:
-    return BenchResult(
-        environment=ENVIRONMENT, settings={"duration": 60.0, "model": "tiny", "be_jobs": None},
-        seeds=(1, 2), slo=SLO, results=tuple(results), capacities=tuple(capacities),
-    )  # fmt: skip
+    return BenchResult(results=tuple(results), capacities=tuple(capacities))
 
 
 def make_timeline(rng: random.Random, seconds: int) -> list[Sample]:
@@ -196,9 +201,11 @@ def typical_bench(rates: Sequence[float] = (0.1, 0.2, 0.3, 0.4, 0.5), seed: int 
             ),
         ]  # fmt: skip
     tried = tuple(
-        Tried(rate=result.rt_rate, attainment=result.rt.both_met.value)
+        Tried(rate=result.rt_rate, both_met=result.rt.both_met)
         for result in results
         if result.scenario is Scenario.S3 and result.rt_rate is not None
     )
-    capacity = CapacityResult(target="bros", policy="bros", asked=0.99, rate=0.4, tried=tried)
+    capacity = CapacityResult(
+        command=COMMAND, target="bros", policy="bros", asked=0.99, rate=0.4, tried=tried
+    )
     return make_bench(results, [capacity])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bros.bench.confidence import likely
 from bros.bench.judging import finish_s, judge, output_tokens, prompt_tokens
-from bros.bench.metrics import ClassMetrics, Window
+from bros.bench.metrics import ATTAINMENTS, ClassMetrics, Window
 from bros.bench.records import Outcome, Record
 from bros.bench.report.html import page
 from bros.bench.report.plots import LIGHT, figures
 from bros.bench.report.words import file_name, ordered
-from bros.bench.results import BenchResult, Scenario, ScenarioResult
+from bros.bench.results import BadResultsError, BenchResult, Scenario, ScenarioResult
 from bros.bench.summary import Summary
 from bros.core.request import ServiceClass, Slo
 
@@ -21,7 +24,7 @@ Row = dict[str, Any]
 
 _SUMMARIES = ("ttft", "tpot", "itl", "normalized_latency", "e2e")
 _STATISTICS = ("mean", "std", "p50", "p90", "p95", "p99")
-_SHARES = ("ttft_met", "tpot_met", "both_met", "tokens_on_time")
+_SHARES = (*ATTAINMENTS, "tokens_on_time")
 _PLAIN = (
     *("requests", "outside", "unsent", "relegated", "overdue", "goodput_per_s", "requests_per_s"),
     *("prompt_tokens_per_s", "output_tokens_per_s", "tokens_per_s"),
@@ -37,19 +40,38 @@ REQUEST_COLUMNS = (
 def write_report(folder: Path, bench: BenchResult) -> list[Path]:
     """result.json, summary.csv, report.html and a PNG for each plot; returns their paths.
 
-    Makes the folder. Files of the same names are replaced. Raises OSError.
+    Makes the folder. Files of the same names are replaced. Plots and requests of runs that are
+    gone are removed if the result.json that was there lists them. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {"result.json": bench.to_json(), "report.html": page(bench)}
+    plots = {f"{name}.png": figure for name, figure in figures(bench, LIGHT).items()}
+    files = (*plots, *(requests_file_name(result) for result in bench.results))
+    for name in _listed(folder) - set(files):
+        (folder / name).unlink(missing_ok=True)
+    texts = {"result.json": replace(bench, files=files).to_json(), "report.html": page(bench)}
     paths = []
     for name, text in texts.items():
         paths.append(folder / name)
         paths[-1].write_text(text, encoding="utf-8")
     paths.append(write_summary(folder / "summary.csv", bench))
-    for name, figure in figures(bench, LIGHT).items():
-        paths.append(folder / f"{name}.png")
+    for name, figure in plots.items():
+        paths.append(folder / name)
         figure.savefig(paths[-1])
     return paths
+
+
+def read_result(folder: Path) -> BenchResult:
+    """Raises OSError, UnicodeDecodeError or BadResultsError."""
+    return BenchResult.from_json((folder / "result.json").read_text(encoding="utf-8"))
+
+
+def _listed(folder: Path) -> set[str]:
+    """Files that an earlier report in the folder says are its own."""
+    try:
+        names = read_result(folder).files
+    except (OSError, UnicodeDecodeError, BadResultsError):
+        return set()
+    return {name for name in names if re.fullmatch(r"[A-Za-z0-9_.-]+\.(png|csv)", name)}
 
 
 def write_summary(path: Path, bench: BenchResult) -> Path:
@@ -89,7 +111,15 @@ def _summary_row(bench: BenchResult, result: ScenarioResult, service_class: Serv
         "be_share_of_s1": bench.be_efficiency(result, Scenario.S1) if best_effort else None,
         "be_share_of_s2": bench.be_efficiency(result, Scenario.S2) if best_effort else None,
         "client_fell_behind": result.client.fell_behind,
-        "plan_digest": result.plan_digest,
+        "client_cpu_share": result.client.cpu_share,
+        "rt_digest": result.rt_digest,
+        "be_digest": result.be_digest,
+        "slo_ttft_s": result.command.slo.ttft_s,
+        "slo_tpot_s": result.command.slo.tpot_s,
+        "seed": result.command.seed,
+        "date": result.command.environment.date,
+        "commit": result.command.environment.commit,
+        "server_version": result.server_version,
     }
 
 
@@ -99,6 +129,9 @@ def _class_cells(part: ClassMetrics) -> Row:
     for name in _SHARES:
         share = getattr(part, name)
         row |= {name: share.met, f"{name}_of": share.decided}
+        if name in ATTAINMENTS:
+            low, high = likely(share) or (None, None)
+            row |= {f"{name}_low": low, f"{name}_high": high}
     for name in _SUMMARIES:
         summary: Summary = getattr(part, f"{name}_s")
         row |= {f"{name}_{which}_s": getattr(summary, which) for which in _STATISTICS}

@@ -10,23 +10,25 @@ from html import escape
 from matplotlib.figure import Figure
 
 from bros.bench.metrics import ClassMetrics
+from bros.bench.report.cautions import warnings
+from bros.bench.report.made import rows as rows_of_commands
 from bros.bench.report.plots import DARK, LIGHT, figures
 from bros.bench.report.style import STYLE
 from bros.bench.report.terminal import COLUMNS, cells
 from bros.bench.report.words import (
     CLASS_NAMES,
     NOTHING,
+    all_objectives,
     capacity,
     counts,
+    likely_percent,
     ms,
     name_of,
-    objectives,
     ordered,
     percent,
     ratio,
     server_name,
     verdict,
-    warnings,
 )
 from bros.bench.results import BenchResult, Scenario, ScenarioResult
 from bros.bench.summary import Summary
@@ -35,8 +37,9 @@ _DEFINITIONS = """Objectives count as missed for requests that were refused, fai
 and for those that were still open and overdue at the end. TTFT: sent to first token. TPOT: mean
 time per token after the first. ITL: each gap between pieces of text. Latency per token: sent to
 last token, by output tokens. Counts and latencies are of requests that came due in the window,
-rates of what happened in it. Percentiles are interpolated linearly. All times are by the client's
-clock."""
+rates of what happened in it. Percentiles are interpolated linearly. 95 % likely: Wilson's interval
+of the share, for requests that are late independently of each other; after a burst the truth is
+wider. All times are by the client's clock."""
 
 
 def page(bench: BenchResult) -> str:
@@ -46,7 +49,7 @@ def page(bench: BenchResult) -> str:
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
-            f"<title>bros bench, {escape(bench.environment.date)}</title>",
+            f"<title>{escape(', '.join(['bros bench', *_dates(bench)[-1:]]))}</title>",
             f"<style>{STYLE}</style>\n</head>\n<body>\n<main>",
             *_body(bench),
             "</main>\n</body>\n</html>\n",
@@ -54,18 +57,18 @@ def page(bench: BenchResult) -> str:
     )
 
 
+def _dates(bench: BenchResult) -> list[str]:
+    return sorted(command.environment.date for command in bench.commands)
+
+
 def _body(bench: BenchResult) -> Iterator[str]:
     yield f"<h1>{escape(verdict(bench))}</h1>"
     for found in bench.capacities:
         yield f'<p class="lead">{escape(capacity(bench, found))}</p>'
-    yield f"<p>Objectives of real-time requests: {escape(objectives(bench.slo))}.</p>"
+    yield f"<p>Objectives of real-time requests: {escape(all_objectives(bench))}.</p>"
     if texts := warnings(bench):
         yield f'<section class="warnings"><h2>Warnings</h2>{_items(texts)}</section>'
-    pictures = list(_pictures(bench))
-    if pictures:
-        yield '<h2>Plots</h2>\n<div class="plots">'
-        yield from pictures
-        yield "</div>"
+    yield from _pictures(bench)
     yield "<h2>Runs</h2>"
     yield _runs(bench)
     yield _items(f"{s}: {s.label}" for s in Scenario if any(r.scenario is s for r in bench.results))
@@ -80,7 +83,7 @@ def _body(bench: BenchResult) -> Iterator[str]:
     for result in ordered(bench):
         yield _details(bench, result)
     yield f"<h2>How it was measured</h2>\n<p>{_DEFINITIONS}</p>"
-    yield from _settings(bench)
+    yield _commands(bench)
 
 
 def _runs(bench: BenchResult) -> str:
@@ -94,17 +97,22 @@ def _runs(bench: BenchResult) -> str:
 
 
 def _pictures(bench: BenchResult) -> Iterator[str]:
+    """What was measured first, then what servers say of themselves."""
     light, dark = figures(bench, LIGHT), figures(bench, DARK)
-    for name, figure in light.items():
-        yield (
-            '<picture><source media="(prefers-color-scheme: dark)" '
-            f'srcset="{_png(dark[name])}"><img src="{_png(figure)}" '
-            f'alt="{escape(_title(figure))}; the figures are in the tables"></picture>'
-        )
+    for heading, timelines in (("Plots", False), ("Inside the servers", True)):
+        names = [name for name in light if name.startswith("timeline") == timelines]
+        if names:
+            yield f'<h2>{heading}</h2>\n<div class="plots">'
+            yield from (_picture(light[name], dark[name]) for name in names)
+            yield "</div>"
 
 
-def _title(figure: Figure) -> str:
-    return figure.get_suptitle()
+def _picture(light: Figure, dark: Figure) -> str:
+    return (
+        '<picture><source media="(prefers-color-scheme: dark)" '
+        f'srcset="{_png(dark)}"><img src="{_png(light)}" '
+        f'alt="{escape(light.get_suptitle())}; the figures are in the tables"></picture>'
+    )
 
 
 def _png(figure: Figure) -> str:
@@ -118,11 +126,17 @@ def _capacities(bench: BenchResult) -> Iterator[str]:
         name = server_name(bench, found.target, found.policy)
         yield f"<p>{escape(name)}, asked for {100 * found.asked:g} %:</p>"
         rows = [
-            (f"{tried.rate:g}", NOTHING if tried.attainment is None
-             else f"{100 * tried.attainment:.1f}")
+            (
+                f"{tried.rate:g}",
+                percent(tried.both_met),
+                likely_percent(tried.both_met),
+                str(tried.both_met.decided),
+                "yes" if tried.keeps(found.asked) else "no",
+            )
             for tried in found.tried
-        ]  # fmt: skip
-        yield _table(("real-time requests/s", "both met %"), rows)
+        ]
+        head = ("real-time requests/s", "both met %", "95 % likely", "decided", "good enough")
+        yield _table(head, rows)
 
 
 def _taxes(bench: BenchResult) -> str:
@@ -143,9 +157,12 @@ def _taxes(bench: BenchResult) -> str:
 
 def _details(bench: BenchResult, result: ScenarioResult) -> str:
     client = result.client
+    version = f"version {result.server_version}, " if result.server_version else ""
+    sent = (("real-time", result.rt_digest), ("best-effort", result.be_digest))
+    digests = ", ".join(f"{kind} {digest[:12]}" for kind, digest in sent if digest) or NOTHING
     texts = [
-        f"{result.scenario.label}; server {result.target}, spoken to as {result.dialect}; "
-        f"requests {result.plan_digest[:12]}",
+        f"{result.scenario.label}; server {result.target}, {version}spoken to as {result.dialect}",
+        f"Requests sent: {digests}",
         f"Client: sent {ms(client.lateness_p50_s)} ms late at the median, "
         f"{ms(client.lateness_p99_s)} ms at p99, {ms(client.lateness_max_s)} ms at most; "
         f"{100 * client.cpu_share:.1f} % of the cores",
@@ -196,24 +213,13 @@ def _statistics(summary: Summary) -> tuple[str, ...]:
     return tuple(map(ms, values))
 
 
-def _settings(bench: BenchResult) -> Iterator[str]:
-    environment = bench.environment
-    memory = environment.memory_bytes
-    rows = [
-        ("date", environment.date),
-        ("bros", environment.bros),
-        ("commit", environment.commit or NOTHING),
-        ("Python", environment.python),
-        ("processor", environment.cpu),
-        ("cores", str(environment.cores)),
-        ("memory", NOTHING if memory is None else f"{memory / 2**30:.1f} GiB"),
-        ("seeds", ", ".join(map(str, bench.seeds))),
-        *(
-            (name, NOTHING if value is None else str(value))
-            for name, value in bench.settings.items()
-        ),
-    ]
-    yield _table(("setting", "value"), rows, kind="settings")
+def _commands(bench: BenchResult) -> str:
+    """What differs between commands stands out."""
+    rows = rows_of_commands(bench)
+    names = [f"command {number}" for number in range(1, 1 + len(bench.commands))]
+    head = ("made by", *(names if len(names) > 1 else ["command"] * len(names)))
+    marked = [number for number, row in enumerate(rows) if row.differs]
+    return _table(head, [(row.name, *row.values) for row in rows], kind="settings", marked=marked)
 
 
 def _items(texts: Iterable[str]) -> str:
@@ -226,11 +232,13 @@ def _table(
     *,
     kind: str = "figures",
     starts: Sequence[int] = (),
+    marked: Sequence[int] = (),
 ) -> str:
     """The first cell of a row says what the row is about. starts: rows that begin a group."""
+    classes = {**dict.fromkeys(marked, " class=marked"), **dict.fromkeys(starts, " class=start")}
     names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     lines = (
-        f"<tr{' class=start' if number in starts else ''}>"
+        f"<tr{classes.get(number, '')}>"
         f'<th scope="row">{escape(first)}</th>'
         + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
         + "</tr>"

@@ -7,7 +7,7 @@ Ito, which people with any kind of colour vision can tell apart; lines and marke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +15,22 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
+from bros.bench.confidence import Interval, likely
 from bros.bench.report.timeline import draw_timeline
-from bros.bench.report.words import NOTHING, file_name, name_of, ordered, server_name
+from bros.bench.report.words import (
+    NOTHING,
+    file_name,
+    name_of,
+    ordered,
+    server_name,
+    short_name,
+)
 from bros.bench.results import BenchResult, Scenario, ScenarioResult
 
 Value = Callable[[ScenarioResult], float | None]
+Spread = Callable[[ScenarioResult], Interval | None]
 
 _SIZE = (5.4, 3.7)
 _DPI = 160
@@ -50,15 +60,16 @@ DARK = Theme(ink="#e6e8eb", paper="#16191d", grid="#34393f")
 class Panel(NamedTuple):
     """values: label -> figure; a second one is drawn thinner.
 
-    asked: an objective, drawn as a level. log: the axis.
+    spread: of the first value, drawn as a bar. asked: objectives, drawn as levels. log: the axis.
     """
 
     title: str
     unit: str
     values: dict[str, Value]
     scenarios: tuple[Scenario, ...]
-    asked: float | None = None
+    asked: tuple[float, ...] = ()
     log: bool = False
+    spread: Spread | None = None
 
 
 class Style(NamedTuple):
@@ -91,8 +102,9 @@ def figures(bench: BenchResult, theme: Theme) -> dict[str, Figure]:
 def _panels(bench: BenchResult) -> dict[str, Panel]:
     return {
         "attainment": Panel(
-            "Real-time requests within both objectives", "%",
+            "Real-time requests within both objectives (thin: 95 % likely)", "%",
             {"": lambda r: _percent(r.rt.both_met.value)}, _RT_RUNS,
+            spread=lambda r: _percents(likely(r.rt.both_met)),
         ),
         "be_throughput": Panel(
             "Best-effort throughput, prompt and output", "tokens/s",
@@ -101,12 +113,12 @@ def _panels(bench: BenchResult) -> dict[str, Panel]:
         "ttft": Panel(
             "Time to first token (TTFT)", "ms",
             {"p50": lambda r: _ms(r.rt.ttft_s.p50), "p99": lambda r: _ms(r.rt.ttft_s.p99)},
-            _RT_RUNS, _ms(bench.slo.ttft_s), log=True,
+            _RT_RUNS, _levels(slo.ttft_s for slo in bench.objectives), log=True,
         ),
         "tpot": Panel(
             "Time per output token (TPOT)", "ms",
             {"p50": lambda r: _ms(r.rt.tpot_s.p50), "p99": lambda r: _ms(r.rt.tpot_s.p99)},
-            _RT_RUNS, _ms(bench.slo.tpot_s), log=True,
+            _RT_RUNS, _levels(slo.tpot_s for slo in bench.objectives), log=True,
         ),
         "normalized_latency": Panel(
             "Latency per output token", "ms",
@@ -169,7 +181,9 @@ def _lines(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> No
                 linewidth=1.9 - 0.9 * number, zorder=1.8 if alone else 2 + number,
                 markerfacecolor=theme.paper if alone or number else colour, label=label,
             )  # fmt: skip
-    _draw_objective(ax.axhline, panel)
+            if number == 0:
+                _draw_spreads(ax, runs, panel, colour)
+    _draw_objectives(ax.axhline, panel)
     ax.grid(True)
     ax.set_xlabel("real-time requests per second")
     ax.set_ylabel(panel.unit)
@@ -188,33 +202,41 @@ def _legend(figure: Figure, ax: Axes) -> None:
 
 
 def _bars(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> None:
-    """A bar per run and measure, with its figure."""
+    """A bar per run and measure, with its figure. All runs have the same rate or none."""
+    [rate] = {run.rt_rate for run in bench.results if run.rt_rate is not None} or [None]
     ax = _axes(figure, panel.title)
     runs = [run for run in ordered(bench) if run.scenario in panel.scenarios]
     styles = _styles(bench)
     thickness = 0.72 / len(panel.values)
+    halo = withStroke(linewidth=2.5, foreground=theme.paper)
     for number, (label, value) in enumerate(panel.values.items()):
         for row, run in enumerate(runs):
             at = row + (number - (len(panel.values) - 1) / 2) * thickness
             figure_of = value(run)
+            interval = panel.spread(run) if panel.spread else None
             shown = f"{label} {_shown(figure_of, panel.unit)}".strip()
             colour = styles[run.target, run.policy].colour
             ax.barh(
                 at, figure_of or 0.0, thickness * 0.9,
                 color=colour if number == 0 else _pale(colour, theme),
             )  # fmt: skip
+            if interval:
+                ax.hlines(at, *interval, color=theme.ink, alpha=0.6, linewidth=1.2)
             ax.annotate(
-                shown, (figure_of or 0.0, at), xytext=(4, 0), textcoords="offset points",
-                va="center", fontsize=8.5,
+                shown, (interval.high if interval else figure_of or 0.0, at), xytext=(4, 0),
+                textcoords="offset points", va="center", fontsize=8.5, path_effects=[halo],
             )  # fmt: skip
-    ax.set_yticks(range(len(runs)), [name_of(bench, run) for run in runs])
-    _draw_objective(ax.axvline, panel)
+    ax.set_yticks(range(len(runs)), [short_name(bench, run) for run in runs])
+    _draw_objectives(ax.axvline, panel)
     ax.invert_yaxis()
     ax.grid(True, axis="x")
-    ax.set_xlabel(panel.unit)
+    at_rate = "" if rate is None else f", at {rate:g} real-time requests per second"
+    ax.set_xlabel(panel.unit + at_rate)
     ax.margins(x=0.22)
     ax.set_xlim(left=0)
-    if panel.asked is not None:
+    if panel.unit == "%":
+        ax.set_xticks(range(0, 101, 20))
+    if panel.asked:
         figure.legend(loc="outside lower left")
 
 
@@ -223,10 +245,18 @@ def _bar_height(bench: BenchResult, panel: Panel) -> float:
     return max(_SIZE[1], 1.3 + 0.32 * len(panel.values) * rows)
 
 
-def _draw_objective(draw: Callable[..., object], panel: Panel) -> None:
-    if panel.asked is not None:
-        label = f"objective, {panel.asked:g} {panel.unit}"
-        draw(panel.asked, color=_OBJECTIVE, linewidth=1.2, linestyle="-.", label=label, zorder=1.5)
+def _draw_objectives(draw: Callable[..., object], panel: Panel) -> None:
+    for asked in panel.asked:
+        label = f"objective, {asked:g} {panel.unit}"
+        draw(asked, color=_OBJECTIVE, linewidth=1.2, linestyle="-.", label=label, zorder=1.5)
+
+
+def _draw_spreads(ax: Axes, runs: Sequence[ScenarioResult], panel: Panel, colour: str) -> None:
+    """Behind the lines, so thin that they do not hide each other."""
+    for run in runs:
+        if panel.spread and (interval := panel.spread(run)):
+            ax.vlines(run.rt_rate or 0.0, *interval, color=colour, alpha=0.45, linewidth=1.2,
+                      zorder=1.6)  # fmt: skip
 
 
 def _pale(colour: str, theme: Theme) -> tuple[float, ...]:
@@ -247,7 +277,7 @@ def _scale(ax: Axes, panel: Panel) -> None:
     elif panel.log and ax.dataLim.ymin > 0 and math.isfinite(ax.dataLim.ymax):
         ax.set_yscale("log")
         ends = (ax.dataLim.ymin, ax.dataLim.ymax)
-        low, high = min(*ends, panel.asked or ends[0]) / 1.3, max(*ends, panel.asked or 0.0) * 1.3
+        low, high = min(*ends, *panel.asked) / 1.3, max(*ends, *panel.asked) * 1.3
         ticks = _round_numbers(low, high)
         ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.set_yticks([], minor=True)
@@ -319,6 +349,14 @@ def _number(value: float | None) -> float:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
+
+
+def _levels(seconds: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(dict.fromkeys(1e3 * level for level in seconds if level is not None))
+
+
+def _percents(interval: Interval | None) -> Interval | None:
+    return None if interval is None else Interval(100 * interval.low, 100 * interval.high)
 
 
 def _percent(share: float | None) -> float | None:

@@ -26,7 +26,11 @@ thead th{color:var(--dim);font-weight:600;min-width:4.2rem}
 tbody th{font-weight:500;white-space:nowrap}
 th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}
 .start th,.start td{border-top:2px solid var(--dim)}
-.settings td,.settings th{text-align:left}
+.figures td{white-space:nowrap}
+.settings td,.settings th{text-align:left;vertical-align:top}
+.settings td{max-width:22rem;overflow-wrap:anywhere}
+.marked td,.marked th{background:var(--soft)}
+.marked td{font-weight:600}
 .plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,24rem),1fr));
 gap:1rem;align-items:start}
 .plots img{width:100%;height:auto;border:1px solid var(--line);border-radius:6px;display:block}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,6 +15,23 @@ from bros.bench.results import Sample
 _RT, _BE, _LIMIT = "#0072B2", "#E69F00", "#D55E00"
 _MOST_POINTS = 150
 _SLACK, _STEP = "#009E73", "#CC79A7"
+
+
+class _Line(NamedTuple):
+    name: str
+    colour: str
+    label: str
+    pattern: str
+
+
+_WAITING = (
+    _Line("rt_waiting", _RT, "real-time", "-"),
+    _Line("be_waiting", _BE, "best-effort", "--"),
+)
+_TIMES = (
+    _Line("slack_ms", _SLACK, "time tokens had left", "-"),
+    _Line("step_ms", _STEP, "time of a step", "--"),
+)
 
 
 def draw_timeline(figure: Figure, name: str, samples: Sequence[Sample]) -> None:
@@ -60,28 +78,32 @@ def _draw_batch(ax: Axes, samples: Sequence[Sample]) -> None:
 
 
 def _draw_waiting(ax: Axes, samples: Sequence[Sample]) -> None:
-    at = [sample.at_s for sample in samples]
-    for name, colour, label, line in (
-        ("rt_waiting", _RT, "real-time", "-"),
-        ("be_waiting", _BE, "best-effort", "--"),
-    ):
-        values = _values(samples, name, math.nan)
-        ax.step(at, values, line, where="post", color=colour, linewidth=1.4, label=label)
+    _draw_lines(ax, samples, _WAITING, "steps-post")
     ax.set_ylabel("waiting\nrequests")
     ax.set_ylim(bottom=0)
 
 
 def _draw_times(ax: Axes, samples: Sequence[Sample]) -> None:
-    at = [sample.at_s for sample in samples]
-    for name, colour, label, line in (
-        ("slack_ms", _SLACK, "time tokens had left", "-"),
-        ("step_ms", _STEP, "time of a step", "--"),
-    ):
-        values = _values(samples, name, math.nan)
-        if not all(map(math.isnan, values)):
-            ax.plot(at, values, line, color=colour, linewidth=1.4, label=label)
+    _draw_lines(ax, samples, _TIMES, "default")
     ax.axhline(0, color=_LIMIT, linewidth=0.8)
     ax.set_ylabel("mean, ms")
+
+
+def _draw_lines(
+    ax: Axes,
+    samples: Sequence[Sample],
+    lines: Sequence[_Line],
+    style: Literal["default", "steps-post"],
+) -> None:
+    """Those of the lines that have figures."""
+    at = [sample.at_s for sample in samples]
+    for line in lines:
+        values = _values(samples, line.name, math.nan)
+        if not all(map(math.isnan, values)):
+            ax.plot(
+                at, values, line.pattern, drawstyle=style, color=line.colour, linewidth=1.4,
+                label=line.label,
+            )  # fmt: skip
 
 
 def _thinned(samples: Sequence[Sample]) -> list[Sample]:

@@ -1,10 +1,12 @@
-"""What a comparison says, in words: names, the verdict and what to be careful about."""
+"""What a comparison says, in words: figures, names and the verdict."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from bros.bench.confidence import likely
 from bros.bench.metrics import ClassMetrics
 from bros.bench.records import Outcome
 from bros.bench.results import BenchResult, CapacityResult, Scenario, ScenarioResult
@@ -13,10 +15,6 @@ from bros.simulator.metrics import Share
 
 NOTHING = "-"
 CLASS_NAMES = {ServiceClass.RT: "real-time", ServiceClass.BE: "best-effort"}
-MAX_CLIENT_SHARE = 0.05
-"""A client that takes more of the cores than this may slow down a server beside it."""
-MAX_OVERDUE = 0.05
-"""With a larger share of its requests open and overdue, a server is stalled or overloaded."""
 
 _WORDS = {
     Outcome.COMPLETED: "completed",
@@ -30,6 +28,17 @@ _WORDS = {
 def percent(share: Share) -> str:
     """With one decimal; never 100 if one was missed."""
     return NOTHING if share.value is None else f"{share.met * 1000 // share.decided / 10:.1f}"
+
+
+def likely_percent(share: Share) -> str:
+    """`65-99`: the 95 % interval, rounded away from the share; NOTHING of nothing."""
+    interval = likely(share)
+    if interval is None:
+        return NOTHING
+    parts = 1 if interval.high - interval.low > 0.04 else 10  # of a percent
+    low = math.floor(100 * parts * interval.low + 1e-6) / parts
+    high = math.ceil(100 * parts * interval.high - 1e-6) / parts
+    return f"{low:g}-{high:g}"
 
 
 def ms(seconds: float | None) -> str:
@@ -48,6 +57,10 @@ def ratio(value: float | None) -> str:
 def file_name(text: str) -> str:
     """`text` with nothing in it that is special to a shell or a file system."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
+
+
+def all_objectives(bench: BenchResult) -> str:
+    return "; in other runs ".join(map(objectives, bench.objectives)) or NOTHING
 
 
 def objectives(slo: Slo) -> str:
@@ -74,9 +87,13 @@ def server_name(bench: BenchResult, target: str, policy: str | None) -> str:
 
 def name_of(bench: BenchResult, result: ScenarioResult) -> str:
     """Unlike that of any other run: `S3 bros, 0.5/s`."""
-    server = server_name(bench, result.target, result.policy)
     at = "" if result.rt_rate is None else f", {result.rt_rate:g}/s"
-    return f"{result.scenario} {server}{at}"
+    return short_name(bench, result) + at
+
+
+def short_name(bench: BenchResult, result: ScenarioResult) -> str:
+    """Unlike that of any other run at the same rate: `S3 bros`."""
+    return f"{result.scenario} {server_name(bench, result.target, result.policy)}"
 
 
 def counts(part: ClassMetrics) -> str:
@@ -104,21 +121,22 @@ def verdict(bench: BenchResult) -> str:
 def capacity(bench: BenchResult, found: CapacityResult) -> str:
     name = server_name(bench, found.target, found.policy)
     share = f"at least {100 * found.asked:g} % of real-time requests within their objectives"
+    decided = _decided(found)
     if found.rate is None:
-        return f"At no rate tried does {name} keep {share}."
-    return f"{name} keeps {share} up to {found.rate:g} requests/s."
+        return f"At no rate tried does {name} keep {share}{decided}."
+    return f"{name} keeps {share} up to {found.rate:g} requests/s{decided}."
 
 
-def warnings(bench: BenchResult) -> list[str]:
-    """What makes the figures doubtful, a sentence each; most of them begin with a run's name."""
-    found = []
-    for result in ordered(bench):
-        name = name_of(bench, result)
-        found += [f"{name}: {text}" for text in _about_client(result)]
-        for service_class, part in result.metrics.by_class.items():
-            kind = CLASS_NAMES[service_class]
-            found += [f"{name}: {text}" for text in _about_class(part, kind)]
-    return found
+def _decided(found: CapacityResult) -> str:
+    """What the border rests on: the best rate and the next one tried, as far as there are any."""
+    passed = [tried for tried in found.tried if tried.rate == found.rate]
+    failed = [tried for tried in found.tried if not tried.keeps(found.asked)]
+    border = [*passed, *sorted(failed, key=lambda tried: tried.rate)[:1]]
+    texts = [
+        f"{tried.both_met.met} of {tried.both_met.decided} decided requests at {tried.rate:g}/s"
+        for tried in border
+    ]
+    return f": {', '.join(texts)}" if texts else ""
 
 
 def _mixed_finding(bench: BenchResult, mixed: Sequence[ScenarioResult]) -> str:
@@ -132,7 +150,7 @@ def _mixed_finding(bench: BenchResult, mixed: Sequence[ScenarioResult]) -> str:
         text += f", with {100 * efficiency:.0f} % of the best-effort throughput of a free server"
     others = [result for result in at_highest if result is not best]
     if others:
-        second = max(others, key=_attainment)
+        second = max(others, key=lambda r: (_attainment(r), r.be.tokens_per_s))
         name = server_name(bench, second.target, second.policy)
         text += f"; {name} met those of {percent(second.rt.both_met)} %"
         if (efficiency := bench.be_efficiency(second, Scenario.S2)) is not None:
@@ -151,33 +169,3 @@ def _kept(bench: BenchResult, result: ScenarioResult) -> str:
 
 def _attainment(result: ScenarioResult) -> float:
     return result.rt.both_met.value or 0.0
-
-
-def _about_client(result: ScenarioResult) -> Iterator[str]:
-    client = result.client
-    if client.fell_behind:
-        yield (
-            "the client fell behind its schedule, so that the load was not what was asked for "
-            f"(sent late by {ms(client.lateness_p50_s)} ms at the median, "
-            f"{ms(client.lateness_p99_s)} ms at p99, {ms(client.lateness_max_s)} ms at most)"
-        )
-    if client.cpu_share > MAX_CLIENT_SHARE:
-        yield f"the client took {100 * client.cpu_share:.0f} % of the processor cores"
-
-
-def _about_class(part: ClassMetrics, kind: str) -> Iterator[str]:
-    if part.errors:
-        why = "; ".join(f"{count} x {reason}" for reason, count in part.reasons.items())
-        yield f"{part.errors} of {part.requests} {kind} requests were not completed: {why}"
-    if part.requests and not part.completed:
-        still_open = part.outcomes[Outcome.OPEN]
-        yield f"not one of {part.requests} {kind} requests was completed; {still_open} are open"
-    if part.overdue > MAX_OVERDUE * part.requests:
-        yield (
-            f"{part.overdue} of {part.requests} {kind} requests were still open and overdue at "
-            "the end; they count as missed, with the time so far"
-        )
-    if part.unsent:
-        yield f"{part.unsent} of {part.requests} {kind} requests came due and were never sent"
-    if part.relegated:
-        yield f"{part.relegated} of {part.requests} {kind} requests were served as best-effort"

@@ -16,15 +16,13 @@ from bros.bench.workloads.arrivals import RecordedArrivals
 from bros.bench.workloads.content import Content
 from bros.bench.workloads.conversations import Chats
 from bros.bench.workloads.drawn import chats, documents
-from bros.bench.workloads.shared_prefix import TABLE_1, preble
+from bros.bench.workloads.names import CHATS, FILES, NAMES, SHARED_PREFIX
+from bros.bench.workloads.shared_prefix import preble
 from bros.bench.workloads.sharegpt import Encoder, read_sharegpt
 from bros.bench.workloads.traces import read_azure, read_burstgpt, read_mooncake
 from bros.core.errors import ConfigError
 from bros.simulator.lengths import Uniform
 from bros.simulator.workload import RT_SIZES
-
-FILE_KINDS = ("azure", "mooncake", "burstgpt", "sharegpt")
-NAMES = (*RT_SIZES, "synthetic", *TABLE_1, "multiturn", *(f"{kind}:FILE" for kind in FILE_KINDS))
 
 
 class Found(NamedTuple):
@@ -45,13 +43,13 @@ def find(
     for real text. Raises ConfigError for other names and files that cannot be used.
     """
     kind, colon, path = name.partition(":")
-    if colon and kind in FILE_KINDS:
+    if colon and kind in FILES:
         return _from_file(kind, Path(path), seed, requests, tokenizer)
-    if name in RT_SIZES:
+    if name in CHATS:
         return Found(chats(name))
     if name == "synthetic":
         return Found(documents())
-    if name in TABLE_1:
+    if name in SHARED_PREFIX:
         return Found(preble(name, requests, zipf))
     if name == "multiturn":
         return Found(multiturn())
