@@ -270,8 +270,9 @@ def _encode(value: Any) -> Any:
                 tree.update(encoded)
             else:
                 tree[field.name] = encoded
-            if field.name in ATTAINMENTS and (interval := likely(getattr(value, field.name))):
-                encoded.update(interval._asdict())
+            if field.name in ATTAINMENTS:
+                low, high = likely(getattr(value, field.name)) or (None, None)
+                encoded.update(low=low, high=high)
         return tree
     if isinstance(value, Mapping):
         return {str(_encode(key)): _encode(item) for key, item in value.items()}

@@ -255,7 +255,7 @@ def _draw_spreads(ax: Axes, runs: Sequence[ScenarioResult], panel: Panel, colour
     """Behind the lines, so thin that they do not hide each other."""
     for run in runs:
         if panel.spread and (interval := panel.spread(run)):
-            ax.vlines(run.rt_rate or 0.0, *interval, color=colour, alpha=0.45, linewidth=1.2,
+            ax.vlines(run.rt_rate or 0.0, *interval, color=colour, alpha=0.6, linewidth=1.2,
                       zorder=1.6)  # fmt: skip
 
 
