@@ -17,9 +17,10 @@ from bros.bench.results import Command, Scenario
 from bros.bench.running import Measuring, Target
 from bros.bench.workloads.catalogue import find
 from bros.bench.workloads.fitting import Overlong
+from bros.bench.workloads.names import FILES
 from bros.core.clock import Clock
 from bros.core.config import Config
-from bros.core.config_sources import given_flags, load_config
+from bros.core.config_sources import given_flags, load_config, options_of
 from bros.core.errors import ConfigError
 from bros.core.flag_values import number, policies, rates, whole
 from bros.core.request import Slo
@@ -27,7 +28,6 @@ from bros.core.request import Slo
 T = TypeVar("T")
 
 _NOT_FOR_SERVERS = ("policy", "host", "port")
-_NOT_SHOWN = ("api_key", "config")
 _OF_FILES = ("bench_out", "bench_append", "bench_report_only")
 
 
@@ -69,7 +69,7 @@ def read_settings(
     passed_on = {name: text for name, text in flags.items() if name not in _NOT_FOR_SERVERS}
     server_arguments = [part for pair in _by_flag(passed_on).items() for part in pair]
     command = Command(
-        environment=environment(clock), settings=_shown(args, flags), seed=wanted.seed, slo=slo
+        environment=environment(clock), settings=_shown(args, config), seed=wanted.seed, slo=slo
     )
     return Settings(
         config=config,
@@ -169,16 +169,22 @@ def _optional_whole(flag: str, text: str | None) -> int | None:
     return None if text is None else whole(flag, text, low=1)
 
 
-def _shown(
-    args: argparse.Namespace, flags: Mapping[str, str]
-) -> dict[str, str | int | float | bool | None]:
-    """What was asked, by flag; no keys, and of folders only their names."""
+def _shown(args: argparse.Namespace, config: Config) -> dict[str, str | int | float | bool | None]:
+    """Our own options, and those of servers that are no defaults, wherever they were set.
+
+    No keys, and of folders only their names.
+    """
     given = {
         name.removeprefix("bench_"): value
         for name, value in sorted(vars(args).items())
         if name.startswith("bench_") and name not in _OF_FILES
     }
-    given |= {name: text for name, text in sorted(flags.items()) if name not in _NOT_SHOWN}
+    for part in (config.engine, config.server):
+        for option in options_of(type(part)):
+            value = getattr(part, option.name)
+            hidden = option.name in _NOT_FOR_SERVERS or option.field.metadata.get("secret")
+            if value != option.field.default and not hidden:
+                given[option.name] = value
     return _by_flag({name: _without_folder(value) for name, value in given.items()})
 
 
@@ -188,4 +194,10 @@ def _by_flag(values: Mapping[str, T]) -> dict[str, T]:
 
 
 def _without_folder(value: Any) -> Any:
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+    """`value`, or of a path, or of a path in the name of a workload, the file name."""
+    if not isinstance(value, str):
+        return value
+    kind, colon, path = value.partition(":")
+    if colon and kind in FILES:
+        return f"{kind}:{Path(path).name}"
+    return Path(value).name if Path(value).is_absolute() else value

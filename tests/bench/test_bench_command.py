@@ -283,5 +283,5 @@ def test_policies_are_compared_on_servers_of_our_own(model: Path, tmp_path: Path
         assert run.rt.errors + run.be.errors == 0, (run.rt.reasons, run.be.reasons)
         assert run.timeline, "the server is asked how it is"
     [command] = found.commands
-    assert command.settings["--kv-blocks"] == "200"
+    assert command.settings["--kv-blocks"] == 200
     assert "torch" in command.environment.packages and found.results[0].server_version
