@@ -45,7 +45,8 @@ Figures = dict[str, list[float]]
 
 def write_trace(path: Path, rate: float, duration_s: float, longest: int, seed: int) -> int:
     """Prompts share nothing; returns how many requests there are."""
-    rows, blocks = [], 0
+    rows: list[dict[str, Any]] = []
+    blocks = 0
     for arrival in PoissonLoad(rate, "lmsys").arrivals(duration_s, seed):
         prompt = min(arrival.size.prompt_tokens, longest)
         count = -(-prompt // BLOCK_TOKENS)
