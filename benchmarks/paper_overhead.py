@@ -249,4 +249,4 @@ def _bars(
     plain(ax)
 
 
-PART = Part("overhead", "14", "6 min, with nothing else on the machine", measure, render)
+PART = Part("overhead", "14", "3 min, with nothing else on the machine", measure, render)

@@ -24,6 +24,7 @@ from paper_common import RESULTS, Part, Rendering, Results
 # In the order of the page. One more figure of the paper is one more module with a PART.
 PARTS = (paper_settings.PART, paper_alone.PART, paper_overhead.PART, paper_real.PART)
 TEMPLATE = Path(__file__).with_name("paper_template.md")
+_ELSEWHERE = "> The text speaks of the results in benchmarks/results, these are others.\n\n"
 _PLACE = re.compile(r"\{\{(\w+)\.(\w+)\}\}")
 
 
@@ -38,7 +39,8 @@ def page(template: str, folder: Path) -> tuple[str, dict[str, Figure]]:
     """Markdown, and pictures by file name. Raises KeyError if the template asks for anything else
     than a block of a part.
     """
-    missing = {part.name: _how_to_measure(part) for part in PARTS}
+    texts = {part.name: _how_to_measure(part) for part in PARTS}
+    told: set[str] = set()
     blocks: dict[str, dict[str, str]] = {}
     pictures: dict[str, Figure] = {}
     for part, results in measured(folder):
@@ -53,9 +55,13 @@ def page(template: str, folder: Path) -> tuple[str, dict[str, Figure]]:
 
     def block(place: re.Match[str]) -> str:
         name, wanted = place.groups()
-        return blocks[name][wanted] if name in blocks else missing[name]
+        if name in blocks:
+            return blocks[name][wanted]
+        text = "" if name in told else texts[name]
+        told.add(name)
+        return text
 
-    return _PLACE.sub(block, template), pictures
+    return re.sub(r"\n{3,}", "\n\n", _PLACE.sub(block, template)), pictures
 
 
 def _images(part: Part, rendering: Rendering) -> dict[str, str]:
@@ -85,13 +91,15 @@ def _made(results: Results) -> str:
 
 
 def _how_to_measure(part: Part) -> str:
-    command = f"python benchmarks/paper_reproduce.py --parts {part.name}"
+    command = f'make reproduce-bros ARGS="--parts {part.name}"'
     return f"*Not measured here yet: `{command}` ({part.takes}).*"
 
 
 def write(folder: Path) -> None:
     """The page and its pictures, into the folder where the results are."""
     text, pictures = page(TEMPLATE.read_text(), folder)
+    if folder.resolve() != RESULTS:
+        text = _ELSEWHERE + text
     for name, figure in pictures.items():
         figure.savefig(folder / name)
     (folder / "paper.md").write_text(text)
