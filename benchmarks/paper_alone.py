@@ -147,4 +147,4 @@ def _run_table(pairs: Sequence[tuple[float, Pair]]) -> Iterator[str]:
         yield row(model, chats, percent(part, 0), f"{run['rate']:g}", *shown)
 
 
-PART = Part("alone", "12", "30 min", measure, render)
+PART = Part("alone", "12", "15 min", measure, render)

@@ -75,9 +75,11 @@ def grid(
         axes[0][column].set_title(name, fontsize=11)
         axes[-1][column].set_xlabel(x_label)
         for row, metric in enumerate(metrics):
-            panel(axes[row][column], runs, metric)
-    for row, metric in enumerate(metrics):
-        axes[row][0].set_ylabel(metric.label)
+            curves(axes[row][column], runs, metric)
+    for metric, line in zip(metrics, axes, strict=True):
+        line[0].set_ylabel(metric.label)
+        for ax in line:
+            scale(ax, metric)
     legend(figure, axes[0][0])
     return figure
 
@@ -106,7 +108,7 @@ def new_figure(title: str, *, width: float, height: float) -> Figure:
     return figure
 
 
-def panel(ax: Axes, runs: Sequence[Run], metric: Metric) -> None:
+def curves(ax: Axes, runs: Sequence[Run], metric: Metric) -> None:
     for policy, (color, line, marker) in STYLES.items():
         found = runs_of(runs, policy=policy)
         if found:
@@ -117,6 +119,10 @@ def panel(ax: Axes, runs: Sequence[Run], metric: Metric) -> None:
                 markersize=5, markerfacecolor="white" if line != "-" else color,
             )  # fmt: skip
     plain(ax)
+
+
+def scale(ax: Axes, metric: Metric) -> None:
+    """Once everything is drawn that shares an axis with it: limits stay what they are then."""
     ax.set_xlim(left=0)
     ax.xaxis.set_major_locator(MaxNLocator(6))
     if metric.is_log:

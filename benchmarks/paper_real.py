@@ -23,13 +23,14 @@ from paper_drawing import (
     STYLES,
     TPOT,
     TTFT,
+    curves,
     head,
     legend,
     new_figure,
-    panel,
     percent,
     row,
     runs_of,
+    scale,
     share,
 )
 
@@ -112,12 +113,14 @@ def _plot(results: Results, title: str) -> Figure:
     metrics = (LATENCY, TTFT, TPOT, BE_TOKENS)
     axes = figure.subplots(2, 2, sharex=True)
     for ax, metric in zip(axes.flat, metrics, strict=True):
-        panel(ax, results["runs"], metric)
+        curves(ax, results["runs"], metric)
         ax.set_ylabel(metric.label)
     for run in results["best_effort_alone"]:
         axes.flat[-1].axhline(
             run["be_tokens_per_s"], color="#CC79A7", linestyle="-.", label="best-effort alone"
         )
+    for ax, metric in zip(axes.flat, metrics, strict=True):
+        scale(ax, metric)
     for ax in axes[-1]:
         ax.set_xlabel("real-time requests/s")
     legend(figure, *axes.flat)
