@@ -46,7 +46,11 @@ class Probe:
         await self._session.close()
 
     async def model(self, wanted: str | None = None) -> Model:
-        """The model that is called `wanted`, or the first one. Raises NoServerError."""
+        """The model that is called `wanted`, or the first one. Raises NoServerError.
+
+        A server with an empty list (one that loads models when they are asked for) is believed
+        to have the wanted one.
+        """
         status, text = await self._get("/v1/models")
         if status != 200:
             raise NoServerError(f"{self._base}/v1/models answers with status {status}")
@@ -57,8 +61,11 @@ class Probe:
         for model in models:
             if wanted is None or model.name == wanted:
                 return model
+        if wanted is not None and not models:
+            return Model(wanted, None)
         names = ", ".join(model.name for model in models) or "nothing"
-        raise NoServerError(f"{self._base} does not serve {wanted!r}; it serves {names}")
+        asked = "any model" if wanted is None else repr(wanted)
+        raise NoServerError(f"{self._base} does not serve {asked}; it serves {names}")
 
     async def version(self) -> str | None:
         """What `/version` says, as bros and vLLM have it; None where that is not known."""

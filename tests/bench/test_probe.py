@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 import pytest
 from aiohttp import web
 
-from bros.bench.probe import Probe
+from bros.bench.probe import NoServerError, Probe
 from bros.core.clock import SystemClock
 
 
@@ -21,21 +24,43 @@ from bros.core.clock import SystemClock
     ],
 )
 async def test_the_version_is_asked_for(body: str, status: int, version: str | None) -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(text=body, status=status)
-
-    app = web.Application()
-    app.router.add_get("/version", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with Probe(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", SystemClock()) as probe:
-            assert await probe.version() == version
-    finally:
-        await runner.cleanup()
+    async with _server("/version", body, status) as url, Probe(url, SystemClock()) as probe:
+        assert await probe.version() == version
 
 
 async def test_a_server_that_does_not_answer_has_no_version() -> None:
     async with Probe("http://127.0.0.1:9", SystemClock()) as probe:
         assert await probe.version() is None
+
+
+async def test_a_model_that_is_not_there_is_an_error_that_names_those_that_are() -> None:
+    async with _server("/v1/models", '{"data": [{"id": "a"}, {"id": "b"}]}') as url:
+        async with Probe(url, SystemClock()) as probe:
+            assert (await probe.model("b")).name == "b"
+            assert (await probe.model()).name == "a"
+            with pytest.raises(NoServerError, match="'c'; it serves a, b"):
+                await probe.model("c")
+
+
+async def test_a_server_that_lists_nothing_is_believed_to_have_what_is_wanted() -> None:
+    async with _server("/v1/models", '{"data": []}') as url:
+        async with Probe(url, SystemClock()) as probe:
+            assert (await probe.model("c")).name == "c"
+            with pytest.raises(NoServerError, match="any model; it serves nothing"):
+                await probe.model()
+
+
+@contextlib.asynccontextmanager
+async def _server(path: str, body: str, status: int = 200) -> AsyncIterator[str]:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=body, status=status)
+
+    app = web.Application()
+    app.router.add_get(path, answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
