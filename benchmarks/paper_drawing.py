@@ -149,7 +149,8 @@ def legend(figure: Figure, *axes: Axes) -> None:
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
-    columns = min(len(found), int(figure.get_figwidth() // 1.9))
+    widest = 0.7 + 0.085 * max(map(len, found))  # inches, with the sample before the text
+    columns = min(len(found), int(figure.get_figwidth() // widest))
     figure.legend(
         list(found.values()), list(found),
         loc="outside lower center", ncols=columns, frameon=False,

@@ -36,7 +36,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parts = {part.name: part for part in paper_report.PARTS}
     takes = "; ".join(
-        f"{part.name} (figures {part.figures}): {part.takes}" for part in parts.values()
+        f"{part.name} (figure {part.figures}): {part.takes}" for part in parts.values()
     )
 
     def some(text: str) -> Sequence[Part]:
