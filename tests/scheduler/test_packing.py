@@ -80,6 +80,7 @@ def all_bounds(draw: st.DrawFn, *, credit: bool = False) -> Bounds:
         filler_s=draw(st.sampled_from([0.01, 0.03, 0.05, math.inf])),
         filler_credit_s=draw(st.sampled_from([0.0, 0.004, 0.1])) if credit else 0.0,
         tbar_s=draw(st.sampled_from([0.0, 0.02, 0.05])),
+        reserve_s=draw(st.sampled_from([0.0, 0.01])),
         rules=draw(RULES),
     )
 
@@ -246,6 +247,30 @@ def test_more_time_never_means_a_smaller_chunk(dues: list[float]) -> None:
         packing = run([row("head", due_s), Item("prompt", 300, 4, 9.0)])
         found.append(sum(count for _, count in packing.selected[1:]))
     assert found == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("urgent", "reserve_s", "ends_s"),
+    [
+        (Item("first", 40, 0, 0.2), 0.0, 0.2),
+        (Item("first", 40, 0, 0.2), 0.02, 0.18),
+        (row("row", 0.2), 0.02, 0.2),
+    ],
+)
+def test_a_step_is_filled_up_to_a_reserve_before_a_first_token(
+    urgent: Item, reserve_s: float, ends_s: float
+) -> None:
+    filler, bounds = Item("filler", 400, 0), Bounds(rows=9, tokens=999, reserve_s=reserve_s)
+    packing = run([urgent], [filler], bounds)
+    assert names(packing.selected) == [urgent.name, "filler"]
+    assert ends_s - 0.002 < packing.seconds <= ends_s
+
+
+def test_a_first_token_that_just_makes_it_is_not_kept_out_by_the_reserve() -> None:
+    first = Item("first", 40, 0, 1.05 * seconds([(Item("first", 40), 40)]))
+    packing = run([first], [Item("filler", 400)], Bounds(rows=9, tokens=999, reserve_s=0.02))
+    assert packing.selected == [(replace(first, deadline_s=NOW + first.deadline_s), 40)]
+    assert not packing.violated
 
 
 def test_a_piece_smaller_than_the_least_is_not_worth_a_place() -> None:

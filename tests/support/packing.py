@@ -140,9 +140,18 @@ def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
             lost_alone = seconds([(item, 1)]) / SAFETY > due_s
             assert packing.violated or item.late or item.remaining > 1 or lost_alone
             continue
-        assert count == largest
-        limit_s = min(limit_s, due_s - rest_seconds(item, count))
+        assert count == largest or has_time(item, due_s, bounds)
+        ends_s = due_s - rest_seconds(item, count)
+        if item.remaining > 1:
+            ends_s = max(ends_s - bounds.reserve_s, seconds([*before, (item, count)]))
+        limit_s = min(limit_s, ends_s)
         assert packing.seconds <= limit_s + 1e-9
+
+
+def has_time(item: Item, due_s: float, bounds: Bounds) -> bool:
+    """Due so late that its prompt need not make a step longer than filler may."""
+    alone_s = seconds([(item, item.remaining)]) / SAFETY
+    return due_s > max(5 * bounds.filler_s, 4 * alone_s) and not bounds.rules.early_return
 
 
 def largest_chunk(item: Item, before: Chosen, left: int, limit_s: float) -> int | None:
