@@ -5,7 +5,9 @@
 Both clients, as they are, play one and the same trace (Mooncake's format, which both read:
 lengths of LMSYS chats, Poisson arrivals) against one bros server with the embedded model. They
 take turns, the first one changing from round to round, since a machine is not equally fast from
-one minute to the next; then the medians over all rounds are compared. Have nothing else running.
+one minute to the next; then the medians over all rounds are compared. The engine leaves the
+clients a core (--threads): beside an engine that takes them all, a client that needs more of the
+processor measures a slower server. Have nothing else running.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from bros.bench.environment import environment
 from bros.bench.local_server import local_server
 from bros.bench.workloads.traces import BLOCK_TOKENS
 from bros.core.clock import SystemClock
+from bros.scheduler.profiles import available_cores
 from bros.simulator.workload import PoissonLoad
 
 ASKED = 0.05
@@ -121,7 +124,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[int, list[dic
     count = write_trace(trace, args.rate, args.duration, args.longest, args.seed)
     export_model.main(model)
     rounds: list[dict[str, Figures]] = []
-    arguments = ("--served-model-name", model.name, "--weights", "fp32")
+    arguments = ("--served-model-name", model.name, "--weights", "fp32", "--threads", args.threads)
     async with local_server(arguments) as url:
         for number in track(range(args.rounds), "rounds", console=Console(stderr=True)):
             found = {}
@@ -183,8 +186,9 @@ def main() -> None:
     parser.add_argument("vllm", type=Path, help="virtual environment with vLLM")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--duration", type=float, default=30.0, help="seconds of arrivals")
-    parser.add_argument("--rate", type=float, default=0.5, help="requests per second")
+    parser.add_argument("--rate", type=float, default=0.4, help="requests per second")
     parser.add_argument("--longest", type=int, default=100, help="tokens of prompt and of answer")
+    parser.add_argument("--threads", default=str(max(1, available_cores() - 1)), metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where to save the figures")
     args = parser.parse_args()
@@ -195,10 +199,17 @@ def main() -> None:
     if args.json:
         saved = {
             "environment": dataclasses.asdict(environment(SystemClock())),
-            "settings": {"rate": args.rate, "duration_s": args.duration, "rounds": args.rounds,
-                         "longest": args.longest, "seed": args.seed, "requests_per_round": count},
+            "settings": {
+                "rate": args.rate,
+                "duration_s": args.duration,
+                "rounds": args.rounds,
+                "requests_per_round": count,
+                "longest": args.longest,
+                "threads": args.threads,
+                "seed": args.seed,
+            },
             "medians": rows,
-        }  # fmt: skip
+        }
         args.json.write_text(json.dumps(saved, indent=2) + "\n")
         print(f"saved {args.json}")
 

@@ -191,6 +191,7 @@ class StepTimePredictor:
     decode rows alone by the decode factor. An objective is a percentile and not a mean, so
     `safe` multiplies with a factor that follows the `quantile` of actual / predicted: it goes
     up a little whenever a step takes longer than it said, and down a little less when not.
+    Another factor follows `rare_quantile`, for what cannot be made up for later.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class StepTimePredictor:
         *,
         alpha: float = 0.05,
         quantile: float = 0.95,
+        rare_quantile: float = 0.99,
         factor_step: float = 0.01,
         max_factor: float = 1.5,
     ) -> None:
@@ -206,9 +208,10 @@ class StepTimePredictor:
         self.rho_prefill = 1.0
         self.rho_decode = 1.0
         self.safety_factor = 1.05
+        self.rare_factor = 1.1
         self._alpha = alpha
-        self._down = factor_step * (1.0 - quantile)
-        self._up = factor_step * quantile
+        self._quantile, self._rare_quantile = quantile, rare_quantile
+        self._factor_step = factor_step
         self._max_factor = max_factor
 
     def seconds(self, load: StepLoad) -> float:
@@ -239,13 +242,18 @@ class StepTimePredictor:
         if expected <= 0.0:
             return
         ratio = actual_s / expected
-        late = ratio > self.safety_factor
-        factor = self.safety_factor + (self._up if late else -self._down)
-        self.safety_factor = min(max(factor, 1.0), self._max_factor)
+        self.safety_factor = self._followed(self.safety_factor, ratio, self._quantile)
+        rare = self._followed(self.rare_factor, ratio, self._rare_quantile)
+        self.rare_factor = max(rare, self.safety_factor)
         decode = self.rho_decode * self.model.decode_seconds(load) / expected
         ratio = min(max(ratio, _RHO_LOW), _RHO_HIGH)
         self.rho_decode = _corrected(self.rho_decode, ratio, self._alpha * decode)
         self.rho_prefill = _corrected(self.rho_prefill, ratio, self._alpha * (1.0 - decode))
+
+    def _followed(self, factor: float, ratio: float, quantile: float) -> float:
+        """One step of a stochastic search for a quantile of the ratios."""
+        factor += self._factor_step * (quantile - (ratio <= factor))
+        return min(max(factor, 1.0), self._max_factor)
 
 
 def _corrected(rho: float, ratio: float, weight: float) -> float:

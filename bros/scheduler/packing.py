@@ -82,6 +82,7 @@ class _Packer(Generic[C]):
         self._replaced = False
         self._owes = False
         self._safety_factor = predictor.safety_factor if predictor else 1.0
+        self._rare_share = self._safety_factor / predictor.rare_factor if predictor else 1.0
 
     def fill_untimed(self, candidates: Iterable[C]) -> None:
         """In order, while rows, tokens and memory last."""
@@ -229,14 +230,15 @@ class _Packer(Generic[C]):
 
         finish_s: when its token is there on the safe side, in this step or a later one. If that
         is too late but the expected time is not, nothing more is added, in the hope that it
-        is in time. A prompt that is late is at least not made later by filler. Decode rows may
-        catch up with their mean pace, a first token cannot, so it is held to a safer limit.
+        is in time. A prompt that is late is at least not made later by filler. Decode rows can
+        catch up with their pace, a first token cannot: its step is not filled further than to a
+        time that is exceeded yet more rarely.
         """
         packing = self.packing
         if finish_s <= due_s:
-            limit_s = due_s - (finish_s - packing.seconds)
-            if candidate.remaining > 1:
-                limit_s = max(limit_s - self._bounds.reserve_s, packing.seconds)
+            if candidate.remaining > 1 and not self._rules.early_return:
+                due_s *= self._rare_share
+            limit_s = max(due_s - (finish_s - packing.seconds), packing.seconds)
             self._limit_s = min(self._limit_s, limit_s)
         elif finish_s <= due_s * self._safety_factor:
             self._limit_s = min(self._limit_s, packing.seconds)

@@ -81,8 +81,7 @@ class Bounds:
     rows: batch size B. tokens: most tokens of all chunks. filler_s: most seconds of a step with
     filler in it, and of one that serves late prompts. filler_credit_s: seconds that filler may
     take in any case; if there are any, also a row, and the tokens of a smallest chunk.
-    tbar_s: usual time of a step, for what is left to the next ones. reserve_s: how much earlier
-    than its first token is due a step ends that others fill up.
+    tbar_s: usual time of a step, for what is left to the next ones.
     """
 
     rows: int
@@ -90,7 +89,6 @@ class Bounds:
     filler_s: float = math.inf
     filler_credit_s: float = 0.0
     tbar_s: float = 0.0
-    reserve_s: float = 0.0
     rules: Rules = field(default_factory=Rules)
 
 

@@ -182,27 +182,30 @@ def test_one_outlier_moves_a_prediction_only_a_little() -> None:
     assert predictor.seconds(DECODE) <= 1.06 * MODEL.seconds(DECODE)
 
 
-@pytest.mark.parametrize("quantile", [0.8, 0.95])
-def test_safe_times_are_exceeded_as_often_as_asked(quantile: float) -> None:
-    predictor = StepTimePredictor(MODEL, quantile=quantile, max_factor=3.0)
+@pytest.mark.parametrize(("quantile", "rare"), [(0.8, 0.9), (0.95, 0.99)])
+def test_safe_times_are_exceeded_as_often_as_asked(quantile: float, rare: float) -> None:
+    predictor = StepTimePredictor(MODEL, quantile=quantile, rare_quantile=rare, max_factor=3.0)
     rng = random.Random(5)
-    late = 0
+    late = very_late = 0
     for number in range(12_000):
         actual = MODEL.seconds(MIXED) * rng.lognormvariate(0.0, 0.15)
-        late += number >= 2000 and actual > predictor.safe_seconds(MIXED)
+        if number >= 2000:
+            late += actual > predictor.safe_seconds(MIXED)
+            very_late += actual > predictor.rare_factor * predictor.seconds(MIXED)
         predictor.observe(MIXED, actual)
     assert late / 10_000 == pytest.approx(1.0 - quantile, abs=0.015)
+    assert very_late / 10_000 == pytest.approx(1.0 - rare, abs=0.5 * (1.0 - rare))
 
 
 def test_the_safety_factor_has_bounds() -> None:
     predictor = StepTimePredictor(MODEL, max_factor=1.2)
     for number in range(300):
         predictor.observe(DECODE, MODEL.seconds(DECODE) * 1.9 ** (number % 2))
-        assert 1.0 <= predictor.safety_factor <= 1.2
+        assert 1.0 <= predictor.safety_factor <= predictor.rare_factor <= 1.2
     calm = StepTimePredictor(MODEL)
     for _ in range(1000):
         calm.observe(DECODE, MODEL.seconds(DECODE))
-    assert calm.safety_factor == 1.0
+    assert calm.safety_factor == 1.0 and calm.rare_factor < 1.05
 
 
 def test_an_empty_step_teaches_nothing() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from bros.scheduler.packing import pack
 from bros.scheduler.selection import Bounds, Packing, Rules
 from support.packing import (
+    RARE_SHARE,
     Blocks,
     Item,
     blocks_for,
@@ -80,7 +81,6 @@ def all_bounds(draw: st.DrawFn, *, credit: bool = False) -> Bounds:
         filler_s=draw(st.sampled_from([0.01, 0.03, 0.05, math.inf])),
         filler_credit_s=draw(st.sampled_from([0.0, 0.004, 0.1])) if credit else 0.0,
         tbar_s=draw(st.sampled_from([0.0, 0.02, 0.05])),
-        reserve_s=draw(st.sampled_from([0.0, 0.01])),
         rules=draw(RULES),
     )
 
@@ -250,26 +250,20 @@ def test_more_time_never_means_a_smaller_chunk(dues: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("urgent", "reserve_s", "ends_s"),
-    [
-        (Item("first", 40, 0, 0.2), 0.0, 0.2),
-        (Item("first", 40, 0, 0.2), 0.02, 0.18),
-        (row("row", 0.2), 0.02, 0.2),
-    ],
+    ("urgent", "ends_s"),
+    [(Item("first", 40, 0, 0.2), 0.2 * RARE_SHARE), (row("row", 0.2), 0.2)],
 )
-def test_a_step_is_filled_up_to_a_reserve_before_a_first_token(
-    urgent: Item, reserve_s: float, ends_s: float
-) -> None:
-    filler, bounds = Item("filler", 400, 0), Bounds(rows=9, tokens=999, reserve_s=reserve_s)
-    packing = run([urgent], [filler], bounds)
+def test_a_step_is_filled_less_if_a_first_token_comes_from_it(urgent: Item, ends_s: float) -> None:
+    packing = run([urgent], [Item("filler", 400)], Bounds(rows=9, tokens=999))
     assert names(packing.selected) == [urgent.name, "filler"]
     assert ends_s - 0.002 < packing.seconds <= ends_s
 
 
-def test_a_first_token_that_just_makes_it_is_not_kept_out_by_the_reserve() -> None:
-    first = Item("first", 40, 0, 1.05 * seconds([(Item("first", 40), 40)]))
-    packing = run([first], [Item("filler", 400)], Bounds(rows=9, tokens=999, reserve_s=0.02))
-    assert packing.selected == [(replace(first, deadline_s=NOW + first.deadline_s), 40)]
+def test_a_first_token_that_just_makes_it_is_in_the_step() -> None:
+    alone_s = seconds([(Item("first", 40), 40)])
+    first = Item("first", 40, 0, 1.01 * alone_s)
+    packing = run([first], [Item("filler", 400)], Bounds(rows=9, tokens=999))
+    assert [(item.name, count) for item, count in packing.selected] == [("first", 40)]
     assert not packing.violated
 
 

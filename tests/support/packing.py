@@ -11,6 +11,7 @@ from bros.scheduler.selection import Bounds, Packing
 
 BLOCK_SIZE = 4
 SAFETY = 1.05
+RARE_SHARE = SAFETY / 1.1
 MODEL = CostModel(
     constant_s=0.020, token_s=0.001, sample_s=0.0002, pair_s=4e-7, context_s=2e-6
 )  # fmt: skip
@@ -141,9 +142,9 @@ def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
             assert packing.violated or item.late or item.remaining > 1 or lost_alone
             continue
         assert count == largest or has_time(item, due_s, bounds)
-        ends_s = due_s - rest_seconds(item, count)
-        if item.remaining > 1:
-            ends_s = max(ends_s - bounds.reserve_s, seconds([*before, (item, count)]))
+        if item.remaining > 1 and not bounds.rules.early_return:
+            due_s *= RARE_SHARE
+        ends_s = max(due_s - rest_seconds(item, count), seconds([*before, (item, count)]))
         limit_s = min(limit_s, ends_s)
         assert packing.seconds <= limit_s + 1e-9
 

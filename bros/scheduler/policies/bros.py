@@ -36,10 +36,6 @@ token: of a request that is ahead of its mean pace, and of one that is not."""
 _ABANDONED_SHARE, _MAX_ABANDONED_S = 0.03, 1.0
 """Most time that may go into steps that are given up: share of all, and saved up."""
 
-_RESERVE = 0.05
-"""Share of the time to a first token that a step may not be filled up to: the safe prediction is
-exceeded now and then, and the way to the client takes some of it."""
-
 _MIN_GAIN = 0.2
 """Share of a step that must be left for it to be given up."""
 
@@ -73,11 +69,6 @@ class BrosSettings:
     def usual_filler_s(self) -> float:
         """Longest step with filler in it while nobody asks for more than usual."""
         return self.rt_wait * self.ttft_s
-
-    @property
-    def reserve_s(self) -> float:
-        """How much earlier than a first token is due a step ends that is filled up."""
-        return 0.0 if self.rules.strict_rows else _RESERVE * self.ttft_s
 
 
 class BrosPolicy:
@@ -155,7 +146,6 @@ class BrosPolicy:
                 filler_s=self._filler_s(running, now),
                 filler_credit_s=self._due_credit_s(),
                 tbar_s=self._tbar_s,
-                reserve_s=self._settings.reserve_s,
                 rules=self._settings.rules,
             ),
             give_up=shed,
