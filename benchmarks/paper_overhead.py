@@ -36,16 +36,10 @@ from paper_common import (
 )
 from paper_drawing import Run, head, legend, mean, new_figure, percent, plain, row, runs_of
 
-from bros.core.clock import ManualClock
-from bros.core.interfaces import EngineInfo
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass
-from bros.engine.engine import Engine
-from bros.scheduler.build import build_scheduler
 from bros.scheduler.scheduler import Scheduler
-from bros.simulator.build import BLOCK_SIZE, Scenario
-from bros.simulator.sim_executor import SimExecutor
-from bros.simulator.simulation import Simulation
+from bros.simulator.build import Scenario, build_simulation
 
 T = TypeVar("T")
 
@@ -68,7 +62,8 @@ class TimedScheduler:
     """A scheduler that notes the seconds, by the machine's clock, of calls from `since_s` on.
 
     cpu_s: processor time of all of them. It is less than the sum of the others where the thread had
-    to wait for a core, which a scheduler alone never does.
+    to wait for a core, which a scheduler alone never does. counts: whether the latest step began
+    late enough to count.
     """
 
     def __init__(self, inner: Scheduler, since_s: float) -> None:
@@ -77,8 +72,10 @@ class TimedScheduler:
         self.schedule_s: list[float] = []
         self.bookkeeping_s: list[float] = []
         self.cpu_s = 0.0
+        self.counts = False
 
     def schedule(self, now: float) -> StepPlan | None:
+        self.counts = now >= self._since_s
         return self._timed(self.schedule_s, now, lambda: self._inner.schedule(now))
 
     def submit(self, request: EngineRequest, now: float) -> ServiceClass:
@@ -128,27 +125,19 @@ def time_run(scenario: Scenario) -> dict[str, float | None]:
     iterations: how many. cpu_s: processor time of deciding and bookkeeping. rows: mean number of
     requests in a step.
     """
-    device, clock, since_s = scenario.device, ManualClock(), scenario.warm_up_s
-    info = EngineInfo(
-        model=device.model, weights=device.weights, kernels="simulated", kv_dtype="simulated",
-        device=device.name, max_model_len=device.kv_blocks * BLOCK_SIZE, vocab_size=32_000,
-        block_size=BLOCK_SIZE, num_kv_blocks=device.kv_blocks, policy=scenario.config.policy,
-        default_slo=scenario.slo,
-    )  # fmt: skip
     steps: list[tuple[int, float]] = []
+    timed: TimedScheduler
+
+    def watched(scheduler: Scheduler) -> Scheduler:
+        nonlocal timed
+        timed = TimedScheduler(scheduler, scenario.warm_up_s)
+        return timed  # type: ignore[return-value]
 
     def observe(plan: StepPlan, seconds: float) -> None:
-        if clock.now() - seconds >= since_s:
+        if timed.counts:
             steps.append((len(plan.chunks), seconds))
 
-    timed = TimedScheduler(build_scheduler(scenario.config, info, device.steps), since_s)
-    executor = SimExecutor(device.steps, clock, observe=observe)
-    engine = Engine(timed, executor, clock, info)  # type: ignore[arg-type]
-    rt = scenario.rt.arrivals(scenario.duration_s, scenario.seed)
-    Simulation(
-        engine, executor, clock,
-        rt=rt, be=scenario.be, seed=scenario.seed, duration_s=scenario.duration_s,
-    ).run()  # fmt: skip
+    build_simulation(scenario, observe=observe, watched=watched).run()
     rows, seconds = zip(*steps, strict=True)
     percentiles = statistics.quantiles(timed.schedule_s, n=100)
     found = {

@@ -14,6 +14,7 @@ from bros.core.request import Slo
 from bros.engine.engine import Engine
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
+from bros.scheduler.scheduler import Scheduler
 from bros.simulator.sim_executor import Disturbance, SimExecutor
 from bros.simulator.simulation import Simulation
 from bros.simulator.workload import BeLoad, RtLoad, generator
@@ -61,8 +62,10 @@ def build_simulation(
     *,
     observe: Callable[[StepPlan, float], None] | None = None,
     progress: Callable[[float], None] | None = None,
+    watched: Callable[[Scheduler], Scheduler] = lambda scheduler: scheduler,
 ) -> Simulation:
-    """Engine, virtual clock and workload. observe: see SimExecutor.
+    """Engine, virtual clock and workload. observe: see SimExecutor. watched: what the engine is
+    given for its scheduler, such as one that takes the time of its calls.
 
     Raises ConfigError if the scenario cannot be run.
     """
@@ -77,7 +80,7 @@ def build_simulation(
         observe=observe,
     )
     scheduler = build_scheduler(scenario.config, info, scenario.device.steps)
-    engine = Engine(scheduler, executor, clock, info)
+    engine = Engine(watched(scheduler), executor, clock, info)
     return Simulation(
         engine,
         executor,
