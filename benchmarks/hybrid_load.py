@@ -126,6 +126,11 @@ def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str
         "abandoned_s": stats.abandoned_s,
         "be_tax_s": stats.be_tax_s,
         "end_s": result.end_s,
+        "kv_tokens": {
+            "taken": stats.by_class[BE].kv_taken,
+            "copied": stats.by_class[BE].kv_copied,
+            "restored": stats.by_class[BE].kv_restored,
+        },
     }
 
 

@@ -87,16 +87,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulated run. policy: key of POLICIES. rate: real-time requests per second."""
+    """One simulated run. policy: key of POLICIES. rate: real-time requests per second. config: of
+    a variant of the policy.
+    """
 
     setting: Setting
     policy: str
     rate: float
     be_in_flight: int = BE_IN_FLIGHT
+    config: EngineConfig | None = None
 
     def scenario(self, span: Span, seed: int) -> Scenario:
         return Scenario(
-            config=POLICIES[self.policy],
+            config=self.config or POLICIES[self.policy],
             device=device_of(stored_profile(self.setting.profile), None),
             rt=PoissonLoad(self.rate, self.setting.lengths),
             be=BeLoad(self.be_in_flight, batches=True),

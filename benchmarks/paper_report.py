@@ -15,14 +15,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import paper_alone
+import paper_memory
 import paper_overhead
 import paper_real
 import paper_settings
+import paper_tight
 from matplotlib.figure import Figure
 from paper_common import RESULTS, Part, Rendering, Results
 
 # In the order of the page. One more figure of the paper is one more module with a PART.
-PARTS = (paper_settings.PART, paper_alone.PART, paper_overhead.PART, paper_real.PART)
+PARTS = (
+    paper_settings.PART,
+    paper_alone.PART,
+    paper_memory.PART,
+    paper_tight.PART,
+    paper_overhead.PART,
+    paper_real.PART,
+)
 TEMPLATE = Path(__file__).with_name("paper_template.md")
 _ELSEWHERE = "> The text speaks of the results in benchmarks/results, these are others.\n\n"
 _PLACE = re.compile(r"\{\{(\w+)\.(\w+)\}\}")

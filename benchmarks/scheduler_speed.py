@@ -55,7 +55,7 @@ def make(policy: str, outputs: int) -> Scheduler:
         scheduler.submit(
             EngineRequest(
                 request_id=str(number),
-                prompt_token_ids=list(range(1, 200 + number % 50)),
+                prompt_token_ids=[number % 1000, number // 1000, *range(2, 200 + number % 50)],
                 sampling=SamplingParams(max_tokens=outputs, ignore_eos=True),
                 service_class=ServiceClass.RT if number % 2 else ServiceClass.BE,
             ),

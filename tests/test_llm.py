@@ -51,7 +51,9 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hello"}]
     (one,) = llm.chat(conversation, GREEDY, progress=False)
     two = llm.chat([conversation, conversation], GREEDY, progress=False)
-    assert two == [one, one]
+    assert [answer[0].token_ids for answer in two] == [one[0].token_ids] * 2
+    # The rendered conversation is longer than one block, and that block is found again.
+    assert [answer[0].cached_tokens for answer in (one, *two)] == [0, 16, 16]
 
 
 def test_nothing_to_do_and_what_cannot_be_done(llm: LLM) -> None:

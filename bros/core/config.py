@@ -23,6 +23,10 @@ PACKING = ("chunked", "paper")
 GROWTH = ("tcp", "additive")
 WEIGHTS = ("auto", "fp32", "bf16", "int4")
 KV_DTYPES = ("auto", "fp32", "bf16", "fp16")
+KV_LAYOUTS = ("bidirectional", "plain")
+PREFIX_CACHE = ("class-aware", "lru", "off")
+KV_FIND = ("final", "paper")
+ON_PRESSURE = ("checkpoint", "recompute")
 KERNELS = ("auto", "reference", "cpu")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ON_ENGINE_DEATH = ("restart", "exit")
@@ -96,6 +100,34 @@ class EngineConfig(_Checked):
     kv_memory: str = option("1GiB", "memory for the KV cache, e.g. 2GiB", size=True)
     kv_blocks: int | None = option(
         None, "KV cache size in blocks of 16 tokens, instead of --kv-memory", low=1
+    )
+    kv_layout: str = option(
+        "bidirectional",
+        "bidirectional: real-time and best-effort requests share blocks; plain: they do not",
+        choices=KV_LAYOUTS,
+    )
+    on_pressure: str = option(
+        "checkpoint",
+        "KV that has to make way: keep a copy on the host, or compute it again",
+        choices=ON_PRESSURE,
+    )
+    host_kv_memory: str = option("1GiB", "memory for these copies", size=True)
+    host_kv_blocks: int | None = option(
+        None, "the same in blocks of 16 tokens, instead of --host-kv-memory", low=0
+    )
+    kv_find: str = option(
+        "final", "how blocks are found: paper is the published algorithm", choices=KV_FIND
+    )
+    prefix_cache: str = option(
+        "class-aware",
+        "keep what prompts begin with: by class and value, least recently used first, or not",
+        choices=PREFIX_CACHE,
+    )
+    rt_cache_share: float = option(
+        0.25,
+        "share of the KV cache that best-effort work cannot take from cached real-time prompts",
+        low=0,
+        high=0.9,
     )
     max_model_len: int | None = option(
         None,

@@ -27,6 +27,7 @@ class EngineInfo:
     block_size: int
     num_kv_blocks: int
     policy: str
+    num_host_kv_blocks: int = 0
     max_queue: int = 2**31 - 1
     eos_token_ids: tuple[int, ...] = ()
     default_slo: Slo = Slo(ttft_s=0.4, tpot_s=0.2)
@@ -53,6 +54,11 @@ class ClassStats:
     output_tokens, each against its own deadline; deadlines_met of the `deadlines` that finished
     requests had for the whole answer. slack: deadline minus commit in seconds.
     relegated: requests of this class that came in as the other one.
+    preemptions: how often a request had to give up KV memory; kv_taken: how many tokens of it,
+    kv_copied: how many of them were copied to the host for that, kv_restored: came back.
+    prefix_tokens: prompt tokens that were cached when a request began. prefix_evicted: cached
+    blocks that were given up for requests of this class. kv_blocks: those with tokens that one
+    request has to itself; one that both classes are in counts for both.
     """
 
     running: int = 0
@@ -61,6 +67,11 @@ class ClassStats:
     output_tokens: int = 0
     finished: int = 0
     preemptions: int = 0
+    kv_taken: int = 0
+    kv_copied: int = 0
+    kv_restored: int = 0
+    prefix_tokens: int = 0
+    prefix_evicted: int = 0
     kv_blocks: int = 0
     ttft_met: int = 0
     tpot_met: int = 0
@@ -84,6 +95,8 @@ class EngineStats:
     work in them, by the cost model. safety_factor: what predictions are multiplied by.
     abandoned_steps, abandoned_s: steps given up for a real-time request that arrived while they
     ran, and the time that went into them; they are not in the other figures.
+    kv_blocks_used: blocks that requests have; kv_blocks_shared: those of prefixes that several
+    may have. kv_blocks_cached: blocks that nobody has, but that may be asked for again.
     """
 
     steps: int = 0
@@ -98,6 +111,8 @@ class EngineStats:
     batch_resets: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+    kv_blocks_shared: int = 0
+    kv_blocks_cached: int = 0
     by_class: Mapping[ServiceClass, ClassStats] = field(default_factory=dict)
 
 
@@ -109,6 +124,7 @@ class RequestTrace:
     waits: reason -> seconds in which the request could have run and did not:
     "time" (the step had no time left for it), "rows" (the batch was full), "tokens" (the token
     budget was used up), "memory" (no KV blocks), "turn" (the policy served others first),
+    "prefix" (another request was computing what its prompt begins with),
     "made way" (it ran, but the step was given up for somebody's first token).
     ttft_s, tpot_s: None until there is a first and a second token.
     """

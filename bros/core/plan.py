@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bros.core.request import SamplingParams, TokenLogprobs
 
@@ -60,12 +60,47 @@ class Chunk:
     sample: SampleSpec | None
 
 
+def _no_slots() -> array[int]:
+    return array("i")
+
+
+@dataclass(slots=True)
+class KvCopies:
+    """KV that moves between device and host: first everything `out` is copied, then `back`.
+
+    int32 slots, one per token; the k-th of a device list belongs to the k-th of its host list.
+    No slot is in `out_device` whose contents a chunk of the same plan reads, and no host slot is in
+    both host lists, or twice in one. What makes copies beside the computation has to wait, though
+    (hazards H1-H7 of the specification):
+
+        a write (of a chunk or `back`) to a slot of `out_device`, for its contents to be read
+        a chunk, for what `back` brings
+        `back`, for the copy that put its contents on the host, in whichever plan that was
+        `out`, for the computation of all plans before
+        copies to one host slot for each other, in the order of plans; they are made even if
+        nobody needs them any more, since the slot may have a new owner in the next plan
+    """
+
+    out_device: array[int] = field(default_factory=_no_slots)
+    out_host: array[int] = field(default_factory=_no_slots)
+    back_host: array[int] = field(default_factory=_no_slots)
+    back_device: array[int] = field(default_factory=_no_slots)
+
+    def __len__(self) -> int:
+        """Tokens that are copied."""
+        return len(self.out_device) + len(self.back_device)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything an executor needs for one iteration. Never empty."""
+    """Everything an executor needs for one iteration. Never empty.
+
+    copies: made before anything is computed, also if the step is given up later.
+    """
 
     step: int
     chunks: tuple[Chunk, ...]
+    copies: KvCopies | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,8 @@ class ServiceClass(enum.StrEnum):
     RT = "rt"
     BE = "be"
 
+    __hash__ = str.__hash__  # Enum's own is a Python function, and classes are looked up a lot
+
 
 class FinishReason(enum.StrEnum):
     """Why a request ended; the values are the ones OpenAI clients know, plus abort and error."""
@@ -167,6 +169,7 @@ CHAT_SAMPLING = SamplingParams(temperature=0.2, top_p=0.9)
 class EngineRequest:
     """One sequence to generate. `arrival_s` is Clock.now() of the process that accepted it.
 
+    cache_salt: requests with different ones do not share what is computed of their prompts.
     `sampling.n` and `sampling.stop` are the client's business (it submits n requests and
     matches stop strings on text); the engine knows token ids only.
     """
@@ -178,6 +181,7 @@ class EngineRequest:
     slo: Slo = Slo()
     arrival_s: float = 0.0
     tenant: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

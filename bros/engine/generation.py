@@ -85,6 +85,7 @@ class TextGenerator:
         service_class: ServiceClass = ServiceClass.RT,
         slo: Slo = _NO_SLO,
         tenant: str = "",
+        cache_salt: str = "",
         param: str = "messages",
     ) -> Generation:
         """Submit sampling.n requests; returns when the engine has accepted all of them.
@@ -111,6 +112,7 @@ class TextGenerator:
                 slo=slo,
                 arrival_s=self._clock.now(),
                 tenant=tenant,
+                cache_salt=cache_salt,
             )
             for i, choice_id in enumerate(numbered(base_id, sampling.n))
         ]
@@ -181,8 +183,9 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed because their KV was cached."""
-        return max(choice.cached_tokens for choice in self._choices)
+        """Prompt tokens that were cached before: what the first choice computes is not."""
+        begun = [choice.cached_tokens for choice in self._choices if choice.begun]
+        return min(begun, default=0)
 
     @property
     def num_output_tokens(self) -> int:
@@ -284,6 +287,7 @@ class _Choice:
         "_detokenizer",
         "_matcher",
         "_sampling",
+        "begun",
         "cached_tokens",
         "finished",
         "index",
@@ -302,6 +306,7 @@ class _Choice:
         self.request_id = request_id
         self.num_output_tokens = 0
         self.cached_tokens = 0
+        self.begun = False
         self.finished = False
         self._sampling = sampling
         self._detokenizer = detokenizer
@@ -321,6 +326,7 @@ class _Choice:
                 tail, stop = self._flush()
                 text += tail
         self.num_output_tokens += count
+        self.begun |= bool(output.token_ids)
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         stop_reason: str | int | None = stop
         if stop is not None:

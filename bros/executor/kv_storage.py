@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from array import array
 
 import torch
 from torch import Tensor
 
 from bros.core.errors import ConfigError
+from bros.core.plan import KvCopies
 from bros.executor.models.spec import ModelSpec
 
 KV_BLOCK_SIZE = 16
@@ -40,24 +42,70 @@ class KvStorage:
     pages, where there are any, save the attention kernel an address lookup per block.
     """
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, dtype: torch.dtype) -> None:
-        size = num_blocks * bytes_per_block(spec, dtype)
-        try:
-            memory = mmap.mmap(-1, size)
-        except (OSError, OverflowError):
-            raise ConfigError(
-                f"--kv-memory, --kv-blocks: this machine has no {size / 2**30:.1f} GiB for the KV "
-                "cache; ask for less"
-            ) from None
-        with contextlib.suppress(AttributeError, OSError):  # not every system has large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, num_host_blocks: int = 0
+    ) -> None:
+        memory = _memory(num_blocks * bytes_per_block(spec, dtype), "--kv-memory, --kv-blocks")
         shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, KV_BLOCK_SIZE, spec.head_dim)
         whole = torch.frombuffer(memory, dtype=dtype).view(shape)
         self.num_blocks = num_blocks
+        # A row is what one head keeps of a token; K and V of each layer have theirs.
+        self._rows: Tensor = whole.view(2 * spec.num_layers, -1, spec.head_dim)
+        self._copies = self._host_memory(spec, num_host_blocks, dtype)
+        self._heads = torch.arange(spec.num_kv_heads)
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
             (whole[layer, 0], whole[layer, 1]) for layer in range(spec.num_layers)
         )
 
+    def copy(self, copies: KvCopies) -> None:
+        """Move KV between the cache and host memory; what is asked first is done first."""
+        if copies.out_device:
+            rows, host_rows = self._rows_of(copies.out_device, copies.out_host)
+            for kv, host in zip(self._rows, self._copies, strict=True):
+                host.index_copy_(0, host_rows, kv.index_select(0, rows))
+        if copies.back_device:
+            rows, host_rows = self._rows_of(copies.back_device, copies.back_host)
+            for kv, host in zip(self._rows, self._copies, strict=True):
+                kv.index_copy_(0, rows, host.index_select(0, host_rows))
+
+    def _rows_of(self, slots: array[int], host_slots: array[int]) -> tuple[Tensor, Tensor]:
+        """Of all heads, in the cache and in host memory."""
+        indexes, num_heads = _indexes(slots)[:, None], len(self._heads)
+        blocks, offsets = indexes // KV_BLOCK_SIZE, indexes % KV_BLOCK_SIZE
+        rows = (blocks * num_heads + self._heads) * KV_BLOCK_SIZE + offsets
+        host_rows = _indexes(host_slots)[:, None] * num_heads + self._heads
+        return rows.flatten(), host_rows.flatten()
+
     def clear(self) -> None:
         """Give the memory back; the storage cannot be used afterwards."""
         self.layers = ()
+        self._rows = self._copies = torch.empty(0)
+
+    @staticmethod
+    def _host_memory(spec: ModelSpec, num_blocks: int, dtype: torch.dtype) -> Tensor:
+        """[2 * layers, num_blocks * 16 * num_kv_heads, head_dim]"""
+        rows = num_blocks * KV_BLOCK_SIZE * spec.num_kv_heads
+        shape = (2 * spec.num_layers, rows, spec.head_dim)
+        if not num_blocks:
+            return torch.empty(shape, dtype=dtype)
+        memory = _memory(
+            num_blocks * bytes_per_block(spec, dtype), "--host-kv-memory, --host-kv-blocks"
+        )
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _memory(size: int, flags: str) -> mmap.mmap:
+    """Zeroed pages that are taken when they are first written."""
+    try:
+        memory = mmap.mmap(-1, size)
+    except (OSError, OverflowError):
+        raise ConfigError(
+            f"{flags}: this machine has no {size / 2**30:.1f} GiB for that; ask for less"
+        ) from None
+    with contextlib.suppress(AttributeError, OSError):  # not every system has large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _indexes(slots: array[int]) -> Tensor:
+    return torch.frombuffer(slots, dtype=torch.int32).long()

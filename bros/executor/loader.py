@@ -13,7 +13,13 @@ import torch
 from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EngineInfo
-from bros.executor.kv_storage import DTYPES, KV_BLOCK_SIZE, KvStorage, blocks_in
+from bros.executor.kv_storage import (
+    DTYPES,
+    KV_BLOCK_SIZE,
+    KvStorage,
+    blocks_in,
+    bytes_per_block,
+)
 from bros.executor.model_store import ModelFiles
 from bros.executor.models.build import build_decoder
 from bros.executor.models.spec import ModelSpec
@@ -48,7 +54,8 @@ def load_executor(config: EngineConfig, files: ModelFiles) -> tuple[ModelRunner,
     max_model_len = _max_model_len(config, spec, num_blocks)
     with torch.inference_mode(), WeightSource(files.folder) as source:
         decoder = build_decoder(spec, source, kernels, weights, max_model_len)
-    kv = KvStorage(spec, num_blocks, DTYPES[kv_dtype])
+    num_host_blocks = _num_host_blocks(config, spec, DTYPES[kv_dtype])
+    kv = KvStorage(spec, num_blocks, DTYPES[kv_dtype], num_host_blocks)
     info = EngineInfo(
         model=files.name,
         weights=weights,
@@ -59,11 +66,21 @@ def load_executor(config: EngineConfig, files: ModelFiles) -> tuple[ModelRunner,
         vocab_size=spec.vocab_size,
         block_size=KV_BLOCK_SIZE,
         num_kv_blocks=num_blocks,
+        num_host_kv_blocks=num_host_blocks,
         policy=config.policy,
         eos_token_ids=_eos_token_ids(files.folder, settings, spec.vocab_size),
         max_queue=config.max_queue,
     )
     return ModelRunner(decoder, kv, Sampler()), info
+
+
+def _num_host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """How many blocks of KV may be kept on the host; memory for less than one is none."""
+    if config.on_pressure != "checkpoint":
+        return 0
+    if config.host_kv_blocks is not None:
+        return config.host_kv_blocks
+    return parse_bytes(config.host_kv_memory) // bytes_per_block(spec, dtype)
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> int:

@@ -35,6 +35,8 @@ class ModelRunner:
         abandon: asked before each layer; None is returned as soon as it says yes.
         """
         decoder = self._running_decoder()
+        if plan.copies is not None:
+            self._kv.copy(plan.copies)
         inputs = build_inputs(plan)
         logits = decoder(inputs, self._kv.layers, abandon)
         if logits is None:

@@ -1,99 +1,378 @@
-"""The only door to KV memory: every slot that is read or written was handed out here."""
+"""The only door to KV memory: every slot that is read or written was handed out here.
+
+Real-time requests grow from the left of a block, best-effort requests from the right, so that
+both may live in one block (stacks.py). Who gets what room, and from whom, is in allocator.py.
+
+Whoever is robbed misses these tokens from then on. They are copied to the host (host_pool.py) if
+there is room; they come back, to wherever there is room then, with its next step. If there is no
+room they are lost, and it computes them again. (BROS section 5; the copies are made by the
+executor, see KvCopies.)
+
+Full blocks that were computed can be found by what they hold (prefix_cache.py), so that
+requests that begin alike share them, and later ones find them.
+"""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from bros.kvcache.block_pool import BlockPool
-from bros.kvcache.block_table import BlockTable
+from bros.core.plan import KvCopies
+from bros.kvcache.allocator import Allocator, Robbed
+from bros.kvcache.holding import Holding
+from bros.kvcache.host_pool import HostPool
+from bros.kvcache.prefix_cache import PrefixCache
+from bros.kvcache.sharing import NO_MATCH, Match, Sharing
+from bros.kvcache.stacks import CACHE, Side, Stacks
+
+
+@dataclass(slots=True)
+class Loss:
+    """What a request has had to give up. copied: tokens that had no copy on the host yet."""
+
+    tokens: int = 0
+    copied: int = 0
 
 
 class KvCacheManager:
-    """Paged KV memory for many requests (plain blocks; a request owns its blocks alone).
+    """KV memory of many requests, by slots.
 
-    A request exists here from its first `append` until `free`; tokens are immutable once
-    written, and are only ever dropped all together (`truncate` is for those never written).
+    A request exists here from its first `append` until `free`. Tokens are immutable once
+    written. shared: with False all grow from the left, so that blocks have one owner.
+    num_host_blocks: room for copies of tokens that had to make way. literal: the paper's own
+    rules for finding blocks. prefixes: where blocks are found by what they hold, if at all.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
-        self._pool = BlockPool(num_blocks, block_size)
-        self._tables: dict[str, BlockTable] = {}
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        shared: bool = True,
+        num_host_blocks: int = 0,
+        literal: bool = False,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        self._stacks = Stacks(num_blocks, block_size)
+        self._host = HostPool(num_host_blocks, block_size)
+        self._shared = shared
+        self.finds_prefixes = prefixes is not None
+        self._cache = prefixes or PrefixCache()
+        self._by_id: dict[str, Holding] = {}
+        self._by_number: dict[int, Holding] = {}
+        self._next_number = CACHE + 1
+        self._copies = KvCopies()
+        self._cut: dict[str, int] = {}
+        self._losses: dict[str, Loss] = {}
+        self._sharing = Sharing(self._stacks, self._cache, self._by_number)
+        self._room = Allocator(
+            self._stacks, self._cache, self._by_number,
+            rob=self._rob, lose=self._lose_all, literal=literal,
+        )  # fmt: skip
 
     @property
     def block_size(self) -> int:
-        return self._pool.block_size
+        return self._stacks.block_size
 
     @property
     def num_blocks(self) -> int:
-        return self._pool.num_blocks
+        return self._stacks.num_blocks
 
     @property
-    def num_free_blocks(self) -> int:
-        return self._pool.num_free
+    def num_cached_blocks(self) -> int:
+        """Blocks that nobody has, but somebody may ask for again."""
+        return self._cache.num_idle
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Blocks of prefixes that several requests have, or had."""
+        return self._cache.num_held
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Shared ones, and idle ones that best-effort requests may not have."""
+        idle = self._cache.num_idle - self._cache.num_evictable(real_time=False)
+        return self._cache.num_held + idle
+
+    @property
+    def num_host_blocks_used(self) -> int:
+        return self._host.num_used
 
     @property
     def num_used_blocks(self) -> int:
-        return self._pool.num_blocks - self._pool.num_free
+        """Blocks that somebody has."""
+        return self._stacks.num_blocks - self._stacks.num_free - self._cache.num_idle
 
-    def num_tokens(self, request_id: str) -> int:
-        """Tokens of this request in the cache; 0 for a request that is not here."""
-        table = self._tables.get(request_id)
-        return table.num_tokens if table else 0
+    def num_available_blocks(self, side: Side) -> int:
+        """Blocks that requests of a side get without anybody losing anything."""
+        return self._room.available(side)
+
+    def num_evicted_blocks(self, side: Side) -> int:
+        """Blocks that the prefix cache had to give up so far for requests of a side."""
+        return self._room.evicted[side]
 
     def blocks_of(self, request_id: str) -> int:
-        """Blocks held by this request; 0 for a request that is not here."""
-        table = self._tables.get(request_id)
-        return len(table.blocks) if table else 0
+        """Blocks with tokens that only this request has; 0 for a request that is not here."""
+        holding = self._by_id.get(request_id)
+        return len(holding.runs) if holding else 0
 
-    def blocks_needed(self, request_id: str, num_tokens: int) -> int:
-        """Free blocks that appending `num_tokens` tokens would take."""
-        table = self._tables.get(request_id)
-        if table is None:
-            return -(-num_tokens // self._pool.block_size)
-        return table.blocks_needed(num_tokens)
+    def blocks_alone(self, request_id: str) -> int:
+        """Those in which nobody else has any: what others gain by robbing it."""
+        holding = self._by_id.get(request_id)
+        return holding.alone if holding else 0
 
-    def append(self, request_id: str, num_tokens: int) -> tuple[array[int], array[int]]:
-        """Make room for the next `num_tokens` >= 1 tokens of a request.
+    def blocks_without(self, request_ids: Iterable[str]) -> int:
+        """Blocks that nobody has but these requests, on their own or together."""
+        robbed = self._holdings(request_ids)
+        alone = sum(holding.alone for holding in robbed.values())
+        return alone + len(self._room.shared_among(robbed))
 
-        Returns (segments, slots): int32 (block, lo, hi) triples that cover the tokens cached
-        before this call, and the int32 slots of the new ones. The caller has checked
-        `blocks_needed` against `num_free_blocks`.
+    def num_tokens(self, request_id: str) -> int:
+        """Tokens of a request that were computed, missing or not; 0 if it is not here."""
+        holding = self._by_id.get(request_id)
+        return holding.num_tokens if holding else 0
+
+    def num_missing(self, request_id: str) -> int:
+        """How many of them have to be brought back before it can run."""
+        holding = self._by_id.get(request_id)
+        return holding.num_missing if holding else 0
+
+    def num_shared_tokens(self, request_id: str) -> int:
+        """How many of them lie in blocks of the prefix cache."""
+        holding = self._by_id.get(request_id)
+        return holding.num_shared * self.block_size if holding else 0
+
+    def match(self, keys: Sequence[bytes], earlier: Match = NO_MATCH) -> Match:
+        """What is there of a prompt, by the keys of its full blocks (see `extend_keys`).
+
+        earlier: what was found for the same keys before. Only good until memory changes hands.
         """
-        table = self._tables.get(request_id)
-        if table is None:
-            table = self._tables[request_id] = BlockTable(self._pool.block_size)
-        before = table.segments[:]
-        needed = table.blocks_needed(num_tokens)
-        new_blocks = [self._pool.allocate() for _ in range(needed)] if needed else []
-        return before, table.append(num_tokens, new_blocks)
+        return self._sharing.match(keys, earlier)
+
+    def append(
+        self,
+        request_id: str,
+        num_tokens: int,
+        side: Side,
+        victims: Callable[[], Iterable[str]] = tuple,
+        match: Match = NO_MATCH,
+    ) -> tuple[array[int], array[int]] | None:
+        """Bring back what is missing of a request, and make room for `num_tokens` >= 1 more.
+
+        side: of its class; a request grows on that of its first append. victims: asked who may be
+        robbed if there is no room otherwise, least deserving first; nobody who is in the step.
+        match: with its first append, what it begins with; these tokens count as computed.
+        Returns (segments, slots): int32 (block, lo, hi) triples that cover the tokens before
+        this call, and the int32 slots of the new ones; None, with nothing changed, if they do
+        not fit.
+        """
+        holding = self._by_id.get(request_id)
+        if holding is not None and not holding.missing:
+            # A decode row and its last block: most of the calls.
+            grown = self._room.extend(holding, num_tokens)
+            if grown is not None:
+                return grown
+        is_new = holding is None
+        if holding is None:
+            holding = self._newcomer(request_id, side, match)
+        robbed = self._who_makes_way(holding, side, holding.num_missing + num_tokens, victims)
+        if robbed is None:
+            if is_new:
+                self._sharing.leave(holding)
+            return None
+        if is_new:
+            self._by_id[request_id] = self._by_number[holding.number] = holding
+            self._sharing.begin(holding, match)
+        if holding.missing:
+            self._restore(holding, side, robbed)
+        before, slots = holding.segments[:], array("i")
+        holding.pushed_last.clear()
+        for block, pushed in self._room.places(holding, side, num_tokens, robbed):
+            count = len(pushed)
+            holding.push(self._stacks.range_of(block, holding.side), holding.num_tokens, count)
+            holding.num_tokens += count
+            holding.pushed_last.append((block, count))
+            slots.extend(pushed)
+        return before, slots
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
-        """Take back the latest appends of a request, down to its first `num_tokens` tokens.
+        """Take back the latest append of a request, which left it with `num_tokens` before.
 
-        The slots and blocks of the others are free afterwards. Only for tokens that no step has
-        computed: cached tokens are dropped by `free`, all together.
+        Only for tokens that no step has computed. What it brought back stays.
         """
-        if num_tokens == 0:
-            self.free(request_id)
-        else:
-            self._pool.release(self._tables[request_id].truncate(num_tokens))
+        holding = self._by_id[request_id]
+        for block, count in reversed(holding.pushed_last):
+            self._room.pop(holding, block, count)
+            holding.num_tokens -= count
+        holding.pushed_last.clear()
+        assert holding.num_tokens == num_tokens, "only the latest append can be taken back"
 
-    def free(self, request_id: str) -> int:
-        """Drop everything a request has here; returns how many blocks came free."""
-        table = self._tables.pop(request_id, None)
-        if table is None:
-            return 0
-        self._pool.release(table.blocks)
-        return len(table.blocks)
+    def computed(self, request_id: str, keys: Sequence[bytes], side: Side) -> None:
+        """The latest append of a request was computed: others may find its full blocks now.
+
+        keys: of all its full blocks so far, see `extend_keys`; at most those that are computed.
+        """
+        holding = self._by_id.get(request_id)
+        if holding is not None:
+            self._sharing.publish(holding, keys, side, self._room.pop)
+            holding.pushed_last.clear()
+
+    def free(self, request_id: str, *, keep: bool = True) -> None:
+        """Drop everything of a request, copies included.
+
+        keep: the blocks of its chain stay until they are needed, for others to find; say False
+        if what was computed may be wrong.
+        """
+        holding = self._by_id.pop(request_id, None)
+        if holding is None:
+            return
+        self._sharing.end(holding, keep)
+        for block in holding.blocks_from_end():
+            self._room.pop(holding, block, self._stacks.height(block, holding.side))
+        self._sharing.leave(holding)
+        self._cache.stop_filling(holding.number)
+        self._host.forget(holding.number)
+        self._cut.pop(request_id, None)
+        del self._by_number[holding.number]
+
+    def expect(self, keys: Iterable[bytes], waits: bool) -> None:
+        """A request that will ask for these begins to wait, or does not wait any more."""
+        if waits:
+            self._cache.expect(keys)
+        else:
+            self._cache.expect_no_more(keys)
+
+    def take_copies(self) -> KvCopies | None:
+        """What has to be copied before the next step, told once; None if nothing has."""
+        copies, self._copies = self._copies, KvCopies()
+        self._host.settle()
+        return copies if len(copies) else None
+
+    def take_losses(self) -> dict[str, Loss]:
+        """Who has had to give up tokens since the last call, and how many."""
+        losses, self._losses = self._losses, {}
+        return losses
+
+    def take_cuts(self) -> dict[str, int]:
+        """Requests some tokens of which are lost since the last call: how many they have left.
+
+        They go on from there; those with none left are not here any more.
+        """
+        cuts, self._cut = self._cut, {}
+        for request_id in cuts:
+            cuts[request_id] = self._cut_to(self._by_id[request_id], cuts[request_id])
+        return cuts
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is free or owned, by exactly one request."""
-        free = self._pool.free_blocks()
-        owned = [block for table in self._tables.values() for block in table.blocks]
-        assert len(owned) == len(set(owned)), "a block has two owners"
-        assert not free.intersection(owned), "a block is both free and owned"
-        assert len(free) + len(owned) == self.num_blocks, "a block is lost"
-        for request_id, table in self._tables.items():
-            triples = [tuple(table.segments[i : i + 3]) for i in range(0, len(table.segments), 3)]
-            assert sum(hi - lo for _, lo, hi in triples) == table.num_tokens, request_id
-            assert [block for block, _, _ in triples] == table.blocks, request_id
+        """Raise AssertionError unless every slot is free or has one owner, and nothing is lost."""
+        self._stacks.check_integrity()
+        self._host.check_integrity()
+        self._cache.check_integrity()
+        held = self._sharing.check_integrity()
+        for holding in self._by_id.values():
+            holding.check_integrity(self.block_size)
+            alone = 0
+            for block, stack in holding.runs.items():
+                assert self._stacks.owner(block, holding.side) == holding.number
+                height = self._stacks.height(block, holding.side)
+                assert height == sum(count for _, count in stack)
+                alone += self._stacks.height(block, holding.side.other) == 0
+                held += height
+            assert alone == holding.alone, f"{holding.request_id}: {alone=} {holding.alone=}"
+            if holding.request_id not in self._cut:
+                runs = holding.missing
+                missing = sorted(token for start, n in runs for token in range(start, start + n))
+                assert missing == self._host.needed(holding.number)
+        used = sum(
+            self._stacks.height(block, side) for block in range(self.num_blocks) for side in Side
+        )
+        assert held == used, f"{used - held} slots are nobody's"
+
+    def _newcomer(self, request_id: str, side: Side, match: Match) -> Holding:
+        holding = Holding(request_id, self._next_number, side if self._shared else Side.LEFT)
+        self._next_number += 1
+        self._sharing.join(holding, match, side)
+        return holding
+
+    def _who_makes_way(
+        self, holding: Holding, side: Side, wanted: int, victims: Callable[[], Iterable[str]]
+    ) -> Robbed | None:
+        """Nobody, if there is room for `wanted` tokens; None if there is none in any case."""
+        if self._room.fits_freely(holding, side, wanted):
+            return {}
+        robbed: dict[int, Holding] = {}
+        free = self._room.available(Side.LEFT)
+        for victim in victims():
+            robbed[self._by_id[victim].number] = self._by_id[victim]
+            free += self._by_id[victim].alone
+            if wanted <= free * self.block_size:
+                return robbed
+        return robbed if self._room.fits(holding, wanted, robbed) else None
+
+    def _holdings(self, request_ids: Iterable[str]) -> Robbed:
+        found = (self._by_id[request_id] for request_id in request_ids)
+        return {holding.number: holding for holding in found}
+
+    def _rob(self, victim: Holding, block: int, count: int) -> None:
+        """Its last tokens in a block have to make way."""
+        loss = self._losses.setdefault(victim.request_id, Loss())
+        loss.tokens += count
+        self._cache.stop_filling(victim.number)
+        slots, runs = self._room.pop(victim, block, count)
+        for run in runs:
+            victim.lose(run)
+        first = min(start for start, _ in runs)
+        cut = self._cut.get(victim.request_id)
+        copies = None if cut is not None and cut <= first else self._host.keep(victim.number, runs)
+        if copies is None:
+            self._cut[victim.request_id] = first if cut is None else min(cut, first)
+            return
+        for (_, n), pieces in zip(runs, copies, strict=True):
+            of_run, slots = slots[:n][::-1], slots[n:]
+            for before, host_slots in pieces:
+                loss.copied += len(host_slots)
+                self._copies.out_device.extend(of_run[before : before + len(host_slots)])
+                self._copies.out_host.extend(host_slots)
+
+    def _lose_all(self, victim: Holding) -> None:
+        """What others need is not even in blocks of its own: it starts over."""
+        for block in victim.blocks_from_end():
+            self._rob(victim, block, self._stacks.height(block, victim.side))
+        if not victim.num_shared:
+            return
+        count = victim.num_shared * self.block_size
+        self._losses.setdefault(victim.request_id, Loss()).tokens += count
+        self._cut[victim.request_id] = 0
+        self._sharing.leave(victim)
+        victim.lose((0, count))
+
+    def _restore(self, holding: Holding, side: Side, robbed: Robbed) -> None:
+        runs = sorted(holding.missing)
+        holding.missing.clear()
+        holding.num_missing = 0
+        for start, count in runs:
+            self._copies.back_host.extend(self._host.restore(holding.number, (start, count)))
+            for block, pushed in self._room.places(holding, side, count, robbed):
+                where = self._stacks.range_of(block, holding.side)
+                holding.push(where, start, len(pushed))
+                self._copies.back_device.extend(pushed)
+                start += len(pushed)
+
+    def _cut_to(self, holding: Holding, num_tokens: int) -> int:
+        """Keep the first tokens of a request, as far as they can be kept; returns how many."""
+        if num_tokens == 0 or not holding.sorted:
+            self.free(holding.request_id)
+            return 0
+        for block in holding.blocks_from_end():
+            while (runs := holding.runs.get(block)) and sum(runs[-1]) > num_tokens:
+                start, count = runs[-1]
+                self._room.pop(holding, block, min(count, start + count - num_tokens))
+        missing, holding.missing, holding.num_missing = holding.missing, [], 0
+        self._host.release(holding.number, num_tokens)
+        for start, count in missing:
+            if start < num_tokens:
+                holding.lose((start, min(count, num_tokens - start)))
+        holding.num_tokens = num_tokens
+        holding.pushed_last.clear()
+        return num_tokens

@@ -10,6 +10,7 @@ from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo
 from bros.core.request import ServiceClass
 from bros.kvcache.manager import KvCacheManager
+from bros.kvcache.prefix_cache import PrefixCache
 from bros.scheduler.cost_model import CostModel, StepTimePredictor
 from bros.scheduler.counters import ClassCounters
 from bros.scheduler.limits import Limits
@@ -66,12 +67,45 @@ def build_scheduler(config: EngineConfig, info: EngineInfo, model: CostModel | N
     counters = {service_class: ClassCounters() for service_class in ServiceClass}
     return Scheduler(
         _policy(config, info, model, counters),
-        KvCacheManager(info.num_kv_blocks, info.block_size),
+        KvCacheManager(
+            info.num_kv_blocks,
+            info.block_size,
+            shared=config.kv_layout == "bidirectional",
+            num_host_blocks=info.num_host_kv_blocks if _copies_kv(config, model) else 0,
+            literal=config.kv_find == "paper",
+            prefixes=_prefix_cache(config, info, model),
+        ),
         limits,
         info.default_slo,
         counters,
         random.Random(config.seed),
     )
+
+
+def _copies_kv(config: EngineConfig, model: CostModel | None) -> bool:
+    """Whether KV that has to make way is copied to the host and back, or computed again.
+
+    Both take time in proportion to the tokens, so which one is faster is a property of the device.
+    """
+    if config.on_pressure == "recompute":
+        return False
+    return model is None or 2 * model.swap_token_s <= model.token_s
+
+
+def _prefix_cache(
+    config: EngineConfig, info: EngineInfo, model: CostModel | None
+) -> PrefixCache | None:
+    if config.prefix_cache == "off":
+        return None
+    size, protected = info.block_size, int(config.rt_cache_share * info.num_kv_blocks)
+    if model is None:
+        return PrefixCache(config.prefix_cache, protected)
+
+    def cost(depth: int) -> float:
+        """Computing a block beside others, for which the step's constant part is paid anyway."""
+        return model.prefill_seconds(size, depth * size) - model.constant_s
+
+    return PrefixCache(config.prefix_cache, protected, cost)
 
 
 def _policy(
@@ -96,6 +130,7 @@ def _policy(
         rt_wait=config.rt_wait,
         be_share=config.be_share,
         be_max_wait_s=config.be_max_wait,
+        kv_tokens=info.num_kv_blocks * info.block_size,
         late=config.late,
         growth=config.batch_growth,
         rules=Rules.paper() if config.packing == "paper" else Rules(),

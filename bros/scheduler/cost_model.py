@@ -69,14 +69,16 @@ class StepLoad:
         """Take back an `add` with the same arguments."""
         self._count(-1, tokens, context, sampled, shared, swapped)
 
-    def add_row(self, context: int) -> None:
+    def add_row(self, context: int, swapped: int = 0) -> None:
         """`add` for a decode row after `context` cached tokens, which is most of the calls."""
+        self.swap_tokens += swapped
         self.tokens += 1
         self.decode_rows += 1
         self.context += context + 1
         self.unique_context += context + 1
 
-    def remove_row(self, context: int) -> None:
+    def remove_row(self, context: int, swapped: int = 0) -> None:
+        self.swap_tokens -= swapped
         self.tokens -= 1
         self.decode_rows -= 1
         self.context -= context + 1

@@ -27,6 +27,8 @@ class ClassCounters:
         self.output_tokens = 0
         self.finished = 0
         self.preemptions = 0
+        self.kv_taken = self.kv_copied = self.kv_restored = 0
+        self.prefix_tokens = 0
         self.relegated = 0
         self.rejected = 0
         self.mean_output_tokens: float | None = None
@@ -70,7 +72,7 @@ class ClassCounters:
         interval = (now - self._departures[0]) / len(self._departures)
         return float(min(max(math.ceil(interval), _MIN_RETRY_S), _MAX_RETRY_S))
 
-    def snapshot(self, running: int, waiting: int, kv_blocks: int) -> ClassStats:
+    def snapshot(self, running: int, waiting: int, kv_blocks: int, evicted: int) -> ClassStats:
         return ClassStats(
             running=running,
             kv_blocks=kv_blocks,
@@ -79,6 +81,11 @@ class ClassCounters:
             output_tokens=self.output_tokens,
             finished=self.finished,
             preemptions=self.preemptions,
+            kv_taken=self.kv_taken,
+            kv_copied=self.kv_copied,
+            kv_restored=self.kv_restored,
+            prefix_tokens=self.prefix_tokens,
+            prefix_evicted=evicted,
             ttft_met=self._ttft_met,
             tpot_met=self._tpot_met,
             both_met=self._both_met,

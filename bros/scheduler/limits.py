@@ -5,7 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bros.core.errors import InvalidRequestError, PromptTooLongError
-from bros.core.request import EngineRequest
+from bros.core.request import EngineRequest, ServiceClass, Slo
+
+
+def objectives(request: EngineRequest, service_class: ServiceClass, default: Slo) -> Slo:
+    """What a request is held to, if it is served as `service_class`.
+
+    Best-effort requests are held to nothing but a deadline for the whole; real-time ones to a
+    first token and a pace, both tightened by one factor if the last token would be after the
+    deadline otherwise (as far as max_tokens says when that is).
+    """
+    asked = request.slo
+    if service_class is ServiceClass.BE:
+        return Slo(deadline_s=asked.deadline_s)
+    ttft_s = asked.ttft_s or default.ttft_s
+    tpot_s = asked.tpot_s or default.tpot_s
+    if asked.deadline_s is not None and ttft_s is not None and tpot_s is not None:
+        more_tokens = (request.sampling.max_tokens or 1) - 1
+        scale = min(1.0, asked.deadline_s / (ttft_s + more_tokens * tpot_s))
+        ttft_s, tpot_s = scale * ttft_s, scale * tpot_s
+    return Slo(ttft_s, tpot_s, asked.deadline_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

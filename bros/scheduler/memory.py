@@ -1,18 +1,25 @@
-"""Who gets KV blocks in the step being packed, and who has to give them up.
+"""Who gets KV memory in the step being packed, and who has to give it up.
 
 Requests are ranked by their policy once and for all; lower ranks keep their memory longer. A
-request may take blocks from requests of higher rank number that are not in the step, which
-then start over (recompute). The request of lowest rank can take everything, and fits alone
-(checked on submission), so there is always progress and never a deadlock.
+request may take memory from requests of higher rank number that are not in the step, which
+then wait until there is room for what they miss, or compute it again. The request of lowest
+rank can take everything, and fits alone (checked on submission), so there is always progress
+and never a deadlock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 
 from bros.core.request import ServiceClass
-from bros.kvcache.manager import KvCacheManager
+from bros.kvcache.manager import KvCacheManager, Loss
+from bros.kvcache.stacks import Side
+from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.state import RequestState
+
+_FILL_MARGIN = 2.0
+"""What others compute in the same steps may take as much time again."""
 
 
 def peak_tokens(holders: Sequence[tuple[int, int]]) -> int:
@@ -31,27 +38,41 @@ def peak_tokens(holders: Sequence[tuple[int, int]]) -> int:
     return peak
 
 
-class TrialMemory:
-    """Implements selection.Reservations on a KvCacheManager; changes nothing.
+class StepMemory:
+    """Implements selection.Reservations on a KvCacheManager, for one step.
 
-    running: requests that hold blocks, sorted by rank. max_holders: how many may hold some;
+    Packing reserves only what it then selects, so a reservation is an allocation already.
+
+    running: requests that hold memory, sorted by rank. max_holders: how many may hold some;
     real-time requests count only their own kind. newcomers_preempt: requests that hold
-    none may take memory from others, too. expected_tokens: how many more tokens a request is
-    likely to produce; with it, best-effort newcomers are admitted only if everybody's expected
-    growth fits beside them, or if no best-effort request runs at all.
+    none may take memory from others, too; those that are late only from best-effort ones, as
+    whoever is on time would have to wait for them. expected_tokens: how many more tokens
+    a request is likely to produce; with it, best-effort newcomers are admitted only if
+    everybody's expected growth fits beside them, or if no best-effort request runs at all.
+
+    prefill_seconds: see CostModel; None if nobody minds the time.
+
+    granted: request id -> (segments, slots) of its reservation. losses: requests that had to
+    give up some of their tokens, and can not be in this step any more. restored: tokens that
+    come back.
     """
 
     def __init__(
         self,
         kv: KvCacheManager,
+        prefixes: Prefixes,
         running: Sequence[RequestState],
+        now: float,
         *,
         max_holders: int,
         newcomers_preempt: bool,
         expected_tokens: Callable[[RequestState], int] | None = None,
+        prefill_seconds: Callable[[int, int], float] | None = None,
     ) -> None:
         self._kv = kv
+        self._prefixes = prefixes
         self._running = running
+        self._now = now
         self._newcomers_preempt = newcomers_preempt
         self._seats = {
             ServiceClass.BE: max_holders - len(running),
@@ -59,78 +80,161 @@ class TrialMemory:
             - sum(state.service_class is ServiceClass.RT for state in running),
         }
         self._expected_tokens = expected_tokens
-        self._free = kv.num_free_blocks
-        self._last_victim = len(running)  # victims come from the end of `running`
-        self._reserved: dict[str, int] = {}
+        self._prefill_seconds = prefill_seconds
+        self._states = {state.request_id: state for state in running}
         self._made_room: set[str] = set()
         self._newcomers: list[tuple[int, int]] = []
         self._promised = 0  # blocks that newcomers need for the rest of their prompts
         self._open = True
+        self._asking: RequestState | None = None
+        self._asked_for_victims = False
         self._growth: list[tuple[int, int]] | None = None
-        self.victims: list[RequestState] = []
+        self.granted: dict[str, tuple[array[int], array[int]]] = {}
+        self.losses: dict[str, Loss] = {}
+        self.restored: dict[ServiceClass, int] = {cls: 0 for cls in ServiceClass}
         self.refusal = "memory"
+
+    def look_up(self, state: RequestState) -> bool:
+        """Find what is cached of a newcomer's prompt; False if it should wait for more of it."""
+        if not self._may_start(state):
+            return True  # to be refused
+        self._prefixes.look_up(state)
+        return not self._is_about_to_be_cached(state)
+
+    def _is_about_to_be_cached(self, state: RequestState) -> bool:
+        """Whether it should wait for what another request is computing, which takes no longer.
+
+        Only for who comes before it in rank, so never real-time for best-effort requests under
+        `bros`, and then not beyond its own deadline.
+        """
+        match = state.match
+        filler = self._states.get(match.filler) if match.filler else None
+        if filler is None or filler.num_missing or filler.rank > state.rank:
+            return False
+        if state.service_class is ServiceClass.BE or self._prefill_seconds is None:
+            return True
+        until = match.num_tokens + match.num_filling
+        wait_s = self._prefill_seconds(max(1, until - filler.num_cached), filler.num_cached)
+        rest_s = self._prefill_seconds(len(state.token_ids) - until, until)
+        if self._now + _FILL_MARGIN * (wait_s + rest_s) <= state.deadline_s:
+            return True
+        # Who is late in any case loses less by waiting than by computing all of it.
+        alone_s = self._prefill_seconds(state.remaining, state.num_cached)
+        return self._now + alone_s > state.deadline_s
+
+    def _may_start(self, state: RequestState) -> bool:
+        self.refusal = "memory" if not self._open else "rows"
+        return self._open and self._seats[state.service_class] > 0
 
     def reserve(self, state: RequestState, num_tokens: int) -> bool:
-        """True if the next `num_tokens` tokens fit, after what was reserved before."""
+        """True if the next `num_tokens` tokens fit, and what it misses; they are its own then."""
         self.refusal = "memory"
-        if state.num_cached == 0:
+        if not state.running:
             return self._admit(state, num_tokens)
-        if state in self.victims:
+        if self.losses and state.request_id in self.losses:
             return False
-        return self._take(state, self._kv.blocks_needed(state.request_id, num_tokens), 0, True)
+        return self._append(state, num_tokens)
 
-    def cancel(self, state: RequestState) -> bool:
-        """Give a reservation back; False if others lost memory for it, so that it stays."""
-        if state.request_id in self._made_room:
+    def may_cancel(self, state: RequestState) -> bool:
+        """False if others lost memory for its reservation, so that it stays."""
+        return state.request_id not in self._made_room
+
+    def cancel(self, state: RequestState) -> None:
+        """Give a reservation back. What came back for it stays."""
+        del self.granted[state.request_id]
+        self._kv.truncate(state.request_id, state.num_cached)
+        state.num_missing = 0
+
+    def _append(self, state: RequestState, num_tokens: int) -> bool:
+        self._asking, self._asked_for_victims = state, False
+        granted = self._kv.append(
+            state.request_id, num_tokens, state.side, self._victim_ids, state.match
+        )
+        if granted is None:
             return False
-        self._free += self._reserved.pop(state.request_id)
+        self.granted[state.request_id] = granted
+        if state.num_missing:
+            self.restored[state.service_class] += state.num_missing
+        if self._asked_for_victims:
+            self._note_losses(state)
         return True
+
+    def _victim_ids(self) -> Iterator[str]:
+        assert self._asking is not None
+        self._asked_for_victims = True
+        return (victim.request_id for victim in self._victims(self._asking))
+
+    def _note_losses(self, winner: RequestState) -> None:
+        for name, lost in self._kv.take_losses().items():
+            self._made_room.add(winner.request_id)
+            total = self.losses.setdefault(name, Loss())
+            total.tokens += lost.tokens
+            total.copied += lost.copied
 
     def _admit(self, state: RequestState, num_tokens: int) -> bool:
         """A newcomer must fit with all it has to compute, and nobody overtakes one that waits.
 
-        The last in line must leave every holder one block to grow into, so that it is not
-        admitted only to be thrown out.
+        Every holder must have a block to grow into then, so that nobody is admitted only to be
+        robbed, or to rob others, a moment later.
         """
-        if not self._open or self._seats[state.service_class] <= 0:
-            self.refusal = "memory" if not self._open else "rows"
+        if not self._may_start(state):
             return False
+        self.refusal = "memory"
         size = self._kv.block_size
         everything, now = -(-state.remaining // size), -(-num_tokens // size)
-        spare = everything - now + self._promised
-        if self._running and state.rank > self._running[-1].rank:
-            spare += len(self._running) + len(self._newcomers)
-        self._open = self._fits_with_growth(state) and self._take(
-            state, now, spare, self._newcomers_preempt
+        needed = everything + self._promised + self._room_to_grow(state)
+        needed += state.match.num_idle_blocks  # which are counted as available until it has them
+        self._open = (
+            self._fits_with_growth(state)
+            and self._can_have(state, needed)
+            and self._append(state, num_tokens)
         )
         if self._open:
             self._promised += everything - now
             for service_class in {state.service_class, ServiceClass.BE}:
                 self._seats[service_class] -= 1
             self._newcomers.append(self._growth_of(state))
+            self._states[state.request_id] = state
         return self._open
 
-    def _take(self, state: RequestState, blocks: int, spare: int, preempt: bool) -> bool:
-        """Reserve `blocks`, if `spare` more would be free as well."""
-        shortfall = blocks + spare - self._free
-        victims: list[RequestState] = []
-        index = self._last_victim
-        while shortfall > 0:
-            index -= 1
-            if not preempt or index < 0 or self._running[index].rank <= state.rank:
-                return False
-            victim = self._running[index]
-            if victim.request_id not in self._reserved:  # never one of this very step
-                victims.append(victim)
-                shortfall -= self._kv.blocks_of(victim.request_id)
-        if victims:
-            self._last_victim = index
-            self._made_room.add(state.request_id)
-            self.victims += victims
-            self._free += sum(self._kv.blocks_of(victim.request_id) for victim in victims)
-        self._free -= blocks
-        self._reserved[state.request_id] = blocks
-        return True
+    def _room_to_grow(self, newcomer: RequestState) -> int:
+        """A block for each holder, less what they can take from best-effort requests then."""
+        blocks = len(self._running) + len(self._newcomers)
+        for holder in reversed(self._running):
+            best_effort = holder.service_class is ServiceClass.BE
+            if blocks <= 0 or not best_effort or holder.rank < newcomer.rank:
+                break
+            blocks -= self._kv.blocks_without([holder.request_id])
+        return max(0, blocks)
+
+    def _can_have(self, state: RequestState, blocks: int) -> bool:
+        """Whether so many are free, or can be taken from others."""
+        # What is kept for real-time prompts must not keep the only request from starting.
+        side = state.side if self._states else Side.LEFT
+        free = self._kv.num_available_blocks(side)
+        victims = []
+        for victim in self._victims(state):
+            if free >= blocks:
+                return True
+            free += self._kv.blocks_alone(victim.request_id)
+            victims.append(victim.request_id)
+        if free < blocks and victims and self._kv.num_shared_blocks:
+            free = self._kv.num_available_blocks(side) + self._kv.blocks_without(victims)
+        return free >= blocks
+
+    def _victims(self, state: RequestState) -> Iterator[RequestState]:
+        """Whom a request may take memory from, last in rank first; nobody in this step."""
+        is_newcomer = not state.running
+        if is_newcomer and not self._newcomers_preempt:
+            return
+        spares_rt = is_newcomer and state.late
+        for victim in reversed(self._running):
+            if victim.rank <= state.rank:
+                return
+            if spares_rt and victim.service_class is ServiceClass.RT:
+                return
+            if victim.request_id not in self.granted:
+                yield victim
 
     def _fits_with_growth(self, state: RequestState) -> bool:
         if self._expected_tokens is None or state.service_class is ServiceClass.RT:
@@ -142,9 +246,13 @@ class TrialMemory:
         holders = [*self._growth, *self._newcomers, self._growth_of(state)]
         # Half a block per request is lost to rounding on average.
         needed = peak_tokens(holders) / self._kv.block_size + len(holders) / 2
-        return needed <= self._kv.num_blocks
+        return needed <= self._kv.num_blocks - self._kv.num_kept_blocks
 
     def _growth_of(self, state: RequestState) -> tuple[int, int]:
-        """(tokens once its prompt is computed, tokens to come after that)"""
+        """(tokens of its own once its prompt is computed, tokens to come after that)"""
         expected = self._expected_tokens(state) if self._expected_tokens else 0
-        return state.num_cached + state.remaining, expected
+        if state.running:
+            shared = self._kv.num_shared_tokens(state.request_id)
+        else:
+            shared = state.match.num_tokens
+        return state.num_cached + state.remaining - shared, expected

@@ -1,7 +1,7 @@
 """What one step holds: requests and how many tokens of each (spec: BROS Algorithm 1).
 
-Pure: reads candidates, changes nothing but the trial reservations it is handed, and returns
-data. The scheduler commits what comes out.
+Reads candidates, and does nothing but ask for memory: for what is cached of newcomers, and for
+reservations. The scheduler commits what comes out.
 
     urgent    candidates in order of urgency; real-time by absolute deadline under `bros`
     filler    candidates for what is left; best-effort under `bros`
@@ -92,6 +92,8 @@ class _Packer(Generic[C]):
                 packing.full |= self._tokens_left > 0
                 packing.urgent_stop = packing.filler_stop = self._why_full()
                 return
+            if not candidate.running and self._is_held_back(candidate):
+                continue
             self._take(candidate, min(candidate.remaining, self._tokens_left))
 
     def take_urgent(self, candidates: Iterable[C]) -> bool:
@@ -113,6 +115,8 @@ class _Packer(Generic[C]):
                 if candidate.remaining > 1:
                     packing.passed_over.append((candidate, "rows"))
                     continue
+            if not candidate.running and self._is_held_back(candidate):
+                continue
             refused = self._take_one_urgent(candidate)
             if refused in ("time", "tokens") and self._rules.early_return:
                 packing.urgent_stop = refused
@@ -128,7 +132,9 @@ class _Packer(Generic[C]):
         """Algorithm 1, lines 17-32."""
         packing, bounds = self.packing, self._bounds
         self._owes = bounds.filler_credit_s > 0.0
-        limit_s = 0.0 if self._filler_waits else min(self._limit_s, bounds.filler_s)
+        limit_s = min(self._limit_s, bounds.filler_share * bounds.filler_s)
+        if self._filler_waits:
+            limit_s = 0.0
         limit_s = max(limit_s, packing.urgent_s + bounds.filler_credit_s)
         rows = max(bounds.rows, packing.num_urgent + (bounds.filler_credit_s > 0))
         for candidate in candidates:
@@ -141,6 +147,8 @@ class _Packer(Generic[C]):
                     continue
                 packing.filler_stop = "rows"
                 return
+            if not candidate.running and self._is_held_back(candidate):
+                continue
             first = not packing.selected or (self._owes and not self._has_filler)
             if candidate.remaining == 1 and packing.selected:
                 if self._take_row(candidate, math.inf if first else limit_s) == "time":
@@ -170,7 +178,8 @@ class _Packer(Generic[C]):
         assert self._predictor is not None
         packing, load = self.packing, StepLoad()
         for candidate, num_tokens in packing.selected[: packing.num_urgent]:
-            load.add(num_tokens, candidate.num_cached, num_tokens == candidate.remaining)
+            sampled = num_tokens == candidate.remaining
+            load.add(num_tokens, candidate.num_cached, sampled, swapped=candidate.num_missing)
         packing.urgent_s = self._predictor.safe_seconds(load)
 
     def _take_one_urgent(self, candidate: C) -> str | None:
@@ -214,14 +223,14 @@ class _Packer(Generic[C]):
         """The same as `_take` for a decode row, which asks for the time once; why not, if not."""
         assert self._predictor is not None
         packing = self.packing
-        packing.load.add_row(candidate.num_cached)
+        packing.load.add_row(candidate.num_cached, candidate.num_missing)
         seconds = self._predictor.safe_seconds(packing.load)
         if seconds <= limit_s and self._memory.reserve(candidate, 1):
             packing.selected.append((candidate, 1))
             packing.seconds = seconds
             self._tokens_left -= 1
             return None
-        packing.load.remove_row(candidate.num_cached)
+        packing.load.remove_row(candidate.num_cached, candidate.num_missing)
         reason = self._memory.refusal if seconds <= limit_s else "time"
         return self._pass_over(candidate, reason)
 
@@ -248,6 +257,13 @@ class _Packer(Generic[C]):
             packing.violated |= self._is_others_fault(candidate, due_s)
             if self._rules.early_return and len(packing.selected) == 1:
                 self._limit_s = 1.1 * packing.seconds  # A1: the head runs, late as it is
+
+    def _is_held_back(self, candidate: C) -> bool:
+        """A newcomer had better wait for what others compute of its prompt."""
+        if self._memory.look_up(candidate):
+            return False
+        self._pass_over(candidate, "prefix")
+        return True
 
     def _is_others_fault(self, candidate: C, due_s: float) -> bool:
         """A decode row will be late, and would not be if it were alone."""
@@ -284,10 +300,11 @@ class _Packer(Generic[C]):
         """The step with `num_tokens` more of a candidate, on the safe side."""
         assert self._predictor is not None
         load, context = self.packing.load, candidate.num_cached
+        missing = candidate.num_missing
         sampled = num_tokens == candidate.remaining
-        load.add(num_tokens, context, sampled)
+        load.add(num_tokens, context, sampled, swapped=missing)
         seconds = self._predictor.safe_seconds(load)
-        load.remove(num_tokens, context, sampled)
+        load.remove(num_tokens, context, sampled, swapped=missing)
         return seconds
 
     def _finish_s(self, candidate: C, num_tokens: int) -> float:
@@ -321,7 +338,9 @@ class _Packer(Generic[C]):
         self._tokens_left -= num_tokens
         if self._predictor is not None:
             complete = num_tokens == candidate.remaining
-            packing.load.add(num_tokens, candidate.num_cached, complete)
+            packing.load.add(
+                num_tokens, candidate.num_cached, complete, swapped=candidate.num_missing
+            )
             packing.seconds = self._predictor.safe_seconds(packing.load)
 
     def _replace(self, candidate: C, limit_s: float) -> bool:
@@ -333,25 +352,24 @@ class _Packer(Generic[C]):
         """
         packing, memory = self.packing, self._memory
         index = packing.num_urgent - 1
-        if index < 1 or packing.selected[index][0].remaining > 1 or candidate.num_cached == 0:
-            return False
         waiting = packing.selected[index][0]
-        packing.load.remove_row(waiting.num_cached)
+        if index < 1 or waiting.remaining > 1 or not (waiting.running and candidate.running):
+            return False
+        packing.load.remove_row(waiting.num_cached, waiting.num_missing)
         num_tokens = self._chunk_within(candidate, limit_s)
         after_s = self._seconds_with(candidate, num_tokens) + self._bounds.tbar_s
         on_time = self._now + after_s <= waiting.deadline_s
-        if num_tokens > 0 and on_time and memory.cancel(waiting):
-            if memory.reserve(candidate, num_tokens):
-                del packing.selected[index]
-                packing.num_urgent -= 1
-                self._replaced = True
-                packing.passed_over.append((waiting, "rows"))
-                self._tokens_left += 1
-                self._select(candidate, num_tokens)
-                return True
-            given_back = memory.reserve(waiting, 1)
-            assert given_back, "its blocks were free a moment ago"
-        packing.load.add_row(waiting.num_cached)
+        may_go = num_tokens > 0 and on_time and memory.may_cancel(waiting)
+        if may_go and memory.reserve(candidate, num_tokens):
+            memory.cancel(waiting)
+            del packing.selected[index]
+            packing.num_urgent -= 1
+            self._replaced = True
+            packing.passed_over.append((waiting, "rows"))
+            self._tokens_left += 1
+            self._select(candidate, num_tokens)
+            return True
+        packing.load.add_row(waiting.num_cached, waiting.num_missing)
         return False
 
     def _why_full(self) -> str:

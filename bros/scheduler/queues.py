@@ -53,16 +53,18 @@ class Queues:
         queue = self._waiting[state.service_class]
         del queue[_index(queue, state, _queue_key)]
         state.record.dequeued(self.blocked.so_far(state.service_class))
+        state.running = True
         bisect.insort(self._running, state, key=rank_key)
 
     def stop(self, state: RequestState) -> None:
         """From running back to waiting."""
         del self._running[_index(self._running, state, rank_key)]
+        state.running = False
         self.enqueue(state)
 
     def remove(self, state: RequestState) -> None:
         """A request leaves for good."""
-        if state.num_cached > 0:
+        if state.running:
             del self._running[_index(self._running, state, rank_key)]
             return
         queue = self._waiting[state.service_class]
@@ -75,10 +77,10 @@ class Queues:
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues are sorted and requests where they belong."""
         assert all(a.rank < b.rank for a, b in itertools.pairwise(self._running)), "not sorted"
-        assert all(state.num_cached > 0 for state in self._running)
+        assert all(state.running and state.num_cached > 0 for state in self._running)
         for service_class, queue in self._waiting.items():
             assert all(a.queue_key < b.queue_key for a, b in itertools.pairwise(queue))
-            assert all(state.num_cached == 0 for state in queue)
+            assert not any(state.running for state in queue)
             assert all(state.service_class is service_class for state in queue)
 
 

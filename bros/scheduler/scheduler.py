@@ -11,6 +11,7 @@ before the choice is complete.
 from __future__ import annotations
 
 import random
+from array import array
 from collections import OrderedDict
 
 from bros.core.errors import InvalidRequestError, OverloadedError, QueueFullError
@@ -19,12 +20,13 @@ from bros.core.plan import Chunk, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.counters import ClassCounters
-from bros.scheduler.limits import Limits
-from bros.scheduler.memory import TrialMemory
+from bros.scheduler.limits import Limits, objectives
+from bros.scheduler.memory import StepMemory
 from bros.scheduler.packing import pack
 from bros.scheduler.policies import Policy
+from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.queues import Queues
-from bros.scheduler.state import RequestState, arrived_s
+from bros.scheduler.state import SIDES, RequestState, arrived_s
 from bros.scheduler.steps import StepLedger
 
 _MAX_TRACES = 1000
@@ -53,8 +55,10 @@ class Scheduler:
         self._rng = rng
         self._states: dict[str, RequestState] = {}
         self._queues = Queues()
+        self._prefixes = Prefixes(kv, counters)
         self._arrivals = 0
         self._steps = StepLedger()
+        self._started: set[str] = set()  # in the step that was scheduled last
         self._given_up: list[RequestOutput] = []
         self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
 
@@ -76,19 +80,21 @@ class Scheduler:
         state = RequestState(
             request,
             service_class=asked,
-            slo=self._objectives(request, asked),
+            slo=objectives(request, asked, self._default_slo),
             now=now,
             arrival_index=self._arrivals,
             seed=self._rng.getrandbits(63) if seed is None else seed,
             max_length=self._limits.max_model_len,
             eos_token_ids=self._limits.eos_token_ids,
         )
+        self._prefixes.look_up(state)
         self._classify(state, now)
         self._policy.place(state, now)
         self._arrivals += 1
         self._states[request.request_id] = state
         state.record.event(now, f"queued as {state.service_class.value}")
         self._queues.enqueue(state)
+        self._prefixes.waits(state)
         return state.service_class
 
     def abort(self, request_id: str, now: float) -> RequestOutput | None:
@@ -104,29 +110,37 @@ class Scheduler:
         turn = self._policy.turn(self._queues, now)
         for state in turn.give_up:
             self._give_up(state, now)
-        memory = TrialMemory(
+        predictor = self._policy.predictor
+        memory = StepMemory(
             self._kv,
+            self._prefixes,
             self._queues.running,
+            now,
             max_holders=self._limits.max_num_seqs,
             newcomers_preempt=self._policy.newcomers_preempt,
             expected_tokens=self._policy.expected_tokens,
+            prefill_seconds=predictor.prefill_seconds if predictor else None,
         )
         packing = pack(
-            turn.urgent, turn.filler, turn.bounds, memory, self._policy.predictor, now,
+            turn.urgent, turn.filler, turn.bounds, memory, predictor, now,
             exclusive=turn.exclusive,
         )  # fmt: skip
         if not packing.selected:
             return None
-        for victim in memory.victims:
-            self._preempt(victim, now)
-        chunks = tuple(self._commit(state, tokens, now) for state, tokens in packing.selected)
-        self._steps.begin(packing, self._policy.predictor, self._queues, now)
-        return StepPlan(step=self._steps.count, chunks=chunks)
+        self._rob(memory, now)
+        self._started.clear()
+        chunks = tuple(
+            self._commit(state, tokens, memory.granted[state.request_id], now)
+            for state, tokens in packing.selected
+        )
+        self._steps.begin(packing, predictor, self._queues, now)
+        return StepPlan(self._steps.count, chunks, self._kv.take_copies())
 
     def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
         """Take in what a step produced; returns one output per sampled token."""
         seconds, packing, be_waits = self._steps.end(now, self._policy.predictor, self._queues)
         self._policy.settle(packing, seconds, be_waits)
+        self._prefixes.publish(packing)
         outputs: list[RequestOutput] = []
         for sample in result.samples:
             state = self._states.get(sample.request_id)
@@ -141,6 +155,7 @@ class Scheduler:
                 RequestOutput(
                     request_id=state.request_id,
                     token_ids=(sample.token_id,),
+                    cached_tokens=state.num_reused or 0,
                     logprobs=(sample.logprobs,) if sample.logprobs else (),
                     finish_reason=reason,
                 )
@@ -161,11 +176,12 @@ class Scheduler:
         """
         if newcomer.service_class is not ServiceClass.RT:
             return False
-        ttft_s = self._objectives(newcomer, ServiceClass.RT).ttft_s
+        ttft_s = objectives(newcomer, ServiceClass.RT, self._default_slo).ttft_s
         if ttft_s is None:
             return False
         due_s = arrived_s(newcomer, now) + ttft_s
-        tokens, steps = len(newcomer.prompt_token_ids), self._steps
+        tokens = len(newcomer.prompt_token_ids) - self._prefixes.cached_tokens(newcomer)
+        steps = self._steps
         return self._policy.makes_way(steps.packing, steps.began_s, tokens, due_s, now)
 
     def abandon(self, plan: StepPlan, now: float) -> None:
@@ -176,12 +192,14 @@ class Scheduler:
             state = self._states.get(chunk.request_id)
             if state is None:
                 continue  # aborted while the step ran
-            self._kv.truncate(state.request_id, chunk.start)
-            state.num_cached = chunk.start
             state.record.wait("made way", seconds)
-            if chunk.start == 0:
-                self._queues.stop(state)
+            if chunk.request_id in self._started:
+                self._kv.free(chunk.request_id)
+                self._wait(state)
                 state.record.event(now, "made way")
+            else:
+                self._kv.truncate(chunk.request_id, chunk.start)
+                state.num_cached = chunk.start
 
     def take_given_up(self) -> list[RequestOutput]:
         """The last outputs of requests that were given up since the last call."""
@@ -210,8 +228,15 @@ class Scheduler:
             batch_resets=resets,
             kv_blocks_used=self._kv.num_used_blocks,
             kv_blocks_total=self._kv.num_blocks,
+            kv_blocks_shared=self._kv.num_shared_blocks,
+            kv_blocks_cached=self._kv.num_cached_blocks,
             by_class={
-                cls: counters.snapshot(running[cls], len(self._queues.waiting[cls]), kv_blocks[cls])
+                cls: counters.snapshot(
+                    running[cls],
+                    len(self._queues.waiting[cls]),
+                    kv_blocks[cls],
+                    self._kv.num_evicted_blocks(SIDES[cls]),
+                )
                 for cls, counters in self._counters.items()
             },
         )
@@ -221,8 +246,9 @@ class Scheduler:
         state = self._states.get(request_id)
         if state is None:
             return self._traces.get(request_id)
-        waits = state.num_cached == 0
-        blocked = self._queues.blocked.so_far(state.service_class) if waits else None
+        blocked = None
+        if not state.running:
+            blocked = self._queues.blocked.so_far(state.service_class)
         return state.trace(blocked, None)
 
     def check_integrity(self) -> None:
@@ -231,29 +257,13 @@ class Scheduler:
         self._queues.check_integrity()
         assert sorted(s.request_id for s in self._queues) == sorted(self._states)
         for state in self._queues:
-            assert self._kv.num_tokens(state.request_id) == state.num_cached
+            held = self._kv.num_tokens(state.request_id)
+            assert held == (state.num_cached if state.running else 0)
 
     def _check_queue(self, service_class: ServiceClass, now: float) -> None:
         waiting = len(self._queues.waiting[service_class])
         if waiting >= self._limits.max_queue:
             raise QueueFullError(waiting, self._counters[service_class].retry_after_s(now))
-
-    def _objectives(self, request: EngineRequest, service_class: ServiceClass) -> Slo:
-        """Best-effort requests are held to nothing but a deadline for the whole.
-
-        Real-time ones to a first token and a pace, both tightened by one factor if the last
-        token would be after the deadline otherwise (as far as max_tokens says when that is).
-        """
-        asked = request.slo
-        if service_class is ServiceClass.BE:
-            return Slo(deadline_s=asked.deadline_s)
-        ttft_s = asked.ttft_s or self._default_slo.ttft_s
-        tpot_s = asked.tpot_s or self._default_slo.tpot_s
-        if asked.deadline_s is not None and ttft_s is not None and tpot_s is not None:
-            more_tokens = (request.sampling.max_tokens or 1) - 1
-            scale = min(1.0, asked.deadline_s / (ttft_s + more_tokens * tpot_s))
-            ttft_s, tpot_s = scale * ttft_s, scale * tpot_s
-        return Slo(ttft_s, tpot_s, asked.deadline_s)
 
     def _classify(self, state: RequestState, now: float) -> None:
         """Ask the policy under load whether a real-time request is served as one."""
@@ -270,24 +280,26 @@ class Scheduler:
                 self._counters[asked].rejected += 1
                 raise
             self._counters[used].relegated += 1
-            state.relegate(used, self._objectives(state.request, used))
+            state.relegate(used, objectives(state.request, used, self._default_slo))
 
-    def _commit(self, state: RequestState, num_tokens: int, now: float) -> Chunk:
+    def _commit(
+        self,
+        state: RequestState,
+        num_tokens: int,
+        granted: tuple[array[int], array[int]],
+        now: float,
+    ) -> Chunk:
         start, end = state.num_cached, state.num_cached + num_tokens
-        if start == 0:
+        if not state.running:
+            self._started.add(state.request_id)
             self._queues.start(state)
+            self._prefixes.waits_no_more(state)
             state.record.event(now, "scheduled")
-        segments, slots = self._kv.append(state.request_id, num_tokens)
-        last = num_tokens == state.remaining
+        segments, slots = granted
         state.num_cached = end
-        return Chunk(
-            request_id=state.request_id,
-            start=start,
-            token_ids=state.token_ids[start:end],
-            segments=segments,
-            slots=slots,
-            sample=state.sample_spec() if last else None,
-        )
+        state.num_missing = 0
+        sample = state.sample_spec() if end == len(state.token_ids) else None
+        return Chunk(state.request_id, start, state.token_ids[start:end], segments, slots, sample)
 
     def _take_token(self, state: RequestState, token_id: int, now: float) -> FinishReason | None:
         counters = self._counters[state.service_class]
@@ -300,15 +312,32 @@ class Scheduler:
             self._drop(state, reason, now)
         return reason
 
-    def _preempt(self, state: RequestState, now: float) -> None:
-        """Drop the request's memory; it computes everything again once it is admitted."""
-        self._kv.free(state.request_id)
-        state.num_cached = 0
-        self._policy.place(state, now)
+    def _wait(self, state: RequestState) -> None:
+        """A request that ran holds no memory any more."""
+        state.num_cached = state.num_missing = 0
         self._queues.stop(state)
-        state.record.preemptions += 1
-        state.record.event(now, "preempted")
-        self._counters[state.service_class].preemptions += 1
+        self._prefixes.waits(state)
+
+    def _rob(self, memory: StepMemory, now: float) -> None:
+        """Some had to give up memory: they wait for it, or compute again what is lost."""
+        for service_class, tokens in memory.restored.items():
+            self._counters[service_class].kv_restored += tokens
+        cuts = self._kv.take_cuts()
+        for request_id, lost in memory.losses.items():
+            state = self._states[request_id]
+            counters = self._counters[state.service_class]
+            counters.kv_taken += lost.tokens
+            counters.kv_copied += lost.copied
+            if state.num_missing == 0:  # else it was interrupted before
+                counters.preemptions += 1
+                state.record.preemptions += 1
+                state.record.event(now, "preempted")
+            state.num_cached = cuts.get(request_id, state.num_cached)
+            state.num_missing = self._kv.num_missing(request_id)
+            if state.num_cached == 0:
+                self._policy.place(state, now)
+                self._wait(state)
+                state.record.event(now, "starts over")
 
     def _give_up(self, state: RequestState, now: float) -> None:
         counters = self._counters[state.service_class]
@@ -325,7 +354,9 @@ class Scheduler:
 
     def _drop(self, state: RequestState, reason: FinishReason, now: float) -> None:
         del self._states[state.request_id]
-        self._kv.free(state.request_id)
+        self._kv.free(state.request_id, keep=reason is not FinishReason.ERROR)
+        if not state.running:
+            self._prefixes.waits_no_more(state)
         self._queues.remove(state)
         state.record.left = True
         state.record.event(now, f"ended: {reason.value}")

@@ -12,7 +12,8 @@ from bros.scheduler.cost_model import StepLoad
 class Candidate(Protocol):
     """What packing looks at.
 
-    remaining: tokens to compute before the next one is sampled, num_cached tokens before them.
+    remaining: tokens to compute before the next one is sampled, num_cached tokens before them,
+    num_missing of which have to be brought back first. running: it holds memory already.
     late: its deadline is lost and counted already.
     """
 
@@ -21,6 +22,12 @@ class Candidate(Protocol):
 
     @property
     def num_cached(self) -> int: ...
+
+    @property
+    def num_missing(self) -> int: ...
+
+    @property
+    def running(self) -> bool: ...
 
     @property
     def deadline_s(self) -> float: ...
@@ -34,7 +41,12 @@ _C = TypeVar("_C", bound=Candidate, contravariant=True)
 
 
 class Reservations(Protocol[_C]):
-    """Trial allocation of KV memory; nothing is taken until the step is committed."""
+    """KV memory for the step that is packed: what is reserved here is selected."""
+
+    def look_up(self, candidate: _C) -> bool:
+        """For who holds no memory yet: sees what is cached of its prompt, and moves `num_cached`
+        and `remaining`. False if it should wait for others who compute more of it."""
+        ...
 
     def reserve(self, candidate: _C, num_tokens: int) -> bool:
         """True if the next `num_tokens` tokens fit, after what was reserved before."""
@@ -45,8 +57,12 @@ class Reservations(Protocol[_C]):
         """Why the last reservation was refused: "memory", or "rows" if too many hold some."""
         ...
 
-    def cancel(self, candidate: _C) -> bool:
-        """Give a reservation back; False if others lost memory for it, so that it stays."""
+    def may_cancel(self, candidate: _C) -> bool:
+        """False if others lost memory for its reservation, so that it stays."""
+        ...
+
+    def cancel(self, candidate: _C) -> None:
+        """Give a reservation back."""
         ...
 
 
@@ -79,14 +95,16 @@ class Bounds:
     """What one step may hold.
 
     rows: batch size B. tokens: most tokens of all chunks. filler_s: most seconds of a step with
-    filler in it, and of one that serves late prompts. filler_credit_s: seconds that filler may
-    take in any case; if there are any, also a row, and the tokens of a smallest chunk.
-    tbar_s: usual time of a step, for what is left to the next ones.
+    filler in it, and of one that serves late prompts; filler is added up to filler_share of
+    that. filler_credit_s: seconds that filler may take in any case; if there are any, also a
+    row, and the tokens of a smallest chunk. tbar_s: usual time of a step, for what is left to
+    the next ones.
     """
 
     rows: int
     tokens: int
     filler_s: float = math.inf
+    filler_share: float = 1.0
     filler_credit_s: float = 0.0
     tbar_s: float = 0.0
     rules: Rules = field(default_factory=Rules)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from bros.core.interfaces import RequestTrace
 from bros.core.plan import SampleSpec
 from bros.core.request import EngineRequest, FinishReason, ServiceClass, Slo
+from bros.kvcache.prefix_cache import extend_keys
+from bros.kvcache.sharing import NO_MATCH
+from bros.kvcache.stacks import Side
 from bros.scheduler.record import RequestRecord
 
 Rank = tuple[float, ...]
 """Position in an order: lower is first."""
 
+
+SIDES: Mapping[ServiceClass, Side] = MappingProxyType(
+    {ServiceClass.RT: Side.LEFT, ServiceClass.BE: Side.RIGHT}
+)
+"""Where requests of a class grow in blocks."""
 
 _MAX_GAP = 1.5
 """Longest time to the next token that is planned for, in objectives; see paced_deadline_s."""
@@ -27,28 +36,38 @@ class RequestState:
     """One request from submission to its last token.
 
     token_ids   [ prompt .................... | output so far ]
-    num_cached  [ in KV memory ....... )                           0 after preemption
+    num_cached  [ computed ........... )        while it waits: by others, and still in the cache
+    num_missing   how many of these are not in KV memory, and have to come back first
+    num_reused    how many of the prompt were there when it began; None before
     remaining                          [ to compute .......... )   then a token is sampled
 
-    rank: who keeps KV memory longer; never changes. queue_key: place among the waiting requests
-    of its class. deadline_s: when the token after `remaining` is due, in clock seconds; moved by
-    every token, and by the policy once it is lost (`late`). All three belong to the policy.
+    running: it holds KV memory. rank: who keeps that longer; never changes. queue_key: place
+    among the waiting requests of its class. deadline_s: when the token after `remaining` is due,
+    in clock seconds; moved by every token, and by the policy once it is lost (`late`). These
+    three belong to the policy. match: what of its prompt was found in the cache last.
     """
 
     __slots__ = (
+        "_needs_history",
         "arrival_index",
         "deadline_s",
         "late",
+        "match",
         "max_length",
         "num_cached",
+        "num_missing",
+        "num_reused",
+        "prefix_keys",
         "prompt_len",
         "queue_key",
         "rank",
         "record",
         "request",
         "request_id",
+        "running",
         "seed",
         "service_class",
+        "side",
         "slo",
         "stop_ids",
         "token_ids",
@@ -69,14 +88,21 @@ class RequestState:
         """slo: the request's objectives with the defaults of its class filled in."""
         params = request.sampling
         self.request = request
+        self._needs_history = params.needs_history
         self.request_id = request.request_id
         self.service_class = service_class
+        self.side = SIDES[service_class]
         self.slo = slo
         self.arrival_index = arrival_index
         self.seed = seed
         self.token_ids = array("i", request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.num_cached = 0
+        self.num_missing = 0
+        self.num_reused: int | None = None
+        self.running = False
+        self.match = NO_MATCH
+        self.prefix_keys: list[bytes] = []
         self.rank: Rank = (arrival_index,)  # until a policy has its say
         self.queue_key: Rank = self.rank
         self.late = False
@@ -96,9 +122,18 @@ class RequestState:
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.prompt_len
 
+    def keys(self, block_size: int, num_tokens: int) -> list[bytes]:
+        """Of the full blocks among its first `num_tokens` tokens, see kvcache/prefix_cache.py."""
+        count = num_tokens // block_size
+        known = self.prefix_keys
+        if count > len(known):
+            extend_keys(known, self.token_ids, block_size, count, self.request.cache_salt)
+        return known if count == len(known) else known[:count]
+
     def relegate(self, service_class: ServiceClass, slo: Slo) -> None:
         """Serve a request that has not been queued yet as another class than it asked for."""
         self.service_class = service_class
+        self.side = SIDES[service_class]
         self.slo = slo
         self.record.hold_to(slo)
         self.deadline_s = self.record.due_s
@@ -119,15 +154,14 @@ class RequestState:
 
     def sample_spec(self) -> SampleSpec:
         """How to choose the token after everything computed so far."""
-        params = self.request.sampling
-        too_early = self.num_outputs < params.min_tokens
+        params, num_outputs = self.request.sampling, len(self.token_ids) - self.prompt_len
         return SampleSpec(
-            params=params,
-            seed=self.seed,
-            output_index=self.num_outputs,
-            prompt_len=self.prompt_len,
-            token_ids=self.token_ids[:] if params.needs_history else (),
-            forbidden=tuple(self.stop_ids) if too_early else (),
+            params,
+            self.seed,
+            num_outputs,
+            self.prompt_len,
+            self.token_ids[:] if self._needs_history else (),
+            tuple(self.stop_ids) if num_outputs < params.min_tokens else (),
         )
 
     def add_output(self, token_id: int, now: float) -> FinishReason | None:

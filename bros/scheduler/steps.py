@@ -103,7 +103,7 @@ class StepLedger:
 def _why_waiting(packing: Packing[RequestState], service_class: ServiceClass) -> str:
     """Why those who still wait in a class do: what kept the first one out, or ended its turn."""
     for state, reason in packing.passed_over:
-        if state.service_class is service_class and state.num_cached == 0:
+        if state.service_class is service_class and not state.running:
             return reason
     return _why_stopped(packing, service_class)
 

@@ -71,7 +71,11 @@ _CLASS_GAUGES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "running": ("requests_running", "Requests being computed"),
         "waiting": ("requests_waiting", "Requests in the queue; at --max-queue, 429 follows"),
-        "kv_blocks": ("kv_blocks_used", "KV blocks in use"),
+        "kv_blocks": (
+            "kv_blocks_used",
+            "KV blocks in use, without bros_kv_blocks_shared; one that both classes are in counts "
+            "for both",
+        ),
     }
 )
 
@@ -81,7 +85,24 @@ _CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "output_tokens": ("output_tokens", "Tokens generated"),
         "preemptions": (
             "preemptions",
-            "Requests interrupted for others; if it rises quickly, raise --kv-memory",
+            "How often requests gave up KV memory to others; if it rises quickly, raise "
+            "--kv-memory",
+        ),
+        "kv_taken": ("kv_tokens_taken", "Tokens whose KV memory others were given"),
+        "kv_copied": (
+            "kv_tokens_copied",
+            "Those that were copied to the host for it; the others had a copy, or were lost "
+            "because --host-kv-memory was full",
+        ),
+        "kv_restored": ("kv_tokens_restored", "Tokens whose KV came back from the host"),
+        "prefix_tokens": (
+            "prefix_tokens",
+            "Prompt tokens that were in the prefix cache; by bros_prompt_tokens: hit rate",
+        ),
+        "prefix_evicted": (
+            "prefix_blocks_evicted",
+            "Cached blocks given up for requests of this class; if it rises quickly while "
+            "prompts have much in common, raise --kv-memory",
         ),
         "finished": (
             "requests_finished",
@@ -128,6 +149,14 @@ class EngineCollector(Collector):
         if stats is None:
             return
         yield GaugeMetricFamily("bros_kv_blocks", "KV blocks there are", stats.kv_blocks_total)
+        yield GaugeMetricFamily(
+            "bros_kv_blocks_shared", "Those that several requests may have", stats.kv_blocks_shared
+        )
+        yield GaugeMetricFamily(
+            "bros_kv_blocks_cached",
+            "Those that nobody has, but that may be asked for again; they count as free",
+            stats.kv_blocks_cached,
+        )
         for field, text in _ENGINE_GAUGES.items():
             yield GaugeMetricFamily(f"bros_{field}", text, getattr(stats, field))
         for field, (name, text) in _ENGINE_COUNTERS.items():

@@ -86,6 +86,7 @@ class Exchange:
                 service_class=self._tier.service_class,
                 slo=self._slo,
                 tenant=self._body.safety_identifier or self._body.user or "",
+                cache_salt=self._body.cache_salt or "",
                 param=param,
             )
             for request_id, prompt in zip(numbered(self._id, len(prompts)), prompts, strict=True)

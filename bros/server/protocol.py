@@ -188,6 +188,12 @@ class GenerationRequest(ModelRequest):
     slo: SloFields | None = None
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)
+    cache_salt: str | None = Field(
+        None,
+        max_length=512,
+        description="A prompt finds only what requests with the same salt have left in the prefix "
+        "cache; left out or empty: what requests without one have left",
+    )
 
 
 class ChatMessage(WireModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -79,7 +80,8 @@ def build_simulation(
         rng=generator(scenario.seed, "noise"),
         observe=observe,
     )
-    scheduler = build_scheduler(scenario.config, info, scenario.device.steps)
+    config = dataclasses.replace(scenario.config, prefix_cache="off")  # no two prompts begin alike
+    scheduler = build_scheduler(config, info, scenario.device.steps)
     engine = Engine(watched(scheduler), executor, clock, info)
     return Simulation(
         engine,
@@ -126,6 +128,9 @@ def _info(scenario: Scenario) -> EngineInfo:
         vocab_size=_VOCAB,
         block_size=BLOCK_SIZE,
         num_kv_blocks=device.kv_blocks,
+        num_host_kv_blocks=(
+            device.kv_blocks if config.host_kv_blocks is None else config.host_kv_blocks
+        ),
         policy=config.policy,
         max_queue=config.max_queue,
         default_slo=scenario.slo,

@@ -42,7 +42,10 @@ _FROM_ENGINE = {
     "max_model_len": "longest prompt + output in tokens (default: what the KV cache holds)",
     "seed": "seed of arrivals, lengths and noise (default: 0)",
 }
-_NOT_SIMULATED = ("model", "weights", "kernels", "kv_dtype", "kv_memory", "threads", "policy")
+_NOT_SIMULATED = (
+    *("model", "weights", "kernels", "kv_dtype", "kv_memory", "host_kv_memory", "threads"),
+    *("policy", "prefix_cache", "rt_cache_share"),
+)
 FLAGS = (
     FILE_FLAG,
     "--be-batches",

@@ -114,4 +114,5 @@ def load_of(plan: StepPlan) -> StepLoad:
     load.context = load.unique_context = context
     load.pairs = pairs
     load.samples = samples
+    load.swap_tokens = len(plan.copies) if plan.copies is not None else 0
     return load

@@ -315,6 +315,17 @@ async def test_deltas_arrive_as_the_engine_gives_them() -> None:
     assert engine.aborted == []
 
 
+async def test_what_one_choice_computes_for_the_others_was_not_cached_before() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, n=3)
+    assert generation.cached_tokens == 0
+    for choice, cached, expected in (("r-1", 32, 32), ("r-0", 16, 16), ("r-2", 32, 16)):
+        engine.say("H", FinishReason.LENGTH, to=choice, cached=cached)
+        assert (await anext(generation)).cached_tokens == cached
+        assert generation.cached_tokens == expected
+    await generation.aclose()
+
+
 async def test_half_a_character_waits_for_the_rest() -> None:
     engine = ScriptedEngine()
     generation = await start(engine)

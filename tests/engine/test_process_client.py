@@ -79,6 +79,22 @@ async def test_answers_stats_refusals_and_aborts_pass_the_socket(
     assert [output async for output in relaxed][-1].finish_reason is FinishReason.LENGTH
 
 
+async def test_cache_salts_and_cached_tokens_pass_the_socket(client: ProcessEngineClient) -> None:
+    found = []
+    for number, salt in enumerate(("", "a", "b", "a", "")):
+        asked = dataclasses.replace(
+            ask(f"r{number}"), prompt_token_ids=list(range(1, 41)), cache_salt=salt
+        )
+        outputs = [output async for output in await client.submit(asked)]
+        assert len({output.cached_tokens for output in outputs}) == 1
+        found.append(outputs[0].cached_tokens)
+    assert found == [0, 0, 0, 32, 32]
+    stats = await client.stats()
+    # Of each of the three: 47 tokens were computed, which is two full blocks.
+    assert (stats.kv_blocks_cached, stats.kv_blocks_shared, stats.kv_blocks_used) == (6, 0, 0)
+    assert stats.by_class[ServiceClass.RT].prefix_tokens == 64
+
+
 async def test_a_killed_engine_fails_open_requests_at_once_and_comes_back(
     client: ProcessEngineClient,
 ) -> None:

@@ -42,7 +42,9 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def test_info_tells_what_was_resolved(folder: Path) -> None:
-    info = info_of(folder, kv_blocks=100, kernels="reference", policy="fcfs", max_queue=7)
+    info = info_of(
+        folder, kv_blocks=100, host_kv_blocks=9, kernels="reference", policy="fcfs", max_queue=7
+    )
     assert info == EngineInfo(
         model="tiny",
         weights="fp32",
@@ -53,6 +55,7 @@ def test_info_tells_what_was_resolved(folder: Path) -> None:
         vocab_size=VOCAB,
         block_size=16,
         num_kv_blocks=100,
+        num_host_kv_blocks=9,
         policy="fcfs",
         max_queue=7,
         eos_token_ids=(2,),
@@ -84,6 +87,29 @@ def test_more_kv_memory_than_there_is_names_the_options(
 ) -> None:
     with pytest.raises(ConfigError, match="--kv-memory, --kv-blocks: this machine has no"):
         info_of(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        ({"host_kv_memory": f"{3 * KV_BYTES_PER_BLOCK + 5}B"}, 3),
+        ({"host_kv_memory": f"{3 * KV_BYTES_PER_BLOCK}B", "kv_dtype": "bf16"}, 6),
+        ({"host_kv_memory": "0"}, 0),
+        ({"host_kv_memory": "5B"}, 0),
+        ({"host_kv_blocks": 0}, 0),
+        ({"host_kv_blocks": 7, "host_kv_memory": "1GiB"}, 7),
+        ({"host_kv_blocks": 7, "on_pressure": "recompute"}, 0),
+    ],
+)
+def test_memory_on_the_host_is_turned_into_blocks_or_none(
+    folder: Path, options: dict[str, object], blocks: int
+) -> None:
+    assert info_of(folder, kv_blocks=10, **options).num_host_kv_blocks == blocks
+
+
+def test_more_memory_on_the_host_than_there_is_names_the_options(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--host-kv-memory, --host-kv-blocks: this machine has"):
+        info_of(folder, kv_blocks=10, host_kv_blocks=10**12)
 
 
 def test_max_model_len_is_the_least_of_request_model_and_cache(folder: Path) -> None:

@@ -1,103 +1,381 @@
-"""KvCacheManager against a model that keeps every token's slot in a dictionary."""
+"""The KV manager against a dict: which token, after which others, lies in every slot."""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bros.kvcache.manager import KvCacheManager
+from bros.kvcache.prefix_cache import PrefixCache, extend_keys
+from bros.kvcache.sharing import NO_MATCH, Match
+from bros.kvcache.stacks import Side
 
-BLOCK = 4
-NUM_BLOCKS = 12
-
-
-def slots_of(segments: list[int]) -> set[int]:
-    triples = zip(segments[0::3], segments[1::3], segments[2::3], strict=True)
-    return {block * BLOCK + offset for block, lo, hi in triples for offset in range(lo, hi)}
+NAMES = [f"r{i}" for i in range(6)]
+LONGEST = 2000
 
 
-class ManagerMachine(RuleBasedStateMachine):
-    """Any order of appends and frees leaves every token in the one slot it was given."""
+def tokens_of(name: str, family: int, split: int) -> array[int]:
+    """A text: what it has in common with its family, then its own."""
+    return array("i", [family] * split + [10 + NAMES.index(name)] * (LONGEST - split))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv = KvCacheManager(NUM_BLOCKS, BLOCK)
-        self.slots: dict[str, list[int]] = {}
 
-    @rule(request=st.sampled_from("abcdef"), tokens=st.integers(1, 3 * BLOCK))
-    def append(self, request: str, tokens: int) -> None:
-        needed = self.kv.blocks_needed(request, tokens)
-        held = len(self.slots.get(request, []))
-        assert needed == -(-(held + tokens) // BLOCK) - -(-held // BLOCK)
-        if needed > self.kv.num_free_blocks:
+class KvMachine(RuleBasedStateMachine):
+    """A device and a host as dicts of slots; copies happen as the executor would make them.
+
+    What a slot holds is (position, all tokens up to there), as K and V depend on just that.
+    """
+
+    @initialize(
+        num_blocks=st.integers(1, 8),
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        shared=st.booleans(),
+        literal=st.booleans(),
+        num_host_blocks=st.integers(0, 10),
+        rule_name=st.sampled_from(["class-aware", "lru", "off"]),
+        protected=st.integers(0, 8),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        block_size: int,
+        shared: bool,
+        literal: bool,
+        num_host_blocks: int,
+        rule_name: str,
+        protected: int,
+    ) -> None:
+        self.kv = KvCacheManager(
+            num_blocks, block_size,
+            shared=shared, literal=literal, num_host_blocks=num_host_blocks,
+            prefixes=None if rule_name == "off" else PrefixCache(rule_name, protected),
+        )  # fmt: skip
+        self.size = num_blocks * block_size
+        self.device: dict[int, tuple[int, bytes]] = {}
+        self.host: dict[int, tuple[int, bytes]] = {}
+        self.texts: dict[str, tuple[array[int], str]] = {}
+        self.lengths: dict[str, int] = {}
+        self.step: dict[str, int] = {}  # name -> tokens before
+        self.written: dict[int, str] = {}
+        self.new: set[str] = set()  # in this step
+        self.waiting: list[list[bytes]] = []
+
+    def keys(self, name: str, num_tokens: int) -> list[bytes]:
+        text, salt = self.texts[name]
+        keys: list[bytes] = []
+        size = self.kv.block_size
+        extend_keys(keys, text, size, num_tokens // size, salt)
+        return keys
+
+    def payload(self, name: str, token: int) -> tuple[int, bytes]:
+        text, salt = self.texts[name]
+        return token, salt.encode() + text[: token + 1].tobytes()
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        count=st.integers(1, 40),
+        best_effort=st.booleans(),
+        order=st.permutations(NAMES),
+        robbable=st.integers(0, len(NAMES)),
+        family=st.integers(0, 1),
+        split=st.integers(0, 60),
+        salt=st.sampled_from(["", "", "", "other"]),
+    )
+    def append(
+        self,
+        name: str,
+        count: int,
+        best_effort: bool,
+        order: list[str],
+        robbable: int,
+        family: int,
+        split: int,
+        salt: str,
+    ) -> None:
+        if name in self.step:
             return
-        free_before = self.kv.num_free_blocks
-        segments, slots = self.kv.append(request, tokens)
-        known = self.slots.setdefault(request, [])
-        assert len(slots) == tokens
-        assert slots_of(list(segments)) == set(known), "segments must cover the earlier tokens"
-        known.extend(slots)
-        assert self.kv.num_free_blocks == free_before - needed
+        victims = [
+            other
+            for other in order[:robbable]
+            if other in self.lengths and other != name and other not in self.step
+        ]
+        side, match = Side.RIGHT if best_effort else Side.LEFT, NO_MATCH
+        if name not in self.lengths:
+            self.texts[name] = (tokens_of(name, family, split), salt)
+            match = self.match(name, count)
+        missing = self.kv.num_missing(name)
+        room = self.kv.num_available_blocks(side) - match.num_idle_blocks
+        got = self.kv.append(name, count, side, lambda: victims, match)
+        if got is None:
+            assert count + missing > room * self.kv.block_size, "there was room"
+            assert self.kv.num_missing(name) == missing
+            return
+        segments, slots = got
+        self.copy()
+        start = self.lengths.get(name, match.num_tokens)
+        assert sorted(self.contents(segments)) == [self.payload(name, t) for t in range(start)]
+        assert len(set(slots)) == len(slots) == count
+        assert self.written.keys().isdisjoint(slots), "written twice in a step"
+        for token, slot in enumerate(slots, start):
+            assert 0 <= slot < self.size
+            self.device[slot] = self.payload(name, token)
+        self.written.update(dict.fromkeys(slots, name))
+        self.step[name] = start
+        self.new |= {name} - self.lengths.keys()
+        self.lengths[name] = start + count
+        self.cut()
 
-    @precondition(lambda self: self.slots)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(sorted(self.slots)))
-        blocks = {slot // BLOCK for slot in self.slots.pop(request)}
-        assert self.kv.free(request) == len(blocks)
+    def match(self, name: str, num_tokens: int) -> Match:
+        """A prompt of which something is always left to compute."""
+        if not self.kv.finds_prefixes:
+            return NO_MATCH
+        keys = self.keys(name, num_tokens + 40)
+        earlier = self.kv.match(keys[: len(keys) // 2])
+        match = self.kv.match(keys, earlier)
+        assert match == self.kv.match(keys)
+        assert match.filler in (None, *self.lengths)
+        return match
 
-    @precondition(lambda self: self.slots)
+    @rule(name=st.sampled_from(NAMES), keep=st.booleans())
+    def free(self, name: str, keep: bool) -> None:
+        self.kv.free(name, keep=keep)
+        self.lengths.pop(name, None)
+        self.leave_step(name)
+
+    @precondition(lambda self: self.step)
     @rule(data=st.data())
-    def truncate(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(sorted(self.slots)))
-        kept = data.draw(st.integers(0, len(self.slots[request])))
-        held = self.kv.blocks_of(request)
-        free_before = self.kv.num_free_blocks
-        self.kv.truncate(request, kept)
-        del self.slots[request][kept:]
-        if kept == 0:
-            del self.slots[request]
-        assert self.kv.num_free_blocks == free_before + held - -(-kept // BLOCK)
+    def abandon(self, data: st.DataObject) -> None:
+        """The latest append of a request of the step comes to nothing."""
+        name = data.draw(st.sampled_from(sorted(self.step)))
+        before, is_new = self.step[name], name in self.new
+        self.leave_step(name)
+        if is_new:
+            self.kv.free(name)
+            del self.lengths[name]
+        else:
+            self.kv.truncate(name, before)
+            self.lengths[name] = before
+
+    def leave_step(self, name: str) -> None:
+        self.step.pop(name, None)
+        self.new.discard(name)
+        self.written = {slot: owner for slot, owner in self.written.items() if owner != name}
 
     @rule()
-    def free_unknown(self) -> None:
-        assert self.kv.free("nobody") == 0
+    def next_step(self) -> None:
+        if self.kv.finds_prefixes:
+            for name in self.step:
+                self.kv.computed(name, self.keys(name, self.lengths[name]), self.side_of(name))
+        self.step.clear()
+        self.new.clear()
+        self.written.clear()
+
+    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 60))
+    def wait(self, name: str, count: int) -> None:
+        if name in self.texts:
+            self.waiting.append(self.keys(name, count))
+            self.kv.expect(self.waiting[-1], waits=True)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def wait_no_more(self) -> None:
+        self.kv.expect(self.waiting.pop(0), waits=False)
+
+    def side_of(self, name: str) -> Side:
+        return Side(NAMES.index(name) % 2)
+
+    def copy(self) -> None:
+        copies = self.kv.take_copies()
+        if copies is None:
+            return
+        for slot, host_slot in zip(copies.out_device, copies.out_host, strict=True):
+            assert slot not in self.written, "copied after it was written over"
+            self.host[host_slot] = self.device[slot]
+        for host_slot, slot in zip(copies.back_host, copies.back_device, strict=True):
+            self.device[slot] = self.host[host_slot]
+
+    def cut(self) -> None:
+        for name, left in self.kv.take_cuts().items():
+            assert name not in self.step and left < self.lengths[name]
+            if left:
+                self.lengths[name] = left
+            else:
+                del self.lengths[name]
+
+    def contents(self, segments: Sequence[int]) -> list[tuple[int, bytes]]:
+        size, slots = self.kv.block_size, []
+        for i in range(0, len(segments), 3):
+            block, low, high = segments[i : i + 3]
+            slots += range(block * size + low, block * size + high)
+        assert self.written.keys().isdisjoint(slots), "read before it is computed"
+        return [self.device[slot] for slot in slots]
 
     @invariant()
-    def no_slot_has_two_tokens(self) -> None:
-        everything = [slot for slots in self.slots.values() for slot in slots]
-        assert len(everything) == len(set(everything))
-        assert all(0 <= slot < NUM_BLOCKS * BLOCK for slot in everything)
-
-    @invariant()
-    def books_agree(self) -> None:
+    def is_sound(self) -> None:
+        if not hasattr(self, "kv"):
+            return
         self.kv.check_integrity()
-        for request, slots in self.slots.items():
-            assert self.kv.num_tokens(request) == len(slots)
-            assert self.kv.blocks_of(request) == len({slot // BLOCK for slot in slots})
+        for name in NAMES:
+            assert self.kv.num_tokens(name) == self.lengths.get(name, 0)
+            if name in self.step:
+                assert self.kv.num_missing(name) == 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "kv"):
+            for name in NAMES:
+                self.kv.free(name)
+            assert self.kv.num_used_blocks == 0
+            assert self.kv.num_available_blocks(Side.LEFT) == self.kv.num_blocks
+            assert self.kv.num_host_blocks_used == 0
+            assert self.kv.append("all", self.size, Side.RIGHT) is not None
 
 
-TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=60, stateful_step_count=40)
+KvMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestKvMachine = KvMachine.TestCase
 
 
-def test_a_new_manager_is_empty() -> None:
-    kv = KvCacheManager(3, 16)
-    assert (kv.num_free_blocks, kv.num_used_blocks) == (3, 0)
-    assert kv.num_tokens("a") == 0 and kv.blocks_of("a") == 0
+class Prompts:
+    """Requests for a manager, by what they begin with."""
+
+    def __init__(self, num_blocks: int, **options: Any) -> None:
+        options.setdefault("prefixes", PrefixCache(protected=options.pop("protected", 0)))
+        self.kv = KvCacheManager(num_blocks, 4, **options)
+        self.texts: dict[str, array[int]] = {}
+
+    def keys(self, name: str, num_tokens: int) -> list[bytes]:
+        keys: list[bytes] = []
+        extend_keys(keys, self.texts[name], 4, num_tokens // 4)
+        return keys
+
+    def start(self, name: str, text: list[int], side: Side = Side.LEFT) -> int | None:
+        """Compute a prompt; how much of it was there, None if it does not fit."""
+        self.texts[name] = array("i", text)
+        match = self.kv.match(self.keys(name, len(text) - 1))
+        if self.kv.append(name, len(text) - match.num_tokens, side, match=match) is None:
+            return None
+        self.kv.computed(name, self.keys(name, len(text)), side)
+        self.kv.check_integrity()
+        return match.num_tokens
 
 
-@pytest.mark.parametrize(("blocks", "size"), [(0, 16), (1, 0)])
-def test_no_memory_is_an_error(blocks: int, size: int) -> None:
-    with pytest.raises(ValueError, match="at least one block"):
-        KvCacheManager(blocks, size)
+def test_a_prefix_is_held_once_and_stays_when_its_requests_end() -> None:
+    prompts = Prompts(8)
+    common = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert prompts.start("a", [*common, 9]) == 0
+    assert prompts.start("b", [*common, 10, 11]) == 8
+    assert prompts.kv.num_used_blocks == 4
+    prompts.kv.free("a")
+    prompts.kv.free("b")
+    assert (prompts.kv.num_used_blocks, prompts.kv.num_cached_blocks) == (0, 2)
+    assert prompts.start("c", common) == 4, "its last token is to be computed"
 
 
-def test_integrity_check_notices_a_block_given_back_twice() -> None:
-    kv = KvCacheManager(4, 16)
-    kv.append("a", 20)
-    kv._pool.release([kv._tables["a"].blocks[0]])
-    with pytest.raises(AssertionError, match="free and owned"):
-        kv.check_integrity()
+def test_answers_are_part_of_the_next_prompt() -> None:
+    prompts = Prompts(8)
+    prompts.start("turn 1", [1, 2, 3, 4, 5])
+    prompts.texts["turn 1"].extend([6, 7, 8])
+    for _ in range(3):
+        assert prompts.kv.append("turn 1", 1, Side.LEFT) is not None
+        count = prompts.kv.num_tokens("turn 1")
+        prompts.kv.computed("turn 1", prompts.keys("turn 1", count), Side.LEFT)
+    prompts.kv.free("turn 1")
+    assert prompts.start("turn 2", [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
+
+
+@pytest.mark.parametrize(("protected", "left"), [(2, 8), (1, 4), (0, 0)])
+def test_best_effort_work_evicts_what_real_time_work_has_used_down_to_a_share(
+    protected: int, left: int
+) -> None:
+    prompts = Prompts(4, protected=protected)
+    prompts.start("chat", [1, 2, 3, 4, 5, 6, 7, 8])
+    prompts.kv.free("chat")
+    for job in range(5):
+        name, available = f"job {job}", prompts.kv.num_available_blocks(Side.RIGHT)
+        assert available == 4 - min(2, protected)
+        assert prompts.start(name, [10 + job] * 4 * available, Side.RIGHT) == 0
+        prompts.kv.free(name)
+    assert prompts.start("chat again", [1, 2, 3, 4, 5, 6, 7, 8, 9]) == left
+
+
+def test_what_was_asked_for_more_often_stays_longer() -> None:
+    prompts = Prompts(3)
+    for text in ([1] * 5, [1] * 5, [2] * 5):
+        prompts.start("x", text)
+        prompts.kv.free("x")
+    prompts.start("y", [3] * 8, Side.RIGHT)  # two of three blocks: one of the cached ones goes
+    assert prompts.kv.match(prompts.keys("x", 4)).num_tokens == 0
+    prompts.texts["x"] = array("i", [1] * 4)
+    assert prompts.kv.match(prompts.keys("x", 4)).num_tokens == 4
+
+
+def test_what_a_waiting_request_begins_with_stays_longer() -> None:
+    prompts = Prompts(3)
+    for text in ([1] * 5, [2] * 5):
+        prompts.start("x", text, Side.RIGHT)
+        prompts.kv.free("x")
+    prompts.texts["waiting"] = array("i", [1] * 5)
+    keys = prompts.keys("waiting", 4)
+    prompts.kv.expect(keys, waits=True)
+    prompts.start("y", [3] * 8, Side.RIGHT)
+    assert prompts.kv.match(keys).num_tokens == 4
+    prompts.kv.expect(keys, waits=False)
+
+
+def test_whoever_computes_a_prompt_is_named_until_it_is_there_or_gone() -> None:
+    prompts = Prompts(16)
+    prompts.texts["b"] = array("i", range(40))
+    keys = prompts.keys("b", 39)
+    match = prompts.kv.match(keys)
+    assert match.filler is None
+    prompts.kv.append("a", 12, Side.LEFT, match=match)
+    assert (prompts.kv.match(keys).filler, prompts.kv.match(keys).num_filling) == ("a", 36)
+    prompts.texts["a"] = prompts.texts["b"]
+    prompts.kv.computed("a", prompts.keys("a", 12), Side.LEFT)
+    match = prompts.kv.match(keys)
+    assert (match.num_tokens, match.filler, match.num_filling) == (12, "a", 24)
+    prompts.kv.free("a")
+    assert prompts.kv.match(keys).filler is None
+
+
+def test_two_who_computed_the_same_keep_one_block() -> None:
+    prompts = Prompts(8)
+    text = [1, 2, 3, 4, 5]
+    for name in ("a", "b"):
+        prompts.texts[name] = array("i", text)
+        assert prompts.kv.append(name, 5, Side.LEFT) is not None
+    assert prompts.kv.num_used_blocks == 4
+    for name in ("a", "b"):
+        prompts.kv.computed(name, prompts.keys(name, 5), Side.LEFT)
+        prompts.kv.check_integrity()
+    assert prompts.kv.num_used_blocks == 3
+
+
+def test_what_went_wrong_is_not_kept() -> None:
+    prompts = Prompts(4)
+    prompts.start("a", [1, 2, 3, 4, 5])
+    prompts.kv.free("a", keep=False)
+    assert prompts.start("b", [1, 2, 3, 4, 5]) == 0
+
+
+def test_with_another_salt_nothing_is_found() -> None:
+    keys: dict[str, list[bytes]] = {salt: [] for salt in ("", "x", "x" * 100, "x" * 101)}
+    for salt, own in keys.items():
+        extend_keys(own, array("i", range(8)), 4, 2, salt)
+    assert len({key for own in keys.values() for key in own}) == 2 * len(keys)
+
+
+def test_shared_tokens_are_taken_when_nothing_else_is_left() -> None:
+    prompts = Prompts(4, num_host_blocks=8)
+    for name in ("a", "b"):
+        prompts.start(name, [1, 2, 3, 4, 5, 6, 7, 8, 9], Side.RIGHT)
+    assert prompts.kv.num_available_blocks(Side.LEFT) == 0
+    assert prompts.kv.append("chat", 12, Side.LEFT, lambda: ["a"]) is None, "b has them too"
+    assert prompts.kv.append("chat", 16, Side.LEFT, lambda: ["a", "b"]) is not None
+    assert prompts.kv.take_cuts() == {"a": 0}
+    assert prompts.kv.num_missing("b") == 9, "what only b was left with was copied"
+    prompts.kv.check_integrity()

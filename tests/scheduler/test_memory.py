@@ -1,13 +1,18 @@
-"""Trial allocation against a model that counts blocks the plain way."""
+"""Memory of one step against a model that counts blocks the plain way."""
 
 from __future__ import annotations
+
+import copy
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
-from bros.scheduler.memory import TrialMemory, peak_tokens
+from bros.kvcache.stacks import Side
+from bros.scheduler.counters import ClassCounters
+from bros.scheduler.memory import StepMemory, peak_tokens
+from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.state import RequestState
 from support.scheduling import request
 
@@ -29,19 +34,26 @@ def state(index: int, service_class: ServiceClass, length: int, cached: int = 0)
     )
     made.rank = (service_class is BE, index)
     made.num_cached = cached
+    made.running = cached > 0
     return made
+
+
+def side_of(request_state: RequestState) -> Side:
+    return Side.LEFT if request_state.service_class is RT else Side.RIGHT
 
 
 def memory_with(
     states: list[RequestState], blocks: int, **options: object
-) -> tuple[KvCacheManager, TrialMemory]:
+) -> tuple[KvCacheManager, StepMemory]:
     """Of `states`, those with cached tokens hold their blocks."""
     kv = KvCacheManager(blocks, SIZE)
     running = sorted((s for s in states if s.num_cached), key=lambda s: s.rank)
     for holder in running:
-        kv.append(holder.request_id, holder.num_cached)
+        assert kv.append(holder.request_id, holder.num_cached, side_of(holder)) is not None
     chosen = {"max_holders": 100, "newcomers_preempt": True, **options}
-    return kv, TrialMemory(kv, running, **chosen)  # type: ignore[arg-type]
+    return kv, StepMemory(
+        kv, Prefixes(kv, {cls: ClassCounters() for cls in ServiceClass}), running, 0.0, **chosen
+    )  # type: ignore[arg-type]
 
 
 # Expected growth
@@ -104,18 +116,41 @@ def test_a_newcomer_must_fit_with_its_whole_prompt_and_keeps_the_others_out() ->
 def test_a_second_newcomer_does_not_get_what_the_first_one_still_needs() -> None:
     _, memory = memory_with([], 10)
     assert memory.reserve(state(0, BE, 32), 4)
-    assert not memory.reserve(state(1, BE, 12), 4)
-    _, memory = memory_with([], 10)
+    assert not memory.reserve(state(1, BE, 8), 4), "nor the block that it grows into"
+    _, memory = memory_with([], 11)
     assert memory.reserve(state(0, BE, 32), 4)
     assert memory.reserve(state(1, BE, 8), 4)
 
 
-def test_the_last_in_line_leaves_every_holder_a_block() -> None:
-    holders = [state(0, RT, 4, cached=4), state(1, RT, 4, cached=4)]
+def test_a_newcomer_leaves_every_holder_a_block() -> None:
+    for index in (0, 3):  # also one that is older than those who run
+        holders = [state(1, RT, 4, cached=4), state(2, RT, 4, cached=4)]
+        _, memory = memory_with(holders, 6, newcomers_preempt=False)
+        assert not memory.reserve(state(index, RT, 12), 12), "4 are free, 3 for it, 2 for others"
+        _, memory = memory_with(holders, 7, newcomers_preempt=False)
+        assert memory.reserve(state(index, RT, 12), 12)
+
+
+def test_room_to_grow_may_be_what_best_effort_requests_hold() -> None:
+    holders = [state(0, RT, 4, cached=4), state(1, BE, 8, cached=8)]
     _, memory = memory_with(holders, 6)
-    assert not memory.reserve(state(2, RT, 12), 12), "4 free blocks, 3 for it, 2 for the others"
-    _, memory = memory_with(holders, 7)
-    assert memory.reserve(state(2, RT, 12), 12)
+    assert memory.reserve(state(2, RT, 12), 12) and not memory.losses
+    _, memory = memory_with([state(0, RT, 4, cached=4), state(1, RT, 8, cached=8)], 6)
+    assert not memory.reserve(state(2, RT, 12), 12)
+
+
+def test_a_late_newcomer_takes_nothing_from_those_who_are_on_time() -> None:
+    for late, victim_class, expected in (
+        (False, RT, True),
+        (True, RT, False),
+        (True, BE, True),
+    ):
+        newcomer = state(0, RT, 8)
+        newcomer.late = late
+        holder = state(1, victim_class, 16, cached=16)
+        _, memory = memory_with([holder], 5)
+        assert memory.reserve(newcomer, 8) is expected
+        assert list(memory.losses) == (["r1"] if expected else [])
 
 
 def test_newcomers_preempt_only_if_the_policy_lets_them() -> None:
@@ -123,14 +158,14 @@ def test_newcomers_preempt_only_if_the_policy_lets_them() -> None:
         holder = state(0, BE, 16, cached=16)
         _, memory = memory_with([holder], 4, newcomers_preempt=preempt)
         assert memory.reserve(state(1, RT, 8), 8) is preempt
-        assert memory.victims == ([holder] if preempt else [])
+        assert list(memory.losses) == (["r0"] if preempt else [])
 
 
 def test_a_holder_takes_memory_to_go_on_whatever_the_policy_says_of_newcomers() -> None:
     first, last = state(0, RT, 9, cached=8), state(1, BE, 8, cached=8)
     _, memory = memory_with([first, last], 4, newcomers_preempt=False)
     assert memory.reserve(first, 1)
-    assert memory.victims == [last]
+    assert list(memory.losses) == ["r1"]
     assert not memory.reserve(last, 1), "it lost its memory in this very step"
 
 
@@ -138,7 +173,7 @@ def test_what_others_lost_memory_for_cannot_be_given_back() -> None:
     first, last = state(0, RT, 9, cached=8), state(1, BE, 8, cached=8)
     _, memory = memory_with([first, last], 4)
     assert memory.reserve(first, 1)
-    assert not memory.cancel(first)
+    assert not memory.may_cancel(first)
 
 
 # Any sequence
@@ -159,37 +194,38 @@ def populations(draw: st.DrawFn) -> tuple[list[RequestState], int]:
 def test_any_sequence_keeps_the_books(
     population: tuple[list[RequestState], int], preempt: bool, data: st.DataObject
 ) -> None:
-    """Blocks: total = reserved + held by survivors + free, by a recount after every call."""
+    """Who is granted gets all it asked for, from higher ranks that are not in the step."""
     states, total = population
     kv, memory = memory_with(states, total, newcomers_preempt=preempt)
-    free_before = kv.num_free_blocks
-    granted: dict[str, int] = {}
     by_name = {s.request_id: s for s in states}
     untouched = list(states)
     while untouched:
-        if granted and data.draw(st.integers(0, 3)) == 0:
-            name = data.draw(st.sampled_from(sorted(granted)))
-            victims = list(memory.victims)
-            if memory.cancel(by_name[name]):
-                del granted[name]
-            assert memory.victims == victims
+        if memory.granted and data.draw(st.integers(0, 3)) == 0:
+            name = data.draw(st.sampled_from(sorted(memory.granted)))
+            robbed = copy.deepcopy(memory.losses)
+            if memory.may_cancel(by_name[name]):
+                memory.cancel(by_name[name])
+                assert name not in memory.granted
+                assert kv.num_tokens(name) == by_name[name].num_cached
+            assert memory.losses == robbed
         asking = untouched.pop(data.draw(st.integers(0, len(untouched) - 1)))
         tokens = data.draw(st.integers(1, asking.remaining))
-        known, before = {s.request_id for s in memory.victims}, len(memory.victims)
+        before, granted = set(memory.losses), set(memory.granted)
         if memory.reserve(asking, tokens):
-            assert asking.request_id not in known
-            granted[asking.request_id] = kv.blocks_needed(asking.request_id, tokens)
-            for victim in memory.victims[before:]:
-                assert victim.rank > asking.rank, "only from those of higher rank"
-                assert victim.request_id not in granted, "never from one in the step"
+            assert asking.request_id not in before
+            assert len(memory.granted[asking.request_id][1]) == tokens
+            for name in memory.losses.keys() - before:
+                assert by_name[name].rank > asking.rank, "only from those of higher rank"
+                assert name not in granted, "never from one in the step"
                 assert asking.num_cached or preempt
         else:
-            assert len(memory.victims) == before, "nobody is thrown out in vain"
-        assert not granted.keys() & {s.request_id for s in memory.victims}
-        freed = sum(kv.blocks_of(s.request_id) for s in memory.victims)
-        assert sum(granted.values()) <= free_before + freed
-    assert len(memory.victims) == len({s.request_id for s in memory.victims})
-    assert kv.num_free_blocks == free_before, "a trial changes nothing"
+            assert set(memory.losses) == before, "nobody is robbed in vain"
+        assert not memory.granted.keys() & memory.losses.keys()
+        kv.check_integrity()
+    cuts = kv.take_cuts()
+    assert cuts.keys() == memory.losses.keys(), "without host memory, what is taken is lost"
+    for name, left in cuts.items():
+        assert left < by_name[name].num_cached and kv.num_tokens(name) == left
     kv.check_integrity()
 
 
@@ -201,10 +237,16 @@ def test_whoever_fits_beside_those_of_lower_rank_gets_memory(
     states, total = population
     for asking in states:
         kv, memory = memory_with(states, total)
-        above = sum(kv.blocks_of(s.request_id) for s in states if s.rank > asking.rank)
-        needed = kv.blocks_needed(asking.request_id, asking.remaining)
-        last = all(s.rank < asking.rank for s in states if s.num_cached and s is not asking)
-        running = sum(s.num_cached > 0 for s in states)
-        spare = running if asking.num_cached == 0 and last else 0
-        expected = needed + spare <= kv.num_free_blocks + above
+        holders = [s for s in states if s.num_cached and s is not asking]
+        above = [s for s in holders if s.rank > asking.rank]
+        blocks = kv.num_available_blocks(Side.LEFT) + sum(kv.blocks_of(s.request_id) for s in above)
+        if asking.num_cached == 0:
+            takeable = sum(kv.blocks_of(s.request_id) for s in above if s.service_class is BE)
+            spare = max(0, len(holders) - takeable)
+            expected = -(-asking.remaining // SIZE) + spare <= blocks
+        else:
+            others = (s for s in holders if s not in above and side_of(s) is not side_of(asking))
+            beside = sum(-s.num_cached % SIZE for s in others)
+            room = -asking.num_cached % SIZE + SIZE * blocks + beside
+            expected = asking.remaining <= room
         assert memory.reserve(asking, asking.remaining) is expected

@@ -79,6 +79,7 @@ def all_bounds(draw: st.DrawFn, *, credit: bool = False) -> Bounds:
         rows=draw(st.integers(1, 6)),
         tokens=draw(st.sampled_from([1, 2, 4, 8, 100])),
         filler_s=draw(st.sampled_from([0.01, 0.03, 0.05, math.inf])),
+        filler_share=draw(st.sampled_from([0.6, 1.0])),
         filler_credit_s=draw(st.sampled_from([0.0, 0.004, 0.1])) if credit else 0.0,
         tbar_s=draw(st.sampled_from([0.0, 0.02, 0.05])),
         rules=draw(RULES),
@@ -103,7 +104,7 @@ def test_rows_tokens_and_memory_are_never_exceeded(
     if bounds.filler_credit_s == 0.0:
         check_deadlines(packing, bounds, NOW)
         assert not filler_part(packing) or (
-            packing.seconds <= max(bounds.filler_s, packing.urgent_s)
+            packing.seconds <= max(bounds.filler_share * bounds.filler_s, packing.urgent_s)
             or len(packing.selected) == 1  # alone it must run
         )
 

@@ -89,7 +89,7 @@ def test_priority_newcomers_never_preempt_but_growth_does() -> None:
     run.submit("be", 12, BE, max_tokens=8)
     run.drain()
     preemptions = {cls: run.scheduler.stats().by_class[cls].preemptions for cls in (RT, BE)}
-    assert preemptions == {RT: 0, BE: 1}
+    assert preemptions[RT] == 0 and preemptions[BE] > 0
 
 
 # Order
@@ -151,6 +151,24 @@ def test_a_step_with_filler_is_short_enough_for_who_may_come() -> None:
         ttft_s = run.token_times[f"rt{number}"][0] - run.requests[f"rt{number}"].arrival_s
         assert ttft_s <= 0.4
     assert max(run.seconds) <= 0.3 * 0.4
+
+
+def test_filler_gets_less_time_as_real_time_requests_fill_the_memory() -> None:
+    """Its tokens would keep them there longer, while new ones wait for room."""
+    longest = {}
+    for rows in (6, 15, 19):  # of 20 that fit
+        run = VirtualRun(rt_wait=0.5, max_batch_tokens=1000, max_num_seqs=40, blocks=505)
+        for number in range(rows):
+            run.submit(f"rt{number}", 78, slo=Slo(9.0, 0.2), max_tokens=80, salt=100 * number)
+        run.steps(20)
+        assert run.scheduler.stats().by_class[RT].running == rows
+        begun = len(run.seconds)
+        for number in range(4):
+            run.submit(f"be{number}", 300, BE, max_tokens=2, salt=5000 + 300 * number)
+        run.steps(2)
+        longest[rows] = max(run.seconds[begun:])
+    assert longest[6] > 1.2 * longest[15] > 1.44 * longest[19]
+    assert longest[6] <= 0.2
 
 
 def test_a_tighter_objective_makes_steps_with_filler_shorter_for_a_while() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -9,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.core.config import PACKING, POLICIES
+from bros.core.config import KV_FIND, KV_LAYOUTS, PACKING, POLICIES, PREFIX_CACHE
 from bros.core.errors import InvalidRequestError, PromptTooLongError, QueueFullError
 from bros.core.plan import SampledToken, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.scheduler.limits import Limits
 from bros.scheduler.scheduler import Scheduler
-from support.scheduling import EOS, make_scheduler, request
+from support.scheduling import EOS, MODEL, make_scheduler, request
 from support.toy_model import VOCAB, ToyModel
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
@@ -68,6 +69,10 @@ def test_any_load_is_served_right_and_to_the_end(data: st.DataObject) -> None:
         late=data.draw(st.sampled_from(["renew", "edf"])),
         packing=data.draw(st.sampled_from(PACKING)),
         be_share=data.draw(st.sampled_from([0.0, 0.1])),
+        host_blocks=data.draw(st.sampled_from([0, 2, 64])),
+        kv_layout=data.draw(st.sampled_from(KV_LAYOUTS)),
+        kv_find=data.draw(st.sampled_from(KV_FIND)),
+        prefix_cache=data.draw(st.sampled_from(PREFIX_CACHE)),
     )
     model = ToyModel(block_size)
     capacity = blocks * block_size
@@ -334,3 +339,18 @@ def test_stats_count_by_class() -> None:
         assert (counted.prompt_tokens, counted.output_tokens) == (prompt, 4)
         assert (counted.finished, counted.running, counted.waiting) == (1, 0, 0)
     assert stats.kv_blocks_total == 64
+
+
+@pytest.mark.parametrize(("swap_token_s", "copies"), [(1e-5, True), (1e-3, False)])
+def test_kv_is_copied_only_where_that_is_faster_than_computing_it(
+    swap_token_s: float, copies: bool
+) -> None:
+    steps = dataclasses.replace(MODEL, swap_token_s=swap_token_s)
+    scheduler, model = make_scheduler(blocks=8, host_blocks=8, model=steps), ToyModel(4)
+    scheduler.submit(request("be", 24, BE), now=0.0)
+    step(scheduler, model)
+    scheduler.submit(request("rt", 24, RT), now=0.0)
+    step(scheduler, model)
+    taken = scheduler.stats().by_class[BE]
+    assert taken.kv_taken > 0
+    assert taken.kv_copied == (taken.kv_taken if copies else 0)

@@ -46,6 +46,21 @@ async def test_usage_says_how_much_of_the_prompt_was_cached(server: Server) -> N
     assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
+async def test_the_cache_salt_reaches_the_engine(server: Server) -> None:
+    for create in (server.chat, server.complete):
+        for salt, expected in (("team a", "team a"), ("é" * 512, "é" * 512), ("", ""), (None, "")):
+            assert (await create(cache_salt=salt, n=2)).status_code == 200
+            assert [r.cache_salt for r in server.engine.submitted[-2:]] == [expected] * 2
+        await create()
+        assert server.last().cache_salt == ""
+
+
+@pytest.mark.parametrize("salt", [5, ["a"], "x" * 513])
+async def test_a_cache_salt_that_is_none_is_refused(server: Server, salt: object) -> None:
+    for create in (server.chat, server.complete):
+        assert assert_envelope(await create(cache_salt=salt), 400)["param"] == "cache_salt"
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 async def test_both_names_of_the_token_limit_work(server: Server, field: str) -> None:
     body = (await server.chat(**{field: 3})).json()

@@ -27,6 +27,7 @@ OPTIONAL = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "min_tokens"),
     *("stop_token_ids", "logit_bias", "stream", "stream_options", "slo", "service_tier"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "user"),
+    "cache_salt",
 )
 
 

@@ -26,6 +26,11 @@ class Item:
     num_cached: int = 0
     deadline_s: float = math.inf
     late: bool = False
+    num_missing: int = 0
+
+    @property
+    def running(self) -> bool:
+        return self.num_cached > 0
 
 
 Chosen = Sequence[tuple[Item, int]]
@@ -52,6 +57,9 @@ class Blocks:
         self.reserved: dict[str, int] = {}
         self._sticky = sticky
 
+    def look_up(self, item: Item) -> bool:
+        return True
+
     def reserve(self, item: Item, num_tokens: int) -> bool:
         assert num_tokens >= 1 and item.name not in self.reserved
         needed = blocks_for(item, num_tokens)
@@ -61,11 +69,11 @@ class Blocks:
         self.reserved[item.name] = needed
         return True
 
-    def cancel(self, item: Item) -> bool:
-        if item.name in self._sticky:
-            return False
+    def may_cancel(self, item: Item) -> bool:
+        return item.name not in self._sticky
+
+    def cancel(self, item: Item) -> None:
         self.free += self.reserved.pop(item.name)
-        return True
 
 
 def predictor(model: CostModel = MODEL) -> StepTimePredictor:

@@ -41,6 +41,9 @@ class PlantedExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         shape = shape_of(plan)
         self.shapes.append(shape)
+        if plan.copies is not None:
+            size = self._info.block_size
+            self._written.update(slot // size for slot in plan.copies.back_device)
         self._check(plan)
         self._clock.advance(self._model.seconds(load_of(shape)) * self._noise())
         return StepResult(

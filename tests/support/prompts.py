@@ -1,4 +1,7 @@
-"""Forty prompts of many kinds and lengths, for comparing whole generations."""
+"""Prompts for comparing whole generations.
+
+PROMPTS are forty of many kinds and lengths. FAMILIES are prompts that begin alike.
+"""
 
 from __future__ import annotations
 
@@ -59,3 +62,60 @@ PROMPTS: tuple[str, ...] = (
 )
 
 assert len(PROMPTS) == 40
+
+_RULES = (
+    "You are the assistant of a small lending library by the sea. Be brief and friendly. Books may "
+    "be kept for three weeks and renewed twice unless somebody else has asked for them. A late "
+    "book costs ten cents a day, and never more than two euros. Children pay nothing. The reading "
+    "room is open from nine to six, on Saturdays until one, and closed on Sundays. Films and "
+    "records are kept for one week. Dogs are welcome if they are quiet. If you do not know an "
+    "answer, say so, and give the number of the front desk.\n\nVisitor: "
+)
+_QUESTIONS = (
+    "How long may I keep a novel?",
+    "How long may I keep a film?",
+    "What does a book cost that is ten days late?",
+    "May I bring my dog?",
+    "Are you open on Sunday afternoon?",
+    "Can you recommend a book about lighthouses?",
+    "My daughter is six and her book is late. What do we pay?",
+)
+_EXAMPLES = (
+    "Say whether each review is good or bad.\n"
+    "Review: The soup was cold and the waiter was rude. Answer: bad\n"
+    "Review: We laughed all evening and will come again. Answer: good\n"
+    "Review: The room smelled of smoke and the lift was broken. Answer: bad\n"
+    "Review: A quiet garden, kind people and the best bread in town. Answer: good\n"
+    "Review: They lost my booking and blamed me for it. Answer: bad\n"
+)
+_REVIEWS = (
+    "The music was far too loud.",
+    "The music was lovely.",
+    "I would not send my worst enemy there.",
+    "Everything was as it should be.",
+)
+_TALK = (
+    "User: I want to plant a small vegetable garden behind the house. Where should I begin?\n"
+    "Assistant: Begin with the sun. Watch for a day where it shines for six hours or more, and put "
+    "your beds there. Then look at the soil: if water stands on it after rain, raise the beds.\n"
+    "User: It gets sun from ten to five. The soil is heavy clay.\n",
+    "Assistant: Then build raised beds, a foot high, and fill them with compost and topsoil. Clay "
+    "below is no harm: it keeps water in dry weeks.\n"
+    "User: What grows well in the first year?\n",
+    "Assistant: Beans, lettuce, radishes and courgettes forgive nearly every mistake.\n"
+    "User: And tomatoes?\n",
+    "Assistant: Tomatoes want warmth. Plant them against the wall in the middle of May.\n"
+    "User: How often do I water them?\n",
+)
+
+FAMILIES: tuple[tuple[str, ...], ...] = (
+    tuple(f"{_RULES}{question}\nAssistant:" for question in _QUESTIONS),
+    tuple(f"{_EXAMPLES}Review: {review} Answer:" for review in _REVIEWS),
+    tuple("".join(_TALK[: turn + 1]) + "Assistant:" for turn in range(len(_TALK))),
+    (_STORY + "When the engine stopped,",) * 3,
+    (_STORY * 2, _STORY * 2 + _REPORT),
+)
+"""Questions below one system prompt, cases below one list of examples, turns of one conversation,
+the same thing asked three times, and one text that is the beginning of another."""
+
+assert sum(map(len, FAMILIES)) == 20

@@ -20,7 +20,12 @@ MODEL = CostModel(
 
 
 def engine_info(
-    *, blocks: int = 64, block_size: int = 4, max_model_len: int | None = None, policy: str = "bros"
+    *,
+    blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int | None = None,
+    policy: str = "bros",
+    host_blocks: int = 0,
 ) -> EngineInfo:
     return EngineInfo(
         model="toy",
@@ -32,6 +37,7 @@ def engine_info(
         vocab_size=VOCAB,
         block_size=block_size,
         num_kv_blocks=blocks,
+        num_host_kv_blocks=host_blocks,
         policy=policy,
         eos_token_ids=(EOS,),
     )
@@ -43,14 +49,25 @@ def make_scheduler(
     blocks: int = 64,
     block_size: int = 4,
     max_model_len: int | None = None,
+    host_blocks: int = 0,
     model: CostModel = MODEL,
     **options: object,
 ) -> Scheduler:
-    """options: fields of EngineConfig."""
-    bounds = {"max_num_seqs": 8, "max_batch_tokens": 32, "max_queue": 100, **options}
+    """options: fields of EngineConfig. Prompts share nothing unless told to: most begin alike."""
+    bounds = {
+        "max_num_seqs": 8,
+        "max_batch_tokens": 32,
+        "max_queue": 100,
+        "prefix_cache": "off",
+        **options,
+    }
     config = EngineConfig(policy=policy, **bounds)  # type: ignore[arg-type]
     info = engine_info(
-        blocks=blocks, block_size=block_size, max_model_len=max_model_len, policy=policy
+        blocks=blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        policy=policy,
+        host_blocks=host_blocks,
     )
     return build_scheduler(config, info, model)
 

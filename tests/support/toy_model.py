@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bros.core.plan import SampledToken, StepPlan, StepResult
+from bros.core.plan import KvCopies, SampledToken, StepPlan, StepResult
 
 VOCAB = 1000
 
@@ -19,6 +19,7 @@ class ToyModel:
     def __init__(self, block_size: int = 4) -> None:
         self._block_size = block_size
         self._memory: dict[int, tuple[int, int]] = {}
+        self._host: dict[int, tuple[int, int]] = {}
 
     @staticmethod
     def next_token(context: Sequence[int]) -> int:
@@ -36,6 +37,8 @@ class ToyModel:
         self, plan: StepPlan, abandon: Callable[[], bool] | None = None
     ) -> StepResult | None:
         """abandon: asked after each chunk, so that an abandoned step has written something."""
+        if plan.copies is not None:
+            self._copy(plan.copies)
         samples = []
         for chunk in plan.chunks:
             context = self._read(chunk.segments)
@@ -51,6 +54,12 @@ class ToyModel:
 
     def close(self) -> None:
         pass
+
+    def _copy(self, copies: KvCopies) -> None:
+        for slot, host_slot in zip(copies.out_device, copies.out_host, strict=True):
+            self._host[host_slot] = self._memory[slot]
+        for host_slot, slot in zip(copies.back_host, copies.back_device, strict=True):
+            self._memory[slot] = self._host[host_slot]
 
     def _read(self, segments: Sequence[int]) -> list[tuple[int, int]]:
         found = []

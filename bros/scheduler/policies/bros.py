@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,13 +47,20 @@ _MAX_CREDIT_S = 2.0
 _PREFIX_TOKENS = 64
 _MAX_GROUPS = 10_000
 _MAX_STALE = 64
+_CROWDED_FROM, _CROWDED_TO = 0.6, 0.9
+"""Share of KV memory with real-time requests in it, from which on filler gets less time, and at
+which it gets none: the longer their steps take, the longer they stay, and new ones find no room."""
+
 _LAXITY = 1.5
 """A best-effort deadline is pressing when so many times the estimated work is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrosSettings:
-    """The policy's options, see EngineConfig. ttft_s, tpot_s: objectives of usual requests."""
+    """The policy's options, see EngineConfig. ttft_s, tpot_s: objectives of usual requests.
+
+    kv_tokens: what KV memory holds.
+    """
 
     rows: int
     tokens: int
@@ -61,6 +69,7 @@ class BrosSettings:
     rt_wait: float = 0.5
     be_share: float = 0.02
     be_max_wait_s: float = 30.0
+    kv_tokens: float = math.inf
     late: str = "renew"
     growth: str = "tcp"
     rules: Rules = Rules()
@@ -144,6 +153,7 @@ class BrosPolicy:
                 rows=self._allowed_rows,
                 tokens=self._settings.tokens,
                 filler_s=self._filler_s(running, now),
+                filler_share=self._filler_share(running),
                 filler_credit_s=self._due_credit_s(),
                 tbar_s=self._tbar_s,
                 rules=self._settings.rules,
@@ -241,6 +251,16 @@ class BrosPolicy:
         intervals = (state.slo.tpot_s for state in running if state.slo.tpot_s is not None)
         return min(wait_s, max(min(intervals, default=wait_s), settings.tpot_s / 2))
 
+    def _filler_share(self, running: Sequence[RequestState]) -> float:
+        """How much of that filler may use.
+
+        When real-time requests fill the memory, new ones wait for their ends, and filler puts
+        these off.
+        """
+        used = sum(state.num_cached for state in running) / self._settings.kv_tokens
+        room = (_CROWDED_TO - used) / (_CROWDED_TO - _CROWDED_FROM)
+        return min(max(room, 0.0), 1.0)
+
     def _renew(self, running: Sequence[RequestState], queues: Queues, now: float) -> None:
         """Find tokens whose deadline is lost; give them a new one, or mark them as late.
 
@@ -296,6 +316,7 @@ class BrosPolicy:
         """Decode rows, then what must start now, prompts that are nearly done, newcomers."""
         running = queues.running_of(ServiceClass.BE)
         rows = [s for s in running if s.remaining == 1]
+        rows.sort(key=lambda s: s.num_missing)  # whoever has to be brought back comes later
         prompts = sorted((s for s in running if s.remaining > 1), key=lambda s: s.remaining)
         waiting = queues.waiting[ServiceClass.BE][: self._settings.rows + 1]
         pressing = bisect.bisect_left(waiting, _LAST, key=_section)
@@ -305,7 +326,7 @@ class BrosPolicy:
         """Move best-effort requests to the front that must start now to meet their deadline."""
         while self._deadlines and self._deadlines[0][0] <= now:
             start_s, _, state = heapq.heappop(self._deadlines)
-            waits = state.num_cached == 0 and not state.record.left
+            waits = not state.running and not state.record.left
             if waits and state.queue_key[0] == _LAST:
                 queues.requeue(state, (_FIRST, start_s, state.arrival_index))
 

@@ -95,7 +95,7 @@ class OverloadGuard:
         ]
         tokens = sum(other.remaining for other in ahead)
         tokens += sum(other.remaining for other in running if other.remaining > 1)
-        own_s = predictor.prefill_seconds(state.remaining)
+        own_s = predictor.prefill_seconds(state.remaining, state.num_cached)
         work_s = (self._prompts_s(tokens) + own_s) / share
         place_s = self._place_s([*ahead, state], running, max(step_s, decode_s))
         waited_s = now - state.record.arrival_s

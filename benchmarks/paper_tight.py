@@ -1,0 +1,123 @@
+"""Figure 13 on the real engine: the embedded model in fp32 with little KV memory, in process.
+
+The load is that of hybrid_load.py. KV memory holds a third of what the best-effort requests in
+flight would like to have, so that real-time requests take it from them all the time. Each kind of
+memory management runs twice, in turns, since machines are faster at some times than at others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import hybrid_load
+from paper_common import Options, Part, Rendering, Results, Span, provenance, rounded
+from paper_drawing import Run, head, mean, row
+from paper_memory import BASE, KINDS, OURS, bars, table
+from rich.console import Console
+
+from bros.core.clock import SystemClock
+from bros.core.config import EngineConfig
+from bros.core.request import Slo
+from bros.engine.profiling import step_time_model
+from bros.executor.loader import load_executor
+from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.scheduler.profiles import profile_folders
+
+RATE, LONGEST_PROMPT = 0.25, 200
+KV_BLOCKS, HOST_KV_BLOCKS = 300, 1200
+ROUNDS = 2
+FULL, QUICK = Span(120.0, 0.0), Span(15.0, 0.0)
+_KINDS = (BASE, "plain + checkpoint", OURS)
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """All runs, one after the other on the same executor, and everything that determines them."""
+    began = time.perf_counter()
+    span = QUICK if options.quick else FULL
+    console = Console(stderr=True)
+    files = resolve_model(None, default_cache_dir(), console.print)
+    config = EngineConfig(
+        weights="fp32", max_model_len=2048, kv_blocks=KV_BLOCKS, host_kv_blocks=HOST_KV_BLOCKS,
+        prefix_cache="off",
+    )  # fmt: skip
+    executor, info = load_executor(config, files)
+    folders = profile_folders(default_cache_dir())
+    model = step_time_model(config, executor, info, SystemClock(), folders, console.print)
+    slo = Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
+    build: dict[str, object] = {"info": dataclasses.replace(info, default_slo=slo), "model": model}
+    found = hybrid_load.arrivals(RATE, span.duration_s, options.seed, LONGEST_PROMPT)
+    runs = []
+    for number in range(1 if options.quick else ROUNDS):
+        for kind in _KINDS:
+            console.print(f"{kind}, round {number + 1}: {span.duration_s:g} s", style="dim")
+            result = hybrid_load.run(
+                executor, dataclasses.replace(config, **KINDS[kind]), build, found,
+                hybrid_load.IN_FLIGHT, options.seed, span.duration_s,
+            )  # fmt: skip
+            runs.append({"kind": kind, "round": number + 1, **_kept(result)})
+    executor.close()
+    wall_s = round(time.perf_counter() - began, 1)
+    return {**provenance(span, options), "kv_blocks": KV_BLOCKS, "runs": runs, "wall_s": wall_s}
+
+
+def _kept(result: dict[str, Any]) -> dict[str, Any]:
+    """A run with the names that simulated ones have."""
+    rt, be = result["rt"], result["be"]
+    kept: dict[str, Any] = {"lengths": "lmsys", "rate": RATE}
+    for name in ("ttft_met", "tpot_met", "both_met"):
+        kept[name] = [rt[name]["met"], rt[name]["decided"]]
+    return {
+        **kept,
+        "rt_requests": rt["requests"],
+        "be_tokens_per_s": rounded(be["tokens_per_s"]),
+        "rt_preemptions": rt["preemptions"],
+        "be_preemptions": be["preemptions"],
+        "kv_tokens": result["kv_tokens"],
+        "mean_step_s": rounded(result["mean_step_s"]),
+    }
+
+
+def render(results: Results) -> Rendering:
+    machine, blocks = results["environment"], results["kv_blocks"]
+    title = f"{blocks} blocks of KV memory, {machine['cores']} cores of {machine['cpu']}"
+    runs = _summed(results["runs"])
+    moved = "\n".join(_moved(runs))
+    return Rendering(
+        {"table": "\n".join(table(runs, OURS)), "moved": moved},
+        {"bars": (title, bars(runs, title))},
+    )
+
+
+def _summed(runs: Sequence[Run]) -> list[Run]:
+    """All rounds of a kind as one run."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        total = found.setdefault(run["kind"], {"kind": run["kind"], "rounds": []})
+        total["rounds"].append(run)
+    return [_one(total["kind"], total["rounds"]) for total in found.values()]
+
+
+def _one(kind: str, rounds: Sequence[Run]) -> Run:
+    one: dict[str, Any] = {"kind": kind, "lengths": "lmsys", "rate": RATE}
+    for name in ("ttft_met", "tpot_met", "both_met"):
+        one[name] = [sum(run[name][i] for run in rounds) for i in (0, 1)]
+    one["be_tokens_per_s"] = mean([run["be_tokens_per_s"] for run in rounds])
+    for name in ("rt_preemptions", "be_preemptions"):
+        one[name] = sum(run[name] for run in rounds)
+    tokens = [run["kv_tokens"] for run in rounds]
+    one["kv_tokens"] = {name: sum(counts[name] for counts in tokens) for name in tokens[0]}
+    return one
+
+
+def _moved(runs: Sequence[Run]) -> Iterator[str]:
+    yield from head("memory", "tokens taken from best-effort", "copied to the host", "brought back")
+    for run in runs:
+        yield row(
+            run["kind"], *(str(run["kv_tokens"][name]) for name in ("taken", "copied", "restored"))
+        )
+
+
+PART = Part("tight", "13, measured", "14 min, with nothing else on the machine", measure, render)

@@ -1,0 +1,311 @@
+"""What it saves to keep prefixes, and what it costs to move KV, with the real model.
+
+    python benchmarks/prefix_cache.py [--parts shared,pollution,copies] [--quick] [--json FILE]
+
+The embedded model in fp32 on this machine, in process, under --policy bros with the machine's
+profile. Every engine begins with nothing cached; the model is loaded once.
+
+shared     16 requests over one 1,024-token prefix, each with 16 tokens of its own, come at once:
+           time until all have a first token, beside one such request alone.
+pollution  A real-time turn over a 1,500-token prefix that is warm; 32 long best-effort documents,
+           several times the memory; then the turn again: time to first token before and after.
+copies     Moving KV to the host and back before a step, in the same thread or in another one
+           while the step runs, beside computing the same tokens again.
+
+Run it with nothing else on the machine. Variants take turns within each round; figures are
+medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from engine_speed import environment
+from kv_copies import Report, Result, Row, copy_costs, medians, show_copies, step_plan
+from rich.console import Console
+from rich.table import Table
+
+from bros.core.clock import SystemClock
+from bros.core.config import EngineConfig
+from bros.core.interfaces import EngineInfo
+from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
+from bros.engine.engine import Engine
+from bros.engine.profiling import step_time_model
+from bros.executor.kv_storage import KV_BLOCK_SIZE
+from bros.executor.loader import load_executor
+from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.executor.models.spec import ModelSpec
+from bros.executor.runner import ModelRunner
+from bros.scheduler.build import build_scheduler
+from bros.scheduler.cost_model import CostModel
+from bros.scheduler.profiles import profile_folders
+
+RT, BE = ServiceClass.RT, ServiceClass.BE
+SIZE = KV_BLOCK_SIZE
+SHARERS, PREFIX, PRIVATE = 16, 1024, 16
+ANY_SLO, PATIENT = Slo(), Slo(ttft_s=30.0)
+# (label, class, objectives, --prefix-cache)
+SHARED_CASES = (
+    ("best-effort", BE, ANY_SLO, "class-aware"),
+    ("real-time, 30 s", RT, PATIENT, "class-aware"),
+    ("real-time, 0.4 s", RT, ANY_SLO, "class-aware"),
+    ("best-effort", BE, ANY_SLO, "off"),
+)
+TURN_PREFIX, QUESTION, WARM_TURNS = 1500, 40, 3
+RULES = ("class-aware", "lru", "off")
+ASKED = {"shared": 1.3, "pollution": 1.2}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What all engines share. quick: leave out what is slow and known, --prefix-cache off."""
+
+    quick: bool
+    spec: ModelSpec
+    config: EngineConfig
+    executor: ModelRunner
+    info: EngineInfo
+    model: CostModel
+
+    def engine(self, prefix_cache: str, num_blocks: int) -> Engine:
+        """One with nothing cached, and with so much memory."""
+        config = dataclasses.replace(self.config, prefix_cache=prefix_cache)
+        info = dataclasses.replace(self.info, num_kv_blocks=num_blocks)
+        scheduler = build_scheduler(config, info, self.model)
+        return Engine(scheduler, self.executor, SystemClock(), info)
+
+
+class Prompts:
+    """Tokens that nobody has seen before, and names."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._random = random.Random(5)
+        self._vocab_size = vocab_size
+        self._count = 0
+
+    def tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(1000, self._vocab_size) for _ in range(count)]
+
+    def request(
+        self, tokens: list[int], service_class: ServiceClass, slo: Slo = ANY_SLO
+    ) -> EngineRequest:
+        """One that ends with its first token: what is measured is prefill."""
+        self._count += 1
+        return EngineRequest(
+            request_id=str(self._count),
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+            service_class=service_class,
+            slo=slo,
+        )
+
+
+def serve(engine: Engine, requests: Iterable[EngineRequest]) -> tuple[float, int]:
+    """Requests that come at once: seconds until all are done, most blocks that held anything."""
+    began = time.perf_counter()
+    for request in requests:
+        engine.submit(request)
+    blocks = 0
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output.error
+        stats = engine.stats()
+        blocks = max(blocks, stats.kv_blocks_used + stats.kv_blocks_cached)
+    return time.perf_counter() - began, blocks
+
+
+def shared_prefix(machine: Machine, rounds: int, report: Report) -> list[Row]:
+    """One row per case: seconds of one and of all, their ratio, blocks that all of them take."""
+    prompts = Prompts(machine.info.vocab_size)
+    cases = [case for case in SHARED_CASES if not (machine.quick and case[-1] == "off")]
+    samples: list[list[Result]] = [[] for _ in cases]
+    for number in range(rounds):
+        report(f"shared prefix, round {number + 1} of {rounds}")
+        for (_, service_class, slo, prefix_cache), taken in zip(cases, samples, strict=True):
+            found = []
+            for count in (1, SHARERS):
+                prefix = prompts.tokens(PREFIX)
+                requests = [
+                    prompts.request(prefix + prompts.tokens(PRIVATE), service_class, slo)
+                    for _ in range(count)
+                ]
+                engine = machine.engine(prefix_cache, machine.info.num_kv_blocks)
+                found.append(serve(engine, requests))
+            (one_s, _), (all_s, blocks) = found
+            taken.append({"one_s": one_s, "all_s": all_s, "ratio": all_s / one_s, "blocks": blocks})
+    return [
+        {"case": label, "prefix_cache": prefix_cache, **medians(taken)}
+        for (label, _, _, prefix_cache), taken in zip(cases, samples, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Best-effort documents, and how much memory there is for them."""
+
+    documents: int
+    tokens: int
+    kv_blocks: int
+
+    @property
+    def share(self) -> float:
+        """Of the memory."""
+        return self.documents * self.tokens / (self.kv_blocks * SIZE)
+
+
+def pollution(machine: Machine, sweep: Sweep, rounds: int, report: Report) -> list[Row]:
+    """One row per rule: seconds to the first token of a turn, cold, before and after the sweep."""
+    prompts = Prompts(machine.info.vocab_size)
+    rules = [rule for rule in RULES if not (machine.quick and rule == "off")]
+    samples: dict[str, list[Result]] = {rule: [] for rule in rules}
+    for number in range(rounds):
+        for rule in rules:
+            report(f"pollution, {rule}, round {number + 1} of {rounds}")
+            samples[rule].append(
+                polluted_turn(machine.engine(rule, sweep.kv_blocks), prompts, sweep)
+            )
+    return [{"prefix_cache": rule, **medians(taken)} for rule, taken in samples.items()]
+
+
+def polluted_turn(engine: Engine, prompts: Prompts, sweep: Sweep) -> Result:
+    prefix = prompts.tokens(TURN_PREFIX)
+
+    def turn() -> float:
+        return serve(engine, [prompts.request(prefix + prompts.tokens(QUESTION), RT)])[0]
+
+    cold = turn()
+    before = statistics.median(turn() for _ in range(WARM_TURNS))
+    documents = [prompts.request(prompts.tokens(sweep.tokens), BE) for _ in range(sweep.documents)]
+    swept, _ = serve(engine, documents)
+    found = engine.stats().by_class[RT].prefix_tokens
+    after = turn()
+    stats = engine.stats()
+    return {
+        "cold_s": cold,
+        "before_s": before,
+        "after_s": after,
+        "ratio": after / before,
+        "found_tokens": stats.by_class[RT].prefix_tokens - found,
+        "evicted_blocks": stats.by_class[BE].prefix_evicted,
+        "sweep_s": swept,
+    }
+
+
+def marked(ratio: float, asked: float, counts: bool) -> str:
+    """Red if it is too much, where something was asked."""
+    if not counts:
+        return f"{ratio:.2f}"
+    return f"[{'green' if ratio <= asked else 'red'}]{ratio:.2f}[/]"
+
+
+def show_shared(rows: list[Row], console: Console) -> None:
+    least = (PREFIX + SHARERS * PRIVATE) // SIZE
+    table = Table(
+        title=f"{SHARERS} requests over one prefix of {PREFIX} tokens\n"
+        f"(asked: at most {ASKED['shared']:g} times as long as one; once takes {least} blocks)"
+    )
+    for column in ("requests", "--prefix-cache", "one, s", "all, s", "ratio", "blocks"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        ratio = marked(row["ratio"], ASKED["shared"], row["prefix_cache"] != "off")
+        cells = [f"{row[name]:.2f}" for name in ("one_s", "all_s")]
+        table.add_row(row["case"], row["prefix_cache"], *cells, ratio, f"{row['blocks']:.0f}")
+    console.print(table)
+
+
+def show_pollution(rows: list[Row], sweep: Sweep, console: Console) -> None:
+    table = Table(
+        title=f"a turn over {TURN_PREFIX} tokens, {sweep.documents} documents ({sweep.share:.1f} x "
+        f"the memory), the turn again\n(asked: at most {ASKED['pollution']:g} times as long)"
+    )
+    columns = ("cold, ms", "before, ms", "after, ms", "ratio", "tokens found", "evicted by BE")
+    for column in ("--prefix-cache", *columns, "sweep, s"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        times = [f"{1e3 * row[name]:.0f}" for name in ("cold_s", "before_s", "after_s")]
+        ratio = marked(row["ratio"], ASKED["pollution"], row["prefix_cache"] == "class-aware")
+        counts = [f"{row[name]:.0f}" for name in ("found_tokens", "evicted_blocks")]
+        table.add_row(row["prefix_cache"], *times, ratio, *counts, f"{row['sweep_s']:.1f}")
+    console.print(table)
+
+
+def load(threads: int | None, quick: bool, report: Report) -> Machine:
+    config = EngineConfig(weights="fp32", max_model_len=2048, threads=threads)
+    files = resolve_model(None, default_cache_dir(), report)
+    executor, info = load_executor(config, files)
+    spec = ModelSpec.from_config(json.loads((files.folder / "config.json").read_text("utf-8")))
+    folders = profile_folders(default_cache_dir())
+    model = step_time_model(config, executor, info, SystemClock(), folders, report)
+    slo = Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
+    info = dataclasses.replace(info, default_slo=slo)
+    executor.execute(step_plan(1, 0, PREFIX))  # the first step is slow
+    return Machine(quick, spec, config, executor, info, model)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--parts", default="shared,pollution,copies", help="comma-separated")
+    parser.add_argument("--rounds", type=int, default=5, help="of shared; see also --sweeps")
+    parser.add_argument("--sweeps", type=int, default=3, help="rounds of pollution")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a minute: one round, a short sweep, and not without a cache",
+    )
+    parser.add_argument("--threads", type=int, help="of torch, default: all cores")
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    args = parser.parse_args()
+    parts = args.parts.split(",")
+    if unknown := set(parts) - {"shared", "pollution", "copies"}:
+        parser.error(f"--parts: {', '.join(sorted(unknown))}")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    # 32 documents of 1,000 tokens are four times the memory, of which a quarter is protected.
+    sweep = Sweep(documents=32, tokens=1000, kv_blocks=512)
+    rounds, sweeps, copy_rounds = args.rounds, args.sweeps, 15
+    if args.quick:
+        sweep, rounds, sweeps, copy_rounds = Sweep(8, 1000, 448), 1, 1, 2
+
+    def report(line: str) -> None:
+        console.print(line, style="dim")
+
+    machine = load(args.threads, args.quick, report)
+    results: dict[str, list[Row]] = {}
+    if "shared" in parts:
+        results["shared"] = shared_prefix(machine, rounds, report)
+        show_shared(results["shared"], console)
+    if "pollution" in parts:
+        results["pollution"] = pollution(machine, sweep, sweeps, report)
+        show_pollution(results["pollution"], sweep, console)
+    if "copies" in parts:
+        results["copies"] = copy_costs(
+            machine.executor, machine.spec, machine.info.kv_dtype, copy_rounds, report
+        )
+        show_copies(results["copies"], console)
+    if args.json:
+        settings = {
+            "threads": torch.get_num_threads(),
+            "rounds": rounds,
+            "sweeps": sweeps,
+            "copy_rounds": copy_rounds,
+            "sweep": dataclasses.asdict(sweep),
+        }
+        saved = {
+            "environment": environment(), "settings": settings, "asked": ASKED, "results": results
+        }  # fmt: skip
+        args.json.write_text(json.dumps(saved, indent=2) + "\n")
+        console.print(f"saved {args.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""What one request holds: in which blocks its tokens lie, and which of them are missing.
+
+    tokens     0 ... 15   16 ... 25   26 ... 31   32 ... 41   42   43
+    blocks     2 shared   7 right     3 right     missing     3 right
+
+    chain      [node of block 2]                          full blocks from the start, see below
+    runs       {7: [[16, 10]], 3: [[26, 6], [42, 2]]}     from the bottom of each stack
+    missing    [(32, 10)]                                 to be restored before it can run
+    segments   (2, 0, 16) (7, 6, 16) (3, 8, 16)           what kernels read, in any order
+
+The chain begins with the blocks that belong to the prefix cache, `num_shared` of them, which are
+in no run; then come those of its own that others may find there, and which are in `runs` too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from bros.core.plan import SEGMENT_WIDTH
+from bros.kvcache.prefix_cache import Node
+from bros.kvcache.stacks import Side
+
+Run = tuple[int, int]
+"""(first token, how many)"""
+
+
+class Holding:
+    """Bookkeeping only: the slots are those of Stacks. num_tokens: computed, missing or not.
+
+    tail: the block that was pushed onto last, -1 if none. alone: blocks without anybody else's
+    tokens. pushed_last: (block, tokens) of the latest append, which may be taken back.
+    """
+
+    __slots__ = (
+        "_places",
+        "alone",
+        "chain",
+        "missing",
+        "num_missing",
+        "num_shared",
+        "num_tokens",
+        "number",
+        "pushed_last",
+        "request_id",
+        "runs",
+        "segments",
+        "side",
+        "sorted",
+        "tail",
+    )
+
+    def __init__(self, request_id: str, number: int, side: Side) -> None:
+        self.request_id = request_id
+        self.number = number
+        self.side = side
+        self.num_tokens = 0
+        self.tail = -1
+        self.alone = 0
+        self.chain: list[Node] = []
+        self.num_shared = 0
+        self.runs: dict[int, list[list[int]]] = {}
+        self.segments = array("i")
+        self.missing: list[Run] = []
+        self.num_missing = 0
+        self.sorted = True  # tokens rise from the bottom of every stack to its top
+        self.pushed_last: list[tuple[int, int]] = []
+        self._places: dict[int, int] = {}
+
+    def push(self, where: tuple[int, int, int], start: int, count: int) -> None:
+        """Tokens [start, start + count) went into a block, where its range is now `where`."""
+        block = where[0]
+        self.tail = block
+        runs = self.runs.get(block)
+        if runs is None:
+            self.runs[block] = [[start, count]]
+            self._places[block] = len(self.segments)
+            self.segments.extend(where)
+            return
+        last = runs[-1]
+        if last[0] + last[1] == start:
+            last[1] += count
+        else:
+            self.sorted &= last[0] < start
+            runs.append([start, count])
+        place = self._places[block]
+        self.segments[place + 1 : place + SEGMENT_WIDTH] = array("i", where[1:])
+
+    def grow(self, count: int) -> array[int]:
+        """Its next tokens went on top of its last block; returns the segments before that."""
+        before = self.segments[:]
+        self.pushed_last = [(self.tail, count)]
+        runs = self.runs[self.tail]
+        last = runs[-1]
+        if last[0] + last[1] == self.num_tokens:
+            last[1] += count
+        else:
+            self.sorted &= last[0] < self.num_tokens
+            runs.append([self.num_tokens, count])
+        place = self._places[self.tail]
+        if self.side is Side.LEFT:
+            self.segments[place + 2] += count
+        else:
+            self.segments[place + 1] -= count
+        self.num_tokens += count
+        return before
+
+    def pop(self, where: tuple[int, int, int], count: int) -> list[Run]:
+        """The top `count` tokens of its stack in a block are gone; which these are, top first."""
+        block, low, high = where
+        runs, popped = self.runs[block], []
+        while count:
+            start, length = runs[-1]
+            taken = min(count, length)
+            popped.append((start + length - taken, taken))
+            count -= taken
+            if taken == length:
+                runs.pop()
+            else:
+                runs[-1][1] -= taken
+        if low < high:
+            place = self._places[block]
+            self.segments[place + 1 : place + SEGMENT_WIDTH] = array("i", (low, high))
+            return popped
+        self._leave(block)
+        self._drop_segment(block)
+        return popped
+
+    def join(self, node: Node, size: int) -> None:
+        """Have the next node of a prefix, whose `size` slots belong to the cache."""
+        assert self.num_shared == len(self.chain), "what is shared comes first"
+        self.chain.append(node)
+        self.num_shared += 1
+        self._places[node.block] = len(self.segments)
+        self.segments.extend((node.block, 0, size))
+
+    def share(self) -> Node:
+        """The first node of its own belongs to the cache from now on; which it is."""
+        node = self.chain[self.num_shared]
+        self.num_shared += 1
+        self._leave(node.block)
+        return node
+
+    def unshare(self, count: int, size: int) -> list[Node]:
+        """The last `count` shared nodes, of `size` tokens each, are its own again."""
+        first = self.num_shared - count
+        nodes = self.chain[first : self.num_shared]
+        self.num_shared = first
+        own = {node.block: [[index * size, size]] for index, node in enumerate(nodes, first)}
+        self.runs = own | self.runs  # in the order of tokens, for robbing from the end
+        return nodes
+
+    def forget_shared(self) -> None:
+        """All that is shared is gone from it; it has no node of its own any more."""
+        assert self.num_shared == len(self.chain)
+        for node in self.chain:
+            self._drop_segment(node.block)
+        self.chain.clear()
+        self.num_shared = 0
+
+    def lose(self, run: Run) -> None:
+        """Tokens that were popped are missing from now on."""
+        self.missing.append(run)
+        self.num_missing += run[1]
+
+    def blocks_from_end(self) -> Iterator[int]:
+        """Blocks in the reverse order of their first tokens in it; it may change meanwhile."""
+        return iter(list(reversed(self.runs)))
+
+    def check_integrity(self, size: int) -> None:
+        """Raise AssertionError unless shared, runs and missing are all tokens, once each."""
+        runs = [(start, count) for stack in self.runs.values() for start, count in stack]
+        end = self.num_shared * size
+        for start, count in sorted([*runs, *self.missing]):
+            assert count > 0 and start == end, f"{self.request_id}: {start=} after {end=}"
+            end = start + count
+        assert end == self.num_tokens, f"{self.request_id}: {end} of {self.num_tokens} tokens"
+        assert self.num_missing == sum(count for _, count in self.missing)
+        shared = {node.block: [[0, size]] for node in self.chain[: self.num_shared]}
+        assert self._places.keys() == {*self.runs, *shared}
+        for block, place in self._places.items():
+            found, low, high = self.segments[place : place + SEGMENT_WIDTH]
+            stack = shared.get(block) or self.runs[block]
+            assert found == block and high - low == sum(count for _, count in stack)
+        assert len(self.segments) == SEGMENT_WIDTH * (len(self.runs) + self.num_shared)
+        for index, node in enumerate(self.chain):
+            assert node.depth == index and node.alive and self.number in node.holders
+            assert node.shared == (index < self.num_shared)
+            assert node.shared or self.runs[node.block] == [[index * size, size]]
+
+    def _leave(self, block: int) -> None:
+        """Nothing of its own is in a block any more."""
+        if self.tail != block:
+            del self.runs[block]
+            return
+        # Mostly the last one, which popitem forgets; del leaves a hole to look behind.
+        last, stack = self.runs.popitem()
+        if last != block:
+            self.runs[last] = stack
+            del self.runs[block]
+        self.tail = next(reversed(self.runs), -1)
+
+    def _drop_segment(self, block: int) -> None:
+        """The last segment takes its place: their order means nothing."""
+        place = self._places.pop(block)
+        last = self.segments[-SEGMENT_WIDTH:]
+        del self.segments[-SEGMENT_WIDTH:]
+        if place < len(self.segments):
+            self.segments[place : place + SEGMENT_WIDTH] = last
+            self._places[last[0]] = place

@@ -1,0 +1,319 @@
+"""Full blocks by what they hold, so that a prefix is computed once and held once.
+
+    prompt    [ 16 tokens ][ 16 tokens ][ 16 tokens ][ 5 ]
+    keys        k0           k1 = H(k0, tokens)  k2         (a part of a block has none)
+
+    tree        k0 -- k1 -- k2          one node, and one block, for all who begin like this
+                        \\-- k2'
+
+A node is *private* while one request has it, whose it is like any other block of its own; *shared*
+from the second one on; *idle* when nobody has it any more, until its block is needed. Whoever has
+a node has all before it, so the idle ones are whole branches and are evicted from their leaves.
+
+Rule "class-aware": what real-time requests have used is evicted for best-effort ones only beyond
+a protected number of blocks, and of the others goes first what is cheap to compute and rarely
+asked for (GreedyDual-Size-Frequency: Cherkasova 1998), where best-effort requests that are
+waiting count as asking. Rule "lru": the least recently used, whoever used it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from bros.kvcache.stacks import Side
+
+_KEY_BYTES = 16
+
+
+def extend_keys(
+    keys: list[bytes], token_ids: array[int], block_size: int, num_blocks: int, salt: str = ""
+) -> None:
+    """Append the keys of the first `num_blocks` full blocks of tokens that are not there yet.
+
+    salt: requests with different ones share nothing (and cannot tell what others have cached).
+    """
+    parent = keys[-1] if keys else _key(salt.encode())
+    for index in range(len(keys), num_blocks):
+        tokens = token_ids[index * block_size : (index + 1) * block_size]
+        parent = _key(tokens.tobytes(), parent)
+        keys.append(parent)
+
+
+def _key(content: bytes, parent: bytes = b"") -> bytes:
+    return hashlib.blake2b(content, digest_size=_KEY_BYTES, key=parent).digest()
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A full block. depth: blocks before it. holders: numbers of the requests that have it.
+
+    shared: the block belongs to the cache and not to its only holder. real_time: a real-time
+    request has used it. priority: the lowest is evicted first. turn: of its valid entry in the
+    heap of evictable nodes, -1 if it has none; entries are not removed while somebody has it.
+    """
+
+    key: bytes
+    parent: Node | None
+    block: int
+    side: Side
+    depth: int
+    real_time: bool
+    shared: bool = False
+    alive: bool = True
+    children: int = 0
+    hits: int = 0
+    priority: float = 0.0
+    turn: int = -1
+    holders: set[int] = field(default_factory=set)
+
+
+class PrefixCache:
+    """The nodes, and in which order the idle ones go. Blocks themselves are handed out elsewhere.
+
+    rule: "class-aware" or "lru". protected: blocks that real-time requests have used and
+    best-effort ones may not evict. cost: what computing a block again takes, by its depth, in
+    any unit.
+    """
+
+    def __init__(
+        self,
+        rule: str = "class-aware",
+        protected: int = 0,
+        cost: Callable[[int], float] = lambda depth: 1.0,
+    ) -> None:
+        self._by_class = rule == "class-aware"
+        self._protected = protected
+        self._cost = cost
+        self._nodes: dict[bytes, Node] = {}
+        self._idle = {True: 0, False: 0}
+        self._evictable: dict[bool, list[tuple[float, int, Node]]] = {True: [], False: []}
+        self._turn = 0
+        self._clock = 0.0
+        self._uses = 0
+        self._expected: Counter[bytes] = Counter()
+        self._filling: dict[bytes, int] = {}
+        self._fills: dict[int, list[bytes]] = {}
+        self.num_held = 0  # shared, and somebody has them
+
+    @property
+    def num_idle(self) -> int:
+        return self._idle[True] + self._idle[False]
+
+    def num_evictable(self, real_time: bool) -> int:
+        """Idle blocks that a request of a class may have."""
+        return self.num_idle - (0 if real_time else self._kept_from_best_effort)
+
+    def find(self, keys: Sequence[bytes], known: Sequence[Node] = ()) -> list[Node]:
+        """The nodes of as many keys as there are, from the first one on.
+
+        known: what an earlier call found for the same keys, which saves looking from the start.
+        """
+        nodes = list(known) if known and known[-1].alive else [n for n in known if n.alive]
+        while len(nodes) < len(keys) and (node := self._nodes.get(keys[len(nodes)])):
+            nodes.append(node)
+        return nodes
+
+    def get(self, key: bytes) -> Node | None:
+        return self._nodes.get(key)
+
+    def add(
+        self, key: bytes, parent: Node | None, block: int, side: Side, holder: int, real_time: bool
+    ) -> Node:
+        """A block that a request has computed, and which is its own for the time being."""
+        depth = parent.depth + 1 if parent else 0
+        # A request may have been of another class when it began: ancestors decide.
+        real_time &= parent is None or parent.real_time
+        node = Node(key, parent, block, side, depth, real_time, holders={holder})
+        assert key not in self._nodes, "one node per key"
+        self._nodes[key] = node
+        if parent:
+            parent.children += 1
+        self._filling.pop(key, None)
+        return node
+
+    def hold(self, node: Node, holder: int, real_time: bool) -> None:
+        """One more request has a shared or idle node; its parent first."""
+        assert node.shared, "a private one has to be shared first"
+        if not node.holders:
+            self._idle[self._group(node)] -= 1
+            self.num_held += 1
+        if real_time and not node.real_time and (node.parent is None or node.parent.real_time):
+            node.real_time = True
+            node.turn = -1  # what entry it has is in the wrong heap
+        node.holders.add(holder)
+
+    def release(self, node: Node, holder: int) -> None:
+        """A request does not have it any more; the last node of a prefix first."""
+        node.holders.remove(holder)
+        if not node.holders:
+            self.num_held -= node.shared
+            node.shared = True
+            self._idle[self._group(node)] += 1
+            node.priority = self._priority(node)
+            self._offer(node)
+
+    def share(self, node: Node) -> None:
+        """A private node belongs to the cache from now on."""
+        node.shared = True
+        self.num_held += 1
+
+    def unshare(self, node: Node) -> None:
+        """The opposite, for its only holder."""
+        assert len(node.holders) == 1
+        node.shared = False
+        self.num_held -= 1
+
+    def drop(self, node: Node) -> None:
+        """The block of a private node is used for something else; nodes after it first."""
+        assert not node.shared, "others may have it"
+        self._forget(node)
+
+    def evict(self, real_time: bool, *, anything: bool = False) -> Node | None:
+        """Take an idle node out, for a request of a class; None if there is none for it.
+
+        anything: what is protected as well.
+        """
+        if not self._idle[False]:
+            kept = 0 if anything or real_time else self._kept_from_best_effort
+            if self._idle[True] <= kept:
+                return None
+        node = self._first_evictable(group=not self._idle[False])
+        self._clock = max(self._clock, node.priority)
+        self._idle[self._group(node)] -= 1
+        self._forget(node)
+        return node
+
+    def hit(self, nodes: Iterable[Node]) -> None:
+        """A request has found them."""
+        for node in nodes:
+            node.hits += 1
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """A request that waits will ask for these."""
+        for key in keys:
+            self._expected[key] += 1
+            node = self._nodes.get(key)
+            if node is not None and not node.holders:
+                node.priority = self._priority(node)
+
+    def expect_no_more(self, keys: Iterable[bytes]) -> None:
+        """It does not wait any longer."""
+        for key in keys:
+            self._expected[key] -= 1
+            if not self._expected[key]:
+                del self._expected[key]
+
+    def fill(self, keys: Sequence[bytes], holder: int) -> None:
+        """A request has begun to compute these blocks."""
+        mine = [key for key in keys if key not in self._nodes and key not in self._filling]
+        self._filling.update((key, holder) for key in mine)
+        self._fills[holder] = mine
+
+    def stop_filling(self, holder: int) -> None:
+        """It will not go on, or not soon."""
+        for key in self._fills.pop(holder, ()):
+            if self._filling.get(key) == holder:
+                del self._filling[key]
+
+    def filling(self, keys: Sequence[bytes], first: int) -> tuple[int, int]:
+        """Who computes block number `first` of a prompt, and how many of the next ones as well.
+
+        (-1, 0) if nobody does.
+        """
+        holder = self._filling.get(keys[first], -1) if first < len(keys) else -1
+        count = 0
+        if holder >= 0:
+            while first + count < len(keys) and self._filling.get(keys[first + count]) == holder:
+                count += 1
+        return holder, count
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the counts agree with the nodes, and these form a tree."""
+        children: Counter[Node] = Counter()
+        idle = {True: 0, False: 0}
+        for key, node in self._nodes.items():
+            assert node.key == key and node.alive
+            if node.parent:
+                parent = node.parent
+                children[parent] += 1
+                assert self._nodes[parent.key] is parent, "a node without the one before it"
+                assert node.holders <= parent.holders, "held without the one before it"
+                assert parent.real_time or not node.real_time
+                assert parent.shared or not node.shared
+            idle[self._group(node)] += not node.holders
+            assert node.shared or len(node.holders) == 1
+        for node in self._nodes.values():
+            assert children[node] == node.children
+        assert idle == self._idle
+        held = sum(node.shared and bool(node.holders) for node in self._nodes.values())
+        assert held == self.num_held
+        for group, heap in self._evictable.items():
+            valid = {node.key for _, turn, node in heap if node.turn == turn}
+            leaves = {
+                node.key
+                for node in self._nodes.values()
+                if not node.holders and not node.children and self._group(node) == group
+            }
+            assert leaves <= valid, "an idle leaf that cannot be evicted"
+        assert self._filling.keys().isdisjoint(self._nodes.keys())
+
+    def nodes(self) -> Iterable[Node]:
+        """All of them, for integrity checks."""
+        return self._nodes.values()
+
+    @property
+    def _kept_from_best_effort(self) -> int:
+        return min(self._idle[True], self._protected) if self._by_class else 0
+
+    def _group(self, node: Node) -> bool:
+        """Which of the two kinds it is evicted with; all are of one kind under "lru"."""
+        return node.real_time and self._by_class
+
+    def _offer(self, node: Node) -> None:
+        """Put an idle node among the evictable ones, if it is a leaf.
+
+        Where it has an entry already, its priority has only risen since, and
+        `_first_evictable` moves it.
+        """
+        if not node.children and node.turn < 0:
+            self._push(node)
+
+    def _push(self, node: Node) -> None:
+        self._turn += 1
+        node.turn = self._turn
+        heapq.heappush(self._evictable[self._group(node)], (node.priority, node.turn, node))
+
+    def _priority(self, node: Node) -> float:
+        if not self._by_class:
+            self._uses += 1
+            return self._uses
+        asked = 1 + node.hits + self._expected[node.key]
+        return self._clock + asked * self._cost(node.depth)
+
+    def _first_evictable(self, group: bool) -> Node:
+        heap = self._evictable[group]
+        while True:
+            priority, turn, node = heapq.heappop(heap)
+            if node.turn != turn:
+                continue
+            node.turn = -1
+            if node.holders or node.children:
+                continue
+            if node.priority <= priority:
+                return node
+            self._push(node)
+
+    def _forget(self, node: Node) -> None:
+        assert not node.children, "nodes after it come first"
+        del self._nodes[node.key]
+        node.alive = False
+        node.turn = -1
+        if node.parent:
+            node.parent.children -= 1
+            if not node.parent.holders:
+                self._offer(node.parent)

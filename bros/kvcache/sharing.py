@@ -1,0 +1,164 @@
+"""Which requests share which blocks: the link between holdings and the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bros.kvcache.holding import Holding
+from bros.kvcache.prefix_cache import Node, PrefixCache
+from bros.kvcache.stacks import CACHE, Side, Stacks
+
+_LEAST_FILL = 4
+"""Blocks of a prompt that somebody computes, from which on it is worth waiting for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How much of a prompt is in the cache.
+
+    keys: of its full blocks. nodes: of those that are there. filler: the request that computes
+    the next `num_filling` tokens, if one does.
+    """
+
+    keys: Sequence[bytes]
+    nodes: Sequence[Node]
+    num_tokens: int
+    filler: str | None = None
+    num_filling: int = 0
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """Blocks that nobody has: they are counted as available until the request has them."""
+        count = 0
+        for node in reversed(self.nodes):
+            if node.holders:
+                break
+            count += 1
+        return count
+
+
+NO_MATCH = Match((), (), 0)
+
+
+class Sharing:
+    """Moves blocks between requests and the cache; never pushes or pops a token.
+
+    holdings: all of them by number.
+    """
+
+    def __init__(self, stacks: Stacks, cache: PrefixCache, holdings: Mapping[int, Holding]) -> None:
+        self._stacks = stacks
+        self._cache = cache
+        self._holdings = holdings
+        self._size = stacks.block_size
+
+    def match(self, keys: Sequence[bytes], earlier: Match) -> Match:
+        """See KvCacheManager.match."""
+        nodes = self._cache.find(keys, earlier.nodes)
+        number, filling = self._cache.filling(keys, len(nodes))
+        num_tokens = len(nodes) * self._size
+        if filling < _LEAST_FILL:
+            return Match(keys, nodes, num_tokens)
+        filler = self._holdings[number].request_id
+        return Match(keys, nodes, num_tokens, filler, filling * self._size)
+
+    def join(self, holding: Holding, match: Match, side: Side) -> None:
+        """A request begins with what there is of its prompt."""
+        for node in match.nodes:
+            self._take(holding, node, side)
+            holding.num_tokens += self._size
+
+    def begin(self, holding: Holding, match: Match) -> None:
+        """It has room for the rest, and computes that now."""
+        self._cache.hit(match.nodes)
+        rest = match.keys[len(match.nodes) :]
+        if len(rest) >= _LEAST_FILL:
+            self._cache.fill(rest, holding.number)
+
+    def publish(
+        self,
+        holding: Holding,
+        keys: Sequence[bytes],
+        side: Side,
+        pop: Callable[[Holding, int, int], object],
+    ) -> None:
+        """See KvCacheManager.computed. pop: Allocator.pop."""
+        size = self._size
+        for block, _ in holding.pushed_last:
+            index = len(holding.chain)
+            if index >= len(keys) or holding.runs.get(block) != [[index * size, size]]:
+                return
+            node = self._cache.get(keys[index])
+            if node is None:
+                parent = holding.chain[-1] if holding.chain else None
+                number, real_time = holding.number, side is Side.LEFT
+                node = self._cache.add(keys[index], parent, block, holding.side, number, real_time)
+                holding.chain.append(node)
+            elif index == holding.num_shared:
+                # Somebody else was first with the same tokens: one of the two blocks will do.
+                pop(holding, block, size)
+                self._take(holding, node, side)
+            else:
+                return
+
+    def end(self, holding: Holding, keep: bool) -> None:
+        """What others find of its own blocks stays there, or is not to be found any more."""
+        for node in reversed(holding.chain[holding.num_shared :]):
+            if keep:
+                self._stacks.hand_over(node.block, node.side, CACHE)
+                del holding.runs[node.block]
+                self._cache.release(node, holding.number)
+            else:
+                self._cache.drop(node)
+        del holding.chain[holding.num_shared :]
+
+    def leave(self, holding: Holding) -> None:
+        """A request has nothing to do with what it shares any more.
+
+        What only one other is left with is that one's own again, so that it can be taken from it
+        token by token. That needs the tokens to lie as if it had written them itself, and no
+        idle node after them.
+        """
+        alone: dict[int, int] = {}
+        for node in reversed(holding.chain):
+            self._cache.release(node, holding.number)
+            if len(node.holders) != 1:
+                continue
+            (number,) = node.holders
+            owner, count = self._holdings[number], alone.get(number, 0)
+            last = owner.num_shared - 1 - count
+            goes_on = len(owner.chain) > node.depth + 1
+            is_last = owner.chain[last] is node and node.children == goes_on
+            if is_last and node.side is owner.side:
+                alone[number] = count + 1
+        holding.forget_shared()
+        for number, count in alone.items():
+            owner = self._holdings[number]
+            for node in owner.unshare(count, self._size):
+                self._stacks.hand_over(node.block, node.side, owner.number)
+                self._cache.unshare(node)
+            owner.alone += count
+
+    def _take(self, holding: Holding, node: Node, side: Side) -> None:
+        """One more request has a node, which is shared from now on."""
+        if not node.shared:
+            owner = self._holdings[next(iter(node.holders))]
+            assert owner.share() is node, "what is shared comes first"
+            owner.alone -= 1
+            self._stacks.hand_over(node.block, node.side, CACHE)
+            self._cache.share(node)
+        self._cache.hold(node, holding.number, side is Side.LEFT)
+        holding.join(node, self._size)
+
+    def check_integrity(self) -> int:
+        """Raise AssertionError unless nodes and chains agree; returns the cache's slots."""
+        slots = 0
+        for node in self._cache.nodes():
+            assert self._stacks.height(node.block, node.side) == self._size
+            if node.shared:
+                assert self._stacks.owner(node.block, node.side) == CACHE
+                slots += self._size
+            for number in node.holders:
+                assert self._holdings[number].chain[node.depth] is node
+        return slots

@@ -1,0 +1,68 @@
+"""What the scheduler tells the KV cache about tokens, so that prompts that begin alike share it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+
+from bros.core.request import EngineRequest, ServiceClass
+from bros.kvcache.manager import KvCacheManager
+from bros.kvcache.prefix_cache import extend_keys
+from bros.kvcache.sharing import NO_MATCH
+from bros.scheduler.counters import ClassCounters
+from bros.scheduler.selection import Packing
+from bros.scheduler.state import RequestState
+
+
+class Prefixes:
+    """Does nothing if the cache finds no prefixes. The last token of a prompt is never looked up:
+    it has to be computed for the first one of the answer."""
+
+    def __init__(self, kv: KvCacheManager, counters: Mapping[ServiceClass, ClassCounters]) -> None:
+        self._kv = kv
+        self._counters = counters
+
+    def cached_tokens(self, request: EngineRequest) -> int:
+        """How much of a prompt is there now."""
+        if not self._kv.finds_prefixes:
+            return 0
+        prompt, size = array("i", request.prompt_token_ids), self._kv.block_size
+        keys: list[bytes] = []
+        extend_keys(keys, prompt, size, (len(prompt) - 1) // size, request.cache_salt)
+        return self._kv.match(keys).num_tokens
+
+    def look_up(self, state: RequestState) -> None:
+        """See how much of what a waiting request has to compute is there."""
+        if self._kv.finds_prefixes:
+            keys = state.keys(self._kv.block_size, len(state.token_ids) - 1)
+            state.match = self._kv.match(keys, state.match)
+            state.num_cached = state.match.num_tokens
+
+    def publish(self, packing: Packing[RequestState]) -> None:
+        """Full blocks that a step has computed can be found from now on."""
+        if not self._kv.finds_prefixes:
+            return
+        size = self._kv.block_size
+        for state, num_tokens in packing.selected:
+            if state.num_reused is None:
+                self._note_start(state, state.num_cached - num_tokens)
+            # Whether it has filled a block: its last one holds fewer tokens than it computed.
+            if state.num_cached % size < num_tokens and not state.record.left:
+                self._kv.computed(state.request_id, state.keys(size, state.num_cached), state.side)
+
+    def _note_start(self, state: RequestState, num_cached: int) -> None:
+        """The first step of a request is over: it need not compute what was cached then."""
+        state.num_reused = min(num_cached, state.prompt_len)
+        self._counters[state.service_class].prefix_tokens += state.num_reused
+
+    def waits(self, state: RequestState) -> None:
+        """What waiting best-effort requests begin with is worth keeping."""
+        self._expect(state, waits=True)
+
+    def waits_no_more(self, state: RequestState) -> None:
+        self._expect(state, waits=False)
+        state.match = NO_MATCH
+
+    def _expect(self, state: RequestState, waits: bool) -> None:
+        if self._kv.finds_prefixes and state.service_class is ServiceClass.BE:
+            self._kv.expect(state.keys(self._kv.block_size, state.prompt_len), waits)
