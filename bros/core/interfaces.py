@@ -97,6 +97,7 @@ class EngineStats:
     ran, and the time that went into them; they are not in the other figures.
     kv_blocks_used: blocks that requests have; kv_blocks_shared: those of prefixes that several
     may have. kv_blocks_cached: blocks that nobody has, but that may be asked for again.
+    host_kv_blocks: room for copies of KV that had to make way.
     """
 
     steps: int = 0
@@ -113,6 +114,8 @@ class EngineStats:
     kv_blocks_total: int = 0
     kv_blocks_shared: int = 0
     kv_blocks_cached: int = 0
+    host_kv_blocks_used: int = 0
+    host_kv_blocks_total: int = 0
     by_class: Mapping[ServiceClass, ClassStats] = field(default_factory=dict)
 
 

@@ -17,7 +17,7 @@ best-effort prompts begin in the blocks with the most empty slots, shared ones i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bros.kvcache.holding import Holding, Run
 from bros.kvcache.prefix_cache import Node, PrefixCache
@@ -52,9 +52,9 @@ class Allocator:
         self._literal = literal
         self.evicted = {side: 0 for side in Side}  # blocks of the prefix cache, by who needed them
 
-    def available(self, side: Side) -> int:
-        """Blocks that a side gets without anybody losing anything."""
-        return self._stacks.num_free + self._cache.num_evictable(side is Side.LEFT)
+    def available(self, side: Side, but: Sequence[Node] = ()) -> int:
+        """Blocks that a side gets without anybody losing anything, beside some idle ones."""
+        return self._stacks.num_free + self._cache.num_evictable(side is Side.LEFT, but)
 
     def extend(self, holding: Holding, count: int) -> tuple[array[int], array[int]] | None:
         """Its next tokens into the block it wrote to last, if they fit; see KvCacheManager.append.
@@ -87,8 +87,14 @@ class Allocator:
 
     def shared_among(self, robbed: Robbed) -> set[Node]:
         """Blocks of prefixes that nobody else has."""
-        nodes = {n for victim in robbed.values() for n in victim.chain[: victim.num_shared]}
-        return {node for node in nodes if node.holders <= robbed.keys()}
+        found: set[Node] = set()
+        for victim in robbed.values():
+            for node in reversed(victim.chain[: victim.num_shared]):
+                # Whoever has a node has all before it: these have more holders yet, or are found.
+                if node in found or not node.holders <= robbed.keys():
+                    break
+                found.add(node)
+        return found
 
     def places(
         self, holding: Holding, side: Side, count: int, robbed: Robbed

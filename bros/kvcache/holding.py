@@ -148,6 +148,7 @@ class Holding:
         self.num_shared = first
         own = {node.block: [[index * size, size]] for index, node in enumerate(nodes, first)}
         self.runs = own | self.runs  # in the order of tokens, for robbing from the end
+        self.tail = next(reversed(self.runs)) if self.tail < 0 else self.tail
         return nodes
 
     def forget_shared(self) -> None:

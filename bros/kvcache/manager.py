@@ -100,13 +100,20 @@ class KvCacheManager:
         return self._host.num_used
 
     @property
+    def num_host_blocks(self) -> int:
+        return self._host.num_blocks
+
+    @property
     def num_used_blocks(self) -> int:
         """Blocks that somebody has."""
         return self._stacks.num_blocks - self._stacks.num_free - self._cache.num_idle
 
-    def num_available_blocks(self, side: Side) -> int:
-        """Blocks that requests of a side get without anybody losing anything."""
-        return self._room.available(side)
+    def num_available_blocks(self, side: Side, match: Match = NO_MATCH) -> int:
+        """Blocks that requests of a side get without anybody losing anything.
+
+        match: beside those that are in there.
+        """
+        return self._room.available(side, match.idle_nodes)
 
     def num_evicted_blocks(self, side: Side) -> int:
         """Blocks that the prefix cache had to give up so far for requests of a side."""
@@ -183,7 +190,7 @@ class KvCacheManager:
             return None
         if is_new:
             self._by_id[request_id] = self._by_number[holding.number] = holding
-            self._sharing.begin(holding, match)
+            self._sharing.begin(holding, match, side)
         if holding.missing:
             self._restore(holding, side, robbed)
         before, slots = holding.segments[:], array("i")
@@ -292,7 +299,7 @@ class KvCacheManager:
     def _newcomer(self, request_id: str, side: Side, match: Match) -> Holding:
         holding = Holding(request_id, self._next_number, side if self._shared else Side.LEFT)
         self._next_number += 1
-        self._sharing.join(holding, match, side)
+        self._sharing.join(holding, match)
         return holding
 
     def _who_makes_way(

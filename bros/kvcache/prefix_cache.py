@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from bros.kvcache.stacks import Side
 
 _KEY_BYTES = 16
+_MANY_STALE = 64
 
 
 def extend_keys(
@@ -104,9 +105,12 @@ class PrefixCache:
     def num_idle(self) -> int:
         return self._idle[True] + self._idle[False]
 
-    def num_evictable(self, real_time: bool) -> int:
-        """Idle blocks that a request of a class may have."""
-        return self.num_idle - (0 if real_time else self._kept_from_best_effort)
+    def num_evictable(self, real_time: bool, but: Sequence[Node] = ()) -> int:
+        """Idle blocks that a request of a class may have, beside some that it takes as they are."""
+        idle, kept = self.num_idle - len(but), 0
+        if self._by_class and not real_time:
+            kept = min(self._idle[True] - sum(map(self._group, but)), self._protected)
+        return idle - kept
 
     def find(self, keys: Sequence[bytes], known: Sequence[Node] = ()) -> list[Node]:
         """The nodes of as many keys as there are, from the first one on.
@@ -136,15 +140,12 @@ class PrefixCache:
         self._filling.pop(key, None)
         return node
 
-    def hold(self, node: Node, holder: int, real_time: bool) -> None:
+    def hold(self, node: Node, holder: int) -> None:
         """One more request has a shared or idle node; its parent first."""
         assert node.shared, "a private one has to be shared first"
         if not node.holders:
             self._idle[self._group(node)] -= 1
             self.num_held += 1
-        if real_time and not node.real_time and (node.parent is None or node.parent.real_time):
-            node.real_time = True
-            node.turn = -1  # what entry it has is in the wrong heap
         node.holders.add(holder)
 
     def release(self, node: Node, holder: int) -> None:
@@ -179,8 +180,7 @@ class PrefixCache:
         anything: what is protected as well.
         """
         if not self._idle[False]:
-            kept = 0 if anything or real_time else self._kept_from_best_effort
-            if self._idle[True] <= kept:
+            if not (self._idle[True] if anything else self.num_evictable(real_time)):
                 return None
         node = self._first_evictable(group=not self._idle[False])
         self._clock = max(self._clock, node.priority)
@@ -188,10 +188,13 @@ class PrefixCache:
         self._forget(node)
         return node
 
-    def hit(self, nodes: Iterable[Node]) -> None:
-        """A request has found them."""
+    def hit(self, nodes: Iterable[Node], real_time: bool) -> None:
+        """A request of a class has found them, and has them now."""
         for node in nodes:
             node.hits += 1
+            if real_time and not node.real_time and (node.parent is None or node.parent.real_time):
+                node.real_time = True
+                node.turn = -1  # what entry it has is in the wrong heap
 
     def expect(self, keys: Iterable[bytes]) -> None:
         """A request that waits will ask for these."""
@@ -266,10 +269,6 @@ class PrefixCache:
         """All of them, for integrity checks."""
         return self._nodes.values()
 
-    @property
-    def _kept_from_best_effort(self) -> int:
-        return min(self._idle[True], self._protected) if self._by_class else 0
-
     def _group(self, node: Node) -> bool:
         """Which of the two kinds it is evicted with; all are of one kind under "lru"."""
         return node.real_time and self._by_class
@@ -286,7 +285,11 @@ class PrefixCache:
     def _push(self, node: Node) -> None:
         self._turn += 1
         node.turn = self._turn
-        heapq.heappush(self._evictable[self._group(node)], (node.priority, node.turn, node))
+        heap = self._evictable[self._group(node)]
+        if len(heap) > 2 * len(self._nodes) + _MANY_STALE:
+            heap[:] = [entry for entry in heap if entry[2].turn == entry[1]]
+            heapq.heapify(heap)
+        heapq.heappush(heap, (node.priority, node.turn, node))
 
     def _priority(self, node: Node) -> float:
         if not self._by_class:
@@ -317,3 +320,4 @@ class PrefixCache:
             node.parent.children -= 1
             if not node.parent.holders:
                 self._offer(node.parent)
+            node.parent = None  # else whoever still knows this one would keep all before it

@@ -28,14 +28,12 @@ class Match:
     num_filling: int = 0
 
     @property
-    def num_idle_blocks(self) -> int:
-        """Blocks that nobody has: they are counted as available until the request has them."""
-        count = 0
-        for node in reversed(self.nodes):
-            if node.holders:
-                break
-            count += 1
-        return count
+    def idle_nodes(self) -> Sequence[Node]:
+        """Those that nobody has: they count as available until the request has them."""
+        first = len(self.nodes)
+        while first and not self.nodes[first - 1].holders:
+            first -= 1
+        return self.nodes[first:]
 
 
 NO_MATCH = Match((), (), 0)
@@ -63,15 +61,15 @@ class Sharing:
         filler = self._holdings[number].request_id
         return Match(keys, nodes, num_tokens, filler, filling * self._size)
 
-    def join(self, holding: Holding, match: Match, side: Side) -> None:
+    def join(self, holding: Holding, match: Match) -> None:
         """A request begins with what there is of its prompt."""
         for node in match.nodes:
-            self._take(holding, node, side)
+            self._take(holding, node)
             holding.num_tokens += self._size
 
-    def begin(self, holding: Holding, match: Match) -> None:
+    def begin(self, holding: Holding, match: Match, side: Side) -> None:
         """It has room for the rest, and computes that now."""
-        self._cache.hit(match.nodes)
+        self._cache.hit(match.nodes, side is Side.LEFT)
         rest = match.keys[len(match.nodes) :]
         if len(rest) >= _LEAST_FILL:
             self._cache.fill(rest, holding.number)
@@ -98,7 +96,8 @@ class Sharing:
             elif index == holding.num_shared:
                 # Somebody else was first with the same tokens: one of the two blocks will do.
                 pop(holding, block, size)
-                self._take(holding, node, side)
+                self._take(holding, node)
+                self._cache.hit([node], side is Side.LEFT)
             else:
                 return
 
@@ -140,7 +139,7 @@ class Sharing:
                 self._cache.unshare(node)
             owner.alone += count
 
-    def _take(self, holding: Holding, node: Node, side: Side) -> None:
+    def _take(self, holding: Holding, node: Node) -> None:
         """One more request has a node, which is shared from now on."""
         if not node.shared:
             owner = self._holdings[next(iter(node.holders))]
@@ -148,7 +147,7 @@ class Sharing:
             owner.alone -= 1
             self._stacks.hand_over(node.block, node.side, CACHE)
             self._cache.share(node)
-        self._cache.hold(node, holding.number, side is Side.LEFT)
+        self._cache.hold(node, holding.number)
         holding.join(node, self._size)
 
     def check_integrity(self) -> int:

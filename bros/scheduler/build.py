@@ -27,6 +27,8 @@ from bros.scheduler.state import RequestState
 
 _ORDER_POLICIES = (FcfsPolicy, PriorityPolicy, RoundRobinPolicy, EdfPolicy)
 _BROS_ONLY = ("rt_wait", "be_share", "be_max_wait", "late", "packing", "batch_growth")
+_MANY_TOKENS = 1024
+"""A prompt that computes as fast as the device can."""
 _UNKNOWN_OUTPUT_TOKENS = 128
 """Expected output of a class until a request of it has finished."""
 
@@ -65,16 +67,17 @@ def build_scheduler(config: EngineConfig, info: EngineInfo, model: CostModel | N
         eos_token_ids=frozenset(info.eos_token_ids),
     )
     counters = {service_class: ClassCounters() for service_class in ServiceClass}
+    kv = KvCacheManager(
+        info.num_kv_blocks,
+        info.block_size,
+        shared=config.kv_layout == "bidirectional",
+        num_host_blocks=info.num_host_kv_blocks if _copies_kv(config, model) else 0,
+        literal=config.kv_find == "paper",
+        prefixes=_prefix_cache(config, info, model),
+    )
     return Scheduler(
-        _policy(config, info, model, counters),
-        KvCacheManager(
-            info.num_kv_blocks,
-            info.block_size,
-            shared=config.kv_layout == "bidirectional",
-            num_host_blocks=info.num_host_kv_blocks if _copies_kv(config, model) else 0,
-            literal=config.kv_find == "paper",
-            prefixes=_prefix_cache(config, info, model),
-        ),
+        _policy(config, kv, model, counters),
+        kv,
         limits,
         info.default_slo,
         counters,
@@ -89,7 +92,10 @@ def _copies_kv(config: EngineConfig, model: CostModel | None) -> bool:
     """
     if config.on_pressure == "recompute":
         return False
-    return model is None or 2 * model.swap_token_s <= model.token_s
+    if model is None:
+        return True
+    computing_s = model.prefill_seconds(2 * _MANY_TOKENS) - model.prefill_seconds(_MANY_TOKENS)
+    return 2 * model.swap_token_s <= computing_s / _MANY_TOKENS
 
 
 def _prefix_cache(
@@ -110,7 +116,7 @@ def _prefix_cache(
 
 def _policy(
     config: EngineConfig,
-    info: EngineInfo,
+    kv: KvCacheManager,
     model: CostModel | None,
     counters: Mapping[ServiceClass, ClassCounters],
 ) -> Policy:
@@ -130,7 +136,6 @@ def _policy(
         rt_wait=config.rt_wait,
         be_share=config.be_share,
         be_max_wait_s=config.be_max_wait,
-        kv_tokens=info.num_kv_blocks * info.block_size,
         late=config.late,
         growth=config.batch_growth,
         rules=Rules.paper() if config.packing == "paper" else Rules(),
@@ -150,6 +155,16 @@ def _policy(
         """For who waits for its end: an answer longer than most is not about to end."""
         return expected_tokens(state, least=0.5)
 
-    room = Room(config.max_num_seqs, info.num_kv_blocks * info.block_size)
-    guard = OverloadGuard(config.overload, predictor, room, patient_tokens)
+    guard = OverloadGuard(config.overload, predictor, _room(config, kv), patient_tokens)
     return BrosPolicy(settings, predictor, guard, expected_tokens)
+
+
+def _room(config: EngineConfig, kv: KvCacheManager) -> Room:
+    def shared_tokens(state: RequestState) -> int:
+        return kv.num_shared_tokens(state.request_id)
+
+    def all_shared_tokens() -> int:
+        return kv.num_shared_blocks * kv.block_size
+
+    kv_tokens = kv.num_blocks * kv.block_size
+    return Room(config.max_num_seqs, kv_tokens, shared_tokens, all_shared_tokens)

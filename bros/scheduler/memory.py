@@ -82,6 +82,8 @@ class StepMemory:
         self._expected_tokens = expected_tokens
         self._prefill_seconds = prefill_seconds
         self._states = {state.request_id: state for state in running}
+        # What is kept for real-time prompts must not keep best-effort work from running at all.
+        self._has_best_effort = any(s.service_class is ServiceClass.BE for s in reversed(running))
         self._made_room: set[str] = set()
         self._newcomers: list[tuple[int, int]] = []
         self._promised = 0  # blocks that newcomers need for the rest of their prompts
@@ -174,19 +176,19 @@ class StepMemory:
     def _admit(self, state: RequestState, num_tokens: int) -> bool:
         """A newcomer must fit with all it has to compute, and nobody overtakes one that waits.
 
-        Every holder must have a block to grow into then, so that nobody is admitted only to be
-        robbed, or to rob others, a moment later.
+        Every holder that it may not rob must have a block to grow into then, so that nobody is
+        admitted only to be robbed, or to rob others, a moment later.
         """
         if not self._may_start(state):
             return False
         self.refusal = "memory"
         size = self._kv.block_size
         everything, now = -(-state.remaining // size), -(-num_tokens // size)
-        needed = everything + self._promised + self._room_to_grow(state)
-        needed += state.match.num_idle_blocks  # which are counted as available until it has them
+        victims = list(self._victims(state))
+        holders = len(self._running) - len(victims) + len(self._newcomers)
         self._open = (
             self._fits_with_growth(state)
-            and self._can_have(state, needed)
+            and self._can_have(state, everything + self._promised + holders, victims)
             and self._append(state, num_tokens)
         )
         if self._open:
@@ -195,31 +197,20 @@ class StepMemory:
                 self._seats[service_class] -= 1
             self._newcomers.append(self._growth_of(state))
             self._states[state.request_id] = state
+            self._has_best_effort |= state.service_class is ServiceClass.BE
         return self._open
 
-    def _room_to_grow(self, newcomer: RequestState) -> int:
-        """A block for each holder, less what they can take from best-effort requests then."""
-        blocks = len(self._running) + len(self._newcomers)
-        for holder in reversed(self._running):
-            best_effort = holder.service_class is ServiceClass.BE
-            if blocks <= 0 or not best_effort or holder.rank < newcomer.rank:
-                break
-            blocks -= self._kv.blocks_without([holder.request_id])
-        return max(0, blocks)
-
-    def _can_have(self, state: RequestState, blocks: int) -> bool:
+    def _can_have(self, state: RequestState, blocks: int, victims: Sequence[RequestState]) -> bool:
         """Whether so many are free, or can be taken from others."""
-        # What is kept for real-time prompts must not keep the only request from starting.
-        side = state.side if self._states else Side.LEFT
-        free = self._kv.num_available_blocks(side)
-        victims = []
-        for victim in self._victims(state):
+        side = state.side if self._has_best_effort else Side.LEFT
+        free = self._kv.num_available_blocks(side, state.match)
+        for victim in victims:
             if free >= blocks:
                 return True
             free += self._kv.blocks_alone(victim.request_id)
-            victims.append(victim.request_id)
         if free < blocks and victims and self._kv.num_shared_blocks:
-            free = self._kv.num_available_blocks(side) + self._kv.blocks_without(victims)
+            free = self._kv.num_available_blocks(side, state.match)
+            free += self._kv.blocks_without(victim.request_id for victim in victims)
         return free >= blocks
 
     def _victims(self, state: RequestState) -> Iterator[RequestState]:

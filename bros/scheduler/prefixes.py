@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from bros.core.request import EngineRequest, ServiceClass
 from bros.kvcache.manager import KvCacheManager
@@ -38,8 +38,9 @@ class Prefixes:
             state.match = self._kv.match(keys, state.match)
             state.num_cached = state.match.num_tokens
 
-    def publish(self, packing: Packing[RequestState]) -> None:
-        """Full blocks that a step has computed can be found from now on."""
+    def publish(self, packing: Packing[RequestState], failed: Container[str]) -> None:
+        """Full blocks that a step has computed can be found from now on, but for those of failed
+        requests, which may hold anything."""
         if not self._kv.finds_prefixes:
             return
         size = self._kv.block_size
@@ -47,7 +48,8 @@ class Prefixes:
             if state.num_reused is None:
                 self._note_start(state, state.num_cached - num_tokens)
             # Whether it has filled a block: its last one holds fewer tokens than it computed.
-            if state.num_cached % size < num_tokens and not state.record.left:
+            filled = state.num_cached % size < num_tokens
+            if filled and not state.record.left and state.request_id not in failed:
                 self._kv.computed(state.request_id, state.keys(size, state.num_cached), state.side)
 
     def _note_start(self, state: RequestState, num_cached: int) -> None:

@@ -140,7 +140,8 @@ class Scheduler:
         """Take in what a step produced; returns one output per sampled token."""
         seconds, packing, be_waits = self._steps.end(now, self._policy.predictor, self._queues)
         self._policy.settle(packing, seconds, be_waits)
-        self._prefixes.publish(packing)
+        failed = {sample.request_id for sample in result.samples if sample.error is not None}
+        self._prefixes.publish(packing, failed)
         outputs: list[RequestOutput] = []
         for sample in result.samples:
             state = self._states.get(sample.request_id)
@@ -230,6 +231,8 @@ class Scheduler:
             kv_blocks_total=self._kv.num_blocks,
             kv_blocks_shared=self._kv.num_shared_blocks,
             kv_blocks_cached=self._kv.num_cached_blocks,
+            host_kv_blocks_used=self._kv.num_host_blocks_used,
+            host_kv_blocks_total=self._kv.num_host_blocks,
             by_class={
                 cls: counters.snapshot(
                     running[cls],

@@ -91,8 +91,8 @@ _CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "kv_taken": ("kv_tokens_taken", "Tokens whose KV memory others were given"),
         "kv_copied": (
             "kv_tokens_copied",
-            "Those that were copied to the host for it; the others had a copy, or were lost "
-            "because --host-kv-memory was full",
+            "Those that were copied to the host for it; the others had a copy already, or were "
+            "lost (--host-kv-memory was full, or --on-pressure recompute) and are computed again",
         ),
         "kv_restored": ("kv_tokens_restored", "Tokens whose KV came back from the host"),
         "prefix_tokens": (
@@ -156,6 +156,16 @@ class EngineCollector(Collector):
             "bros_kv_blocks_cached",
             "Those that nobody has, but that may be asked for again; they count as free",
             stats.kv_blocks_cached,
+        )
+        yield GaugeMetricFamily(
+            "bros_host_kv_blocks",
+            "Blocks for copies of KV on the host; 0 if what has to make way is computed again",
+            stats.host_kv_blocks_total,
+        )
+        yield GaugeMetricFamily(
+            "bros_host_kv_blocks_used",
+            "Those with copies in them; old ones make way, so full is not yet short",
+            stats.host_kv_blocks_used,
         )
         for field, text in _ENGINE_GAUGES.items():
             yield GaugeMetricFamily(f"bros_{field}", text, getattr(stats, field))

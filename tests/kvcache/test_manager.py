@@ -109,7 +109,7 @@ class KvMachine(RuleBasedStateMachine):
             self.texts[name] = (tokens_of(name, family, split), salt)
             match = self.match(name, count)
         missing = self.kv.num_missing(name)
-        room = self.kv.num_available_blocks(side) - match.num_idle_blocks
+        room = self.kv.num_available_blocks(side, match)
         got = self.kv.append(name, count, side, lambda: victims, match)
         if got is None:
             assert count + missing > room * self.kv.block_size, "there was room"
@@ -379,3 +379,25 @@ def test_shared_tokens_are_taken_when_nothing_else_is_left() -> None:
     assert prompts.kv.take_cuts() == {"a": 0}
     assert prompts.kv.num_missing("b") == 9, "what only b was left with was copied"
     prompts.kv.check_integrity()
+
+
+def test_what_is_known_of_evictable_blocks_does_not_grow_with_time() -> None:
+    """Entries of blocks that changed class, or are gone, are left behind now and then."""
+    prompts = Prompts(8)
+    for cycle in range(400):
+        text = [cycle] * 9
+        for side in (Side.RIGHT, Side.LEFT):
+            prompts.start("x", text, side)
+            prompts.kv.free("x")
+        prompts.start("y", [1000 + cycle] * 32)
+        prompts.kv.free("y")
+    heaps = prompts.kv._cache._evictable.values()
+    assert sum(map(len, heaps)) < 200
+
+
+def test_a_newcomer_that_finds_no_room_leaves_no_trace() -> None:
+    prompts = Prompts(4, protected=4)
+    prompts.start("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], Side.RIGHT)
+    assert prompts.start("rt", [1, 2, 3, 4, 5, 6, 7, 8, *range(20, 30)]) is None
+    prompts.kv.free("a")
+    assert prompts.kv.num_available_blocks(Side.RIGHT) == 4, "no real-time request has had them"

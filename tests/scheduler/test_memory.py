@@ -241,9 +241,8 @@ def test_whoever_fits_beside_those_of_lower_rank_gets_memory(
         above = [s for s in holders if s.rank > asking.rank]
         blocks = kv.num_available_blocks(Side.LEFT) + sum(kv.blocks_of(s.request_id) for s in above)
         if asking.num_cached == 0:
-            takeable = sum(kv.blocks_of(s.request_id) for s in above if s.service_class is BE)
-            spare = max(0, len(holders) - takeable)
-            expected = -(-asking.remaining // SIZE) + spare <= blocks
+            stay = len(holders) - len(above)  # and want to grow
+            expected = -(-asking.remaining // SIZE) + stay <= blocks
         else:
             others = (s for s in holders if s not in above and side_of(s) is not side_of(asking))
             beside = sum(-s.num_cached % SIZE for s in others)

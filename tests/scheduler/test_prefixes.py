@@ -478,3 +478,47 @@ def test_real_time_requests_that_are_late_anyway_wait_for_what_others_compute() 
     run.drain()
     first, *others = sorted(run.cached.values())
     assert first == 0 and min(others) >= 184, "but for a few blocks that are not worth waiting for"
+
+
+def test_best_effort_work_is_not_kept_out_for_ever_by_what_is_kept_for_real_time_prompts() -> None:
+    """It needs more than their share leaves, and real-time requests never stop coming."""
+    run = Run(blocks=40, rt_cache_share=0.5)
+    for number in range(4):
+        run.submit(f"old{number}", range(100 * number, 100 * number + 30), max_tokens=2)
+    run.drain()
+    run.submit("big", range(500, 590), BE, max_tokens=2)
+    run.submit("small", range(600, 608), BE, max_tokens=2)
+    for number in range(60):
+        run.submit(f"chat{number}", range(700 + 2 * number, 703 + 2 * number), max_tokens=3)
+        run.step()
+        run.step()
+    assert run.answers["big"] and run.answers["small"]
+    run.drain()
+
+
+def test_what_real_time_requests_left_in_the_cache_does_not_count_against_who_shares_it() -> None:
+    """Half of the memory is kept for such prompts, and it begins with one."""
+    run = Run(blocks=40, rt_cache_share=0.5)
+    run.submit("before", 81, RT, max_tokens=1)
+    run.drain()
+    run.submit("be", range(900, 904), BE, max_tokens=40)
+    run.step()
+    run.submit("shares", [*range(1, 81), *range(950, 980)], BE, max_tokens=1)
+    run.step()
+    run.step()
+    assert run.answers["shares"]
+    run.drain()
+
+
+def test_filler_is_not_stopped_by_a_prefix_that_many_real_time_requests_share() -> None:
+    run = Run(blocks=400, max_batch_tokens=2000)
+    run.submit("before", 401, max_tokens=1)
+    run.drain()
+    for number in range(6):
+        prompt = [*range(1, 401), 500 + number]
+        run.submit(f"rt{number}", prompt, max_tokens=60, slo=Slo(9.0, 0.2))
+    run.submit("be", range(600, 900), BE, max_tokens=1)
+    for _ in range(20):
+        run.step()
+    assert run.answers["be"]
+    run.drain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -341,11 +342,19 @@ def test_stats_count_by_class() -> None:
     assert stats.kv_blocks_total == 64
 
 
-@pytest.mark.parametrize(("swap_token_s", "copies"), [(1e-5, True), (1e-3, False)])
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({"swap_token_s": 1e-5}, True),
+        ({"swap_token_s": 1e-3}, False),
+        # What a token takes once products are compute-bound is in the hinges.
+        ({"swap_token_s": 1e-4, "token_s": 1e-6, "hinges": ((64, 1e-3),)}, True),
+    ],
+)
 def test_kv_is_copied_only_where_that_is_faster_than_computing_it(
-    swap_token_s: float, copies: bool
+    changes: dict[str, Any], copies: bool
 ) -> None:
-    steps = dataclasses.replace(MODEL, swap_token_s=swap_token_s)
+    steps = dataclasses.replace(MODEL, **changes)
     scheduler, model = make_scheduler(blocks=8, host_blocks=8, model=steps), ToyModel(4)
     scheduler.submit(request("be", 24, BE), now=0.0)
     step(scheduler, model)

@@ -31,6 +31,8 @@ FIGURES = EngineStats(
     kv_blocks_total=100,
     kv_blocks_shared=12,
     kv_blocks_cached=33,
+    host_kv_blocks_total=9,
+    host_kv_blocks_used=4,
     by_class={
         ServiceClass.RT: ClassStats(
             running=2, waiting=1, prompt_tokens=70, output_tokens=30, finished=9, preemptions=1,
@@ -73,6 +75,8 @@ async def test_the_engine_is_shown(server: Server) -> None:
         "bros_kv_blocks": 100,
         "bros_kv_blocks_shared": 12,
         "bros_kv_blocks_cached": 33,
+        "bros_host_kv_blocks": 9,
+        "bros_host_kv_blocks_used": 4,
         "bros_batch_size": 24,
         "bros_safety_factor": 1.125,
         "bros_batch_resets_total": 3,

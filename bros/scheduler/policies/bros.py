@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,10 +56,7 @@ _LAXITY = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrosSettings:
-    """The policy's options, see EngineConfig. ttft_s, tpot_s: objectives of usual requests.
-
-    kv_tokens: what KV memory holds.
-    """
+    """The policy's options, see EngineConfig. ttft_s, tpot_s: objectives of usual requests."""
 
     rows: int
     tokens: int
@@ -69,7 +65,6 @@ class BrosSettings:
     rt_wait: float = 0.5
     be_share: float = 0.02
     be_max_wait_s: float = 30.0
-    kv_tokens: float = math.inf
     late: str = "renew"
     growth: str = "tcp"
     rules: Rules = Rules()
@@ -257,9 +252,9 @@ class BrosPolicy:
         When real-time requests fill the memory, new ones wait for their ends, and filler puts
         these off.
         """
-        used = sum(state.num_cached for state in running) / self._settings.kv_tokens
-        room = (_CROWDED_TO - used) / (_CROWDED_TO - _CROWDED_FROM)
-        return min(max(room, 0.0), 1.0)
+        room = self._guard.room
+        used = room.held_by(running) / room.kv_tokens
+        return min(max((_CROWDED_TO - used) / (_CROWDED_TO - _CROWDED_FROM), 0.0), 1.0)
 
     def _renew(self, running: Sequence[RequestState], queues: Queues, now: float) -> None:
         """Find tokens whose deadline is lost; give them a new one, or mark them as late.

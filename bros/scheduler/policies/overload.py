@@ -28,10 +28,22 @@ _REFERENCE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What requests in progress share: seats in the batch, and tokens of KV memory."""
+    """What requests in progress share: seats in the batch, and tokens of KV memory.
+
+    shared_tokens: of one request, that lie in blocks of the prefix cache; all_shared_tokens: in all
+    such blocks.
+    """
 
     seats: int
     kv_tokens: int
+    shared_tokens: Callable[[RequestState], int] = lambda state: 0
+    all_shared_tokens: Callable[[], int] = lambda: 0
+
+    def held_by(self, states: Sequence[RequestState]) -> int:
+        """KV tokens of these requests, where what they share counts once."""
+        shared = sum(map(self.shared_tokens, states))
+        own = sum(state.num_cached for state in states) - shared
+        return own + min(shared, self.all_shared_tokens())
 
 
 class OverloadGuard:
@@ -49,7 +61,7 @@ class OverloadGuard:
     ) -> None:
         self._mode = mode
         self._predictor = predictor
-        self._room = room
+        self.room = room
         self._expected_tokens = expected_tokens
 
     def classify(
@@ -108,13 +120,17 @@ class OverloadGuard:
 
         Requests end when they have as many tokens as is usual; nobody else comes in between.
         """
-        seats = self._room.seats - len(running)
-        tokens = self._room.kv_tokens - sum(len(state.token_ids) for state in running)
-        ends = [(self._expected_tokens(s) * step_s, len(s.token_ids)) for s in running]
+        seats = self.room.seats - len(running)
+        room = self.room
+        tokens = room.kv_tokens - room.held_by(running) - sum(s.remaining for s in running)
+        ends = [
+            (self._expected_tokens(s) * step_s, len(s.token_ids) - room.shared_tokens(s))
+            for s in running
+        ]
         heapq.heapify(ends)
         place_s = 0.0
         for state in newcomers:
-            needed = len(state.token_ids)
+            needed = state.remaining  # what is cached of it is there already
             while ends and (seats < 1 or tokens < needed):
                 place_s, freed = heapq.heappop(ends)
                 seats, tokens = seats + 1, tokens + freed
