@@ -7,6 +7,7 @@ means that the server is gone: then this process ends too, whatever it is doing.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -80,6 +81,10 @@ def _serve(launch: Launch, transport: ZmqTransport) -> int:
         engine = build_engine(
             launch.config, files, SystemClock(), profiles=profiles, report=logger.info
         )
+        # What torch and the model have made stays: a full collection that goes through all of it
+        # holds up a step by as much as the step takes.
+        gc.collect()
+        gc.freeze()
         run_engine(engine, transport)
         engine.close()
         return 0
