@@ -57,7 +57,13 @@ KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 FULL, QUICK = Span(400.0, 100.0), Span(60.0, 20.0)
 _PANELS = (TTFT, BE_TOKENS)
-_COLORS = ("#5f5f5f", "#d55e00", "#cc79a7", "#0072b2", "#56b4e9", "#d9d9d9")
+_COLORS = dict(
+    zip(
+        [*KINDS, ALONE],
+        ("#5f5f5f", "#d55e00", "#cc79a7", "#0072b2", "#56b4e9", "#d9d9d9"),
+        strict=True,
+    )
+)
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -130,7 +136,7 @@ def bars(runs: Sequence[Run], title: str) -> Figure:
         for index, kind in enumerate(kinds):
             places = [group + 0.8 * (index + 0.5) / len(kinds) - 0.4 for group in range(len(loads))]
             values = [metric.value(found[kind]) for found in loads.values()]
-            ax.bar(places, values, width=0.76 / len(kinds), color=_COLORS[index], label=kind)
+            ax.bar(places, values, width=0.76 / len(kinds), color=_COLORS[kind], label=kind)
         ax.set_ylabel(metric.label)
         ax.set_xticks(range(len(loads)), list(loads))
         plain(ax)
