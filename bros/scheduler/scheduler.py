@@ -3,9 +3,9 @@
     schedule(now) -> StepPlan -> (an executor runs it) -> apply(StepResult, now) -> outputs
                                                        -> abandon(plan, now), if given up
 
-The policy says who may run in what order and how much a step may hold, packing.py chooses, and
-here the choice is committed: memory is taken and requests change queues. Nothing is changed
-before the choice is complete.
+The policy says who may run in what order and how much a step may hold, packing.py chooses, which
+takes memory (StepMemory), and here the choice is committed: requests change queues and have
+computed what is in the plan. What the step gets is settled when it is packed.
 """
 
 from __future__ import annotations
