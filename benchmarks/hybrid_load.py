@@ -29,14 +29,16 @@ from rich.table import Table
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
+from bros.core.interfaces import EngineInfo
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import ServiceClass, Slo
 from bros.engine.engine import Engine
 from bros.engine.profiling import step_time_model
 from bros.executor.loader import load_executor
-from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.executor.runner import ModelRunner
 from bros.scheduler.build import build_scheduler
+from bros.scheduler.cost_model import CostModel
 from bros.scheduler.profiles import profile_folders
 from bros.simulator.metrics import report_of
 from bros.simulator.simulation import Simulation, SimulationResult
@@ -89,6 +91,17 @@ class TimedExecutor:
 
     def close(self) -> None:
         pass
+
+
+def load(
+    config: EngineConfig, files: ModelFiles, report: Callable[[str], None]
+) -> tuple[ModelRunner, EngineInfo, CostModel]:
+    """The model, what is known of it, and its step times on this machine."""
+    executor, info = load_executor(config, files)
+    folders = profile_folders(default_cache_dir())
+    model = step_time_model(config, executor, info, SystemClock(), folders, report)
+    slo = Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
+    return executor, dataclasses.replace(info, default_slo=slo), model
 
 
 def arrivals(rate: float, duration_s: float, seed: int, longest: int) -> list[Arrival]:
@@ -200,11 +213,8 @@ def main() -> None:
         console.width = 110
     files = resolve_model(None, default_cache_dir(), console.print)
     config = EngineConfig(weights="fp32", max_model_len=2048)
-    executor, info = load_executor(config, files)
-    folders = profile_folders(default_cache_dir())
-    model = step_time_model(config, executor, info, SystemClock(), folders, console.print)
-    slo = Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
-    build = {"info": dataclasses.replace(info, default_slo=slo), "model": model}
+    executor, info, model = load(config, files, console.print)
+    build = {"info": info, "model": model}
     wanted = args.only.split(",") if args.only else [label for label, *_ in RUNS]
     results = {}
     for label, policy, share, in_flight in RUNS:

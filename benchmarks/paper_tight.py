@@ -18,13 +18,8 @@ from paper_drawing import Run, head, mean, row
 from paper_memory import BASE, KINDS, OURS, bars, table
 from rich.console import Console
 
-from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.core.request import Slo
-from bros.engine.profiling import step_time_model
-from bros.executor.loader import load_executor
 from bros.executor.model_store import default_cache_dir, resolve_model
-from bros.scheduler.profiles import profile_folders
 
 RATE, LONGEST_PROMPT = 0.25, 200
 KV_BLOCKS, HOST_KV_BLOCKS = 300, 1200
@@ -43,11 +38,8 @@ def measure(options: Options) -> dict[str, Any]:
         weights="fp32", max_model_len=2048, kv_blocks=KV_BLOCKS, host_kv_blocks=HOST_KV_BLOCKS,
         prefix_cache="off",
     )  # fmt: skip
-    executor, info = load_executor(config, files)
-    folders = profile_folders(default_cache_dir())
-    model = step_time_model(config, executor, info, SystemClock(), folders, console.print)
-    slo = Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
-    build: dict[str, object] = {"info": dataclasses.replace(info, default_slo=slo), "model": model}
+    executor, info, model = hybrid_load.load(config, files, console.print)
+    build: dict[str, object] = {"info": info, "model": model}
     found = hybrid_load.arrivals(RATE, span.duration_s, options.seed, LONGEST_PROMPT)
     runs = []
     for number in range(1 if options.quick else ROUNDS):

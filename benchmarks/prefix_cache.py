@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import hybrid_load
 import torch
 from engine_speed import environment
 from kv_copies import Report, Result, Row, copy_costs, medians, show_copies, step_plan
@@ -39,15 +40,12 @@ from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.engine.engine import Engine
-from bros.engine.profiling import step_time_model
 from bros.executor.kv_storage import KV_BLOCK_SIZE
-from bros.executor.loader import load_executor
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.executor.models.spec import ModelSpec
 from bros.executor.runner import ModelRunner
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.profiles import profile_folders
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
 SIZE = KV_BLOCK_SIZE
@@ -241,12 +239,8 @@ def show_pollution(rows: list[Row], sweep: Sweep, console: Console) -> None:
 def load(threads: int | None, quick: bool, report: Report) -> Machine:
     config = EngineConfig(weights="fp32", max_model_len=2048, threads=threads)
     files = resolve_model(None, default_cache_dir(), report)
-    executor, info = load_executor(config, files)
+    executor, info, model = hybrid_load.load(config, files, report)
     spec = ModelSpec.from_config(json.loads((files.folder / "config.json").read_text("utf-8")))
-    folders = profile_folders(default_cache_dir())
-    model = step_time_model(config, executor, info, SystemClock(), folders, report)
-    slo = Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
-    info = dataclasses.replace(info, default_slo=slo)
     executor.execute(step_plan(1, 0, PREFIX))  # the first step is slow
     return Machine(quick, spec, config, executor, info, model)
 
