@@ -77,12 +77,7 @@ class Holding:
             self._places[block] = len(self.segments)
             self.segments.extend(where)
             return
-        last = runs[-1]
-        if last[0] + last[1] == start:
-            last[1] += count
-        else:
-            self.sorted &= last[0] < start
-            runs.append([start, count])
+        self._lengthen(runs, start, count)
         place = self._places[block]
         self.segments[place + 1 : place + SEGMENT_WIDTH] = array("i", where[1:])
 
@@ -90,13 +85,7 @@ class Holding:
         """Its next tokens went on top of its last block; returns the segments before that."""
         before = self.segments[:]
         self.pushed_last = [(self.tail, count)]
-        runs = self.runs[self.tail]
-        last = runs[-1]
-        if last[0] + last[1] == self.num_tokens:
-            last[1] += count
-        else:
-            self.sorted &= last[0] < self.num_tokens
-            runs.append([self.num_tokens, count])
+        self._lengthen(self.runs[self.tail], self.num_tokens, count)
         place = self._places[self.tail]
         if self.side is Side.LEFT:
             self.segments[place + 2] += count
@@ -188,6 +177,15 @@ class Holding:
             assert node.depth == index and node.alive and self.number in node.holders
             assert node.shared == (index < self.num_shared)
             assert node.shared or self.runs[node.block] == [[index * size, size]]
+
+    def _lengthen(self, runs: list[list[int]], start: int, count: int) -> None:
+        """Tokens [start, start + count) went on top of a stack."""
+        last = runs[-1]
+        if last[0] + last[1] == start:
+            last[1] += count
+        else:
+            self.sorted &= last[0] < start
+            runs.append([start, count])
 
     def _leave(self, block: int) -> None:
         """Nothing of its own is in a block any more."""

@@ -15,7 +15,7 @@ requests that begin alike share them, and later ones find them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bros.core.plan import KvCopies
@@ -124,14 +124,11 @@ class KvCacheManager:
         holding = self._by_id.get(request_id)
         return len(holding.runs) if holding else 0
 
-    def blocks_alone(self, request_id: str) -> int:
-        """Those in which nobody else has any: what others gain by robbing it."""
-        holding = self._by_id.get(request_id)
-        return holding.alone if holding else 0
-
     def blocks_without(self, request_ids: Iterable[str]) -> int:
-        """Blocks that nobody has but these requests, on their own or together."""
-        robbed = self._holdings(request_ids)
+        """Blocks that nobody has but these requests, on their own or together: what others gain
+        by robbing them all."""
+        found = (self._by_id[request_id] for request_id in request_ids)
+        robbed = {holding.number: holding for holding in found}
         alone = sum(holding.alone for holding in robbed.values())
         return alone + len(self._room.shared_among(robbed))
 
@@ -195,12 +192,10 @@ class KvCacheManager:
             self._restore(holding, side, robbed)
         before, slots = holding.segments[:], array("i")
         holding.pushed_last.clear()
-        for block, pushed in self._room.places(holding, side, num_tokens, robbed):
-            count = len(pushed)
-            holding.push(self._stacks.range_of(block, holding.side), holding.num_tokens, count)
-            holding.num_tokens += count
-            holding.pushed_last.append((block, count))
+        for block, pushed in self._put(holding, side, holding.num_tokens, num_tokens, robbed):
+            holding.pushed_last.append((block, len(pushed)))
             slots.extend(pushed)
+        holding.num_tokens += num_tokens
         return before, slots
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
@@ -310,16 +305,12 @@ class KvCacheManager:
             return {}
         robbed: dict[int, Holding] = {}
         free = self._room.available(Side.LEFT)
-        for victim in victims():
-            robbed[self._by_id[victim].number] = self._by_id[victim]
-            free += self._by_id[victim].alone
+        for victim in map(self._by_id.__getitem__, victims()):
+            robbed[victim.number] = victim
+            free += victim.alone
             if wanted <= free * self.block_size:
                 return robbed
         return robbed if self._room.fits(holding, wanted, robbed) else None
-
-    def _holdings(self, request_ids: Iterable[str]) -> Robbed:
-        found = (self._by_id[request_id] for request_id in request_ids)
-        return {holding.number: holding for holding in found}
 
     def _rob(self, victim: Holding, block: int, count: int) -> None:
         """Its last tokens in a block have to make way."""
@@ -354,17 +345,23 @@ class KvCacheManager:
         self._sharing.leave(victim)
         victim.lose((0, count))
 
+    def _put(
+        self, holding: Holding, side: Side, start: int, count: int, robbed: Robbed
+    ) -> Iterator[tuple[int, range]]:
+        """Give tokens [start, start + count), which fit, their places: (block, slots)."""
+        for block, pushed in self._room.places(holding, side, count, robbed):
+            holding.push(self._stacks.range_of(block, holding.side), start, len(pushed))
+            start += len(pushed)
+            yield block, pushed
+
     def _restore(self, holding: Holding, side: Side, robbed: Robbed) -> None:
         runs = sorted(holding.missing)
         holding.missing.clear()
         holding.num_missing = 0
         for start, count in runs:
             self._copies.back_host.extend(self._host.restore(holding.number, (start, count)))
-            for block, pushed in self._room.places(holding, side, count, robbed):
-                where = self._stacks.range_of(block, holding.side)
-                holding.push(where, start, len(pushed))
+            for _, pushed in self._put(holding, side, start, count, robbed):
                 self._copies.back_device.extend(pushed)
-                start += len(pushed)
 
     def _cut_to(self, holding: Holding, num_tokens: int) -> int:
         """Keep the first tokens of a request, as far as they can be kept; returns how many."""

@@ -10,7 +10,7 @@ and never a deadlock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bros.core.request import ServiceClass
 from bros.kvcache.manager import KvCacheManager, Loss
@@ -43,13 +43,12 @@ class StepMemory:
 
     Packing reserves only what it then selects, so a reservation is an allocation already.
 
-    running: requests that hold memory, sorted by rank. max_holders: how many may hold some;
-    real-time requests count only their own kind. newcomers_preempt: requests that hold
-    none may take memory from others, too; those that are late only from best-effort ones, as
-    whoever is on time would have to wait for them. expected_tokens: how many more tokens
-    a request is likely to produce; with it, best-effort newcomers are admitted only if
+    running: requests that hold memory, sorted by rank. states: all requests by id. max_holders:
+    how many may hold some; real-time requests count only their own kind. newcomers_preempt:
+    requests that hold none may take memory from others, too; those that are late only from
+    best-effort ones, as whoever is on time would have to wait for them. expected_tokens: how many
+    more tokens a request is likely to produce; with it, best-effort newcomers are admitted only if
     everybody's expected growth fits beside them, or if no best-effort request runs at all.
-
     prefill_seconds: see CostModel; None if nobody minds the time.
 
     granted: request id -> (segments, slots) of its reservation. losses: requests that had to
@@ -62,6 +61,7 @@ class StepMemory:
         kv: KvCacheManager,
         prefixes: Prefixes,
         running: Sequence[RequestState],
+        states: Mapping[str, RequestState],
         now: float,
         *,
         max_holders: int,
@@ -81,7 +81,7 @@ class StepMemory:
         }
         self._expected_tokens = expected_tokens
         self._prefill_seconds = prefill_seconds
-        self._states = {state.request_id: state for state in running}
+        self._states = states
         # What is kept for real-time prompts must not keep best-effort work from running at all.
         self._has_best_effort = any(s.service_class is ServiceClass.BE for s in reversed(running))
         self._made_room: set[str] = set()
@@ -196,7 +196,6 @@ class StepMemory:
             for service_class in {state.service_class, ServiceClass.BE}:
                 self._seats[service_class] -= 1
             self._newcomers.append(self._growth_of(state))
-            self._states[state.request_id] = state
             self._has_best_effort |= state.service_class is ServiceClass.BE
         return self._open
 
@@ -204,12 +203,7 @@ class StepMemory:
         """Whether so many are free, or can be taken from others."""
         side = state.side if self._has_best_effort else Side.LEFT
         free = self._kv.num_available_blocks(side, state.match)
-        for victim in victims:
-            if free >= blocks:
-                return True
-            free += self._kv.blocks_alone(victim.request_id)
-        if free < blocks and victims and self._kv.num_shared_blocks:
-            free = self._kv.num_available_blocks(side, state.match)
+        if free < blocks and victims:
             free += self._kv.blocks_without(victim.request_id for victim in victims)
         return free >= blocks
 

@@ -115,6 +115,7 @@ class Scheduler:
             self._kv,
             self._prefixes,
             self._queues.running,
+            self._states,
             now,
             max_holders=self._limits.max_num_seqs,
             newcomers_preempt=self._policy.newcomers_preempt,

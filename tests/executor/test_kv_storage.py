@@ -69,6 +69,7 @@ def slots(left: int, right: int) -> st.SearchStrategy[list[tuple[int, int]]]:
 def test_no_copies_need_no_host_memory() -> None:
     storage = KvStorage(SPEC, 1, torch.float32)
     storage.copy(KvCopies(array("i"), array("i"), array("i"), array("i")))
+    assert not any(kv.any() for layer in storage.layers for kv in layer)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

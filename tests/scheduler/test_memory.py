@@ -51,9 +51,9 @@ def memory_with(
     for holder in running:
         assert kv.append(holder.request_id, holder.num_cached, side_of(holder)) is not None
     chosen = {"max_holders": 100, "newcomers_preempt": True, **options}
-    return kv, StepMemory(
-        kv, Prefixes(kv, {cls: ClassCounters() for cls in ServiceClass}), running, 0.0, **chosen
-    )  # type: ignore[arg-type]
+    prefixes = Prefixes(kv, {cls: ClassCounters() for cls in ServiceClass})
+    by_id = {each.request_id: each for each in states}
+    return kv, StepMemory(kv, prefixes, running, by_id, 0.0, **chosen)  # type: ignore[arg-type]
 
 
 # Expected growth
