@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import random
@@ -77,6 +78,10 @@ async def _serve(config: Config, files: ModelFiles, bound: socket.socket) -> int
             log_level=config.server.log_level,
         )
         servers.append(server)
+        # As in the engine's process: a full collection that goes through all the modules and the
+        # tokenizer would hold up every stream.
+        gc.collect()
+        gc.freeze()
         if not deaths:
             await server.run()
     finally:
