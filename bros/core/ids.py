@@ -14,5 +14,5 @@ class IdGenerator:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def new(self, prefix: str) -> str:
-        return f"{prefix}-{''.join(self._rng.choices(_ALPHABET, k=24))}"
+    def new(self, prefix: str, separator: str = "-") -> str:
+        return f"{prefix}{separator}{''.join(self._rng.choices(_ALPHABET, k=24))}"

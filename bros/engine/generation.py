@@ -87,9 +87,11 @@ class TextGenerator:
         tenant: str = "",
         cache_salt: str = "",
         param: str = "messages",
+        arrival_s: float | None = None,
     ) -> Generation:
         """Submit sampling.n requests; returns when the engine has accepted all of them.
 
+        arrival_s: from when objectives count, on the generator's clock; None: from now.
         They are called as `numbered(request_id, n)` says. With a seed, choice i uses seed + i.
         `param` is what a PromptTooLongError names. Raises what
         EngineClient.submit raises; nothing is left running then.
@@ -103,6 +105,8 @@ class TextGenerator:
                 f"n must be at most {info.max_queue} on this server, got {sampling.n}.", "n"
             )
         base_id = request_id or self._ids.new("req")
+        if arrival_s is None:
+            arrival_s = self._clock.now()
         requests = [
             EngineRequest(
                 request_id=choice_id,
@@ -110,7 +114,7 @@ class TextGenerator:
                 sampling=_for_choice(sampling, i),
                 service_class=service_class,
                 slo=slo,
-                arrival_s=self._clock.now(),
+                arrival_s=arrival_s,
                 tenant=tenant,
                 cache_salt=cache_salt,
             )

@@ -88,6 +88,7 @@ class Exchange:
                 tenant=self._body.safety_identifier or self._body.user or "",
                 cache_salt=self._body.cache_salt or "",
                 param=param,
+                arrival_s=self._arrival_s,
             )
             for request_id, prompt in zip(numbered(self._id, len(prompts)), prompts, strict=True)
         ]

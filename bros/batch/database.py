@@ -1,0 +1,129 @@
+"""SQLite or PostgreSQL, brought to the version this program knows."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import alembic.command
+import alembic.config
+import alembic.util
+import sqlalchemy as sa
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from bros.batch.errors import StoreError, StoreFullError
+from bros.core.errors import ConfigError
+
+_BUSY_S = 30
+"""How long a transaction waits for another process's."""
+
+_LOCK = 0x62726F73  # any number that all servers of a store agree on
+_DISK_FULL = "53100"  # PostgreSQL's SQLSTATE
+
+logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+class Database:
+    """Transactions. To be used from worker threads: every call waits for the disk."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        """Made by `open_database`."""
+        self._engine = engine
+        self._is_sqlite = engine.dialect.name == "sqlite"
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """A consistent view. Raises StoreError."""
+        with _explained(), self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextlib.contextmanager
+    def write(self, *, alone: bool = False) -> Iterator[sa.Connection]:
+        """A transaction: all of it is stored when the block ends, or nothing if it raises.
+
+        alone: no other such block runs at the same time, in any process. Raises StoreFullError
+        or StoreError.
+        """
+        with _explained(), self._engine.connect() as connection:
+            writing = connection.execution_options(writes=True)
+            with writing.begin():
+                if alone and not self._is_sqlite:
+                    writing.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+                yield writing
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def open_database(url: str | None, folder: Path) -> Database:
+    """The store at a URL (`postgresql://...`), or in a file in `folder`.
+
+    Creates and migrates it as needed. Raises ConfigError if it is not usable.
+    """
+    if url is None:
+        url = f"sqlite:///{folder / 'jobs.db'}"
+    elif url.startswith(("postgresql://", "postgres://")):
+        url = "postgresql+psycopg://" + url.split("://", 1)[1]
+    try:
+        engine = sa.create_engine(url, pool_size=4, max_overflow=4, pool_pre_ping=True)
+        if engine.dialect.name == "sqlite":
+            _set_up_sqlite(engine)
+        elif engine.dialect.name != "postgresql":
+            raise ConfigError("--store: give a URL that begins with postgresql://")
+        database = Database(engine)
+        _migrate(database)
+        return database
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--store: PostgreSQL needs the package {error.name}; install bros[postgres]"
+        ) from error
+    except sa.exc.ArgumentError as error:
+        raise ConfigError("--store: not a URL such as postgresql://user@host/name") from error
+    except (StoreError, StoreFullError) as error:
+        raise ConfigError(f"--store: {error}") from error
+
+
+def _set_up_sqlite(engine: sa.Engine) -> None:
+    def on_connect(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+        connection.isolation_level = None  # BEGIN is ours, see below
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {1000 * _BUSY_S}")
+        cursor.execute("PRAGMA journal_mode = WAL")
+        cursor.execute("PRAGMA synchronous = FULL")  # what was acknowledged survives a power cut
+        cursor.close()
+
+    def on_begin(connection: sa.Connection) -> None:
+        # Who is going to write says so at once: a reader that becomes a writer may be refused.
+        writes = connection.get_execution_options().get("writes", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    sa.event.listen(engine, "connect", on_connect)
+    sa.event.listen(engine, "begin", on_begin)
+
+
+def _migrate(database: Database) -> None:
+    config = alembic.config.Config()
+    config.set_main_option("script_location", "bros.batch:migrations")
+    with database.write(alone=True) as connection:
+        config.attributes["connection"] = connection
+        try:
+            alembic.command.upgrade(config, "head")
+        except alembic.util.CommandError as error:
+            raise StoreError(
+                f"it was made by another version of bros, which this one does not know ({error})"
+            ) from error
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except sa.exc.DBAPIError as error:
+        reason = str(error.orig).strip().splitlines()[0] if error.orig else str(error)
+        full = getattr(error.orig, "sqlstate", None) == _DISK_FULL or "disk is full" in reason
+        if full:
+            raise StoreFullError("the disk of the store is full") from error
+        raise StoreError(f"the store cannot be used: {reason}") from error

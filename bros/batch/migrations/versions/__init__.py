@@ -1,0 +1,1 @@
+"""One module per version, in the order of their numbers."""

@@ -1,0 +1,147 @@
+"""Checks an input file as a whole: one pass, line by line, in constant memory per row.
+
+All or nothing: a file with a mistake is not run at all, and the mistakes are listed with their
+lines. What depends on the engine, such as a prompt that is too long, is a matter of the row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from bros.batch.objects import MAX_ERRORS, MAX_LINE_BYTES, MAX_ROWS, LineError, RowRef
+from bros.batch.order import Path as PromptPath
+from bros.batch.order import prompt_path, run_order
+from bros.batch.rows import BadRowError, RowHandler, parse_row
+from bros.core.errors import InvalidRequestError, NotFoundError
+
+_CHARS_PER_TOKEN = 4
+"""For quotas, where counting tokens would take longer than all the rest."""
+
+_ASK_EVERY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """An input file that was read to its end. rows in the order of the file, with their ranks.
+
+    tokens: roughly, of all prompts. model: as the rows call it.
+    """
+
+    errors: tuple[LineError, ...]
+    rows: tuple[RowRef, ...] = ()
+    model: str | None = None
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Found:
+    errors: list[LineError] = field(default_factory=list)
+    custom_ids: set[str] = field(default_factory=set)
+    places: list[tuple[int, str, int, int]] = field(default_factory=list)
+    paths: list[PromptPath] = field(default_factory=list)
+    models: set[str | None] = field(default_factory=set)
+    chars: int = 0
+
+
+def check_input(
+    path: Path,
+    digest: str,
+    endpoint: str,
+    handler: RowHandler,
+    *,
+    group: bool = True,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> Checked:
+    """Read a file of rows. Blocking; for a worker thread.
+
+    digest: what its content must have. group: put rows that begin alike next to each other.
+    is_wanted: asked now and then; once it says no, an empty result is returned.
+    """
+    found, content = _Found(), hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            for number, offset, line in _lines(file):
+                content.update(line)
+                if number % _ASK_EVERY == 0 and not is_wanted():
+                    return Checked(())
+                if not _take(found, number, offset, line, endpoint, handler):
+                    break
+            else:
+                if content.hexdigest() != digest:
+                    message = "The content of the input file is damaged; upload it again."
+                    return Checked((LineError("damaged_file", message),))
+    except FileNotFoundError:
+        return Checked((LineError("missing_file", "The content of the input file is gone."),))
+    if not found.places and not found.errors:
+        found.errors.append(LineError("empty_file", "The input file has no requests."))
+    if found.errors:
+        return Checked(tuple(found.errors))
+    return _checked(found, group)
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """(number from 1, offset, line with its line break); an endless line comes in pieces."""
+    number, offset = 1, 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield number, offset, line
+        number, offset = number + 1, offset + len(line)
+
+
+def _take(
+    found: _Found, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
+) -> bool:
+    """Note a line; returns whether it makes sense to go on."""
+    if not line.strip():
+        return True
+    goes_on = False
+    if len(line) > MAX_LINE_BYTES:  # what follows is not a line
+        error = BadRowError("line_too_long", f"This line has more than {MAX_LINE_BYTES} bytes.")
+    elif len(found.places) == MAX_ROWS:
+        error = BadRowError("too_many_requests", f"A batch has at most {MAX_ROWS} requests.")
+    else:
+        try:
+            _add(found, number, offset, line, endpoint, handler)
+            return True
+        except BadRowError as wrong:
+            error, goes_on = wrong, len(found.errors) + 1 < MAX_ERRORS
+    found.errors.append(LineError(error.code, error.message, error.param, number))
+    return goes_on
+
+
+def _add(
+    found: _Found, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
+) -> None:
+    """Add a row. Raises BadRowError."""
+    row = parse_row(line, endpoint)
+    try:
+        facts = handler.check(endpoint, row.body)
+    except InvalidRequestError as error:
+        param = f"body.{error.param}" if error.param else "body"
+        raise BadRowError(error.code or "invalid_value", error.message, param) from None
+    except NotFoundError as error:
+        raise BadRowError(error.code or "not_found", str(error), f"body.{error.param}") from None
+    if row.custom_id in found.custom_ids:
+        message = "Another line has the same 'custom_id'."
+        raise BadRowError("duplicate_custom_id", message, "custom_id")
+    if found.models and facts.model not in found.models:
+        message = "All requests of a batch must name the same model."
+        raise BadRowError("mismatched_model", message, "body.model")
+    found.models.add(facts.model)
+    found.custom_ids.add(row.custom_id)
+    found.places.append((number, row.custom_id, offset, len(line)))
+    found.paths.append(prompt_path(facts.prompt))
+    found.chars += len(facts.prompt)
+
+
+def _checked(found: _Found, group: bool) -> Checked:
+    order = run_order(found.paths) if group else range(len(found.paths))
+    ranks = [0] * len(found.paths)
+    for rank, row in enumerate(order):
+        ranks[row] = rank
+    rows = tuple(RowRef(*place, rank) for place, rank in zip(found.places, ranks, strict=True))
+    (model,) = found.models
+    return Checked((), rows, model, found.chars // _CHARS_PER_TOKEN)
