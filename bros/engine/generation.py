@@ -93,20 +93,17 @@ class TextGenerator:
 
         arrival_s: from when objectives count, on the generator's clock; None: from now.
         They are called as `numbered(request_id, n)` says. With a seed, choice i uses seed + i.
-        `param` is what a PromptTooLongError names. Raises what
-        EngineClient.submit raises; nothing is left running then.
+        `param` is what a PromptTooLongError names. Raises what EngineClient.submit raises;
+        nothing is left running then.
         """
         info = self._engine.info
         if len(prompt_token_ids) >= info.max_model_len:
             # Here already, so that n copies of a huge prompt never go to the engine.
             raise PromptTooLongError(len(prompt_token_ids), info.max_model_len, param)
         if sampling.n > info.max_queue:
-            raise InvalidRequestError(
-                f"n must be at most {info.max_queue} on this server, got {sampling.n}.", "n"
-            )
+            message = f"n must be at most {info.max_queue} on this server, got {sampling.n}."
+            raise InvalidRequestError(message, "n")
         base_id = request_id or self._ids.new("req")
-        if arrival_s is None:
-            arrival_s = self._clock.now()
         requests = [
             EngineRequest(
                 request_id=choice_id,
@@ -114,7 +111,7 @@ class TextGenerator:
                 sampling=_for_choice(sampling, i),
                 service_class=service_class,
                 slo=slo,
-                arrival_s=arrival_s,
+                arrival_s=self._clock.now() if arrival_s is None else arrival_s,
                 tenant=tenant,
                 cache_salt=cache_salt,
             )

@@ -9,15 +9,14 @@ from starlette.middleware import Middleware
 from bros.core.errors import BrosError
 from bros.server.errors import handle_expected, handle_http
 from bros.server.middleware import BearerAuth, ErrorBarrier, RequestLog
-from bros.server.routes import chat, completions, models, service, tokens, traces
+from bros.server.routes import generation, models, service, tokens, traces
 from bros.server.state import ServerState
 
 
 def create_app(state: ServerState) -> Starlette:
     """The app for one server. Whoever builds the state closes the engine afterwards."""
     routes = [
-        *(chat.ROUTES + completions.ROUTES + models.ROUTES + tokens.ROUTES),
-        *traces.ROUTES,
+        *(generation.ROUTES + models.ROUTES + tokens.ROUTES + traces.ROUTES),
         *service.routes(),
     ]
     middleware = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,29 +13,20 @@ from bros.core.errors import InvalidRequestError
 from bros.server.errors import BodyTooLargeError
 from bros.server.protocol import ModelRequest
 from bros.server.state import ServerState
-from bros.server.unsupported import refuse_unsupported
 
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=ModelRequest)
 
-_NOTHING_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
-
-async def read_request(
-    request: Request,
-    model: type[R],
-    unsupported: Mapping[str, tuple[Any, ...]] = _NOTHING_UNSUPPORTED,
-) -> R:
+async def read_request(request: Request, model: type[R]) -> R:
     """The body as a `model`, meant for the model that is served here.
 
-    `unsupported` is a table of unsupported.py. Raises what read_object raises, NotFoundError for
-    another model, and InvalidRequestError for a field that is wrong or cannot be honoured.
+    Raises what read_object raises, NotFoundError for another model, and InvalidRequestError for
+    a field that is wrong.
     """
     state = ServerState.of(request)
-    fields = await read_object(request, state.max_body_bytes)
-    body = validate(model, fields)
+    body = validate(model, await read_object(request, state.max_body_bytes))
     state.check_model(body.model)
-    refuse_unsupported(fields, unsupported)
     return body
 
 
@@ -58,7 +48,7 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     return value
 
 
-def validate(model: type[M], value: dict[str, Any]) -> M:
+def validate(model: type[M], value: Mapping[str, Any]) -> M:
     """Check `value` against a model; raises InvalidRequestError naming the first wrong field."""
     try:
         return model.model_validate(value)

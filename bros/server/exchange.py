@@ -1,130 +1,133 @@
-"""What chat and text completions share: from a checked request to a response."""
+"""From a call to its answer, over HTTP or elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 import bros
-from bros.core.request import SamplingParams
+from bros.core.request import Slo
 from bros.engine.generation import numbered
 from bros.server import offload
-from bros.server.answer import Answer, FinishedChoice
+from bros.server.answer import Answer
+from bros.server.calls import Call
 from bros.server.interrupts import run_interruptible
-from bros.server.protocol import GenerationRequest
 from bros.server.sse import EventStream
 from bros.server.state import ServerState
-from bros.server.stream import ChunkFrame, ChunkWriter
-from bros.server.terms import slo_of, tier_of, tier_used
+from bros.server.stream import ChunkFrame
+from bros.server.terms import Tier, slo_of, tier_of, tier_used
 
 
 class Exchange:
-    """One request for text and its response.
-
-    Raises InvalidRequestError for wrong headers, EngineDeadError if there is no engine.
-    """
+    """One call and its answer. Close it in any case: nothing else ends what runs for it."""
 
     def __init__(
-        self,
-        request: Request,
-        body: GenerationRequest,
-        sampling: SamplingParams,
-        *,
-        id_prefix: str,
-        arrival_s: float,
+        self, state: ServerState, call: Call, *, tier: Tier, slo: Slo, tenant: str, arrival_s: float
     ) -> None:
-        self._state = ServerState.of(request)
-        self._request = request
-        self._body = body
-        self._sampling = sampling
+        """arrival_s: on the state's clock; objectives count from then."""
+        self._state = state
+        self._call = call
+        self._tier = tier
+        self._slo = slo
+        self._tenant = tenant
         self._arrival_s = arrival_s
-        self._info = self._state.engine.info
-        self._tier = tier_of(body)
-        self._slo = slo_of(body, request.headers, self._info.default_slo)
-        self._id = self._state.ids.new(id_prefix)
-        self._created = int(self._state.clock.unix_time())
+        self._id = state.ids.new(call.id_prefix)
+        self._created = int(state.clock.unix_time())
         self._answer: Answer | None = None
 
     @property
-    def header(self) -> dict[str, Any]:
-        """What all responses begin with. Once `generate` is done, for only then it is known
-        what the engine serves the request as."""
+    def answer(self) -> Answer:
+        """What the engine gives; once `start` is done."""
         assert self._answer is not None
-        info = self._info
+        return self._answer
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What all responses begin with. Once `start` is done, for only then it is known what
+        the engine serves the request as."""
+        info = self._state.engine.info
         return {
             "id": self._id,
             "created": self._created,
             "model": self._state.model_name,
-            "service_tier": tier_used(self._tier, best_effort=self._answer.best_effort),
+            "service_tier": tier_used(self._tier, best_effort=self.answer.best_effort),
             # What besides seed and parameters decides the output.
             "system_fingerprint": (
                 f"bros-{bros.__version__}-{info.weights}-{info.kernels}-{info.kv_dtype}"
             ),
         }
 
-    def frame(self, kind: str) -> ChunkFrame:
-        """For stream chunks whose `object` is `kind`; available when `header` is."""
-        options = self._body.stream_options
-        return ChunkFrame(kind, self.header, include_usage=bool(options and options.include_usage))
-
-    async def generate(self, prompts: Sequence[Sequence[int]], param: str) -> None:
-        """Start on all prompts; to be awaited by what is given to `respond`.
-
-        `param` is the field that holds the prompt. Raises what TextGenerator.start raises.
-        """
-        state, n = self._state, self._sampling.n
+    async def start(self) -> None:
+        """Hand over all prompts. Raises what `Call.prompts` and TextGenerator.start raise."""
+        state, call = self._state, self._call
+        prompts = await call.prompts()
         starts = [
             state.generator.start(
                 prompt,
-                self._sampling,
+                call.sampling,
                 request_id=request_id,
                 service_class=self._tier.service_class,
                 slo=self._slo,
-                tenant=self._body.safety_identifier or self._body.user or "",
-                cache_salt=self._body.cache_salt or "",
-                param=param,
+                tenant=self._tenant,
+                cache_salt=call.body.cache_salt or "",
+                param=call.param,
                 arrival_s=self._arrival_s,
             )
             for request_id, prompt in zip(numbered(self._id, len(prompts)), prompts, strict=True)
         ]
         observe = partial(state.metrics.observer, self._arrival_s)
-        self._answer = await Answer.start(starts, n, observe)
-        state.recent.note(self._id, prompts=len(prompts), n=n)
+        self._answer = await Answer.start(starts, call.sampling.n, observe)
+        state.recent.note(self._id, prompts=len(prompts), n=call.sampling.n)
 
-    async def respond(
-        self,
-        start: Coroutine[Any, Any, None],
-        make_writer: Callable[[], ChunkWriter],
-        complete: Callable[[list[FinishedChoice], Answer], BaseModel],
-    ) -> Response:
-        """Run `start`, then stream through what `make_writer` makes, or wait and send what
-        `complete` makes.
-
-        Nothing is left running when the client leaves or anything fails.
-        """
-        receive, stopping = self._request.receive, self._state.stopping
-        try:
-            await run_interruptible(start, receive, stopping)
-            assert self._answer is not None
-            if self._body.stream:
-                return EventStream(self._answer, make_writer(), stopping)
-            choices = await run_interruptible(self._answer.collect(), receive, stopping)
-            await self._answer.aclose()
-        except BaseException:
-            if self._answer is not None:
-                await self._answer.aclose()
-            raise
-        answer = self._answer
+    async def complete(self) -> str:
+        """Wait for everything; the response as JSON. Raises what Answer.collect raises."""
+        choices = await self.answer.collect()
+        await self.answer.aclose()
 
         def render() -> str:
-            return complete(choices, answer).model_dump_json()
+            return self._call.reply(self.header, choices, self.answer).model_dump_json()
 
         # Rendering the logprobs of one token costs about as much as a hundred of text.
         size = 100 * sum(len(choice.logprobs) for choice in choices)
-        body = await offload.run(self._state, render, size)
-        return Response(body, media_type="application/json")
+        return await offload.run(self._state, render, size)
+
+    async def aclose(self) -> None:
+        """Abort what is unfinished."""
+        if self._answer is not None:
+            await self._answer.aclose()
+
+    def stream(self) -> EventStream:
+        """The answer as events; closing it is the stream's business from then on."""
+        call, options = self._call, self._call.body.stream_options
+        include_usage = bool(options and options.include_usage)
+        frame = ChunkFrame(call.chunk_kind, self.header, include_usage=include_usage)
+        return EventStream(self.answer, call.writer(frame), self._state.stopping)
+
+
+async def respond(request: Request, call: Call, arrival_s: float) -> Response:
+    """Answer a call that came over HTTP.
+
+    Nothing is left running when the client leaves or anything fails. Raises InvalidRequestError
+    for wrong headers, EngineDeadError if there is no engine, and what Exchange raises.
+    """
+    state, body = ServerState.of(request), call.body
+    exchange = Exchange(
+        state,
+        call,
+        tier=tier_of(body),
+        slo=slo_of(body, request.headers, state.engine.info.default_slo),
+        tenant=body.safety_identifier or body.user or "",
+        arrival_s=arrival_s,
+    )
+    try:
+        await run_interruptible(exchange.start(), request.receive, state.stopping)
+        if body.stream:
+            return exchange.stream()
+        reply = await run_interruptible(exchange.complete(), request.receive, state.stopping)
+    except BaseException:
+        await exchange.aclose()
+        raise
+    return Response(reply, media_type="application/json")
