@@ -25,7 +25,10 @@ LEVELS: Sequence[tuple[str, ...]] = (
     ("semantic", "batch", "router"),
     ("simulator",),
     ("server", "bench"),
-    ("cli", "chat", "llm", "simulate_command", "profile_command", "bench_command", "__main__"),
+    (
+        *("cli", "chat", "llm", "simulate_command", "profile_command", "bench_command"),
+        *("batch_command", "run_batch_command", "__main__"),
+    ),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 TOP = len(LEVELS) - 1
@@ -42,6 +45,8 @@ CONFINED = {  # library -> where it may be imported
     "prometheus_client": SERVER_ONLY,
     "zmq": WIRE_ONLY,
     "msgspec": WIRE_ONLY,
+    "sqlalchemy": ("bros/batch/",),
+    "alembic": ("bros/batch/",),
     "time": ("bros/core/clock.py",),
     "secrets": ("bros/server/",),
     "uuid": (),
