@@ -160,3 +160,8 @@ class Lease:
     batch_id: str
     owner: str
     epoch: int
+
+
+def is_storable(text: str) -> bool:
+    """Half surrogates are not UTF-8, and databases do not take NUL."""
+    return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bros.batch.objects import TokenUsage
+from bros.batch.objects import TokenUsage, is_storable
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 """Those that rows may be sent to."""
@@ -83,7 +83,8 @@ class BadRowError(Exception):
 def parse_row(line: bytes, endpoint: str) -> Row:
     """Check the frame of a row, not its body. Raises BadRowError."""
     try:
-        value = json.loads(line.removeprefix(b"\xef\xbb\xbf"), parse_constant=_refuse_constant)
+        # Decoded here, for json.loads would take other encodings and half characters, too.
+        value = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise BadRowError("invalid_json_line", "This line is not valid JSON.") from None
     if not isinstance(value, dict):
@@ -97,8 +98,9 @@ def parse_row(line: bytes, endpoint: str) -> Row:
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_ID_CHARS:
         message = f"'custom_id' must be a string of 1 to {_MAX_ID_CHARS} characters."
         raise BadRowError("invalid_value", message, "custom_id")
-    if not _is_storable(custom_id):
-        raise BadRowError("invalid_value", "'custom_id' has characters that no text has.")
+    if not is_storable(custom_id):
+        message = "'custom_id' has characters that no text has."
+        raise BadRowError("invalid_value", message, "custom_id")
     if method != "POST":
         raise BadRowError("invalid_method", "'method' must be POST.", "method")
     if url != endpoint:
@@ -128,8 +130,3 @@ def error_line(row_id: str, custom_id: str, code: str, message: str) -> str:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def _is_storable(text: str) -> bool:
-    """Half surrogates are not UTF-8, and databases do not take NUL."""
-    return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
