@@ -86,7 +86,7 @@ def check_input(
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
     """(number from 1, offset, line with its line break); an endless line comes in pieces."""
     number, offset = 1, 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
+    while line := file.readline(MAX_LINE_BYTES + len(b"\r\n")):
         yield number, offset, line
         number, offset = number + 1, offset + len(line)
 
@@ -95,11 +95,12 @@ def _take(
     found: _Found, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
 ) -> bool:
     """Note a line; returns whether it makes sense to go on."""
-    if not line.strip():
-        return True
     goes_on = False
-    if len(line) > MAX_LINE_BYTES:  # what follows is not a line
+    if len(line.removesuffix(b"\n").removesuffix(b"\r")) > MAX_LINE_BYTES:
+        # What follows is not a line.
         error = BadRowError("line_too_long", f"This line has more than {MAX_LINE_BYTES} bytes.")
+    elif not line.strip():
+        return True
     elif len(found.places) == MAX_ROWS:
         error = BadRowError("too_many_requests", f"A batch has at most {MAX_ROWS} requests.")
     else:
@@ -120,10 +121,11 @@ def _add(
     try:
         facts = handler.check(endpoint, row.body)
     except InvalidRequestError as error:
-        param = f"body.{error.param}" if error.param else "body"
-        raise BadRowError(error.code or "invalid_value", error.message, param) from None
+        code = error.code or "invalid_value"
+        raise BadRowError(code, error.message, _in_body(error.param)) from None
     except NotFoundError as error:
-        raise BadRowError(error.code or "not_found", str(error), f"body.{error.param}") from None
+        code = error.code or "not_found"
+        raise BadRowError(code, str(error), _in_body(error.param)) from None
     if row.custom_id in found.custom_ids:
         message = "Another line has the same 'custom_id'."
         raise BadRowError("duplicate_custom_id", message, "custom_id")
@@ -135,6 +137,10 @@ def _add(
     found.places.append((number, row.custom_id, offset, len(line)))
     found.paths.append(prompt_path(facts.prompt))
     found.chars += len(facts.prompt)
+
+
+def _in_body(param: str | None) -> str:
+    return f"body.{param}" if param else "body"
 
 
 def _checked(found: _Found, group: bool) -> Checked:
