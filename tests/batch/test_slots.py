@@ -1,0 +1,195 @@
+"""Slots: the smallest key first, and none is ever lost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.batch.slots import Slots
+
+
+async def settle() -> None:
+    """Let everything happen that can: nothing here takes more than a few turns of the loop."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+class Guest:
+    """A task that takes a slot and keeps it until told to leave."""
+
+    def __init__(self, slots: Slots, key: int, name: int, came_in: list[int]) -> None:
+        self.key = key
+        self.name = name
+        self._slots = slots
+        self._came_in = came_in
+        self._leaves = asyncio.Event()
+        self._is_in = False
+        self.task = asyncio.create_task(self._visit())
+
+    @property
+    def is_in(self) -> bool:
+        return self._is_in and not self.task.done()
+
+    @property
+    def waits(self) -> bool:
+        return not self._is_in and not self.task.done()
+
+    def leave(self) -> None:
+        self._leaves.set()
+
+    async def _visit(self) -> None:
+        await self._slots.acquire(self.key)
+        self._is_in = True
+        self._came_in.append(self.name)
+        try:
+            await self._leaves.wait()
+        finally:
+            self._slots.release()
+
+
+async def test_the_smallest_key_comes_in_first_and_equal_ones_in_turn() -> None:
+    slots, came_in = Slots(1), list[int]()
+    guests = [Guest(slots, key, name, came_in) for name, key in enumerate([0, 5, 3, 5, 3, 1])]
+    await settle()
+    for name in (0, 5, 2, 4, 1, 3):
+        assert came_in[-1] == name
+        guests[name].leave()
+        await settle()
+    assert came_in == [0, 5, 2, 4, 1, 3]
+    assert slots.used == 0
+
+
+async def test_a_higher_limit_lets_more_in_and_a_lower_one_throws_nobody_out() -> None:
+    slots, came_in = Slots(1), list[int]()
+    guests = [Guest(slots, name, name, came_in) for name in range(5)]
+    await settle()
+    assert (slots.limit, slots.used) == (1, 1)
+    slots.limit = 3
+    await settle()
+    assert came_in == [0, 1, 2]
+    slots.limit = 1
+    assert slots.used == 3
+    for name, inside in ((0, 2), (1, 1), (2, 1)):  # the last one makes room
+        guests[name].leave()
+        await settle()
+        assert slots.used == inside
+    assert came_in == [0, 1, 2, 3]
+    for guest in guests:
+        guest.leave()
+    await settle()
+    assert slots.used == 0
+
+
+async def test_who_is_let_in_and_cancelled_in_the_same_turn_gives_the_place_on() -> None:
+    slots, came_in = Slots(1), list[int]()
+    guests = [Guest(slots, 0, name, came_in) for name in range(3)]
+    await settle()
+    slots.limit = 2  # lets the second one in, which has not noticed
+    guests[1].task.cancel()
+    await settle()
+    assert came_in == [0, 2]
+    assert slots.used == 2
+    await close(guests, slots)
+
+
+@dataclass
+class Model:
+    """What slots should do, written down naively. `inside` holds names."""
+
+    limit: int
+    waiting: list[tuple[int, int]] = field(default_factory=list)  # (key, name)
+    inside: list[int] = field(default_factory=list)
+
+    def admit(self) -> None:
+        while self.waiting and len(self.inside) < self.limit:
+            first = min(self.waiting)
+            self.waiting.remove(first)
+            self.inside.append(first[1])
+
+
+orders = st.one_of(
+    st.tuples(st.just("acquire"), st.integers(0, 3)),
+    st.tuples(st.just("leave"), st.integers(0, 30)),
+    st.tuples(st.just("cancel"), st.integers(0, 30)),
+    st.tuples(st.just("resize"), st.integers(0, 4)),
+)
+
+
+def obey(order: tuple[str, int], guests: list[Guest], slots: Slots, model: Model) -> None:
+    what, number = order
+    if what == "resize":
+        slots.limit = model.limit = number
+    elif guests:
+        guest = guests[number % len(guests)]
+        if what == "leave" and guest.is_in:
+            guest.leave()
+            model.inside.remove(guest.name)
+        elif what == "cancel" and not guest.task.done():
+            guest.task.cancel()
+            if guest.is_in:
+                model.inside.remove(guest.name)
+            else:
+                model.waiting.remove((guest.key, guest.name))
+
+
+@given(script=st.lists(orders, max_size=40), limit=st.integers(0, 3))
+def test_slots_do_what_a_naive_model_does(script: list[tuple[str, int]], limit: int) -> None:
+    async def run() -> None:
+        slots, model, came_in = Slots(limit), Model(limit), list[int]()
+        guests: list[Guest] = []
+        for order in script:
+            if order[0] == "acquire":
+                model.waiting.append((order[1], len(guests)))
+                guests.append(Guest(slots, order[1], len(guests), came_in))
+            else:
+                obey(order, guests, slots, model)
+            model.admit()
+            await settle()
+            assert {guest.name for guest in guests if guest.is_in} == set(model.inside)
+            assert slots.used == len(model.inside)
+        await close(guests, slots)
+
+    asyncio.run(run())
+
+
+@given(
+    script=st.lists(st.tuples(orders, st.integers(0, 3)), max_size=40),
+    limit=st.integers(0, 3),
+)
+def test_no_slot_is_lost_whenever_somebody_is_cancelled(
+    script: list[tuple[tuple[str, int], int]], limit: int
+) -> None:
+    """Orders follow one another so quickly that they meet every state in between."""
+
+    async def run() -> None:
+        slots, came_in = Slots(limit), list[int]()
+        guests: list[Guest] = []
+        for (what, number), turns in script:
+            if what == "acquire":
+                guests.append(Guest(slots, number, len(guests), came_in))
+            elif what == "resize":
+                slots.limit = number
+            elif guests:
+                guest = guests[number % len(guests)]
+                guest.leave() if what == "leave" else guest.task.cancel()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        await settle()
+        inside = sum(guest.is_in for guest in guests)
+        assert slots.used == inside
+        if any(guest.waits for guest in guests):
+            assert inside >= slots.limit  # nobody waits before a free place
+        await close(guests, slots)
+
+    asyncio.run(run())
+
+
+async def close(guests: list[Guest], slots: Slots) -> None:
+    """Everybody goes; all slots are free again."""
+    for guest in guests:
+        guest.task.cancel()
+    await asyncio.gather(*(guest.task for guest in guests), return_exceptions=True)
+    assert slots.used == 0
