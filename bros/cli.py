@@ -1,4 +1,4 @@
-"""The command line: bros serve, chat, profile, simulate, bench and version."""
+"""The command line: bros serve, batch, chat, profile, simulate, bench and version."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from bros import __version__
+from bros.batch import flags as batch_flags
 from bros.bench import flags as bench_flags
 from bros.core.clock import SystemClock
 from bros.core.config import Config
@@ -76,6 +77,11 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         from bros.bench_command import run_bench
 
         return run_bench(args, environ, _warn, SystemClock())
+    if args.command == "batch":
+        # Late, for the same reason.
+        from bros.batch_command import run_batch
+
+        return run_batch(args, environ, _warn, SystemClock())
     config = load_config(given_flags(args), environ, _warn)
     if args.command == "serve":
         # Late: the server's imports take seconds, and --help must not.
@@ -156,6 +162,14 @@ def _parser() -> _Parser:
         add_flags(command)
     bench_flags.add_arguments(bench)
     simulate_flags.add_arguments(simulate)
+    batch = commands.add_parser(
+        "batch",
+        help=batch_flags.HELP,
+        usage=batch_flags.USAGE,
+        description=batch_flags.DESCRIPTION,
+        allow_abbrev=False,
+    )
+    batch_flags.add_arguments(batch)
     commands.add_parser("version", help="print the versions of bros and what it runs on")
     return parser
 
@@ -187,6 +201,8 @@ def _unknown_arguments(unknown: Sequence[str], command: str | None) -> str:
         known = list(simulate_flags.FLAGS)
     if command == "bench":
         known += bench_flags.FLAGS
+    if command == "batch":
+        known = list(batch_flags.FLAGS)
     return f"{first}: there is no such option{near_matches(first, known)}"
 
 

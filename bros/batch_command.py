@@ -1,0 +1,350 @@
+"""`bros batch`: batches of a running server, submitted, watched and fetched over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from bros.batch.client import BatchClient, NoAnswerError, RefusedError, RemoteBatch, batch_client
+from bros.batch.flags import DEFAULT_URL, URL_VARIABLE
+from bros.batch.objects import MAX_LINE_BYTES, BatchStatus
+from bros.batch.tables import batch_block, batch_table
+from bros.batch.watching import Patience, Pause, wait_for_end
+from bros.batch.window import parse_window
+from bros.batch.words import counts, ending, printable, problem, status_words
+from bros.core.clock import Clock
+from bros.core.config_sources import given_flags, load_config
+from bros.core.errors import BrosError, ConfigError, InvalidRequestError
+from bros.core.flag_values import whole
+
+SOME_ROWS_FAILED = 3
+NOT_COMPLETED = 4
+
+_STDOUT = "-"
+_WIDTH = 120
+"""Of tables where there is no terminal."""
+_SHOWN_ERRORS = 10
+"""Errors of an input file that are shown unasked; `status` shows all."""
+_BAR_FROM_BYTES = 4 * 2**20
+"""Smaller files are uploaded before a bar could be read."""
+
+
+def run_batch(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    warn: Callable[[str], None],
+    clock: Clock,
+    *,
+    pause: Pause | None = None,
+    transport: httpx.BaseTransport | None = None,
+    out: Console | None = None,
+    err: Console | None = None,
+) -> int:
+    """Do what was asked; returns the exit status, see bros.batch.flags.EXIT_STATUSES.
+
+    pause: lets seconds pass. transport: instead of the network. out, err: standard output and
+    error. Raises ConfigError for wrong usage, BrosError for other errors, KeyboardInterrupt.
+    """
+    own = {name: text for name, text in environ.items() if name != URL_VARIABLE}
+    config = load_config(given_flags(args), own, warn)
+    url = args.batch_url or environ.get(URL_VARIABLE) or DEFAULT_URL
+    with batch_client(url, config.server.api_key, transport) as client:
+        command = _Command(
+            args,
+            client,
+            clock,
+            pause or threading.Event().wait,
+            _wide(out or Console(highlight=False)),
+            err or Console(stderr=True, highlight=False),
+        )
+        try:
+            return command.run()
+        except BrokenPipeError:
+            # Whoever read standard output has had enough. Python must not flush it at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """One action with all it needs."""
+
+    args: argparse.Namespace
+    client: BatchClient
+    clock: Clock
+    pause: Pause
+    out: Console
+    err: Console
+
+    def run(self) -> int:
+        if getattr(self.args, "batch_id", None) == "":
+            raise ConfigError("ID: there is none; did submitting the batch fail?")
+        actions: dict[str, Callable[[], int]] = {
+            "submit": self._submit,
+            "status": self._status,
+            "list": self._list,
+            "cancel": self._cancel,
+            "results": self._results,
+        }
+        return actions[self.args.batch_action]()
+
+    def _submit(self) -> int:
+        args, path = self.args, Path(self.args.batch_file).expanduser()
+        window = _window(args.batch_window)
+        metadata = _metadata(args.batch_metadata)
+        target = _target("-o", args.batch_output)
+        if target is not None and not args.batch_wait:
+            raise ConfigError("-o: only with --wait; else fetch them with `bros batch results`")
+        endpoint = args.batch_endpoint or _first_url(path)
+        file_id = self._upload(path)
+        try:
+            batch = self.client.create(file_id, endpoint, window, metadata)
+        except RefusedError:
+            with contextlib.suppress(BrosError):  # the first error is the one to show
+                self.client.delete_file(file_id)
+            raise
+        print(printable(batch.id), file=self.out.file, flush=True)
+        if not args.batch_wait:
+            self._say(f"Submitted for {endpoint}, to be done within {window}.")
+            self._say(f"See how it goes: {self._hint('status', batch)} --wait", style="dim")
+            return 0
+        batch = self._wait(batch)
+        if target is not None and batch.status != BatchStatus.FAILED:
+            self._patience().get(lambda: self._fetch(batch.output_file_id, target))
+        elif batch.completed:
+            self._say(f"Fetch the answers: {self._hint('results', batch)} -o FILE", style="dim")
+        self._say_failed(batch)
+        return _outcome(batch)
+
+    def _status(self) -> int:
+        batch = self.client.get(self.args.batch_id)
+        if self.args.batch_wait:
+            batch = self._wait(batch, told=False)
+        if self.args.batch_json:
+            self._print_json(dict(batch.fields))
+        else:
+            block = batch_block(batch, self.clock.unix_time())
+            self.out.print(block, highlight=False, soft_wrap=True)
+        return _outcome(batch) if self.args.batch_wait else 0
+
+    def _list(self) -> int:
+        batches = self.client.newest(whole("--limit", self.args.batch_limit, low=1))
+        if self.args.batch_json:
+            self._print_json([dict(batch.fields) for batch in batches])
+        elif batches:
+            self.out.print(batch_table(batches, self.clock.unix_time()))
+        else:
+            self._say("There are no batches.")
+        return 0
+
+    def _cancel(self) -> int:
+        batch = self.client.cancel(self.args.batch_id)
+        if self.args.batch_wait:
+            batch = self._wait(batch)
+        elif batch.has_ended:
+            self._say(ending(batch))
+        else:
+            self._say(f"{printable(batch.id)} is being cancelled: {counts(batch)}")
+        if not batch.has_ended or batch.status == BatchStatus.CANCELLED:
+            return 0
+        return _outcome(batch)
+
+    def _results(self) -> int:
+        target = _target("-o", self.args.batch_output) or _STDOUT
+        errors = _target("--errors", self.args.batch_errors)
+        if target == errors:
+            raise ConfigError("--errors: this is where the answers go; name another file")
+        batch = self.client.get(self.args.batch_id)
+        if not batch.has_ended:
+            raise BrosError(
+                f"{printable(batch.id)} has not ended, it is {status_words(batch)}: "
+                f"{counts(batch)}. Wait for it: {self._hint('status', batch)} --wait"
+            )
+        if batch.status == BatchStatus.FAILED:
+            self._say_ending(batch)
+            return NOT_COMPLETED
+        self._fetch(batch.output_file_id, target)
+        if errors is not None:
+            self._fetch(batch.error_file_id, errors)
+        if batch.completed < batch.total:
+            self._say(ending(batch))
+            if errors is None:
+                self._say_failed(batch)
+        return _outcome(batch)
+
+    def _wait(self, batch: RemoteBatch, *, told: bool = True) -> RemoteBatch:
+        """The batch when it has ended. told: say what came of it."""
+        try:
+            ended = wait_for_end(
+                batch,
+                lambda: self.client.get(batch.id),
+                self._patience(),
+                self.clock,
+                self.pause,
+                self.err,
+            )
+        except KeyboardInterrupt:
+            self._say(
+                f"No longer waiting; {printable(batch.id)} goes on. "
+                f"Wait again: {self._hint('status', batch)} --wait, "
+                f"give it up: {self._hint('cancel', batch)}"
+            )
+            raise
+        except NoAnswerError as error:
+            raise BrosError(
+                f"{error}. The batch goes on when the server is back: "
+                f"{self._hint('status', batch)} --wait"
+            ) from None
+        if told:
+            self._say_ending(ended)
+        return ended
+
+    def _patience(self) -> Patience:
+        return Patience(self.clock, self.pause, lambda text: self._say(f"bros: {text}"))
+
+    def _upload(self, path: Path) -> str:
+        try:
+            num_bytes = path.stat().st_size
+            with self._bar(path.name, num_bytes) as on_read:
+                return self.client.upload(path, on_read)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+    @contextlib.contextmanager
+    def _bar(self, name: str, num_bytes: int) -> Iterator[Callable[[int], object]]:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        hidden = not self.err.is_terminal or num_bytes < _BAR_FROM_BYTES
+        with Progress(
+            *columns, TransferSpeedColumn(), console=self.err, transient=True, disable=hidden
+        ) as bar:
+            task = bar.add_task("uploading", total=num_bytes)
+            yield lambda read: bar.advance(task, read)
+
+    def _fetch(self, file_id: str | None, target: Path | str) -> None:
+        """Write a file of the server, which keeps none that would be empty."""
+        with contextlib.ExitStack() as stack:
+            pieces = stack.enter_context(self.client.content(file_id)) if file_id else iter(())
+            if isinstance(target, Path):
+                _write(target, pieces)
+                self._say(f"Wrote {target}")
+                return
+            for piece in pieces:
+                sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+
+    def _say_ending(self, batch: RemoteBatch) -> None:
+        self._say(ending(batch))
+        for error in batch.errors[:_SHOWN_ERRORS]:
+            self._say(f"  {problem(error)}")
+        more = len(batch.errors) - _SHOWN_ERRORS
+        if more > 0:
+            self._say(f"  and {more} more: {self._hint('status', batch)}", style="dim")
+
+    def _say_failed(self, batch: RemoteBatch) -> None:
+        if batch.error_file_id is not None:
+            hint = f"{self._hint('results', batch)} -o FILE --errors FILE"
+            self._say(f"See what failed: {hint}", style="dim")
+
+    def _hint(self, action: str, batch: RemoteBatch) -> str:
+        server = f" --url {self.args.batch_url}" if self.args.batch_url else ""
+        return f"bros batch {action} {printable(batch.id)}{server}"
+
+    def _print_json(self, value: object) -> None:
+        print(json.dumps(value, indent=2), file=self.out.file, flush=True)
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self.err.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _wide(console: Console) -> Console:
+    if not console.is_terminal:
+        console.width = _WIDTH
+    return console
+
+
+def _outcome(batch: RemoteBatch) -> int:
+    """The exit status of a batch that has ended."""
+    if batch.status != BatchStatus.COMPLETED:
+        return NOT_COMPLETED
+    return SOME_ROWS_FAILED if batch.failed else 0
+
+
+def _window(text: str) -> str:
+    """Found out before a large upload and not after. Raises ConfigError."""
+    try:
+        parse_window(text)
+    except InvalidRequestError as error:
+        raise ConfigError(f"--window: {error.message}") from None
+    return text
+
+
+def _metadata(pairs: list[str]) -> dict[str, str]:
+    """Raises ConfigError."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--metadata: {pair!r} is not KEY=VALUE")
+        if key in found:
+            raise ConfigError(f"--metadata: {key} is given twice")
+        found[key] = value
+    return found
+
+
+def _first_url(path: Path) -> str:
+    """The endpoint that the first request of a file names. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+            first = next((line for line in lines if line.strip()), None)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if first is None:
+        raise ConfigError(f"{path} has no requests")
+    try:
+        url = json.loads(first)["url"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        url = None
+    if not isinstance(url, str):
+        raise ConfigError(f'{path}: its first line names no "url"; give --endpoint')
+    return url
+
+
+def _target(flag: str, text: str | None) -> Path | str | None:
+    """Where to write, _STDOUT for `-`. Found out before hours of waiting. Raises ConfigError."""
+    if text is None or text == _STDOUT:
+        return text
+    path = Path(text).expanduser().resolve()
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{flag}: {text} cannot be written: no such folder, or it is one")
+    return path
+
+
+def _write(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file under another name, and give it its own once it is whole.
+
+    Raises BrosError if it cannot be written. A device or pipe is written as it is.
+    """
+    special = path.exists() and not path.is_file()
+    written = path if special else path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with written.open("wb") as file:
+            file.writelines(pieces)
+        if not special:
+            written.replace(path)
+    except OSError as error:
+        raise BrosError(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        if not special:
+            written.unlink(missing_ok=True)
