@@ -63,27 +63,37 @@ def open_database(url: str | None, folder: Path) -> Database:
 
     Creates and migrates it as needed. Raises ConfigError if it is not usable.
     """
-    if url is None:
-        url = f"sqlite:///{folder / 'jobs.db'}"
-    elif url.startswith(("postgresql://", "postgres://")):
-        url = "postgresql+psycopg://" + url.split("://", 1)[1]
+    engine = _engine(url, folder)
     try:
-        engine = sa.create_engine(url, pool_size=4, max_overflow=4, pool_pre_ping=True)
-        if engine.dialect.name == "sqlite":
-            _set_up_sqlite(engine)
-        elif engine.dialect.name != "postgresql":
-            raise ConfigError("--store: give a URL that begins with postgresql://")
         database = Database(engine)
         _migrate(database)
         return database
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--store: PostgreSQL needs the package {error.name}; install bros[postgres]"
-        ) from error
-    except sa.exc.ArgumentError as error:
-        raise ConfigError("--store: not a URL such as postgresql://user@host/name") from error
     except (StoreError, StoreFullError) as error:
+        engine.dispose()
         raise ConfigError(f"--store: {error}") from error
+
+
+def _engine(url: str | None, folder: Path) -> sa.Engine:
+    """Raises ConfigError."""
+    if url is None:
+        engine = _pooled(f"sqlite:///{folder / 'jobs.db'}")
+        _set_up_sqlite(engine)
+        return engine
+    scheme, _, place = url.partition("://")
+    if scheme not in ("postgresql", "postgres"):
+        raise ConfigError("--store: give a URL that begins with postgresql://")
+    try:
+        return _pooled(f"postgresql+psycopg://{place}")
+    except ImportError as error:
+        raise ConfigError(
+            f"--store: PostgreSQL needs more packages; install bros[postgres] ({error})"
+        ) from error
+    except (sa.exc.ArgumentError, ValueError) as error:  # ValueError: the port is no number
+        raise ConfigError("--store: not a URL such as postgresql://user@host/name") from error
+
+
+def _pooled(url: str) -> sa.Engine:
+    return sa.create_engine(url, pool_size=4, max_overflow=4, pool_pre_ping=True)
 
 
 def _set_up_sqlite(engine: sa.Engine) -> None:
@@ -127,3 +137,5 @@ def _explained() -> Iterator[None]:
         if full:
             raise StoreFullError("the disk of the store is full") from error
         raise StoreError(f"the store cannot be used: {reason}") from error
+    except sa.exc.TimeoutError as error:
+        raise StoreError("the store cannot be used: all connections to it are busy") from error

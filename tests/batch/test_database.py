@@ -1,0 +1,189 @@
+"""The store is opened, brought to this version, and nothing is stored by halves."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from bros.batch.database import Database, open_database
+from bros.batch.errors import StoreError, StoreFullError
+from bros.batch.schema import METADATA
+from bros.core.errors import ConfigError
+from support.batch_store import NOW, Store, open_store
+
+from .conftest import NewUrl
+
+
+def count_files(store: Store) -> object:
+    return store.query("SELECT count(*) FROM files")[0][0]
+
+
+def test_migrations_make_exactly_the_tables_of_the_schema(store: Store) -> None:
+    with store.database.read() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_server_default": True})
+        assert compare_metadata(context, METADATA) == []
+        found = sa.inspect(connection)
+        for table in METADATA.sorted_tables:
+            key = found.get_pk_constraint(table.name)["constrained_columns"]
+            assert key == [column.name for column in table.primary_key]
+
+
+def test_a_store_that_is_opened_again_has_what_was_stored(store: Store) -> None:
+    file = store.put_file()
+    with store.again() as other:
+        assert other.files.get("ann", file.id, NOW) == file
+
+
+def test_many_processes_may_open_a_new_store_at_once(new_url: NewUrl, tmp_path: Path) -> None:
+    url, ready = new_url(), threading.Barrier(6)
+
+    def open_and_use(name: int) -> None:
+        ready.wait()
+        with open_store(url, tmp_path) as store:
+            store.put_file(file_id=f"file-{name}")
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(open_and_use, range(6)))
+    with open_store(url, tmp_path) as store:
+        assert count_files(store) == 6
+
+
+def test_a_store_of_a_newer_version_is_refused_and_left_alone(store: Store) -> None:
+    store.put_file()
+    with store.database.write() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(ConfigError, match="--store: .*another version of bros"), store.again():
+        pass
+    assert store.query("SELECT version_num FROM alembic_version") == [("9999",)]
+    assert count_files(store) == 1
+
+
+def test_the_short_form_of_a_url_is_taken_too(new_url: NewUrl, tmp_path: Path) -> None:
+    url = new_url()
+    short = None if url is None else re.sub("^postgresql:", "postgres:", url)
+    with open_store(short, tmp_path) as store:
+        assert count_files(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nonsense", "postgresql://"),
+        ("mysql://host/name", "postgresql://"),
+        ("oracle://host/name", "postgresql://"),
+        ("sqlite:////nowhere/at/all.db", "postgresql://"),
+        ("postgresql://user@host:port/name", "postgresql://"),
+        ("postgresql://user@127.0.0.1:1/name", "cannot be used"),
+        ("postgresql://user@/name?host=/nowhere", "cannot be used"),
+    ],
+)
+def test_a_store_that_cannot_be_reached_is_a_wrong_option(
+    tmp_path: Path, url: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^--store: .*{message}") as refused:
+        open_database(url, tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_without_its_packages_postgresql_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(ConfigError, match=r"^--store: .*bros\[postgres\]"):
+        open_database("postgresql://user@host/name", tmp_path)
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "jobs.db").write_bytes(b"This is not a database. " * 100)
+    with pytest.raises(ConfigError, match="not a database"):
+        open_database(None, tmp_path)
+
+
+def test_a_block_that_raises_stores_nothing(store: Store) -> None:
+    with pytest.raises(KeyError), store.database.write() as connection:
+        connection.execute(sa.delete(METADATA.tables["files"]))
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+        raise KeyError
+    assert store.query("SELECT version_num FROM alembic_version") == [("0001",)]
+
+
+def test_a_faulty_statement_is_a_store_error_on_one_line(store: Store) -> None:
+    with pytest.raises(StoreError) as failed:
+        store.query("SELECT * FROM nothing")
+    assert "\n" not in str(failed.value)
+
+
+def test_blocks_that_run_alone_do_not_overlap(store: Store) -> None:
+    """What they read is still so when they write."""
+    store.put_file(file_id="file-0")
+    size = sa.text("SELECT num_bytes FROM files")
+
+    def add_ten(_: int) -> None:
+        with store.again() as own:
+            for _ in range(10):
+                with own.database.write(alone=True) as connection:
+                    value = connection.execute(size).scalar_one()
+                    connection.execute(
+                        sa.text("UPDATE files SET num_bytes = :value"), {"value": value + 1}
+                    )
+
+    before = store.query("SELECT num_bytes FROM files")[0][0]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(add_ten, range(4)))
+    assert store.query("SELECT num_bytes FROM files") == [(before + 40,)]  # type: ignore[operator]
+
+
+def test_too_few_connections_are_a_store_error(tmp_path: Path) -> None:
+    url, pool = f"sqlite:///{tmp_path / 'jobs.db'}", {"pool_size": 1, "max_overflow": 0}
+    engine = sa.create_engine(url, pool_timeout=0.01, **pool)  # type: ignore[arg-type]
+    database = Database(engine)
+    with database.read(), pytest.raises(StoreError), database.read():
+        pass
+    database.close()
+
+
+def test_a_full_database_keeps_nothing_of_a_file(store: Store) -> None:
+    fill_up(store)
+    with pytest.raises(StoreFullError):
+        store.put_file()
+    assert count_files(store) == 0
+    assert store.unplaced() == []
+    store.files.sweep(NOW)
+    assert store.bodies() == set()
+
+
+def fill_up(store: Store) -> None:
+    """From now on the database says that its disk is full when a file is recorded."""
+    on_postgres = """
+        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN RAISE EXCEPTION 'could not extend file' USING ERRCODE = '53100'; END $$;
+        CREATE TRIGGER full_disk BEFORE INSERT ON files EXECUTE FUNCTION refuse();
+    """
+    on_sqlite = """
+        CREATE TRIGGER full_disk BEFORE INSERT ON files
+        BEGIN SELECT RAISE(FAIL, 'database or disk is full'); END;
+    """
+    with store.database.write() as connection:
+        connection.exec_driver_sql(on_sqlite if store.url is None else on_postgres)
+
+
+ON_POSTGRES = pytest.param("postgres", marks=pytest.mark.multiprocess)
+
+
+@pytest.mark.parametrize("new_url", [ON_POSTGRES], indirect=True)
+def test_a_lost_connection_is_replaced(store: Store) -> None:
+    file = store.put_file()
+    with store.again() as other:
+        other.query(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+            " AND backend_type = 'client backend'"
+        )
+    assert store.files.get("ann", file.id, NOW) == file
