@@ -195,11 +195,10 @@ class _Command:
                 self.err,
             )
         except KeyboardInterrupt:
-            self._say(
-                f"No longer waiting; {printable(batch.id)} goes on. "
-                f"Wait again: {self._hint('status', batch)} --wait, "
-                f"give it up: {self._hint('cancel', batch)}"
-            )
+            going = "is still being cancelled" if batch.status == "cancelling" else "goes on"
+            self._say(f"No longer waiting; {printable(batch.id)} {going}.")
+            self._say(f"  wait again: {self._hint('status', batch)} --wait", style="dim")
+            self._say(f"  give it up: {self._hint('cancel', batch)}", style="dim")
             raise
         except NoAnswerError as error:
             raise BrosError(

@@ -94,6 +94,12 @@ def test_exit_status_is_that_of_the_server(build: FakeBuild) -> None:
         (["serve", "--policy", "lifo"], "--policy: 'lifo' is not one of bros, fcfs, priority"),
         (["serve", "a", "--model", "b"], "--model: the model is given twice, as 'a' and as 'b'"),
         (["serve", "--config", "/no.toml"], "--config: /no.toml cannot be read"),
+        (
+            ["batch", "submit", "f", "--wiat"],
+            "--wiat: there is no such option; did you mean --wait",
+        ),
+        (["batch", "submit"], "arguments are required: FILE (see bros batch submit --help)"),
+        (["batch"], "arguments are required: ACTION (see bros batch --help)"),
         (["train"], "invalid choice: 'train' (choose from"),
         (["chat", "--url", "localhost:8000"], "--url: 'localhost:8000' must start with http://"),
     ],
@@ -152,7 +158,7 @@ def test_version_names_what_bros_runs_on(capsys: pytest.CaptureFixture[str]) -> 
 def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     out = capsys.readouterr().out
-    assert all(command in out for command in ("serve", "chat", "version"))
+    assert all(command in out for command in ("serve", "batch", "chat", "version"))
 
 
 def test_chat_reads_a_pipe_and_answers(
@@ -171,7 +177,9 @@ def test_chat_reads_a_pipe_and_answers(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["serve", "--help"], ["batch", "submit", "--help"], ["version"]]
+)
 def test_quick_commands_import_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys\n"

@@ -38,11 +38,11 @@ def batch_table(batches: Sequence[RemoteBatch], now: float) -> Table:
     """One line per batch, in their order. now: Unix seconds."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("batch", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    for column in ("rows", "done", "failed"):
+    table.add_column("status")
+    for column in ("done", "failed"):
         table.add_column(column, justify="right", no_wrap=True)
-    for column in ("created", "window", "expected end"):
-        table.add_column(column, no_wrap=True)
+    for column in ("created", "expected end"):
+        table.add_column(column)
     for batch in batches:
         created = _NOTHING
         if batch.created_at is not None:
@@ -50,9 +50,9 @@ def batch_table(batches: Sequence[RemoteBatch], now: float) -> Table:
         table.add_row(
             Text(printable(batch.id)),
             _status(batch),
-            *(f"{count:,}" for count in (batch.total, batch.done, batch.failed)),
+            f"{batch.done:,}/{batch.total:,}",
+            f"{batch.failed:,}",
             created,
-            Text(printable(batch.fields.get("completion_window", _NOTHING))),
             _expected_end(batch, now),
         )
     return table
@@ -65,7 +65,8 @@ def _status(batch: RemoteBatch) -> Text:
 def _expected_end(batch: RemoteBatch, now: float) -> Text:
     if batch.has_ended or batch.expected_at is None:
         return Text(_NOTHING)
-    words = expectation(batch.expected_at, now)
+    left_s = batch.expected_at - now
+    words = f"in {duration(left_s)}" if left_s > 0 else "any moment"
     return Text(f"{words}, at risk", style="bold yellow") if batch.at_risk else Text(words)
 
 

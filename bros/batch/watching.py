@@ -180,8 +180,8 @@ class _Lines:
         if batch.status == self._status:
             self._every_s = min(1.5 * self._every_s, LAST_LINE_EVERY_S)
         self._status, self._next_s = batch.status, now + self._every_s
-        facts = ", ".join([status_words(batch), *_facts(forecast)])
-        self._say(f"{printable(batch.id)}: {facts}")
+        parts = [status_words(batch), _progress(forecast), _end(forecast)]
+        self._say(f"{printable(batch.id)}: {', '.join(part for part in parts if part)}")
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -200,20 +200,25 @@ class _Screen:
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
         head.add_row(Text(f"{printable(batch.id)} {status_words(batch)}", style="bold"), bar)
-        lines: list[RenderableType] = [head, Text(", ".join(_facts(forecast)))]
+        texts = [text for text in (_progress(forecast), _end(forecast)) if text]
+        lines: list[RenderableType] = [head, *map(Text, texts)]
         if forecast.at_risk:
             text = risk(batch, forecast.expected_at, forecast.unix_time)
             lines.append(Text(f"It {text}.", style="bold yellow"))
         self._live.update(Group(*lines), refresh=True)
 
 
-def _facts(forecast: _Forecast) -> list[str]:
-    batch, now = forecast.batch, forecast.unix_time
-    facts = [counts(batch)] if batch.total else []
+def _progress(forecast: _Forecast) -> str:
+    facts = [counts(forecast.batch)] if forecast.batch.total else []
     if forecast.rows_per_s is not None:
         facts.append(speed(forecast.rows_per_s))
+    return ", ".join(facts)
+
+
+def _end(forecast: _Forecast) -> str:
+    now, facts = forecast.unix_time, []
     if forecast.expected_at is not None:
         facts.append(f"expected to end {expectation(forecast.expected_at, now)}")
-    if batch.expires_at is not None:
-        facts.append(f"window ends {moment(batch.expires_at, now)}")
-    return facts
+    if forecast.batch.expires_at is not None:
+        facts.append(f"window ends {moment(forecast.batch.expires_at, now)}")
+    return ", ".join(facts)

@@ -1,0 +1,707 @@
+"""`bros batch` against a server that is told what becomes of each batch."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from rich.console import Console
+
+from bros.batch import flags
+from bros.batch.watching import FIRST_LINE_EVERY_S, LAST_LINE_EVERY_S, LOST_S
+from bros.batch_command import NOT_COMPLETED, SOME_ROWS_FAILED, run_batch
+from bros.cli import main
+from bros.core.clock import ManualClock
+from bros.core.errors import BrosError, ConfigError
+from support.fake_batches import CREATED_AT, FakeBatches, counts, refusal, served
+
+ROW = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {}}
+OUTPUT = b'{"custom_id":"1"}\n{"custom_id":"2"}\n'
+ERRORS = b'{"custom_id":"3"}\n'
+RUNNING = {"status": "in_progress", "request_counts": counts(3)}
+COMPLETED = {
+    "status": "completed",
+    "request_counts": counts(2, 2),
+    "output_file_id": "file-out",
+    "completed_at": CREATED_AT + 60,
+}
+SOME_FAILED = COMPLETED | {"request_counts": counts(3, 2, 1), "error_file_id": "file-err"}
+EXPIRED = SOME_FAILED | {"status": "expired", "request_counts": counts(3, 2, 0)}
+CANCELLED = EXPIRED | {"status": "cancelled"}
+INVALID = {
+    "status": "failed",
+    "errors": {
+        "data": [
+            {"code": "invalid_json_line", "message": "Not JSON.", "line": 3, "param": None},
+            {"code": "empty_file", "message": "All wrong.", "line": None, "param": None},
+        ]
+    },
+}
+
+
+class Ran(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+class Desk:
+    """Runs commands beside a fake server, on a clock that moves when they pause."""
+
+    def __init__(self) -> None:
+        self.fake = FakeBatches()
+        self.fake.files |= {"file-out": OUTPUT, "file-err": ERRORS}
+        self.clock = ManualClock(epoch_s=CREATED_AT)
+        self.err = Timed(self.clock)
+        self.interrupt_after: int | None = None
+        self.pauses: list[float] = []
+
+    def run(self, *arguments: str, terminal: bool = False, **environ: str) -> Ran:
+        parser = argparse.ArgumentParser()
+        flags.add_arguments(parser)
+        out, self.err = io.StringIO(), Timed(self.clock)
+        status = run_batch(
+            parser.parse_args(arguments),
+            environ,
+            pytest.fail,
+            self.clock,
+            pause=self._pause,
+            transport=httpx.MockTransport(self.fake),
+            out=Console(file=out),
+            err=Console(file=self.err, force_terminal=terminal, width=80),
+        )
+        return Ran(status, out.getvalue(), self.err.getvalue())
+
+    def _pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        if len(self.pauses) == self.interrupt_after:
+            raise KeyboardInterrupt
+        self.clock.advance(seconds)
+
+
+class Timed(io.StringIO):
+    """Standard error that knows when what was written."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self._clock = clock
+        self.times: list[float] = []
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            self.times.append(self._clock.now())
+        return super().write(text)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    return str(write_rows(tmp_path / "rows.jsonl", ROW))
+
+
+def write_rows(path: Path, *found: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return path
+
+
+# Submitting.
+
+
+def test_submit_uploads_the_file_and_prints_only_the_id(desk: Desk, rows: str) -> None:
+    ran = desk.run("submit", rows, "--metadata", "run=7", "--metadata", "by=a=b")
+    assert (ran.status, ran.out) == (0, "batch_1\n")
+    batch = desk.fake.batches["batch_1"]
+    assert desk.fake.files[batch["input_file_id"]] == Path(rows).read_bytes()
+    assert desk.fake.filenames == ["rows.jsonl"]
+    assert batch["endpoint"] == "/v1/chat/completions"
+    assert batch["completion_window"] == "24h"
+    assert batch["metadata"] == {"run": "7", "by": "a=b"}
+    assert "bros batch status batch_1 --wait" in ran.err
+
+
+def test_submit_takes_endpoint_and_window_from_the_flags(desk: Desk, rows: str) -> None:
+    desk.run("submit", rows, "--endpoint", "/v1/completions", "--window", "90m")
+    batch = desk.fake.batches["batch_1"]
+    assert (batch["endpoint"], batch["completion_window"]) == ("/v1/completions", "90m")
+    assert batch["metadata"] is None
+
+
+def test_endpoint_is_that_of_the_first_line_with_something_in_it(
+    desk: Desk, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n \n" + json.dumps(ROW | {"url": "/v1/completions"}).encode())
+    desk.run("submit", str(path))
+    assert desk.fake.batches["batch_1"]["endpoint"] == "/v1/completions"
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", "no json\n", '["url"]\n', '{"url": 3}\n', "{}"])
+def test_without_an_endpoint_nothing_is_sent(desk: Desk, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match='has no requests|names no "url"; give --endpoint'):
+        desk.run("submit", str(path))
+    assert desk.fake.requests == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--window", "soon"], "--window: 'soon' is no completion window"),
+        (["--metadata", "a"], "--metadata: 'a' is not KEY=VALUE"),
+        (["--metadata", "=a"], "--metadata: '=a' is not KEY=VALUE"),
+        (["--metadata", "a=1", "--metadata", "a=2"], "--metadata: a is given twice"),
+        (["-o", "x"], "-o: only with --wait"),
+        (["--wait", "-o", "/no/such/folder/x"], "-o: /no/such/folder/x cannot be written"),
+        (["--url", "localhost:8000"], "--url: 'localhost:8000' must start with http://"),
+        (["--url", "http://a:b"], "--url"),
+    ],
+)
+def test_wrong_usage_is_found_before_anything_is_sent(
+    desk: Desk, rows: str, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        desk.run("submit", rows, *arguments)
+    assert str(raised.value).startswith(message)
+    assert desk.fake.requests == []
+
+
+def test_missing_file_is_named(desk: Desk, tmp_path: Path) -> None:
+    for extra in ([], ["--endpoint", "/v1/completions"]):
+        with pytest.raises(ConfigError, match="none cannot be read: No such file"):
+            desk.run("submit", str(tmp_path / "none"), *extra)
+
+
+def test_file_of_a_refused_batch_is_deleted(desk: Desk, rows: str) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response | None:
+        if request.method == "POST" and request.url.path == "/v1/batches":
+            return refusal(400, "'metadata' has too many pairs.")
+        return None
+
+    desk.fake.before = refuse
+    files = set(desk.fake.files)
+    with pytest.raises(BrosError, match="^400: 'metadata' has too many pairs.$"):
+        desk.run("submit", rows)
+    assert set(desk.fake.files) == files
+
+
+def test_large_file_is_sent_in_pieces_with_a_bar(desk: Desk, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *[ROW | {"pad": "x" * 10_000}] * 600)
+    ran = desk.run("submit", str(path), terminal=True)
+    assert desk.fake.files["file-3"] == path.read_bytes()
+    assert "uploading" in ran.err and "6.1/6.1 MB" in ran.err
+    assert "uploading" not in desk.run("submit", str(path)).err
+
+
+# Waiting.
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        (COMPLETED, 0, "batch_1 completed: 2 rows, all succeeded"),
+        (SOME_FAILED, SOME_ROWS_FAILED, "batch_1 completed: 2 of 3 rows succeeded, 1 failed"),
+        (EXPIRED, NOT_COMPLETED, "batch_1 expired: 2 of 3 rows succeeded, 1 failed or not run"),
+        (CANCELLED, NOT_COMPLETED, "batch_1 cancelled: 2 of 3 rows succeeded, 1 failed or not"),
+        (INVALID, NOT_COMPLETED, "batch_1 failed: 2 errors, nothing was run"),
+    ],
+)
+def test_exit_status_says_how_the_batch_ended(
+    desk: Desk, rows: str, tmp_path: Path, end: dict[str, Any], status: int, words: str
+) -> None:
+    desk.fake.script = [RUNNING, {}, end]
+    target = tmp_path / "out.jsonl"
+    ran = desk.run("submit", rows, "--wait", "-o", str(target))
+    assert (ran.status, ran.out) == (status, "batch_1\n")
+    assert words in ran.err
+    assert target.exists() == (end is not INVALID)
+    if end is not INVALID:
+        assert target.read_bytes() == OUTPUT
+    assert ("--errors FILE" in ran.err) == ("error_file_id" in end)
+
+    desk.fake.batches["batch_1"] |= RUNNING
+    desk.fake.script = [{}, end]
+    assert desk.run("status", "batch_1", "--wait").status == status
+
+
+def test_errors_of_the_input_file_have_their_lines(desk: Desk, rows: str) -> None:
+    desk.fake.script = [INVALID]
+    ran = desk.run("submit", rows, "--wait")
+    assert "  line 3: invalid_json_line: Not JSON.\n  empty_file: All wrong.\n" in ran.err
+    shown = desk.run("status", "batch_1").out
+    assert "  line 3: invalid_json_line: Not JSON.\n  empty_file: All wrong.\n" in shown
+
+
+def test_of_many_errors_the_first_are_shown_and_all_by_status(desk: Desk, rows: str) -> None:
+    data = [{"code": "c", "message": "m", "line": n} for n in range(1, 31)]
+    desk.fake.script = [{"status": "failed", "errors": {"data": data}}]
+    ran = desk.run("submit", rows, "--wait")
+    assert "line 10: c: m\n  and 20 more: bros batch status batch_1\n" in ran.err
+    assert "line 11:" not in ran.err
+    assert "line 30: c: m\n" in desk.run("status", "batch_1").out
+
+
+def test_without_a_terminal_there_are_few_lines(desk: Desk) -> None:
+    desk.fake.add(status="in_progress", request_counts=counts(4000))
+    desk.fake.script = [{"request_counts": counts(4000, n)} for n in range(4000)]
+    desk.fake.script.append(COMPLETED)
+    desk.run("status", "batch_1", "--wait")
+    *times, _ = desk.err.times
+    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    assert desk.clock.now() > 10_000
+    assert min(gaps) >= FIRST_LINE_EVERY_S
+    assert gaps[-2] >= LAST_LINE_EVERY_S
+    assert "\x1b" not in desk.err.getvalue()
+
+
+def test_line_says_how_far_how_fast_and_until_when(desk: Desk) -> None:
+    desk.fake.add(status="validating")
+    looks = [RUNNING | {"request_counts": counts(2000, 10 * n, n)} for n in range(20)]
+    desk.fake.script = [{}, *looks, COMPLETED]
+    ran = desk.run("status", "batch_1", "--wait")
+    first, *later = ran.err.splitlines()
+    assert re.fullmatch(r"batch_1: validating, window ends .* \(in 24 h\)", first)
+    assert re.search(
+        r"batch_1: in progress, [\d,]+ of 2,000 rows done, \d+ failed, \d\.\d rows/s, "
+        r"expected to end .* \(in \d+ min\), window ends",
+        later[-1],
+    )
+    assert "batch_1  completed" in ran.out
+
+
+def test_slow_batch_is_measured_in_rows_per_minute(desk: Desk) -> None:
+    desk.fake.add(status="in_progress", request_counts=counts(100))
+    desk.fake.script = [{"request_counts": counts(100, n // 10)} for n in range(60)]
+    desk.fake.script.append(COMPLETED)
+    ran = desk.run("status", "batch_1", "--wait")
+    assert re.search(r"4 of 100 rows done, 2\.\d rows/min, ", ran.err)
+
+
+def test_terminal_shows_a_bar_and_leaves_only_what_came_of_it(desk: Desk, rows: str) -> None:
+    desk.fake.script = [RUNNING | {"request_counts": counts(50, 20, 2)}, SOME_FAILED]
+    ran = desk.run("submit", rows, "--wait", terminal=True)
+    assert ran.out == "batch_1\n"
+    assert "batch_1 in progress" in ran.err and "━" in ran.err
+    assert "22 of 50 rows done, 2 failed" in ran.err
+    left = ran.err[ran.err.rindex("\x1b[2K") :]
+    assert "batch_1 completed: 2 of 3 rows succeeded" in left and "━" not in left
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_server_says_when_it_ends_and_that_it_is_at_risk(desk: Desk, terminal: bool) -> None:
+    at_risk = {"expected_at": CREATED_AT + 90_000, "at_risk": True}
+    desk.fake.add(**RUNNING, bros=at_risk)
+    desk.fake.script = [{}, {}, {"bros": at_risk | {"at_risk": False}}, {}, COMPLETED]
+    ran = desk.run("status", "batch_1", "--wait", terminal=terminal)
+    err = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", ran.err))
+    assert re.search(
+        r"may not be done in time: expected to end [^()]* \(in 25 h\), but its window ends "
+        r"[^()]* \(in 24 h\); rows not done by then are given up",
+        err,
+    )
+    if not terminal:
+        assert err.count("warning") == 1
+
+
+def test_risk_is_worked_out_where_the_server_says_nothing(desk: Desk) -> None:
+    desk.fake.add(status="in_progress", request_counts=counts(1000), expires_at=CREATED_AT + 60)
+    desk.fake.script = [{"request_counts": counts(1000, n)} for n in range(10)] + [EXPIRED]
+    ran = desk.run("status", "batch_1", "--wait")
+    assert ran.err.count("batch_1: warning: it may not be done in time: expected to end") == 1
+
+
+def test_lost_connection_is_said_once_and_survived(desk: Desk, rows: str) -> None:
+    gone = [httpx.ConnectError("refused"), httpx.ReadTimeout("timed out"), refusal(503, "Loading.")]
+    desk.fake.script = [RUNNING, *gone * 3, RUNNING, COMPLETED]
+    ran = desk.run("submit", rows, "--wait")
+    assert ran.status == 0
+    assert ran.err.count("does not answer: refused; trying again ...") == 1
+    assert ran.err.count("trying again") == ran.err.count("the server answers again, after ") == 1
+    waits = desk.pauses[2 : 2 + len(gone) * 3]
+    assert waits == sorted(waits) and waits[0] < 1 < waits[-1]
+
+
+def test_server_that_stays_away_ends_the_wait(desk: Desk, rows: str) -> None:
+    desk.fake.script = [RUNNING] + [httpx.ConnectError("refused") for _ in range(1000)]
+    with pytest.raises(BrosError, match="for 15 min now. The batch goes on when the server is"):
+        desk.run("submit", rows, "--wait")
+    assert LOST_S <= desk.clock.now() < 1.1 * LOST_S
+
+
+def test_batch_that_is_gone_ends_the_wait(desk: Desk, rows: str) -> None:
+    desk.fake.script = [RUNNING, refusal(404, "No batch found.")]
+    with pytest.raises(BrosError, match="^404: No batch found.$"):
+        desk.run("submit", rows, "--wait")
+
+
+def test_first_question_is_asked_once(desk: Desk) -> None:
+    desk.fake.add()
+    desk.fake.script = [httpx.ConnectError("refused")]
+    with pytest.raises(BrosError, match="http://127.0.0.1:8000/v1 does not answer: refused"):
+        desk.run("status", "batch_1", "--wait")
+    assert desk.pauses == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["status", "batch_1"], "goes on"), (["cancel", "batch_1"], "is still being cancelled")],
+)
+def test_interruption_says_that_the_batch_goes_on(
+    desk: Desk, arguments: list[str], words: str
+) -> None:
+    desk.fake.add(**RUNNING)
+    desk.interrupt_after = 3
+    with pytest.raises(KeyboardInterrupt):
+        desk.run(*arguments, "--wait")
+    assert f"No longer waiting; batch_1 {words}." in desk.err.getvalue()
+    assert "wait again: bros batch status batch_1 --wait" in desk.err.getvalue()
+
+
+# Looking.
+
+
+def test_status_is_a_block_of_all_that_is_known(desk: Desk) -> None:
+    desk.fake.add(
+        **RUNNING | {"request_counts": counts(50_000, 1200, 2)},
+        model="smol",
+        metadata={"run": "7"},
+        bros={"expected_at": CREATED_AT + 720, "at_risk": False},
+        usage={
+            "input_tokens": 123456,
+            "input_tokens_details": {"cached_tokens": 1000},
+            "output_tokens": 7,
+        },
+    )
+    status, out, err = desk.run("status", "batch_1")
+    assert (status, err) == (0, "")
+    clock = r"[\d: -]+"
+    for line in (
+        r"batch_1  in progress",
+        r"  requests    1,202 of 50,000 rows done, 2 failed",
+        r"  endpoint    /v1/chat/completions",
+        r"  model       smol",
+        rf"  created     {clock} \(in 0 s\)",
+        rf"  window      24h, ends {clock} \(in 24 h\)",
+        rf"  expected    to end {clock} \(in 12 min\)",
+        r"  input file  file-in",
+        r"  tokens      123,456 read \(1,000 from the cache\), 7 written",
+        r"  metadata    run=7",
+    ):
+        assert re.search(f"^{line}$", out, re.MULTILINE), (line, out)
+
+
+def test_status_without_wait_says_nothing_by_its_exit_status(desk: Desk) -> None:
+    desk.fake.add(**EXPIRED)
+    assert desk.run("status", "batch_1").status == 0
+    assert "2 of 3 rows succeeded, 1 failed or not run" in desk.run("status", "batch_1").out
+
+
+def test_json_is_what_the_server_sent(desk: Desk) -> None:
+    batch = desk.fake.add(**RUNNING, something="else")
+    assert json.loads(desk.run("status", "batch_1", "--json").out) == batch
+    other = desk.fake.add(**COMPLETED)
+    assert json.loads(desk.run("list", "--json").out) == [other, batch]
+    desk.fake.script = [{}, SOME_FAILED]
+    ran = desk.run("status", "batch_1", "--wait", "--json")
+    assert ran.status == SOME_ROWS_FAILED
+    assert json.loads(ran.out)["status"] == "completed"
+
+
+def test_list_is_a_table_newest_first(desk: Desk) -> None:
+    desk.fake.add(**COMPLETED)
+    soon = {"expected_at": CREATED_AT + 600, "at_risk": True}
+    desk.fake.add(**RUNNING | {"request_counts": counts(50_000, 1200, 2)}, bros=soon)
+    desk.clock.advance(180)
+    status, out, err = desk.run("list")
+    assert (status, err) == (0, "")
+    assert [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()] == [
+        ["batch", "status", "done", "failed", "created", "expected end"],
+        ["batch_2", "in progress", "1,202/50,000", "2", "3 min ago", "in 7 min, at risk"],
+        ["batch_1", "completed", "2/2", "0", "3 min ago", "-"],
+    ]
+
+
+def test_list_goes_on_over_pages_up_to_the_limit(desk: Desk) -> None:
+    for _ in range(250):
+        desk.fake.add()
+    for limit, found in (("205", 205), ("1000", 250), ("7", 7)):
+        batches = json.loads(desk.run("list", "--json", "--limit", limit).out)
+        assert [batch["id"] for batch in batches] == [f"batch_{250 - n}" for n in range(found)]
+    assert len(desk.run("list").out.splitlines()) == 1 + 20
+    with pytest.raises(ConfigError, match="--limit: 0 must be at least 1"):
+        desk.run("list", "--limit", "0")
+
+
+def test_no_batches_are_said_to_be_none(desk: Desk) -> None:
+    assert desk.run("list") == (0, "", "There are no batches.\n")
+
+
+def test_text_of_the_server_cannot_steer_the_terminal(desk: Desk) -> None:
+    desk.fake.add(model="\x1b[2J[red]m", metadata={"a": "\x9bb\n"}, **INVALID)
+    out = desk.run("status", "batch_1").out
+    assert " [2J[red]m" in out and "a= b " in out
+    assert not set(out) & {"\x1b", "\x9b"}
+
+
+# Cancelling.
+
+
+def test_cancel_asks_and_may_wait(desk: Desk) -> None:
+    desk.fake.add(**RUNNING)
+    status, out, err = desk.run("cancel", "batch_1")
+    assert (status, out) == (0, "")
+    assert err == "batch_1 is being cancelled: 0 of 3 rows done\n"
+    desk.fake.script = [{}, CANCELLED]
+    ran = desk.run("cancel", "batch_1", "--wait")
+    assert ran.status == 0  # which is what was asked for
+    assert "batch_1 cancelled: 2 of 3 rows succeeded" in ran.err
+
+
+def test_cancel_that_comes_too_late_tells_what_became_of_the_batch(desk: Desk) -> None:
+    desk.fake.add(**RUNNING)
+    desk.fake.script = [SOME_FAILED]
+    assert desk.run("cancel", "batch_1", "--wait").status == SOME_ROWS_FAILED
+    with pytest.raises(BrosError, match="^400: Cannot cancel a batch with status 'completed'.$"):
+        desk.run("cancel", "batch_1")
+
+
+# Results.
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (COMPLETED, 0),
+        (SOME_FAILED, SOME_ROWS_FAILED),
+        (EXPIRED, NOT_COMPLETED),
+        (CANCELLED, NOT_COMPLETED),
+    ],
+)
+def test_results_go_to_standard_output_or_files(
+    desk: Desk,
+    tmp_path: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    end: dict[str, Any],
+    status: int,
+) -> None:
+    desk.fake.add(**end)
+    ran = desk.run("results", "batch_1")
+    assert (ran.status, capfdbinary.readouterr().out) == (status, OUTPUT)
+    assert ("2 of 3 rows succeeded" in ran.err) == (status != 0)
+    output, errors = tmp_path / "out", tmp_path / "err"
+    output.write_bytes(b"old")
+    ran = desk.run("results", "batch_1", "-o", str(output), "--errors", str(errors))
+    assert (ran.status, capfdbinary.readouterr().out) == (status, b"")
+    assert output.read_bytes() == OUTPUT
+    assert errors.read_bytes() == (ERRORS if "error_file_id" in end else b"")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "err"}
+
+
+def test_no_answers_make_an_empty_file(desk: Desk, tmp_path: Path) -> None:
+    nothing = {"request_counts": counts(3, 0, 3), "output_file_id": None}
+    desk.fake.add(**SOME_FAILED | nothing)
+    (tmp_path / "out").write_text("of another batch")
+    assert desk.run("results", "batch_1", "-o", str(tmp_path / "out")).status == SOME_ROWS_FAILED
+    assert (tmp_path / "out").read_bytes() == b""
+
+
+def test_results_of_a_running_batch_are_not_there_yet(desk: Desk, tmp_path: Path) -> None:
+    desk.fake.add(**RUNNING)
+    with pytest.raises(BrosError, match="batch_1 has not ended, it is in progress: 0 of 3 rows"):
+        desk.run("results", "batch_1", "-o", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_of_a_failed_batch_are_its_errors(desk: Desk, tmp_path: Path) -> None:
+    desk.fake.add(**INVALID)
+    ran = desk.run("results", "batch_1", "-o", str(tmp_path / "out"))
+    assert (ran.status, ran.out) == (NOT_COMPLETED, "")
+    assert "line 3: invalid_json_line: Not JSON." in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_results_in_one_file_are_refused(desk: Desk, tmp_path: Path) -> None:
+    for name in ("-", str(tmp_path / "x")):
+        with pytest.raises(ConfigError, match="--errors: this is where the answers go"):
+            desk.run("results", "batch_1", "-o", name, "--errors", name)
+
+
+class Breaking(httpx.SyncByteStream):
+    """A body that ends too early."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield OUTPUT[:10]
+        raise httpx.RemoteProtocolError("peer closed connection")
+
+
+def broken_downloads(times: int, fake: FakeBatches) -> None:
+    left = list(range(times))
+
+    def before(request: httpx.Request) -> httpx.Response | None:
+        if request.url.path.endswith("/content") and left:
+            left.pop()
+            return httpx.Response(200, stream=Breaking())
+        return None
+
+    fake.before = before
+
+
+def test_broken_download_leaves_the_old_file(desk: Desk, tmp_path: Path) -> None:
+    desk.fake.add(**COMPLETED)
+    (tmp_path / "out").write_text("old")
+    broken_downloads(1, desk.fake)
+    with pytest.raises(BrosError, match="does not answer: peer closed connection"):
+        desk.run("results", "batch_1", "-o", str(tmp_path / "out"))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_broken_download_after_waiting_is_begun_again(
+    desk: Desk, rows: str, tmp_path: Path
+) -> None:
+    desk.fake.script = [COMPLETED]
+    broken_downloads(2, desk.fake)
+    assert desk.run("submit", rows, "--wait", "-o", str(tmp_path / "out")).status == 0
+    assert (tmp_path / "out").read_bytes() == OUTPUT
+
+
+def test_output_may_be_a_device_or_a_link(desk: Desk, tmp_path: Path) -> None:
+    desk.fake.add(**COMPLETED)
+    assert desk.run("results", "batch_1", "-o", os.devnull).status == 0
+    assert Path(os.devnull).is_char_device()
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    desk.run("results", "batch_1", "-o", str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == OUTPUT
+
+
+# The server.
+
+
+def test_empty_id_is_not_sent(desk: Desk) -> None:
+    for action in ("status", "cancel", "results"):
+        with pytest.raises(ConfigError, match="ID: there is none"):
+            desk.run(action, "")
+    assert desk.fake.requests == []
+
+
+def test_id_cannot_lead_elsewhere(desk: Desk) -> None:
+    with pytest.raises(BrosError, match="404"):
+        desk.run("status", "../files?x")
+    assert desk.fake.requests == ["GET /v1/batches/../files?x"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (httpx.Response(404, json={"detail": "Not Found"}), "has it a batch API?"),
+        (httpx.Response(200, text="<html>"), "does not speak OpenAI's batch API"),
+        (httpx.Response(200, json=[]), "does not speak OpenAI's batch API"),
+        (httpx.Response(200, json={"id": 1}), "does not speak OpenAI's batch API"),
+        (httpx.Response(502, text="Bad Gateway"), "502: Bad Gateway"),
+        (refusal(429, "Too much is queued."), "^429: Too much is queued.$"),
+    ],
+)
+def test_strange_answers_are_errors_in_words(
+    desk: Desk, answer: httpx.Response, message: str
+) -> None:
+    desk.fake.before = lambda request: answer
+    for arguments in (["status", "batch_1"], ["list"], ["cancel", "batch_1"]):
+        with pytest.raises(BrosError, match=message.replace("?", r"\?")):
+            desk.run(*arguments)
+
+
+def test_key_and_address_come_from_flags_or_variables(desk: Desk) -> None:
+    desk.fake.expected_key = "secret"
+    hosts: list[str] = []
+    desk.fake.before = lambda request: hosts.append(str(request.url))
+    assert desk.run("list", BROS_API_KEY="secret", BROS_URL="http://a:1/v1/").status == 0
+    asked = ("list", "--api-key", "secret", "--url", "https://b")
+    assert desk.run(*asked, BROS_API_KEY="wrong", BROS_URL="http://a:1").status == 0
+    assert hosts == ["http://a:1/v1/batches?limit=20", "https://b/v1/batches?limit=20"]
+    with pytest.raises(BrosError, match="^401: Incorrect API key provided.$"):
+        desk.run("list")
+
+
+def test_hints_lead_to_the_same_server(desk: Desk, rows: str) -> None:
+    ran = desk.run("submit", rows, "--url", "http://a:1")
+    assert "bros batch status batch_1 --url http://a:1 --wait" in ran.err
+
+
+# All of it, through the program and a real connection.
+
+
+def test_whole_program_and_all_its_exit_statuses(
+    rows: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeBatches()
+    fake.files |= {"file-out": OUTPUT, "file-err": ERRORS}
+    with served(fake) as url:
+        environ = {"BROS_URL": url}
+        assert main(["batch", "submit", rows], environ) == 0
+        assert capfd.readouterr().out == "batch_1\n"
+        assert fake.files["file-3"] == Path(rows).read_bytes()
+        assert main(["batch", "status", "none"], environ) == 1
+        out, err = capfd.readouterr()
+        assert (out, err) == ("", "bros: error: 404: No batch found with id 'none'.\n")
+        assert main(["batch", "list", "--limit", "x"], environ) == 2
+        assert capfd.readouterr().err == "bros: error: --limit: 'x' is not a whole number\n"
+        fake.batches["batch_1"] |= SOME_FAILED
+        target = str(tmp_path / "out")
+        assert main(["batch", "results", "batch_1", "-o", target], environ) == SOME_ROWS_FAILED
+        assert Path(target).read_bytes() == OUTPUT
+        fake.batches["batch_1"] |= INVALID
+        assert main(["batch", "status", "batch_1", "--wait"], environ) == NOT_COMPLETED
+    assert main(["batch", "list"], environ) == 1
+    assert f"bros: error: {url}/v1 does not answer: " in capfd.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_ctrl_c_on_a_terminal_leaves_the_batch_alone(rows: str) -> None:
+    # Opening the terminal by name makes it the controlling one, so that Ctrl-C is a signal.
+    code = (
+        "import os, sys; os.close(os.open(os.ttyname(2), os.O_RDWR))\n"
+        "from bros.cli import main; raise SystemExit(main())"
+    )
+    fake = FakeBatches()
+    with served(fake) as url:
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-c", code, "batch", "submit", rows, "--wait", "--url", url]
+        with subprocess.Popen(
+            command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, start_new_session=True
+        ) as child:
+            os.close(theirs)
+            screen = read_until(ours, "validating")
+            os.write(ours, b"\x03")
+            screen = read_until(ours, "bros batch cancel")
+            assert child.stdout is not None
+            assert child.stdout.read() == b"batch_1\n"
+            assert child.wait() == 130
+        os.close(ours)
+    assert "No longer waiting; batch_1 goes on." in screen
+    assert fake.batches["batch_1"]["status"] == "validating"
+
+
+def read_until(fd: int, text: str) -> str:
+    read = ""
+    while text not in read:
+        ready, _, _ = select.select([fd], [], [], 30.0)
+        assert ready, read
+        read += os.read(fd, 65536).decode(errors="replace")
+    return read
