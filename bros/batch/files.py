@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from bros.batch.bodies import Bodies, BodyWriter
 from bros.batch.database import Database
-from bros.batch.objects import OPEN_STATUSES, StoredFile
+from bros.batch.objects import OPEN_STATUSES, StoredFile, is_storable
 from bros.batch.schema import BATCHES, FILES
 from bros.core.errors import NotFoundError
 
@@ -58,7 +58,7 @@ class FileStore:
     def get(self, tenant: str, file_id: str, now: float) -> StoredFile:
         with self._database.read() as connection:
             row = connection.execute(
-                sa.select(FILES).where(FILES.c.id == file_id, *_visible(tenant, now))
+                sa.select(FILES).where(has_id(FILES, file_id), *_visible(tenant, now))
             ).first()
         if row is None:
             raise NotFoundError(
@@ -86,7 +86,11 @@ class FileStore:
                 .where(FILES.c.id == file_id, FILES.c.tenant == tenant)
                 .returning(FILES.c.digest)
             ).scalar()
-            if digest is not None and digest not in _used(connection, digest):
+        if digest is None:
+            return
+        # Only now that the record is gone for certain, and nobody adds another one meanwhile.
+        with self._database.write(alone=True) as connection:
+            if digest not in _used(connection, digest):
                 self.bodies.path(digest).unlink(missing_ok=True)
 
     def body(self, file: StoredFile) -> Path:
@@ -106,6 +110,11 @@ class FileStore:
             self.bodies.sweep(used.__contains__, now)
 
 
+def has_id(table: sa.Table, value: str) -> sa.ColumnElement[bool]:
+    """Nothing has an id that no database can hold."""
+    return table.c.id == value if is_storable(value) else sa.false()
+
+
 def paged(
     connection: sa.Connection,
     query: sa.Select[tuple[object, ...]],
@@ -119,7 +128,7 @@ def paged(
     """
     if page.after is not None:
         seq = connection.execute(
-            sa.select(table.c.seq).where(table.c.id == page.after, table.c.tenant == tenant)
+            sa.select(table.c.seq).where(has_id(table, page.after), table.c.tenant == tenant)
         ).scalar()
         if seq is None:
             raise NotFoundError(

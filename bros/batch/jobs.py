@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from bros.batch.bodies import BodyWriter
 from bros.batch.database import Database
 from bros.batch.errors import LeaseLostError, QuotaError
-from bros.batch.files import FileStore, Page, paged
+from bros.batch.files import FileStore, Page, has_id, paged
 from bros.batch.objects import (
     OPEN_STATUSES,
     Batch,
@@ -94,7 +94,7 @@ class BatchStore:
         with self._database.write() as connection:
             connection.execute(
                 sa.update(BATCHES)
-                .where(BATCHES.c.id == batch_id, BATCHES.c.tenant == tenant)
+                .where(has_id(BATCHES, batch_id), BATCHES.c.tenant == tenant)
                 .where(BATCHES.c.status.in_(_CANCELLABLE), BATCHES.c.outcome.is_(None))
                 .values(status=BatchStatus.CANCELLING.value, cancelling_at=int(now))
             )
@@ -339,7 +339,7 @@ def _set(connection: sa.Connection, lease: Lease, **values: object) -> None:
 
 
 def _get(connection: sa.Connection, batch_id: str, tenant: str | None = None) -> Batch:
-    query = sa.select(BATCHES).where(BATCHES.c.id == batch_id)
+    query = sa.select(BATCHES).where(has_id(BATCHES, batch_id))
     if tenant is not None:
         query = query.where(BATCHES.c.tenant == tenant)
     row = connection.execute(query).first()
