@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "submit batches of requests to a running server and fetch what came of them"
-USAGE = "bros batch {submit,status,list,cancel,results} ..."
-DESCRIPTION = (
+TEXTS = (  # help, usage, description
+    "submit batches of requests to a running server and fetch what came of them",
+    "bros batch {submit,status,list,cancel,results} ...",
     "Hand a file of requests to a running server, which answers them beside its real-time "
-    "requests and within a window of time. Works with any server that has OpenAI's batch API."
+    "requests and within a window of time. Works with any server that has OpenAI's batch API.",
 )
+EPILOG = "Each action has a --help of its own."
 EXIT_STATUSES = """\
 exit status:
   0    what was asked is done; if that was to wait for a batch or to fetch its

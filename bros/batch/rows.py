@@ -28,10 +28,10 @@ _MAX_ID_CHARS = 512
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What a row's body says. model: None for whichever is served. prompt: what it begins with,
-    as text; rows that begin alike are run next to each other."""
+    """What a row's body says. prompt: what it begins with, as text; rows that begin alike are run
+    next to each other."""
 
-    model: str | None
+    model: str
     prompt: str
 
 

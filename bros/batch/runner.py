@@ -34,6 +34,7 @@ from bros.core.request import ServiceClass
 
 logger = logging.getLogger(__name__)
 
+LEASE_S = 15.0
 _FIRST_ROWS, _LEAST_ROWS = 16, 4
 _WATCH_S = 0.5
 _SWEEP_S = 600.0
@@ -55,7 +56,7 @@ class RunnerSettings:
     max_queued_tokens: int
     group_prefixes: bool = True
     max_rows: int = 256
-    lease_s: float = 15.0
+    lease_s: float = LEASE_S
     poll_s: float = 1.0
 
 
@@ -126,6 +127,9 @@ class BatchRunner:
             claimed = await shop.io(shop.store.claim, self._owner, now, lease_s)
         except (StoreError, StoreFullError) as error:
             logger.warning("the batch jobs have to wait: %s", error)
+            return
+        except Exception:
+            logger.exception("the batch jobs have to wait")
             return
         for lease, batch in claimed:
             if batch.id not in self._jobs:  # else the next claim begins when that one has ended

@@ -28,7 +28,7 @@ _ASK_EVERY = 64
 class Checked:
     """An input file that was read to its end. rows in the order of the file, with their ranks.
 
-    tokens: roughly, of all prompts. model: as the rows call it.
+    tokens: roughly, of all prompts. model: the one that all rows name.
     """
 
     errors: tuple[LineError, ...]
@@ -43,7 +43,7 @@ class _Found:
     custom_ids: set[str] = field(default_factory=set)
     places: list[tuple[int, str, int, int]] = field(default_factory=list)
     paths: list[PromptPath] = field(default_factory=list)
-    models: set[str | None] = field(default_factory=set)
+    models: set[str] = field(default_factory=set)
     chars: int = 0
 
 

@@ -29,6 +29,7 @@ KV_FIND = ("final", "paper")
 ON_PRESSURE = ("checkpoint", "recompute")
 KERNELS = ("auto", "reference", "cpu")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+BATCH_ORDER = ("prefix", "file")
 ON_ENGINE_DEATH = ("restart", "exit")
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
@@ -189,7 +190,25 @@ class ServerConfig(_Checked):
     port: int = option(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
     api_key: str | None = option(None, "key that clients must send as a bearer token", secret=True)
     served_model_name: str | None = option(None, "model name in the API; default: from the model")
-    data_dir: str | None = option(None, "folder for converted models; default: ~/.cache/bros")
+    data_dir: str | None = option(
+        None,
+        "folder for batch jobs and converted models; default: ~/.local/share/bros, ~/.cache/bros",
+    )
+    api_keys: str | None = option(
+        None, "file with a NAME and a KEY per line: tenants with files and batches of their own"
+    )
+    store: str | None = option(
+        None, "where batch jobs are kept, postgresql://...; default: SQLite in --data-dir"
+    )
+    batch_order: str = option(
+        "prefix",
+        "rows of a batch: those that begin alike together, or as in the file",
+        choices=BATCH_ORDER,
+    )
+    batch_max_open: int = option(100, "most unfinished batches of one tenant", low=1)
+    batch_max_tokens: int = option(
+        1_000_000_000, "most prompt tokens in unfinished batches of one tenant", low=1
+    )
     log_level: str = option("info", "how much to log", choices=LOG_LEVELS)
     on_engine_death: str = option(
         "restart", "what to do when the engine dies", choices=ON_ENGINE_DEATH

@@ -9,22 +9,25 @@ from starlette.middleware import Middleware
 from bros.core.errors import BrosError
 from bros.server.errors import handle_expected, handle_http
 from bros.server.middleware import BearerAuth, ErrorBarrier, RequestLog
-from bros.server.routes import generation, models, service, tokens, traces
+from bros.server.routes import batches, files, generation, models, service, tokens, traces
 from bros.server.state import ServerState
+from bros.server.tenants import Tenants
 
 
-def create_app(state: ServerState) -> Starlette:
+def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. Whoever builds the state closes the engine afterwards."""
     routes = [
         *(generation.ROUTES + models.ROUTES + tokens.ROUTES + traces.ROUTES),
         *service.routes(),
     ]
+    if state.jobs is not None:
+        routes += [*files.routes(state.jobs), *batches.routes(state.jobs)]
     middleware = [
         Middleware(RequestLog, state=state, routes=routes),
         Middleware(ErrorBarrier),
     ]
-    if state.config.api_key:
-        middleware.append(Middleware(BearerAuth, api_key=state.config.api_key))
+    if tenants.keys:
+        middleware.append(Middleware(BearerAuth, tenants=tenants))
     app = Starlette(
         routes=routes,
         middleware=middleware,

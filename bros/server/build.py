@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -14,6 +15,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bros.batch.runner import LEASE_S, BatchRunner, RunnerSettings
+from bros.batch.store import Store, default_data_dir, open_store
 from bros.core.clock import SystemClock
 from bros.core.config import Config, ServerConfig
 from bros.core.ids import IdGenerator
@@ -24,9 +27,12 @@ from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.scheduler.profiles import profile_folders
 from bros.server.app import create_app
+from bros.server.jobs import Jobs
 from bros.server.metrics import ServerMetrics
+from bros.server.rows import RowAnswers
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
+from bros.server.tenants import Tenants, load_tenants
 
 logger = logging.getLogger("bros.server")
 
@@ -42,13 +48,16 @@ def serve(config: Config) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    tenants = load_tenants(config.server)
     bound = bind(config.server.host, config.server.port)
-    with bound:
+    with bound, contextlib.closing(_store(config.server)) as store:
         files = resolve_model(config.engine.model, _cache_dir(config.server), report=_say)
-        return asyncio.run(_serve(config, files, bound))
+        return asyncio.run(_serve(config, files, bound, store, tenants))
 
 
-async def _serve(config: Config, files: ModelFiles, bound: socket.socket) -> int:
+async def _serve(
+    config: Config, files: ModelFiles, bound: socket.socket, store: Store, tenants: Tenants
+) -> int:
     servers: list[HttpServer] = []
     deaths: list[str] = []
 
@@ -70,9 +79,9 @@ async def _serve(config: Config, files: ModelFiles, bound: socket.socket) -> int
         _, tokenizer = await asyncio.gather(
             engine.start(), asyncio.to_thread(Tokenizer.load, files.folder)
         )
-        state = _state(config.server, files, engine, tokenizer)
+        state = _state(config.server, files, engine, tokenizer, store)
         server = HttpServer(
-            create_app(state),
+            create_app(state, tenants),
             bound,
             on_listening=lambda url: _say(_banner(url, state)),
             log_level=config.server.log_level,
@@ -83,7 +92,8 @@ async def _serve(config: Config, files: ModelFiles, bound: socket.socket) -> int
         gc.collect()
         gc.freeze()
         if not deaths:
-            await server.run()
+            async with _running(state):
+                await server.run()
     finally:
         await engine.close()
     if deaths:
@@ -92,11 +102,15 @@ async def _serve(config: Config, files: ModelFiles, bound: socket.socket) -> int
 
 
 def _state(
-    config: ServerConfig, files: ModelFiles, engine: ProcessEngineClient, tokenizer: Tokenizer
+    config: ServerConfig,
+    files: ModelFiles,
+    engine: ProcessEngineClient,
+    tokenizer: Tokenizer,
+    store: Store,
 ) -> ServerState:
     clock = SystemClock()
     ids = IdGenerator(random.SystemRandom())
-    return ServerState(
+    state = ServerState(
         engine=engine,
         tokenizer=tokenizer,
         generator=TextGenerator(engine, tokenizer, clock, ids),
@@ -107,6 +121,44 @@ def _state(
         ids=ids,
         metrics=ServerMetrics(clock),
     )
+    return with_jobs(state, store)
+
+
+def with_jobs(state: ServerState, store: Store, *, lease_s: float = LEASE_S) -> ServerState:
+    """The same server with a place for files and batches."""
+    runner = BatchRunner(
+        store.batches,
+        store.files,
+        RowAnswers(state),
+        state.engine.stats,
+        state.clock,
+        state.ids,
+        RunnerSettings(
+            max_queued_tokens=state.config.batch_max_tokens,
+            group_prefixes=state.config.batch_order == "prefix",
+            max_rows=max(1, state.engine.info.max_queue // 2),
+            lease_s=lease_s,
+        ),
+    )
+    jobs = Jobs(
+        files=store.files,
+        batches=store.batches,
+        runner=runner,
+        max_open=state.config.batch_max_open,
+    )
+    return dataclasses.replace(state, jobs=jobs)
+
+
+@contextlib.asynccontextmanager
+async def _running(state: ServerState) -> AsyncIterator[None]:
+    """Work on batches while the server runs."""
+    assert state.jobs is not None
+    task = asyncio.create_task(state.jobs.runner.run(), name="batches")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _banner(url: str, state: ServerState) -> str:
@@ -114,7 +166,8 @@ def _banner(url: str, state: ServerState) -> str:
     shown_url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:")
     question = {"role": "user", "content": "What is the capital of France?"}
     body = {"messages": [question], "temperature": 0}
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if state.config.api_key else ""
+    has_keys = state.config.api_key or state.config.api_keys
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if has_keys else ""
     kv_tokens = info.num_kv_blocks * info.block_size
     return (
         f"\n  bros is ready at {shown_url}\n"
@@ -128,6 +181,11 @@ def _banner(url: str, state: ServerState) -> str:
 
 def _cache_dir(config: ServerConfig) -> Path:
     return Path(config.data_dir).expanduser() if config.data_dir else default_cache_dir()
+
+
+def _store(config: ServerConfig) -> Store:
+    folder = Path(config.data_dir).expanduser() if config.data_dir else default_data_dir()
+    return open_store(folder, config.store)
 
 
 def _say(line: str) -> None:

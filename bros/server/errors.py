@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bros.batch.errors import QuotaError, StoreError, StoreFullError
 from bros.core.errors import (
     AuthenticationError,
     BrosError,
@@ -114,6 +115,14 @@ def describe(error: Exception) -> ApiError:
             return _describe_busy(error, "rate_limit_exceeded")
         case OverloadedError():
             return _describe_busy(error, "overloaded")
+        case QuotaError():
+            return ApiError(
+                status=429,
+                message=str(error),
+                type=RATE_LIMIT,
+                code="batch_quota_exceeded",
+                headers={"x-should-retry": "false"},  # batches take longer than clients retry
+            )
         case HTTPException():
             return _describe_http(error)
     return _describe_server_error(error)
@@ -151,6 +160,10 @@ def _describe_server_error(error: Exception) -> ApiError:
         status, code = 503, "engine_unavailable"
     elif isinstance(error, ServerStoppingError):
         status, code = 503, "server_shutting_down"
+    elif isinstance(error, StoreFullError):
+        status, code = 507, "insufficient_storage"
+    elif isinstance(error, StoreError):
+        status, code = 503, "store_unavailable"
     elif isinstance(error, BrosError):
         status, code = 500, "engine_error"
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bros.core.errors import AuthenticationError
 from bros.server.errors import describe
 from bros.server.state import ServerState
+from bros.server.tenants import TENANT, Tenants
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("bros.access")
@@ -104,20 +104,22 @@ class ErrorBarrier:
 
 
 class BearerAuth:
-    """Asks for the key on every path that is not in OPEN_PATHS."""
+    """Asks for a key on every path that is not in OPEN_PATHS, and notes whose it is."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
         self._app = app
-        self._expected = api_key.encode()
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             headers = dict(scope["headers"])
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._expected):
+            tenant = self._tenants.find(key.strip()) if scheme.lower() == b"bearer" else None
+            if tenant is None:
                 error = AuthenticationError(
                     "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
                 )
                 await describe(error).to_response()(scope, receive, send)
                 return
+            scope[TENANT] = tenant
         await self._app(scope, receive, send)

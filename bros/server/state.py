@@ -15,8 +15,10 @@ from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient
 from bros.engine.generation import TextGenerator
 from bros.engine.tokenizer import Tokenizer
+from bros.server.jobs import Jobs
 from bros.server.metrics import ServerMetrics
 from bros.server.recent import RecentRequests
+from bros.server.tenants import TENANT
 
 MAX_BODY_BYTES = 4 * 2**20
 """Larger requests get 413; a prompt of half a million token ids takes about that much."""
@@ -27,6 +29,7 @@ class ServerState:
     """Everything the HTTP layer works with.
 
     model_name: the name in the API. created: Unix seconds, shown in /v1/models.
+    jobs: files and batches, if the server has a place to keep them.
     stopping: set it to end open requests with an error (see HttpServer).
     recent: which parts the latest requests have, for those who ask what became of them.
     threads: bounds work done beside the event loop, and with it memory.
@@ -41,6 +44,7 @@ class ServerState:
     clock: Clock
     ids: IdGenerator
     metrics: ServerMetrics
+    jobs: Jobs | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     recent: RecentRequests = field(default_factory=RecentRequests)
@@ -52,6 +56,12 @@ class ServerState:
         state = request.app.state.server
         assert isinstance(state, cls)
         return state
+
+    @staticmethod
+    def tenant(request: Request) -> str:
+        """On whose behalf a request came; see Tenants. Files and batches belong to tenants."""
+        tenant: str = request.scope.get(TENANT, "")
+        return tenant
 
     def check_model(self, name: str | None) -> None:
         """Raise NotFoundError unless `name` is the served model; None means the served one."""

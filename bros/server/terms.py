@@ -53,9 +53,9 @@ class Tier:
 
 _DEFAULT = Tier(ServiceClass.RT, "default")
 _PRIORITY = Tier(ServiceClass.RT, "priority", slo_scale=0.5)
-_FLEX = Tier(ServiceClass.BE, "flex")
+BEST_EFFORT = Tier(ServiceClass.BE, "flex")
 _TIERS: Mapping[str | None, Tier] = MappingProxyType(
-    {"priority": _PRIORITY, "fast": _PRIORITY, "flex": _FLEX}
+    {"priority": _PRIORITY, "fast": _PRIORITY, "flex": BEST_EFFORT}
 )
 
 
@@ -66,7 +66,7 @@ def tier_of(request: GenerationRequest) -> Tier:
 
 def tier_used(asked: Tier, *, best_effort: bool) -> str:
     """What the response says. best_effort: what the engine serves any part of the request as."""
-    return _FLEX.name if best_effort else asked.name
+    return BEST_EFFORT.name if best_effort else asked.name
 
 
 def chat_sampling(request: ChatCompletionRequest) -> SamplingParams:

@@ -35,6 +35,7 @@ from bros.server.app import create_app
 from bros.server.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
+from bros.server.tenants import load_tenants
 
 EOS_TEXT = "<|im_end|>"
 CHATML = (
@@ -216,7 +217,7 @@ class Server:
             ids=ids,
             metrics=ServerMetrics(self.clock),
         )
-        self.app: Starlette = create_app(self.state)
+        self.app: Starlette = create_app(self.state, load_tenants(self.state.config))
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
 

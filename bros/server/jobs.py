@@ -1,0 +1,31 @@
+"""What the routes for files and batches work with; built by the composition root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from bros.batch.files import FileStore
+from bros.batch.jobs import BatchStore
+from bros.batch.runner import BatchRunner
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jobs:
+    """max_open: unfinished batches that one tenant may have."""
+
+    files: FileStore
+    batches: BatchStore
+    runner: BatchRunner
+    max_open: int
+    threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
+
+    async def io(self, work: Callable[..., T], *args: Any) -> T:
+        """Something that waits for the disk, on a thread."""
+        return await anyio.to_thread.run_sync(work, *args, limiter=self.threads)

@@ -1,0 +1,78 @@
+"""Rows of batches, answered like requests that come over HTTP, as best-effort work."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from bros.batch.errors import RowInterruptedError, RowPostponedError
+from bros.batch.objects import TokenUsage
+from bros.batch.rows import RowFacts, RowReply
+from bros.core.errors import BrosError, EngineDeadError, OverloadedError, QueueFullError
+from bros.core.request import Slo
+from bros.server.calls import CALLS
+from bros.server.errors import GenerationFailedError, describe
+from bros.server.exchange import Exchange
+from bros.server.state import ServerState
+from bros.server.terms import BEST_EFFORT
+
+logger = logging.getLogger(__name__)
+
+_UNTIL_BACK_S = 1.0
+"""How soon to look for an engine that is not there."""
+
+
+class RowAnswers:
+    """A RowHandler."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
+        call = CALLS[endpoint](self._state, body)
+        return RowFacts(call.body.model or self._state.model_name, call.beginning())
+
+    async def answer(
+        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
+    ) -> RowReply:
+        state = self._state
+        try:
+            call = CALLS[endpoint](state, body)
+            exchange = Exchange(
+                state,
+                call,
+                tier=BEST_EFFORT,
+                slo=Slo(deadline_s=due_in_s),
+                tenant=call.body.safety_identifier or call.body.user or tenant,
+                arrival_s=state.clock.now(),
+            )
+            return await self._run(exchange)
+        except (RowPostponedError, RowInterruptedError):
+            raise
+        except Exception as error:
+            if not isinstance(error, BrosError):  # else it is what the client did wrong
+                logger.exception("a row of a batch failed")
+            described = describe(error)
+            return RowReply(described.status, described.to_json())
+
+    async def _run(self, exchange: Exchange) -> RowReply:
+        """One attempt. The engine's failures are not the row's."""
+        try:
+            await exchange.start()
+        except (QueueFullError, OverloadedError) as error:
+            raise RowPostponedError(str(error), error.retry_after_s) from error
+        except EngineDeadError as error:
+            raise RowPostponedError(str(error), _UNTIL_BACK_S) from error
+        try:
+            reply = await exchange.complete()
+        except OverloadedError as error:
+            raise RowPostponedError(str(error), error.retry_after_s) from error
+        except (EngineDeadError, GenerationFailedError) as error:
+            raise RowInterruptedError(str(error)) from error
+        finally:
+            await exchange.aclose()
+        usage = exchange.answer.usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        return RowReply(
+            200, reply, TokenUsage(usage.prompt_tokens, cached, usage.completion_tokens)
+        )
