@@ -32,7 +32,17 @@ SOURCES = (
     "BROS_MAX_NUM_SEQS) or in the TOML file given with --config (max_num_seqs = 64). "
     "Flags win over variables, variables over the file."
 )
-_PROFILE = (  # help, usage, description
+_SERVE = (  # help, usage, description
+    "start the OpenAI-compatible server",
+    "bros serve [MODEL] [options]",
+    "Serve one model over an OpenAI-compatible HTTP API.",
+)
+_CHAT = (
+    "talk to a model in the terminal",
+    "bros chat [MODEL] [--url URL] [--system TEXT] [options]",
+    "Talk to a model in the terminal: loaded here, or behind --url.",
+)
+_PROFILE = (
     "measure how long steps take on this machine, for some minutes",
     "bros profile [MODEL] [--out DIR] [--repeats N] [options]",
     "Measure how long steps of one model take on this machine and store a model "
@@ -122,32 +132,23 @@ def _parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"bros {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def add(name: str, help_line: str, usage: str, description: str) -> _Parser:
+    def add(name: str, texts: tuple[str, str, str], epilog: str = SOURCES) -> _Parser:
+        help_line, usage, description = texts
         return commands.add_parser(
             name,
             help=help_line,
             usage=usage,
             description=description,
-            epilog=SOURCES,
+            epilog=epilog,
             allow_abbrev=False,
         )
 
-    serve = add(
-        "serve",
-        "start the OpenAI-compatible server",
-        "bros serve [MODEL] [options]",
-        "Serve one model over an OpenAI-compatible HTTP API.",
-    )
-    chat = add(
-        "chat",
-        "talk to a model in the terminal",
-        "bros chat [MODEL] [--url URL] [--system TEXT] [options]",
-        "Talk to a model in the terminal: loaded here, or behind --url.",
-    )
-    profile = add("profile", *_PROFILE)
-    bench = add("bench", bench_flags.HELP, bench_flags.USAGE, bench_flags.DESCRIPTION)
+    serve, chat = add("serve", _SERVE), add("chat", _CHAT)
+    batch = add("batch", batch_flags.TEXTS, batch_flags.EPILOG)
+    profile = add("profile", _PROFILE)
+    bench = add("bench", (bench_flags.HELP, bench_flags.USAGE, bench_flags.DESCRIPTION))
     simulate = add(
-        "simulate", simulate_flags.HELP, simulate_flags.USAGE, simulate_flags.DESCRIPTION
+        "simulate", (simulate_flags.HELP, simulate_flags.USAGE, simulate_flags.DESCRIPTION)
     )
     for command in (serve, chat, profile, bench):
         command.add_argument(
@@ -162,13 +163,6 @@ def _parser() -> _Parser:
         add_flags(command)
     bench_flags.add_arguments(bench)
     simulate_flags.add_arguments(simulate)
-    batch = commands.add_parser(
-        "batch",
-        help=batch_flags.HELP,
-        usage=batch_flags.USAGE,
-        description=batch_flags.DESCRIPTION,
-        allow_abbrev=False,
-    )
     batch_flags.add_arguments(batch)
     commands.add_parser("version", help="print the versions of bros and what it runs on")
     return parser

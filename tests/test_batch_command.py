@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import os
 import pty
@@ -13,96 +11,28 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
-from rich.console import Console
 
-from bros.batch import flags
-from bros.batch.watching import FIRST_LINE_EVERY_S, LAST_LINE_EVERY_S, LOST_S
-from bros.batch_command import NOT_COMPLETED, SOME_ROWS_FAILED, run_batch
+from bros.batch_command import NOT_COMPLETED, SOME_ROWS_FAILED
 from bros.cli import main
-from bros.core.clock import ManualClock
 from bros.core.errors import BrosError, ConfigError
+from support.batch_desk import (
+    CANCELLED,
+    COMPLETED,
+    ERRORS,
+    EXPIRED,
+    INVALID,
+    OUTPUT,
+    ROW,
+    RUNNING,
+    SOME_FAILED,
+    Desk,
+    write_rows,
+)
 from support.fake_batches import CREATED_AT, FakeBatches, counts, refusal, served
-
-ROW = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {}}
-OUTPUT = b'{"custom_id":"1"}\n{"custom_id":"2"}\n'
-ERRORS = b'{"custom_id":"3"}\n'
-RUNNING = {"status": "in_progress", "request_counts": counts(3)}
-COMPLETED = {
-    "status": "completed",
-    "request_counts": counts(2, 2),
-    "output_file_id": "file-out",
-    "completed_at": CREATED_AT + 60,
-}
-SOME_FAILED = COMPLETED | {"request_counts": counts(3, 2, 1), "error_file_id": "file-err"}
-EXPIRED = SOME_FAILED | {"status": "expired", "request_counts": counts(3, 2, 0)}
-CANCELLED = EXPIRED | {"status": "cancelled"}
-INVALID = {
-    "status": "failed",
-    "errors": {
-        "data": [
-            {"code": "invalid_json_line", "message": "Not JSON.", "line": 3, "param": None},
-            {"code": "empty_file", "message": "All wrong.", "line": None, "param": None},
-        ]
-    },
-}
-
-
-class Ran(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-class Desk:
-    """Runs commands beside a fake server, on a clock that moves when they pause."""
-
-    def __init__(self) -> None:
-        self.fake = FakeBatches()
-        self.fake.files |= {"file-out": OUTPUT, "file-err": ERRORS}
-        self.clock = ManualClock(epoch_s=CREATED_AT)
-        self.err = Timed(self.clock)
-        self.interrupt_after: int | None = None
-        self.pauses: list[float] = []
-
-    def run(self, *arguments: str, terminal: bool = False, **environ: str) -> Ran:
-        parser = argparse.ArgumentParser()
-        flags.add_arguments(parser)
-        out, self.err = io.StringIO(), Timed(self.clock)
-        status = run_batch(
-            parser.parse_args(arguments),
-            environ,
-            pytest.fail,
-            self.clock,
-            pause=self._pause,
-            transport=httpx.MockTransport(self.fake),
-            out=Console(file=out),
-            err=Console(file=self.err, force_terminal=terminal, width=80),
-        )
-        return Ran(status, out.getvalue(), self.err.getvalue())
-
-    def _pause(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        if len(self.pauses) == self.interrupt_after:
-            raise KeyboardInterrupt
-        self.clock.advance(seconds)
-
-
-class Timed(io.StringIO):
-    """Standard error that knows when what was written."""
-
-    def __init__(self, clock: ManualClock) -> None:
-        super().__init__()
-        self._clock = clock
-        self.times: list[float] = []
-
-    def write(self, text: str) -> int:
-        if text.strip():
-            self.times.append(self._clock.now())
-        return super().write(text)
 
 
 @pytest.fixture
@@ -113,11 +43,6 @@ def desk() -> Desk:
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
     return str(write_rows(tmp_path / "rows.jsonl", ROW))
-
-
-def write_rows(path: Path, *found: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    return path
 
 
 # Submitting.
@@ -207,170 +132,6 @@ def test_large_file_is_sent_in_pieces_with_a_bar(desk: Desk, tmp_path: Path) -> 
     assert desk.fake.files["file-3"] == path.read_bytes()
     assert "uploading" in ran.err and "6.1/6.1 MB" in ran.err
     assert "uploading" not in desk.run("submit", str(path)).err
-
-
-# Waiting.
-
-
-@pytest.mark.parametrize(
-    ("end", "status", "words"),
-    [
-        (COMPLETED, 0, "batch_1 completed: 2 rows, all succeeded"),
-        (SOME_FAILED, SOME_ROWS_FAILED, "batch_1 completed: 2 of 3 rows succeeded, 1 failed"),
-        (EXPIRED, NOT_COMPLETED, "batch_1 expired: 2 of 3 rows succeeded, 1 failed or not run"),
-        (CANCELLED, NOT_COMPLETED, "batch_1 cancelled: 2 of 3 rows succeeded, 1 failed or not"),
-        (INVALID, NOT_COMPLETED, "batch_1 failed: 2 errors, nothing was run"),
-    ],
-)
-def test_exit_status_says_how_the_batch_ended(
-    desk: Desk, rows: str, tmp_path: Path, end: dict[str, Any], status: int, words: str
-) -> None:
-    desk.fake.script = [RUNNING, {}, end]
-    target = tmp_path / "out.jsonl"
-    ran = desk.run("submit", rows, "--wait", "-o", str(target))
-    assert (ran.status, ran.out) == (status, "batch_1\n")
-    assert words in ran.err
-    assert target.exists() == (end is not INVALID)
-    if end is not INVALID:
-        assert target.read_bytes() == OUTPUT
-    assert ("--errors FILE" in ran.err) == ("error_file_id" in end)
-
-    desk.fake.batches["batch_1"] |= RUNNING
-    desk.fake.script = [{}, end]
-    assert desk.run("status", "batch_1", "--wait").status == status
-
-
-def test_errors_of_the_input_file_have_their_lines(desk: Desk, rows: str) -> None:
-    desk.fake.script = [INVALID]
-    ran = desk.run("submit", rows, "--wait")
-    assert "  line 3: invalid_json_line: Not JSON.\n  empty_file: All wrong.\n" in ran.err
-    shown = desk.run("status", "batch_1").out
-    assert "  line 3: invalid_json_line: Not JSON.\n  empty_file: All wrong.\n" in shown
-
-
-def test_of_many_errors_the_first_are_shown_and_all_by_status(desk: Desk, rows: str) -> None:
-    data = [{"code": "c", "message": "m", "line": n} for n in range(1, 31)]
-    desk.fake.script = [{"status": "failed", "errors": {"data": data}}]
-    ran = desk.run("submit", rows, "--wait")
-    assert "line 10: c: m\n  and 20 more: bros batch status batch_1\n" in ran.err
-    assert "line 11:" not in ran.err
-    assert "line 30: c: m\n" in desk.run("status", "batch_1").out
-
-
-def test_without_a_terminal_there_are_few_lines(desk: Desk) -> None:
-    desk.fake.add(status="in_progress", request_counts=counts(4000))
-    desk.fake.script = [{"request_counts": counts(4000, n)} for n in range(4000)]
-    desk.fake.script.append(COMPLETED)
-    desk.run("status", "batch_1", "--wait")
-    *times, _ = desk.err.times
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-    assert desk.clock.now() > 10_000
-    assert min(gaps) >= FIRST_LINE_EVERY_S
-    assert gaps[-2] >= LAST_LINE_EVERY_S
-    assert "\x1b" not in desk.err.getvalue()
-
-
-def test_line_says_how_far_how_fast_and_until_when(desk: Desk) -> None:
-    desk.fake.add(status="validating")
-    looks = [RUNNING | {"request_counts": counts(2000, 10 * n, n)} for n in range(20)]
-    desk.fake.script = [{}, *looks, COMPLETED]
-    ran = desk.run("status", "batch_1", "--wait")
-    first, *later = ran.err.splitlines()
-    assert re.fullmatch(r"batch_1: validating, window ends .* \(in 24 h\)", first)
-    assert re.search(
-        r"batch_1: in progress, [\d,]+ of 2,000 rows done, \d+ failed, \d\.\d rows/s, "
-        r"expected to end .* \(in \d+ min\), window ends",
-        later[-1],
-    )
-    assert "batch_1  completed" in ran.out
-
-
-def test_slow_batch_is_measured_in_rows_per_minute(desk: Desk) -> None:
-    desk.fake.add(status="in_progress", request_counts=counts(100))
-    desk.fake.script = [{"request_counts": counts(100, n // 10)} for n in range(60)]
-    desk.fake.script.append(COMPLETED)
-    ran = desk.run("status", "batch_1", "--wait")
-    assert re.search(r"4 of 100 rows done, 2\.\d rows/min, ", ran.err)
-
-
-def test_terminal_shows_a_bar_and_leaves_only_what_came_of_it(desk: Desk, rows: str) -> None:
-    desk.fake.script = [RUNNING | {"request_counts": counts(50, 20, 2)}, SOME_FAILED]
-    ran = desk.run("submit", rows, "--wait", terminal=True)
-    assert ran.out == "batch_1\n"
-    assert "batch_1 in progress" in ran.err and "━" in ran.err
-    assert "22 of 50 rows done, 2 failed" in ran.err
-    left = ran.err[ran.err.rindex("\x1b[2K") :]
-    assert "batch_1 completed: 2 of 3 rows succeeded" in left and "━" not in left
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_server_says_when_it_ends_and_that_it_is_at_risk(desk: Desk, terminal: bool) -> None:
-    at_risk = {"expected_at": CREATED_AT + 90_000, "at_risk": True}
-    desk.fake.add(**RUNNING, bros=at_risk)
-    desk.fake.script = [{}, {}, {"bros": at_risk | {"at_risk": False}}, {}, COMPLETED]
-    ran = desk.run("status", "batch_1", "--wait", terminal=terminal)
-    err = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", ran.err))
-    assert re.search(
-        r"may not be done in time: expected to end [^()]* \(in 25 h\), but its window ends "
-        r"[^()]* \(in 24 h\); rows not done by then are given up",
-        err,
-    )
-    if not terminal:
-        assert err.count("warning") == 1
-
-
-def test_risk_is_worked_out_where_the_server_says_nothing(desk: Desk) -> None:
-    desk.fake.add(status="in_progress", request_counts=counts(1000), expires_at=CREATED_AT + 60)
-    desk.fake.script = [{"request_counts": counts(1000, n)} for n in range(10)] + [EXPIRED]
-    ran = desk.run("status", "batch_1", "--wait")
-    assert ran.err.count("batch_1: warning: it may not be done in time: expected to end") == 1
-
-
-def test_lost_connection_is_said_once_and_survived(desk: Desk, rows: str) -> None:
-    gone = [httpx.ConnectError("refused"), httpx.ReadTimeout("timed out"), refusal(503, "Loading.")]
-    desk.fake.script = [RUNNING, *gone * 3, RUNNING, COMPLETED]
-    ran = desk.run("submit", rows, "--wait")
-    assert ran.status == 0
-    assert ran.err.count("does not answer: refused; trying again ...") == 1
-    assert ran.err.count("trying again") == ran.err.count("the server answers again, after ") == 1
-    waits = desk.pauses[2 : 2 + len(gone) * 3]
-    assert waits == sorted(waits) and waits[0] < 1 < waits[-1]
-
-
-def test_server_that_stays_away_ends_the_wait(desk: Desk, rows: str) -> None:
-    desk.fake.script = [RUNNING] + [httpx.ConnectError("refused") for _ in range(1000)]
-    with pytest.raises(BrosError, match="for 15 min now. The batch goes on when the server is"):
-        desk.run("submit", rows, "--wait")
-    assert LOST_S <= desk.clock.now() < 1.1 * LOST_S
-
-
-def test_batch_that_is_gone_ends_the_wait(desk: Desk, rows: str) -> None:
-    desk.fake.script = [RUNNING, refusal(404, "No batch found.")]
-    with pytest.raises(BrosError, match="^404: No batch found.$"):
-        desk.run("submit", rows, "--wait")
-
-
-def test_first_question_is_asked_once(desk: Desk) -> None:
-    desk.fake.add()
-    desk.fake.script = [httpx.ConnectError("refused")]
-    with pytest.raises(BrosError, match="http://127.0.0.1:8000/v1 does not answer: refused"):
-        desk.run("status", "batch_1", "--wait")
-    assert desk.pauses == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["status", "batch_1"], "goes on"), (["cancel", "batch_1"], "is still being cancelled")],
-)
-def test_interruption_says_that_the_batch_goes_on(
-    desk: Desk, arguments: list[str], words: str
-) -> None:
-    desk.fake.add(**RUNNING)
-    desk.interrupt_after = 3
-    with pytest.raises(KeyboardInterrupt):
-        desk.run(*arguments, "--wait")
-    assert f"No longer waiting; batch_1 {words}." in desk.err.getvalue()
-    assert "wait again: bros batch status batch_1 --wait" in desk.err.getvalue()
 
 
 # Looking.

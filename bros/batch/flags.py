@@ -10,7 +10,7 @@ TEXTS = (  # help, usage, description
     "Hand a file of requests to a running server, which answers them beside its real-time "
     "requests and within a window of time. Works with any server that has OpenAI's batch API.",
 )
-EPILOG = "Each action has a --help of its own."
+EPILOG = "Each action has a --help of its own, which also lists the exit statuses."
 EXIT_STATUSES = """\
 exit status:
   0    what was asked is done; if that was to wait for a batch or to fetch its
