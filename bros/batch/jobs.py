@@ -224,9 +224,11 @@ class BatchStore:
             return [RowRef(*row) for row in connection.execute(query)]
 
     def commit(self, lease: Lease, outcomes: Sequence[RowOutcome], expected_at: int | None) -> None:
-        """Store what became of rows. One that has an outcome keeps it."""
+        """Store what became of rows. One that has an outcome keeps it, and once the batch is
+        wound up it is too late."""
         with self._database.write() as connection:
-            self._held(connection, lease)
+            if self._held(connection, lease).outcome is not None:
+                return
             usage, ok, failed = TokenUsage(), 0, 0
             for outcome in outcomes:
                 stored = connection.execute(
@@ -293,9 +295,11 @@ class BatchStore:
         errors: tuple[BodyWriter, StoredFile] | None,
         now: float,
     ) -> None:
-        """The files take over from the rows."""
+        """The files take over from the rows; once, for then there are none any more."""
         with self._database.write(alone=True) as connection:
             batch = self._held(connection, lease)
+            if batch.status.is_final:
+                return
             for made in (output, errors):
                 if made is not None:
                     self._files.insert(connection, *made)

@@ -17,7 +17,7 @@ from bros.batch.database import Database, open_database
 from bros.batch.errors import StoreError, StoreFullError
 from bros.batch.schema import METADATA
 from bros.core.errors import ConfigError
-from support.batch_store import NOW, Store, open_store
+from support.batch_store import NOW, Store, full_disk, open_store
 
 from .conftest import NewUrl
 
@@ -151,28 +151,12 @@ def test_too_few_connections_are_a_store_error(tmp_path: Path) -> None:
 
 
 def test_a_full_database_keeps_nothing_of_a_file(store: Store) -> None:
-    fill_up(store)
-    with pytest.raises(StoreFullError):
+    with full_disk(store), pytest.raises(StoreFullError):
         store.put_file()
     assert count_files(store) == 0
     assert store.unplaced() == []
     store.files.sweep(NOW)
     assert store.bodies() == set()
-
-
-def fill_up(store: Store) -> None:
-    """From now on the database says that its disk is full when a file is recorded."""
-    on_postgres = """
-        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
-        BEGIN RAISE EXCEPTION 'could not extend file' USING ERRCODE = '53100'; END $$;
-        CREATE TRIGGER full_disk BEFORE INSERT ON files EXECUTE FUNCTION refuse();
-    """
-    on_sqlite = """
-        CREATE TRIGGER full_disk BEFORE INSERT ON files
-        BEGIN SELECT RAISE(FAIL, 'database or disk is full'); END;
-    """
-    with store.database.write() as connection:
-        connection.exec_driver_sql(on_sqlite if store.url is None else on_postgres)
 
 
 ON_POSTGRES = pytest.param("postgres", marks=pytest.mark.multiprocess)

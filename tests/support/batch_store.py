@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import sqlalchemy as sa
 
-from bros.batch.bodies import Bodies
+from bros.batch.bodies import Bodies, BodyWriter
 from bros.batch.database import Database, open_database
 from bros.batch.files import FileStore
 from bros.batch.jobs import BatchStore
@@ -126,6 +126,34 @@ class Store:
         with self.database.read() as connection:
             return [tuple(row) for row in connection.execute(sa.text(sql), values)]
 
+    @contextlib.contextmanager
+    def new_file(
+        self,
+        file_id: str,
+        content: bytes | None = None,
+        *,
+        tenant: str = "ann",
+        purpose: str = "batch_output",
+        expires_at: int | None = None,
+    ) -> Iterator[tuple[BodyWriter, StoredFile]]:
+        """A body that is written, and its record; not stored yet. content: else the id."""
+        with self.files.bodies.new() as writer:
+            writer.write(file_id.encode() if content is None else content)
+            writer.finish()
+            yield (
+                writer,
+                StoredFile(
+                    id=file_id,
+                    tenant=tenant,
+                    digest=writer.digest,
+                    num_bytes=writer.num_bytes,
+                    filename=f"{file_id}.jsonl",
+                    purpose=purpose,
+                    created_at=NOW,
+                    expires_at=expires_at,
+                ),
+            )
+
     def put_file(
         self,
         content: bytes = b"content",
@@ -135,19 +163,9 @@ class Store:
         purpose: str = "batch",
         expires_at: int | None = None,
     ) -> StoredFile:
-        with self.files.bodies.new() as writer:
-            writer.write(content)
-            writer.finish()
-            file = StoredFile(
-                id=file_id,
-                tenant=tenant,
-                digest=writer.digest,
-                num_bytes=writer.num_bytes,
-                filename=f"{file_id}.jsonl",
-                purpose=purpose,
-                created_at=NOW,
-                expires_at=expires_at,
-            )
+        with self.new_file(
+            file_id, content, tenant=tenant, purpose=purpose, expires_at=expires_at
+        ) as (writer, file):
             return self.files.add(writer, file)
 
     def put_batch(
@@ -184,6 +202,28 @@ def open_store(url: str | None, folder: Path) -> Iterator[Store]:
         yield Store(url, folder, database, files, BatchStore(database, files))
     finally:
         database.close()
+
+
+@contextlib.contextmanager
+def full_disk(store: Store) -> Iterator[None]:
+    """The database says that its disk is full when a file is recorded."""
+    on_postgres = """
+        CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN RAISE EXCEPTION 'could not extend file' USING ERRCODE = '53100'; END $$;
+        CREATE TRIGGER full_disk BEFORE INSERT ON files EXECUTE FUNCTION refuse();
+    """
+    on_sqlite = """
+        CREATE TRIGGER full_disk BEFORE INSERT ON files
+        BEGIN SELECT RAISE(FAIL, 'database or disk is full'); END;
+    """
+    with store.database.write() as connection:
+        connection.exec_driver_sql(on_sqlite if store.url is None else on_postgres)
+    try:
+        yield
+    finally:
+        with store.database.write() as connection:
+            drop = "DROP TRIGGER full_disk" + ("" if store.url is None else " ON files")
+            connection.exec_driver_sql(drop)
 
 
 def row_refs(count: int, ranks: Sequence[int] | None = None) -> list[RowRef]:
