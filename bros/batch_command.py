@@ -106,7 +106,7 @@ class _Command:
         target = _target("-o", args.batch_output)
         if target is not None and not args.batch_wait:
             raise ConfigError("-o: only with --wait; else fetch them with `bros batch results`")
-        endpoint = args.batch_endpoint or _first_url(path)
+        endpoint = args.batch_endpoint or first_url(path)
         file_id = self._upload(path)
         try:
             batch = self.client.create(file_id, endpoint, window, metadata)
@@ -122,9 +122,10 @@ class _Command:
         batch = self._wait(batch)
         if target is not None and batch.status != BatchStatus.FAILED:
             self._patience().get(lambda: self._fetch(batch.output_file_id, target))
-        elif batch.completed:
-            self._say(f"Fetch the answers: {self._hint('results', batch)} -o FILE", style="dim")
-        self._say_failed(batch)
+            self._say_failed(batch)
+        elif batch.status != BatchStatus.FAILED:
+            also = " --errors FILE" if batch.error_file_id else ""
+            self._say(f"Fetch them: {self._hint('results', batch)} -o FILE{also}", style="dim")
         return _outcome(batch)
 
     def _status(self) -> int:
@@ -301,7 +302,7 @@ def _metadata(pairs: list[str]) -> dict[str, str]:
     return found
 
 
-def _first_url(path: Path) -> str:
+def first_url(path: Path) -> str:
     """The endpoint that the first request of a file names. Raises ConfigError."""
     try:
         with path.open("rb") as file:

@@ -103,6 +103,11 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         from bros.profile_command import run_profile
 
         return run_profile(config, args.out, args.repeats, SystemClock())
+    if args.command == "run-batch":
+        # Late, for the same reason.
+        from bros.run_batch_command import run_batch_here
+
+        return run_batch_here(args, config, SystemClock())
     return _chat(args, config)
 
 
@@ -145,6 +150,7 @@ def _parser() -> _Parser:
 
     serve, chat = add("serve", _SERVE), add("chat", _CHAT)
     batch = add("batch", batch_flags.TEXTS, batch_flags.EPILOG)
+    run_batch = add("run-batch", batch_flags.RUN_TEXTS)
     profile = add("profile", _PROFILE)
     bench = add("bench", (bench_flags.HELP, bench_flags.USAGE, bench_flags.DESCRIPTION))
     simulate = add(
@@ -159,11 +165,12 @@ def _parser() -> _Parser:
     )
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     _add_profile_arguments(profile)
-    for command in (serve, chat, profile):
+    for command in (serve, chat, profile, run_batch):
         add_flags(command)
     bench_flags.add_arguments(bench)
     simulate_flags.add_arguments(simulate)
     batch_flags.add_arguments(batch)
+    batch_flags.add_run_arguments(run_batch)
     commands.add_parser("version", help="print the versions of bros and what it runs on")
     return parser
 

@@ -10,6 +10,14 @@ TEXTS = (  # help, usage, description
     "Hand a file of requests to a running server, which answers them beside its real-time "
     "requests and within a window of time. Works with any server that has OpenAI's batch API.",
 )
+RUN_TEXTS = (  # help, usage, description
+    "answer a file of requests without a server",
+    "bros run-batch INPUT OUTPUT [--endpoint PATH] [options]",
+    "Answer the requests in INPUT, one JSON object per line as for `bros batch submit`, and write "
+    "a line for each to OUTPUT, in the same order: its response or its error. If it is "
+    "interrupted, the same command goes on where it was; until it is through, what is done is "
+    "kept in OUTPUT.partial. Exit status 3: some requests failed; 4: the input is not valid.",
+)
 EPILOG = "Each action has a --help of its own, which also lists the exit statuses."
 EXIT_STATUSES = """\
 exit status:
@@ -76,6 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for action in actions.choices.values():
         _add_server(action)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of `bros run-batch`, beside the options of an engine."""
+    parser.add_argument("batch_input", metavar="INPUT", help="requests, one JSON object per line")
+    parser.add_argument("batch_target", metavar="OUTPUT", help="file for the answers")
+    parser.add_argument(
+        "--endpoint",
+        dest="batch_endpoint",
+        metavar="PATH",
+        help='what the requests are for (default: the "url" of the first)',
+    )
 
 
 _SUBMIT = """\

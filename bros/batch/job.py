@@ -27,7 +27,7 @@ from bros.batch.objects import (
     RowRef,
     StoredFile,
 )
-from bros.batch.pacing import JobPace, Throughput
+from bros.batch.pacing import JobPace, RowCounts, Throughput
 from bros.batch.rows import BadRowError, RowHandler, error_line, parse_row, reply_line
 from bros.batch.slots import Slots
 from bros.batch.validation import check_input
@@ -76,6 +76,7 @@ class Workshop:
     threads: Executor
     slots: Slots
     throughput: Throughput
+    counts: RowCounts
     suspects: asyncio.Lock
     validating: asyncio.Lock
     max_queued_tokens: int
@@ -227,6 +228,8 @@ class Job:
             tokens = outcome.usage.prompt_tokens + outcome.usage.output_tokens
             self.pace.note(tokens, now - began_s)
             shop.throughput.note(now, tokens)
+            shop.counts.completed += outcome.ok
+            shop.counts.failed += not outcome.ok
             await self._unstored.put(outcome)
         finally:
             shop.slots.release()
@@ -245,6 +248,7 @@ class Job:
                 async with alone:
                     reply = await self._answer(row.body, request_id)
             except RowInterruptedError as error:
+                shop.counts.interrupted += 1
                 if interruptions >= _MOST_INTERRUPTIONS:
                     line = error_line(row_id, ref.custom_id, "engine_error", str(error))
                     return RowOutcome(ref.line, False, line)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 _WINDOW_S = 60.0
 _LEAST_ROWS = 4
 _PATIENCE = 2.0
 """A row that is told to be done sooner than so many times what rows take would only be given up as
 hopeless."""
+
+
+@dataclass(slots=True)
+class RowCounts:
+    """What became of rows in this process. interrupted: attempts that an engine's end cut short."""
+
+    completed: int = 0
+    failed: int = 0
+    interrupted: int = 0
 
 
 class Throughput:

@@ -23,7 +23,7 @@ from bros.batch.files import FileStore
 from bros.batch.job import Job, StopReason, Workshop
 from bros.batch.jobs import BatchStore
 from bros.batch.objects import Batch, BatchStatus, Lease
-from bros.batch.pacing import Throughput, expected_end_s
+from bros.batch.pacing import RowCounts, Throughput, expected_end_s
 from bros.batch.rows import RowHandler
 from bros.batch.slots import Slots
 from bros.core.clock import Clock
@@ -88,6 +88,7 @@ class BatchRunner:
             threads=ThreadPoolExecutor(_THREADS, thread_name_prefix="batch"),
             slots=Slots(min(_FIRST_ROWS, settings.max_rows)),
             throughput=Throughput(),
+            counts=RowCounts(),
             suspects=asyncio.Lock(),
             validating=asyncio.Lock(),
             max_queued_tokens=settings.max_queued_tokens,
@@ -98,6 +99,11 @@ class BatchRunner:
     @property
     def rows_in_flight(self) -> int:
         return self._shop.slots.used
+
+    @property
+    def counts(self) -> RowCounts:
+        """Not a copy: to be read only."""
+        return self._shop.counts
 
     def wake(self) -> None:
         """A batch was made or cancelled."""

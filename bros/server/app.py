@@ -21,7 +21,7 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
         *service.routes(),
     ]
     if state.jobs is not None:
-        routes += [*files.routes(state.jobs), *batches.routes(state.jobs)]
+        routes += files.ROUTES + batches.ROUTES
     middleware = [
         Middleware(RequestLog, state=state, routes=routes),
         Middleware(ErrorBarrier),

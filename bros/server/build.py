@@ -20,6 +20,7 @@ from bros.batch.store import Store, default_data_dir, open_store
 from bros.core.clock import SystemClock
 from bros.core.config import Config, ServerConfig
 from bros.core.ids import IdGenerator
+from bros.core.interfaces import EngineClient
 from bros.core.request import CHAT_SAMPLING
 from bros.engine.generation import TextGenerator
 from bros.engine.process_client import ProcessEngineClient
@@ -79,7 +80,9 @@ async def _serve(
         _, tokenizer = await asyncio.gather(
             engine.start(), asyncio.to_thread(Tokenizer.load, files.folder)
         )
-        state = _state(config.server, files, engine, tokenizer, store)
+        ids = IdGenerator(random.SystemRandom())
+        generator = TextGenerator(engine, tokenizer, SystemClock(), ids)
+        state = _state(config.server, files, engine, tokenizer, generator, ids, store)
         server = HttpServer(
             create_app(state, tenants),
             bound,
@@ -104,16 +107,17 @@ async def _serve(
 def _state(
     config: ServerConfig,
     files: ModelFiles,
-    engine: ProcessEngineClient,
+    engine: EngineClient,
     tokenizer: Tokenizer,
+    generator: TextGenerator,
+    ids: IdGenerator,
     store: Store,
 ) -> ServerState:
     clock = SystemClock()
-    ids = IdGenerator(random.SystemRandom())
     state = ServerState(
         engine=engine,
         tokenizer=tokenizer,
-        generator=TextGenerator(engine, tokenizer, clock, ids),
+        generator=generator,
         model_name=config.served_model_name or files.name,
         created=int(clock.unix_time()),
         config=config,
@@ -209,6 +213,28 @@ class LocalChat:
             async for delta in generation:
                 if delta.text:
                     yield delta.text
+
+
+@contextlib.asynccontextmanager
+async def local_jobs(config: Config, store: Store) -> AsyncIterator[ServerState]:
+    """Work on the batches of a store without a server; the engine ends with the block.
+
+    Raises ConfigError or ModelError if the model cannot be loaded.
+    """
+    from bros.engine.local import open_local  # late, as below
+
+    async with open_local(config.engine, _cache_dir(config.server), _say) as local:
+        state = _state(
+            config.server,
+            local.files,
+            local.client,
+            local.tokenizer,
+            local.generator,
+            local.ids,
+            store,
+        )
+        async with _running(state):
+            yield state
 
 
 @contextlib.asynccontextmanager

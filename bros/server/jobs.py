@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+from starlette.requests import Request
 
 from bros.batch.files import FileStore
 from bros.batch.jobs import BatchStore
@@ -25,6 +26,13 @@ class Jobs:
     runner: BatchRunner
     max_open: int
     threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
+
+    @classmethod
+    def of(cls, request: Request) -> Jobs:
+        """Those of the app that serves `request`."""
+        jobs = request.app.state.server.jobs
+        assert isinstance(jobs, cls)
+        return jobs
 
     async def io(self, work: Callable[..., T], *args: Any) -> T:
         """Something that waits for the disk, on a thread."""

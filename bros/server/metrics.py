@@ -10,6 +10,7 @@ from bros.core.clock import Clock
 from bros.core.interfaces import EngineStats
 from bros.core.request import FinishReason, ServiceClass
 from bros.engine.generation import TextDelta
+from bros.server.batch_metrics import BatchCollector, BatchFigures
 from bros.server.engine_metrics import EngineCollector
 
 _TTFT_BUCKETS_S = (
@@ -33,7 +34,9 @@ class ServerMetrics:
         self._clock = clock
         self._registry = CollectorRegistry()
         self._engine = EngineCollector()
+        self._batches = BatchCollector()
         self._registry.register(self._engine)
+        self._registry.register(self._batches)
         self._http = Counter(
             "bros_http_requests",
             "HTTP requests answered",
@@ -62,9 +65,11 @@ class ServerMetrics:
         """
         return RequestObserver(self, arrival_s, classes)
 
-    def render(self, stats: EngineStats | None) -> bytes:
-        """Everything in Prometheus' text format. stats: None if the engine gives none."""
+    def render(self, stats: EngineStats | None, batches: BatchFigures | None = None) -> bytes:
+        """Everything in Prometheus' text format. None: the engine gives no figures, or there are
+        no batches here."""
         self._engine.stats = stats
+        self._batches.figures = batches
         return generate_latest(self._registry)
 
     def _make_histograms(self) -> dict[ServiceClass, list[Histogram]]:

@@ -32,95 +32,92 @@ class _UploadFields(WireModel):
     expires_after: ExpiresAfter | None = None
 
 
-def routes(jobs: Jobs) -> tuple[Route, ...]:
-    """For a server that keeps files."""
-
-    async def create_file(request: Request) -> Response:
-        """Keep an upload."""
-        state = ServerState.of(request)
-        with jobs.files.bodies.new() as body:
-            upload = await read_upload(request, body)
-            fields = validate(_UploadFields, _fields(upload))
-            if upload.filename is None:
-                raise InvalidRequestError(
-                    "Missing required parameter: 'file'.", "file", "missing_required_parameter"
-                )
-            if fields.purpose == "batch" and body.num_bytes > MAX_INPUT_BYTES:
-                raise InvalidRequestError(
-                    f"The input of a batch has at most {MAX_INPUT_BYTES} bytes; this file has "
-                    f"{body.num_bytes}.",
-                    param="file",
-                    code="file_too_large",
-                )
-            await jobs.io(body.finish)
-            created_at = int(state.clock.unix_time())
-            life_s = FILE_LIFE_S if fields.purpose == "batch" else None
-            if fields.expires_after is not None:
-                life_s = fields.expires_after.seconds
-            file = StoredFile(
-                id=state.ids.new("file"),
-                tenant=state.tenant(request),
-                digest=body.digest,
-                num_bytes=body.num_bytes,
-                filename=upload.filename,
-                purpose=fields.purpose,
-                created_at=created_at,
-                expires_at=None if life_s is None else created_at + life_s,
+async def create_file(request: Request) -> Response:
+    """Keep an upload."""
+    jobs = Jobs.of(request)
+    state = ServerState.of(request)
+    with jobs.files.bodies.new() as body:
+        upload = await read_upload(request, body)
+        fields = validate(_UploadFields, _fields(upload))
+        if upload.filename is None:
+            raise InvalidRequestError(
+                "Missing required parameter: 'file'.", "file", "missing_required_parameter"
             )
-            return _json(FileObject.of(await jobs.io(jobs.files.add, body, file)))
-
-    async def list_files(request: Request) -> Response:
-        """A page of the tenant's files."""
-        state, query = ServerState.of(request), request.query_params
-        page = Page(
-            limit=query_int(query, "limit", MAX_PAGE, low=1, high=MAX_PAGE),
-            after=query.get("after"),
-            newest_first=query_choice(query, "order", _ORDERS) == "desc",
-        )
-        files, has_more = await jobs.io(
-            jobs.files.page,
-            state.tenant(request),
-            page,
-            state.clock.unix_time(),
-            query.get("purpose"),
-        )
-        return _json(
-            FileList(
-                data=[FileObject.of(file) for file in files],
-                first_id=files[0].id if files else None,
-                last_id=files[-1].id if files else None,
-                has_more=has_more,
+        if fields.purpose == "batch" and body.num_bytes > MAX_INPUT_BYTES:
+            raise InvalidRequestError(
+                f"The input of a batch has at most {MAX_INPUT_BYTES} bytes; this file has "
+                f"{body.num_bytes}.",
+                param="file",
+                code="file_too_large",
             )
+        await jobs.io(body.finish)
+        created_at = int(state.clock.unix_time())
+        life_s = FILE_LIFE_S if fields.purpose == "batch" else None
+        if fields.expires_after is not None:
+            life_s = fields.expires_after.seconds
+        file = StoredFile(
+            id=state.ids.new("file"),
+            tenant=state.tenant(request),
+            digest=body.digest,
+            num_bytes=body.num_bytes,
+            filename=upload.filename,
+            purpose=fields.purpose,
+            created_at=created_at,
+            expires_at=None if life_s is None else created_at + life_s,
         )
+        return _json(FileObject.of(await jobs.io(jobs.files.add, body, file)))
 
-    async def retrieve_file(request: Request) -> Response:
-        """What is known of a file."""
-        return _json(FileObject.of(await _file(request, jobs)))
 
-    async def file_content(request: Request) -> Response:
-        """The file itself."""
-        file = await _file(request, jobs)
-        path = await jobs.io(jobs.files.body, file)
-        return FileResponse(path, filename=file.filename, media_type="application/octet-stream")
-
-    async def delete_file(request: Request) -> Response:
-        """Forget a file; a batch that reads it goes on."""
-        state, file_id = ServerState.of(request), request.path_params["id"]
-        now = state.clock.unix_time()
-        await jobs.io(jobs.files.delete, state.tenant(request), file_id, now)
-        return _json(DeletedFile(id=file_id))
-
-    return (
-        Route("/v1/files", create_file, methods=["POST"]),
-        Route("/v1/files", list_files, methods=["GET"]),
-        Route("/v1/files/{id}", retrieve_file, methods=["GET"]),
-        Route("/v1/files/{id}", delete_file, methods=["DELETE"]),
-        Route("/v1/files/{id}/content", file_content, methods=["GET"]),
+async def list_files(request: Request) -> Response:
+    """A page of the tenant's files."""
+    jobs = Jobs.of(request)
+    state, query = ServerState.of(request), request.query_params
+    page = Page(
+        limit=query_int(query, "limit", MAX_PAGE, low=1, high=MAX_PAGE),
+        after=query.get("after"),
+        newest_first=query_choice(query, "order", _ORDERS) == "desc",
+    )
+    files, has_more = await jobs.io(
+        jobs.files.page,
+        state.tenant(request),
+        page,
+        state.clock.unix_time(),
+        query.get("purpose"),
+    )
+    return _json(
+        FileList(
+            data=[FileObject.of(file) for file in files],
+            first_id=files[0].id if files else None,
+            last_id=files[-1].id if files else None,
+            has_more=has_more,
+        )
     )
 
 
-async def _file(request: Request, jobs: Jobs) -> StoredFile:
-    state = ServerState.of(request)
+async def retrieve_file(request: Request) -> Response:
+    """What is known of a file."""
+    return _json(FileObject.of(await _file(request)))
+
+
+async def file_content(request: Request) -> Response:
+    """The file itself."""
+    jobs = Jobs.of(request)
+    file = await _file(request)
+    path = await jobs.io(jobs.files.body, file)
+    return FileResponse(path, filename=file.filename, media_type="application/octet-stream")
+
+
+async def delete_file(request: Request) -> Response:
+    """Forget a file; a batch that reads it goes on."""
+    jobs = Jobs.of(request)
+    state, file_id = ServerState.of(request), request.path_params["id"]
+    now = state.clock.unix_time()
+    await jobs.io(jobs.files.delete, state.tenant(request), file_id, now)
+    return _json(DeletedFile(id=file_id))
+
+
+async def _file(request: Request) -> StoredFile:
+    state, jobs = ServerState.of(request), Jobs.of(request)
     tenant, now = state.tenant(request), state.clock.unix_time()
     return await jobs.io(jobs.files.get, tenant, request.path_params["id"], now)
 
@@ -141,3 +138,12 @@ def _fields(upload: Upload) -> dict[str, object]:
 
 def _json(reply: FileObject | FileList | DeletedFile) -> Response:
     return Response(reply.model_dump_json(), media_type="application/json")
+
+
+ROUTES = (
+    Route("/v1/files", create_file, methods=["POST"]),
+    Route("/v1/files", list_files, methods=["GET"]),
+    Route("/v1/files/{id}", retrieve_file, methods=["GET"]),
+    Route("/v1/files/{id}", delete_file, methods=["DELETE"]),
+    Route("/v1/files/{id}/content", file_content, methods=["GET"]),
+)

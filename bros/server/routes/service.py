@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import bros
-from bros.core.errors import EngineDeadError
+from bros.core.errors import BrosError, EngineDeadError
 from bros.core.interfaces import EngineStats
+from bros.server.batch_metrics import BatchFigures
 from bros.server.openapi import describe_api
 from bros.server.replies import Health, Version
 from bros.server.state import ServerState
@@ -41,7 +42,7 @@ async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     state = ServerState.of(request)
     return Response(
-        state.metrics.render(await _stats(state)),
+        state.metrics.render(await _stats(state), await _batches(state)),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
     )
 
@@ -57,6 +58,17 @@ async def _stats(state: ServerState) -> EngineStats | None:
         return await asyncio.wait_for(state.engine.stats(), _STATS_TIMEOUT_S)
     except (EngineDeadError, TimeoutError):
         return None
+
+
+async def _batches(state: ServerState) -> BatchFigures | None:
+    jobs = state.jobs
+    if jobs is None:
+        return None
+    try:
+        by_status = await jobs.io(jobs.batches.count_by_status)
+    except BrosError:
+        by_status = {}
+    return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
 
 
 def routes() -> tuple[Route, ...]:

@@ -1,0 +1,192 @@
+"""`bros run-batch`: a file of requests answered here, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+
+from bros.batch.client import RemoteBatch
+from bros.batch.files import Page
+from bros.batch.objects import DAY_S, Batch, BatchStatus, StoredFile
+from bros.batch.rows import parse_row
+from bros.batch.store import Store, open_store
+from bros.batch.watching import Patience, wait_for_end
+from bros.batch.window import MAX_WINDOW_S
+from bros.batch.words import counts, ending, problem
+from bros.batch_command import NOT_COMPLETED, SOME_ROWS_FAILED, first_url
+from bros.core.clock import Clock
+from bros.core.config import Config
+from bros.core.errors import BrosError, ConfigError
+from bros.server.batch_messages import BatchObject
+from bros.server.build import local_jobs
+from bros.server.state import ServerState
+
+_TENANT = ""
+_COPIED_AT_ONCE = 2**20
+
+
+class _StoppedError(Exception):
+    """Nobody waits for the batch any more."""
+
+
+def run_batch_here(
+    args: argparse.Namespace, config: Config, clock: Clock, console: Console | None = None
+) -> int:
+    """Answer a file; returns the exit status.
+
+    Raises ConfigError for files that cannot be used, ModelError, or KeyboardInterrupt.
+    """
+    console = console or Console(stderr=True)
+    source, target = Path(args.batch_input).expanduser(), Path(args.batch_target).expanduser()
+    endpoint = args.batch_endpoint or first_url(source)
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        raise ConfigError(f"{target} cannot be written: no such folder, or it is one")
+    partial = target.with_name(f"{target.name}.partial")
+    store = open_store(partial)
+    try:
+        batch = _begun(store, source, partial, clock) or _begin(store, source, endpoint, clock)
+        if not batch.status.is_final:
+            asyncio.run(_run(config, store, batch, clock, console))
+            batch = store.batches.get(_TENANT, batch.id)
+        return _conclude(store, batch, source, target, partial, console)
+    except KeyboardInterrupt:
+        console.print("Interrupted; the same command goes on where it was.", highlight=False)
+        raise
+    finally:
+        store.close()
+
+
+def _begun(store: Store, source: Path, partial: Path, clock: Clock) -> Batch | None:
+    """What an interrupted run of the same command was doing."""
+    batches, _ = store.batches.page(_TENANT, Page(limit=1))
+    if not batches:
+        return None
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if batches[0].input_digest != digest:
+        raise ConfigError(f"{partial} is of another input; remove it to begin anew")
+    return batches[0]
+
+
+def _begin(store: Store, source: Path, endpoint: str, clock: Clock) -> Batch:
+    now, stamp = clock.unix_time(), clock.now()
+    with store.files.bodies.new() as body, source.open("rb") as file:
+        while piece := file.read(_COPIED_AT_ONCE):
+            body.write(piece)
+        body.finish()
+        kept = StoredFile(
+            id=f"file-{stamp}",
+            tenant=_TENANT,
+            digest=body.digest,
+            num_bytes=body.num_bytes,
+            filename=source.name,
+            purpose="batch",
+            created_at=int(now),
+        )
+        store.files.add(body, kept)
+    batch = Batch(
+        id=source.name,
+        tenant=_TENANT,
+        endpoint=endpoint,
+        input_file_id=kept.id,
+        input_digest=kept.digest,
+        window=f"{MAX_WINDOW_S // DAY_S}d",
+        status=BatchStatus.VALIDATING,
+        created_at=int(now),
+        expires_at=int(now) + MAX_WINDOW_S,
+    )
+    return store.batches.create(batch, max_open=1)
+
+
+async def _run(config: Config, store: Store, batch: Batch, clock: Clock, console: Console) -> None:
+    """Until the batch has ended."""
+    stopped = threading.Event()
+
+    def pause(seconds: float) -> None:
+        if stopped.wait(seconds):
+            raise _StoppedError
+
+    def ask() -> RemoteBatch:
+        return _shown(store.batches.get(_TENANT, batch.id))
+
+    def watch() -> None:
+        patience = Patience(clock, pause, lambda text: console.print(text, highlight=False))
+        wait_for_end(ask(), ask, patience, clock, pause, console)
+
+    state: ServerState
+    async with local_jobs(config, store) as state:
+        assert state.jobs is not None
+        try:
+            await asyncio.to_thread(watch)
+        except _StoppedError:
+            return
+        finally:
+            stopped.set()
+
+
+def _conclude(
+    store: Store, batch: Batch, source: Path, target: Path, partial: Path, console: Console
+) -> int:
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    shown = _shown(batch)
+    if batch.status is BatchStatus.FAILED:
+        say(ending(shown))
+        for error in shown.errors:
+            say(f"  {problem(error)}")
+        shutil.rmtree(partial)
+        return NOT_COMPLETED
+    _write(target, _in_order(store, batch, source))
+    say(f"{counts(shown)}; wrote {target}")
+    shutil.rmtree(partial)
+    if batch.status is not BatchStatus.COMPLETED:
+        return NOT_COMPLETED
+    return SOME_ROWS_FAILED if batch.failed else 0
+
+
+def _shown(batch: Batch) -> RemoteBatch:
+    """As the client of a server sees it, but without a window, which nobody asked for."""
+    fields = json.loads(BatchObject.of(batch).model_dump_json())
+    return RemoteBatch.read({**fields, "expires_at": None})
+
+
+def _in_order(store: Store, batch: Batch, source: Path) -> Iterator[bytes]:
+    """The lines of both files, as the requests come in the input."""
+    with contextlib.ExitStack() as stack:
+        places: dict[str, tuple[BinaryIO, int]] = {}
+        for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
+            kept = store.files.get(_TENANT, file_id, batch.created_at)
+            file = stack.enter_context(store.files.body(kept).open("rb"))
+            offset = 0
+            for line in file:
+                places[json.loads(line)["custom_id"]] = file, offset
+                offset += len(line)
+        for request in stack.enter_context(source.open("rb")):
+            if request.strip():
+                where, offset = places[parse_row(request, batch.endpoint).custom_id]
+                where.seek(offset)
+                yield where.readline()
+
+
+def _write(target: Path, lines: Iterable[bytes]) -> None:
+    """Under another name until it is whole. Raises BrosError."""
+    written = target.with_name(f".{target.name}.part")
+    try:
+        with written.open("wb") as file:
+            file.writelines(lines)
+        written.replace(target)
+    except OSError as error:
+        raise BrosError(f"{target} cannot be written: {error.strerror}") from None
+    finally:
+        written.unlink(missing_ok=True)
