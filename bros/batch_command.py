@@ -123,7 +123,7 @@ class _Command:
         if target is not None and batch.status != BatchStatus.FAILED:
             self._patience().get(lambda: self._fetch(batch.output_file_id, target))
             self._say_failed(batch)
-        elif batch.status != BatchStatus.FAILED:
+        elif batch.output_file_id is not None or batch.error_file_id is not None:
             also = " --errors FILE" if batch.error_file_id else ""
             self._say(f"Fetch them: {self._hint('results', batch)} -o FILE{also}", style="dim")
         return _outcome(batch)
@@ -178,11 +178,12 @@ class _Command:
         self._fetch(batch.output_file_id, target)
         if errors is not None:
             self._fetch(batch.error_file_id, errors)
-        if batch.completed < batch.total:
+        status = _outcome(batch)
+        if status:
             self._say(ending(batch))
             if errors is None:
                 self._say_failed(batch)
-        return _outcome(batch)
+        return status
 
     def _wait(self, batch: RemoteBatch, *, told: bool = True) -> RemoteBatch:
         """The batch when it has ended. told: say what came of it."""
@@ -196,10 +197,12 @@ class _Command:
                 self.err,
             )
         except KeyboardInterrupt:
-            going = "is still being cancelled" if batch.status == "cancelling" else "goes on"
+            cancelling = batch.status == BatchStatus.CANCELLING
+            going = "is still being cancelled" if cancelling else "goes on"
             self._say(f"No longer waiting; {printable(batch.id)} {going}.")
             self._say(f"  wait again: {self._hint('status', batch)} --wait", style="dim")
-            self._say(f"  give it up: {self._hint('cancel', batch)}", style="dim")
+            if not cancelling:
+                self._say(f"  give it up: {self._hint('cancel', batch)}", style="dim")
             raise
         except NoAnswerError as error:
             raise BrosError(
@@ -216,13 +219,13 @@ class _Command:
     def _upload(self, path: Path) -> str:
         try:
             num_bytes = path.stat().st_size
-            with self._bar(path.name, num_bytes) as on_read:
+            with self._bar(num_bytes) as on_read:
                 return self.client.upload(path, on_read)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
     @contextlib.contextmanager
-    def _bar(self, name: str, num_bytes: int) -> Iterator[Callable[[int], object]]:
+    def _bar(self, num_bytes: int) -> Iterator[Callable[[int], object]]:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
         hidden = not self.err.is_terminal or num_bytes < _BAR_FROM_BYTES
         with Progress(
@@ -317,7 +320,10 @@ def first_url(path: Path) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         url = None
     if not isinstance(url, str):
-        raise ConfigError(f'{path}: its first line names no "url"; give --endpoint')
+        raise ConfigError(
+            f'{path}: its first request is no JSON object with a "url"; correct it, or give '
+            "--endpoint"
+        )
     return url
 
 

@@ -80,7 +80,7 @@ def test_endpoint_is_that_of_the_first_line_with_something_in_it(
 def test_without_an_endpoint_nothing_is_sent(desk: Desk, tmp_path: Path, content: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
-    with pytest.raises(ConfigError, match='has no requests|names no "url"; give --endpoint'):
+    with pytest.raises(ConfigError, match='has no requests|with a "url"; correct it'):
         desk.run("submit", str(path))
     assert desk.fake.requests == []
 
@@ -147,6 +147,7 @@ def test_status_is_a_block_of_all_that_is_known(desk: Desk) -> None:
             "input_tokens": 123456,
             "input_tokens_details": {"cached_tokens": 1000},
             "output_tokens": 7,
+            "total_tokens": 123463,
         },
     )
     status, out, err = desk.run("status", "batch_1")
@@ -192,8 +193,8 @@ def test_list_is_a_table_newest_first(desk: Desk) -> None:
     status, out, err = desk.run("list")
     assert (status, err) == (0, "")
     assert [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()] == [
-        ["batch", "status", "done", "failed", "created", "expected end"],
-        ["batch_2", "in progress", "1,202/50,000", "2", "3 min ago", "in 7 min, at risk"],
+        ["batch", "status", "succeeded", "failed", "created", "expected end"],
+        ["batch_2", "in progress", "1,200/50,000", "2", "3 min ago", "in 7 min, at risk"],
         ["batch_1", "completed", "2/2", "0", "3 min ago", "-"],
     ]
 
@@ -232,6 +233,13 @@ def test_cancel_asks_and_may_wait(desk: Desk) -> None:
     ran = desk.run("cancel", "batch_1", "--wait")
     assert ran.status == 0  # which is what was asked for
     assert "batch_1 cancelled: 2 of 3 rows succeeded" in ran.err
+
+
+def test_batch_that_is_cancelled_before_it_began_has_nothing(desk: Desk, tmp_path: Path) -> None:
+    desk.fake.add(status="cancelled")
+    ran = desk.run("results", "batch_1", "-o", str(tmp_path / "out"))
+    assert (ran.status, (tmp_path / "out").read_bytes()) == (NOT_COMPLETED, b"")
+    assert "batch_1 cancelled: nothing was run\n" in ran.err
 
 
 def test_cancel_that_comes_too_late_tells_what_became_of_the_batch(desk: Desk) -> None:

@@ -110,6 +110,14 @@ def test_line_says_how_far_how_fast_and_until_when(desk: Desk) -> None:
     assert "batch_1  completed" in ran.out
 
 
+def test_batch_that_is_wound_up_has_no_more_forecast(desk: Desk) -> None:
+    outlook = {"expected_at": CREATED_AT + 90_000, "at_risk": True}
+    desk.fake.add(status="cancelling", request_counts=counts(3, 1), bros=outlook)
+    desk.fake.script = [{}, {"status": "finalizing"}, CANCELLED]
+    lines = desk.run("status", "batch_1", "--wait").err.splitlines()
+    assert lines == [f"batch_1: {word}, 1 of 3 rows done" for word in ("cancelling", "finalizing")]
+
+
 def test_slow_batch_is_measured_in_rows_per_minute(desk: Desk) -> None:
     desk.fake.add(status="in_progress", request_counts=counts(100))
     desk.fake.script = [{"request_counts": counts(100, n // 10)} for n in range(60)]

@@ -39,7 +39,7 @@ def batch_table(batches: Sequence[RemoteBatch], now: float) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("batch", no_wrap=True)
     table.add_column("status")
-    for column in ("done", "failed"):
+    for column in ("succeeded", "failed"):
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("created", "expected end"):
         table.add_column(column)
@@ -50,7 +50,7 @@ def batch_table(batches: Sequence[RemoteBatch], now: float) -> Table:
         table.add_row(
             Text(printable(batch.id)),
             _status(batch),
-            f"{batch.done:,}/{batch.total:,}",
+            f"{batch.completed:,}/{batch.total:,}",
             f"{batch.failed:,}",
             created,
             _expected_end(batch, now),
@@ -97,8 +97,9 @@ def _words(batch: RemoteBatch, now: float) -> Iterator[tuple[str, str | None]]:
         yield "expected", f"to end {expectation(batch.expected_at, now)}"
     for name in ("input", "output", "error"):
         yield f"{name} file", fields.get(f"{name}_file_id")
-    if fields.get("usage"):
-        yield "tokens", _tokens(fields["usage"])
+    usage = fields.get("usage") or {}
+    if usage.get("total_tokens"):
+        yield "tokens", _tokens(usage)
 
 
 def _window(batch: RemoteBatch, now: float) -> str:

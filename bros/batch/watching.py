@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bros.batch.client import NoAnswerError, RemoteBatch
+from bros.batch.objects import BatchStatus
 from bros.batch.words import (
     counts,
     duration,
@@ -44,6 +45,7 @@ _FIRST_RETRY_S = 0.5
 _LAST_RETRY_S = 15.0
 _RECENT_S = 60.0
 _ENOUGH_ROWS = 5
+_UNDER_WAY = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
 
 class Patience:
@@ -115,7 +117,9 @@ def _forecast(batch: RemoteBatch, rate: _Rate, unix_time: float) -> _Forecast:
     if estimate is None and rows_per_s:
         estimate = unix_time + (batch.total - batch.done) / rows_per_s
     at_risk = batch.at_risk
-    if at_risk is None and estimate is not None and batch.expires_at is not None:
+    if batch.status not in _UNDER_WAY:
+        at_risk = False
+    elif at_risk is None and estimate is not None and batch.expires_at is not None:
         at_risk = estimate > batch.expires_at
     return _Forecast(batch, rows_per_s, estimate, bool(at_risk), unix_time)
 
@@ -216,6 +220,8 @@ def _progress(forecast: _Forecast) -> str:
 
 
 def _end(forecast: _Forecast) -> str:
+    if forecast.batch.status not in _UNDER_WAY:
+        return ""  # it will not be long, whatever the window is
     now, facts = forecast.unix_time, []
     if forecast.expected_at is not None:
         facts.append(f"expected to end {expectation(forecast.expected_at, now)}")

@@ -62,8 +62,10 @@ def counts(batch: RemoteBatch) -> str:
 
 
 def outcome(batch: RemoteBatch) -> str:
-    """Of a batch that was run: `58 of 60 rows succeeded, 2 failed`."""
+    """Of a batch that has ended: `58 of 60 rows succeeded, 2 failed`."""
     lost = batch.total - batch.completed
+    if not batch.total:
+        return "nothing was run"
     if not lost:
         return f"{plural(batch.total, 'row')}, all succeeded"
     what = "failed" if batch.status == BatchStatus.COMPLETED else "failed or not run"
