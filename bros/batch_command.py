@@ -16,7 +16,14 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from bros.batch.client import BatchClient, NoAnswerError, RefusedError, RemoteBatch, batch_client
+from bros.batch.client import (
+    BatchClient,
+    BusyError,
+    NoAnswerError,
+    RefusedError,
+    RemoteBatch,
+    batch_client,
+)
 from bros.batch.flags import DEFAULT_URL, URL_VARIABLE
 from bros.batch.objects import MAX_LINE_BYTES, BatchStatus
 from bros.batch.tables import batch_block, batch_table
@@ -110,7 +117,7 @@ class _Command:
         file_id = self._upload(path)
         try:
             batch = self.client.create(file_id, endpoint, window, metadata)
-        except RefusedError:
+        except (RefusedError, BusyError):  # else there may be a batch that needs it
             with contextlib.suppress(BrosError):  # the first error is the one to show
                 self.client.delete_file(file_id)
             raise
@@ -121,7 +128,7 @@ class _Command:
             return 0
         batch = self._wait(batch)
         if target is not None and batch.status != BatchStatus.FAILED:
-            self._patience().get(lambda: self._fetch(batch.output_file_id, target))
+            self._fetch(batch.output_file_id, target, self._patience())
             self._say_failed(batch)
         elif batch.output_file_id is not None or batch.error_file_id is not None:
             also = " --errors FILE" if batch.error_file_id else ""
@@ -234,17 +241,32 @@ class _Command:
             task = bar.add_task("uploading", total=num_bytes)
             yield lambda read: bar.advance(task, read)
 
-    def _fetch(self, file_id: str | None, target: Path | str) -> None:
-        """Write a file of the server, which keeps none that would be empty."""
-        with contextlib.ExitStack() as stack:
-            pieces = stack.enter_context(self.client.content(file_id)) if file_id else iter(())
-            if isinstance(target, Path):
-                _write(target, pieces)
-                self._say(f"Wrote {target}")
-                return
-            for piece in pieces:
-                sys.stdout.buffer.write(piece)
-            sys.stdout.buffer.flush()
+    def _fetch(
+        self, file_id: str | None, target: Path | str, patience: Patience | None = None
+    ) -> None:
+        """Write a file of the server, which keeps none that would be empty.
+
+        With `patience`, it is begun again if it breaks off, which standard output does not allow.
+        """
+
+        def fetch() -> None:
+            with contextlib.ExitStack() as stack:
+                content = self.client.content
+                pieces = stack.enter_context(content(file_id)) if file_id else iter(())
+                if isinstance(target, Path):
+                    _write(target, pieces)
+                else:
+                    sys.stdout.buffer.writelines(pieces)
+                    sys.stdout.buffer.flush()
+
+        if not isinstance(target, Path):
+            fetch()
+            return
+        if patience is None:
+            fetch()
+        else:
+            patience.get(fetch)
+        self._say(f"Wrote {target}")
 
     def _say_ending(self, batch: RemoteBatch) -> None:
         self._say(ending(batch))

@@ -113,17 +113,19 @@ def test_missing_file_is_named(desk: Desk, tmp_path: Path) -> None:
             desk.run("submit", str(tmp_path / "none"), *extra)
 
 
-def test_file_of_a_refused_batch_is_deleted(desk: Desk, rows: str) -> None:
+@pytest.mark.parametrize(("status", "is_kept"), [(400, False), (429, False), (502, True)])
+def test_file_of_a_batch_that_is_certainly_refused_is_deleted(
+    desk: Desk, rows: str, status: int, is_kept: bool
+) -> None:
     def refuse(request: httpx.Request) -> httpx.Response | None:
         if request.method == "POST" and request.url.path == "/v1/batches":
-            return refusal(400, "'metadata' has too many pairs.")
+            return refusal(status, "No.")
         return None
 
     desk.fake.before = refuse
-    files = set(desk.fake.files)
-    with pytest.raises(BrosError, match="^400: 'metadata' has too many pairs.$"):
+    with pytest.raises(BrosError, match=f"^{status}: No.$"):
         desk.run("submit", rows)
-    assert set(desk.fake.files) == files
+    assert ("file-3" in desk.fake.files) == is_kept
 
 
 def test_large_file_is_sent_in_pieces_with_a_bar(desk: Desk, tmp_path: Path) -> None:
@@ -439,6 +441,21 @@ def test_whole_program_and_all_its_exit_statuses(
         assert main(["batch", "status", "batch_1", "--wait"], environ) == NOT_COMPLETED
     assert main(["batch", "list"], environ) == 1
     assert f"bros: error: {url}/v1 does not answer: " in capfd.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_reader_that_has_had_enough_is_no_fault() -> None:
+    fake = FakeBatches()
+    fake.files["file-out"] = OUTPUT * 100_000
+    fake.add(**COMPLETED)
+    with served(fake) as url:
+        command = [sys.executable, "-m", "bros", "batch", "results", "batch_1", "--url", url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            assert child.stdout is not None and child.stderr is not None
+            assert child.stdout.readline() == OUTPUT.splitlines(keepends=True)[0]
+            child.stdout.close()
+            assert child.stderr.read() == b""
+            assert child.wait() == 1
 
 
 @pytest.mark.multiprocess

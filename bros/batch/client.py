@@ -25,7 +25,8 @@ _PAGE = 100
 """Most batches that a server lists at once."""
 
 _FINAL = frozenset(status.value for status in BatchStatus if status.is_final)
-_TRY_AGAIN = frozenset({408, 425, 429, *range(500, 600)}) - {501, 505, 507}
+_BUSY = frozenset({429, 503})
+_TRY_AGAIN = frozenset({408, 425, *range(500, 600)}) - {501, 505, 507}
 
 
 class RefusedError(BrosError):
@@ -34,6 +35,10 @@ class RefusedError(BrosError):
 
 class NoAnswerError(BrosError):
     """The server cannot be reached or cannot answer now. It may later."""
+
+
+class BusyError(NoAnswerError):
+    """The server has done nothing of what was asked for, for the time being."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +270,11 @@ def _body(answer: httpx.Response) -> Mapping[str, Any]:
 
 
 def _refusal(answer: httpx.Response) -> BrosError:
-    kind = NoAnswerError if answer.status_code in _TRY_AGAIN else RefusedError
+    kind: type[BrosError] = RefusedError
+    if answer.status_code in _BUSY:
+        kind = BusyError
+    elif answer.status_code in _TRY_AGAIN:
+        kind = NoAnswerError
     try:
         error = answer.json()["error"]
         message = str(error.get("message", error) if isinstance(error, dict) else error)
