@@ -18,7 +18,7 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. Whoever builds the state closes the engine afterwards."""
     routes = [
         *(generation.ROUTES + models.ROUTES + tokens.ROUTES + traces.ROUTES),
-        *service.routes(),
+        *service.routes(has_jobs=state.jobs is not None),
     ]
     if state.jobs is not None:
         routes += files.ROUTES + batches.ROUTES

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bros.batch.runner import LEASE_S, BatchRunner, RunnerSettings
+from bros.batch.runner import BatchRunner, RunnerSettings
 from bros.batch.store import Store, default_data_dir, open_store
 from bros.core.clock import SystemClock
 from bros.core.config import Config, ServerConfig
@@ -128,7 +128,7 @@ def _state(
     return with_jobs(state, store)
 
 
-def with_jobs(state: ServerState, store: Store, *, lease_s: float = LEASE_S) -> ServerState:
+def with_jobs(state: ServerState, store: Store) -> ServerState:
     """The same server with a place for files and batches."""
     runner = BatchRunner(
         store.batches,
@@ -141,7 +141,7 @@ def with_jobs(state: ServerState, store: Store, *, lease_s: float = LEASE_S) -> 
             max_queued_tokens=state.config.batch_max_tokens,
             group_prefixes=state.config.batch_order == "prefix",
             max_rows=max(1, state.engine.info.max_queue // 2),
-            lease_s=lease_s,
+            lease_s=state.config.batch_lease,
         ),
     )
     jobs = Jobs(

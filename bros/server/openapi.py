@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from bros.server import protocol, replies
+from bros.server import batch_messages, protocol, replies
 from bros.server.errors import MAX_RETRY_AFTER_S
 
 _REF = "#/components/schemas/{model}"
@@ -69,6 +69,80 @@ def _path_parameter(name: str, description: str) -> dict[str, Any]:
     }
 
 
+def _whole(low: int, high: int, default: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": low, "maximum": high, "default": default}
+
+
+def _query_parameter(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "description": description, "schema": schema}
+
+
+_AFTER = _query_parameter("after", "Id that the page before ended with", {"type": "string"})
+_FILE_ID = (_path_parameter("id", "The id of the file"),)
+_BATCH_ID = (_path_parameter("id", "The id of the batch"),)
+
+_JOB_OPERATIONS = (
+    _Operation(
+        "post",
+        "/v1/files",
+        "Upload a file, as multipart/form-data with the fields file and purpose, and maybe "
+        "expires_after[anchor] and expires_after[seconds]",
+        batch_messages.FileObject,
+    ),
+    _Operation(
+        "get",
+        "/v1/files",
+        "A page of the files there are",
+        batch_messages.FileList,
+        parameters=(
+            _AFTER,
+            _query_parameter("limit", "Most files", _whole(1, 10_000, 10_000)),
+            _query_parameter("order", "By creation", {"enum": ["desc", "asc"]}),
+            _query_parameter("purpose", "Only those for this", {"type": "string"}),
+        ),
+    ),
+    _Operation("get", "/v1/files/{id}", "One file", batch_messages.FileObject, None, _FILE_ID),
+    _Operation(
+        "delete",
+        "/v1/files/{id}",
+        "Delete a file; a batch that reads it goes on",
+        batch_messages.DeletedFile,
+        None,
+        _FILE_ID,
+    ),
+    _Operation(
+        "get",
+        "/v1/files/{id}/content",
+        "What is in a file",
+        "application/octet-stream",
+        None,
+        _FILE_ID,
+    ),
+    _Operation(
+        "post",
+        "/v1/batches",
+        "Begin a batch over an uploaded file",
+        batch_messages.BatchObject,
+        batch_messages.CreateBatch,
+    ),
+    _Operation(
+        "get",
+        "/v1/batches",
+        "A page of the batches there are, the newest first",
+        batch_messages.BatchList,
+        parameters=(_AFTER, _query_parameter("limit", "Most batches", _whole(1, 100, 20))),
+    ),
+    _Operation("get", "/v1/batches/{id}", "One batch", batch_messages.BatchObject, None, _BATCH_ID),
+    _Operation(
+        "post",
+        "/v1/batches/{id}/cancel",
+        "End a batch early; what is done by then is in its output file",
+        batch_messages.BatchObject,
+        None,
+        _BATCH_ID,
+    ),
+)
+
 _OPERATIONS = (
     _Operation(
         "post",
@@ -123,30 +197,31 @@ _OPERATIONS = (
 )
 
 
-def describe_api(version: str) -> dict[str, Any]:
-    """An OpenAPI 3.1 document."""
+def describe_api(version: str, *, has_jobs: bool) -> dict[str, Any]:
+    """An OpenAPI 3.1 document. has_jobs: the server has files and batches."""
+    operations = _OPERATIONS + (_JOB_OPERATIONS if has_jobs else ())
     paths: dict[str, dict[str, Any]] = {}
-    for operation in _OPERATIONS:
+    for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation)
     return {
         "openapi": "3.1.0",
         "info": {"title": "bros", "version": version, "license": {"name": "Apache-2.0"}},
         "paths": paths,
         "components": {
-            "schemas": _schemas(),
+            "schemas": _schemas(operations),
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"bearer": []}, {}],
     }
 
 
-def _schemas() -> dict[str, Any]:
+def _schemas(operations: Sequence[_Operation]) -> dict[str, Any]:
     models: dict[type[BaseModel], None] = {replies.ErrorEnvelope: None}
-    for operation in _OPERATIONS:
+    for operation in operations:
         for model in (operation.body, operation.reply):
             if isinstance(model, type):
                 models[model] = None
-    inputs = {operation.body for operation in _OPERATIONS}
+    inputs = {operation.body for operation in operations}
     _, document = models_json_schema(
         [(model, "validation" if model in inputs else "serialization") for model in models],
         ref_template=_REF,

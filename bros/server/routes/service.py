@@ -71,10 +71,10 @@ async def _batches(state: ServerState) -> BatchFigures | None:
     return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
 
 
-def routes() -> tuple[Route, ...]:
+def routes(*, has_jobs: bool) -> tuple[Route, ...]:
     """The page and the API description are made once, here."""
     page = importlib.resources.files("bros.server").joinpath("static/index.html").read_bytes()
-    api = json.dumps(describe_api(bros.__version__))
+    api = json.dumps(describe_api(bros.__version__, has_jobs=has_jobs))
 
     async def index(request: Request) -> Response:
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
