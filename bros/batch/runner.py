@@ -34,7 +34,9 @@ from bros.core.request import ServiceClass
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 15.0
+_RENEWALS = 4
+"""Of a lease while it lasts, so that it survives late ones."""
+
 _FIRST_ROWS, _LEAST_ROWS = 16, 4
 _WATCH_S = 0.5
 _SWEEP_S = 600.0
@@ -50,13 +52,13 @@ class RunnerSettings:
 
     group_prefixes: run rows that begin alike next to each other. max_rows: most rows with the
     engine. lease_s: how long a batch stays ours without a sign of life. poll_s: how often to
-    look for what other processes have done.
+    look for what other processes have done; more often if a lease is short.
     """
 
     max_queued_tokens: int
+    lease_s: float
     group_prefixes: bool = True
     max_rows: int = 256
-    lease_s: float = LEASE_S
     poll_s: float = 1.0
 
 
@@ -76,6 +78,7 @@ class BatchRunner:
         """load: what the engine is doing; may raise EngineDeadError."""
         self._load = load
         self._settings = settings
+        self._poll_s = min(settings.poll_s, settings.lease_s / _RENEWALS)
         self._owner = ids.new("runner")
         self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
         self._news = asyncio.Event()
@@ -117,7 +120,7 @@ class BatchRunner:
                 self._news.clear()
                 await self._tend()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), self._settings.poll_s)
+                    await asyncio.wait_for(self._news.wait(), self._poll_s)
         finally:
             for task in others:
                 task.cancel()

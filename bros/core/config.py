@@ -205,6 +205,9 @@ class ServerConfig(_Checked):
         "rows of a batch: those that begin alike together, or as in the file",
         choices=BATCH_ORDER,
     )
+    batch_lease: float = option(
+        15.0, "seconds after which another server goes on with the batches of one that died", low=1
+    )
     batch_max_open: int = option(100, "most unfinished batches of one tenant", low=1)
     batch_max_tokens: int = option(
         1_000_000_000, "most prompt tokens in unfinished batches of one tenant", low=1
