@@ -31,9 +31,10 @@ async def local_server(arguments: Sequence[str]) -> AsyncIterator[str]:
     It is told to stop when the block is left, whatever the reason. Raises ServerStartError.
     """
     command = (sys.executable, "-m", "bros", "serve", "--host", "127.0.0.1", "--port", "0")
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="bros-") as folder:
         process = await asyncio.create_subprocess_exec(
             *command,
+            *("--store", folder),  # not the user's, whose jobs it would run
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

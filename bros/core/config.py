@@ -198,7 +198,7 @@ class ServerConfig(_Checked):
         None, "file with a NAME and a KEY per line: tenants with files and batches of their own"
     )
     store: str | None = option(
-        None, "where batch jobs are kept, postgresql://...; default: SQLite in --data-dir"
+        None, "where files and batches are kept: a folder or postgresql://...; default: --data-dir"
     )
     batch_order: str = option(
         "prefix",

@@ -189,7 +189,9 @@ def _cache_dir(config: ServerConfig) -> Path:
 
 def _store(config: ServerConfig) -> Store:
     folder = Path(config.data_dir).expanduser() if config.data_dir else default_data_dir()
-    return open_store(folder, config.store)
+    if config.store is None or "://" in config.store:
+        return open_store(folder, config.store)
+    return open_store(Path(config.store).expanduser())
 
 
 def _say(line: str) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ class ServerProcess:
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "bros", "serve", "--port", "0", *arguments]
+        self._store = tempfile.TemporaryDirectory(prefix="bros-")
+        if "--data-dir" not in arguments and "--store" not in arguments:
+            command += ["--store", self._store.name]  # not the user's, whose jobs it would run
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -64,6 +68,7 @@ class ServerProcess:
             self._reader.join()
             if self._process.stdout:
                 self._process.stdout.close()
+            self._store.cleanup()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
