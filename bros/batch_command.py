@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from bros.batch.client import (
 )
 from bros.batch.flags import DEFAULT_URL, URL_VARIABLE
 from bros.batch.objects import MAX_LINE_BYTES, BatchStatus
+from bros.batch.output import STDOUT, expanded, writable, write_out, write_whole
 from bros.batch.tables import batch_block, batch_table
 from bros.batch.watching import Patience, Pause, wait_for_end
 from bros.batch.window import parse_window
@@ -38,7 +39,6 @@ from bros.core.flag_values import whole
 SOME_ROWS_FAILED = 3
 NOT_COMPLETED = 4
 
-_STDOUT = "-"
 _WIDTH = 120
 """Of tables where there is no terminal."""
 _SHOWN_ERRORS = 10
@@ -107,10 +107,10 @@ class _Command:
         return actions[self.args.batch_action]()
 
     def _submit(self) -> int:
-        args, path = self.args, Path(self.args.batch_file).expanduser()
+        args, path = self.args, expanded(self.args.batch_file)
         window = _window(args.batch_window)
         metadata = _metadata(args.batch_metadata)
-        target = _target("-o", args.batch_output)
+        target = writable("-o", args.batch_output)
         if target is not None and not args.batch_wait:
             raise ConfigError("-o: only with --wait; else fetch them with `bros batch results`")
         endpoint = args.batch_endpoint or first_url(path)
@@ -169,8 +169,8 @@ class _Command:
         return _outcome(batch)
 
     def _results(self) -> int:
-        target = _target("-o", self.args.batch_output) or _STDOUT
-        errors = _target("--errors", self.args.batch_errors)
+        target = writable("-o", self.args.batch_output) or STDOUT
+        errors = writable("--errors", self.args.batch_errors)
         if target == errors:
             raise ConfigError("--errors: this is where the answers go; name another file")
         batch = self.client.get(self.args.batch_id)
@@ -254,10 +254,9 @@ class _Command:
                 content = self.client.content
                 pieces = stack.enter_context(content(file_id)) if file_id else iter(())
                 if isinstance(target, Path):
-                    _write(target, pieces)
+                    write_whole(target, pieces)
                 else:
-                    sys.stdout.buffer.writelines(pieces)
-                    sys.stdout.buffer.flush()
+                    write_out(pieces)
 
         if not isinstance(target, Path):
             fetch()
@@ -347,32 +346,3 @@ def first_url(path: Path) -> str:
             "--endpoint"
         )
     return url
-
-
-def _target(flag: str, text: str | None) -> Path | str | None:
-    """Where to write, _STDOUT for `-`. Found out before hours of waiting. Raises ConfigError."""
-    if text is None or text == _STDOUT:
-        return text
-    path = Path(text).expanduser().resolve()
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"{flag}: {text} cannot be written: no such folder, or it is one")
-    return path
-
-
-def _write(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file under another name, and give it its own once it is whole.
-
-    Raises BrosError if it cannot be written. A device or pipe is written as it is.
-    """
-    special = path.exists() and not path.is_file()
-    written = path if special else path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with written.open("wb") as file:
-            file.writelines(pieces)
-        if not special:
-            written.replace(path)
-    except OSError as error:
-        raise BrosError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        if not special:
-            written.unlink(missing_ok=True)

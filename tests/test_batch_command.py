@@ -93,6 +93,7 @@ def test_without_an_endpoint_nothing_is_sent(desk: Desk, tmp_path: Path, content
         (["--metadata", "=a"], "--metadata: '=a' is not KEY=VALUE"),
         (["--metadata", "a=1", "--metadata", "a=2"], "--metadata: a is given twice"),
         (["-o", "x"], "-o: only with --wait"),
+        (["--wait", "-o", "x" * 300], "-o: xxx"),
         (["--wait", "-o", "/no/such/folder/x"], "-o: /no/such/folder/x cannot be written"),
         (["--url", "localhost:8000"], "--url: 'localhost:8000' must start with http://"),
         (["--url", "http://a:b"], "--url"),
@@ -232,6 +233,7 @@ def test_cancel_asks_and_may_wait(desk: Desk) -> None:
     assert (status, out) == (0, "")
     assert err == "batch_1 is being cancelled: 0 of 3 rows done\n"
     desk.fake.script = [{}, CANCELLED]
+    desk.fake.batches["batch_1"]["request_counts"] = counts(3, 1)
     ran = desk.run("cancel", "batch_1", "--wait")
     assert ran.status == 0  # which is what was asked for
     assert "batch_1 cancelled: 2 of 3 rows succeeded" in ran.err
@@ -362,6 +364,27 @@ def test_output_may_be_a_device_or_a_link(desk: Desk, tmp_path: Path) -> None:
     assert (tmp_path / "real").read_bytes() == OUTPUT
 
 
+def test_output_that_cannot_be_written_is_an_error_in_words(desk: Desk, tmp_path: Path) -> None:
+    desk.fake.add(**COMPLETED)
+    with pytest.raises(BrosError, match="/dev/full cannot be written: No space left on device"):
+        desk.run("results", "batch_1", "-o", "/dev/full")
+
+    def remove_folder(request: httpx.Request) -> None:
+        if request.url.path.endswith("/content"):
+            (tmp_path / "folder").rmdir()
+
+    (tmp_path / "folder").mkdir()
+    desk.fake.before = remove_folder
+    with pytest.raises(BrosError, match="x cannot be written: No such file or directory"):
+        desk.run("results", "batch_1", "-o", str(tmp_path / "folder" / "x"))
+
+
+def test_output_may_have_the_longest_name_there_is(desk: Desk, tmp_path: Path) -> None:
+    desk.fake.add(**COMPLETED)
+    desk.run("results", "batch_1", "-o", str(tmp_path / ("x" * 255)))
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [OUTPUT]
+
+
 # The server.
 
 
@@ -376,6 +399,15 @@ def test_id_cannot_lead_elsewhere(desk: Desk) -> None:
     with pytest.raises(BrosError, match="404"):
         desk.run("status", "../files?x")
     assert desk.fake.requests == ["GET /v1/batches/../files?x"]
+
+
+def test_damaged_answer_is_an_error_in_words(desk: Desk) -> None:
+    damaged = httpx.ByteStream(b"no gzip")
+    desk.fake.before = lambda request: httpx.Response(
+        200, headers={"content-encoding": "gzip"}, stream=damaged
+    )
+    with pytest.raises(BrosError, match="cannot be asked: "):
+        desk.run("list")
 
 
 @pytest.mark.parametrize(
@@ -441,6 +473,20 @@ def test_whole_program_and_all_its_exit_statuses(
         assert main(["batch", "status", "batch_1", "--wait"], environ) == NOT_COMPLETED
     assert main(["batch", "list"], environ) == 1
     assert f"bros: error: {url}/v1 does not answer: " in capfd.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_full_disk_behind_standard_output_is_an_error_in_words() -> None:
+    fake = FakeBatches()
+    fake.files["file-out"] = OUTPUT
+    fake.add(**COMPLETED)
+    with served(fake) as url, open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "bros", "batch", "results", "batch_1", "--url", url]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr == (
+        "bros: error: standard output cannot be written: No space left on device\n"
+    )
 
 
 @pytest.mark.multiprocess
