@@ -108,8 +108,9 @@ def describe(error: Exception) -> ApiError:
                 status=413,
                 message=str(error),
                 type=INVALID_REQUEST,
+                # The connection stays open: were it closed while the client still sends, the client
+                # would see that and not this. What comes until then is dropped unread.
                 code="request_too_large",
-                headers={"connection": "close"},  # the rest of the body is not read
             )
         case QueueFullError():
             return _describe_busy(error, "rate_limit_exceeded")
