@@ -21,6 +21,7 @@ MAX_UPLOAD_BYTES = 512 * 2**20
 _WRITTEN_AT_ONCE = 2**20
 _MAX_FIELD_BYTES = 4096
 _MAX_FIELDS = 16
+_MAX_NAME_CHARS = 50
 _FRAME_BYTES = 2**16
 """Room for everything in an upload that is not the file."""
 
@@ -45,13 +46,14 @@ async def read_upload(request: Request, body: BodyWriter) -> Upload:
             code="invalid_content_type",
         )
     parts = _Parts()
-    parser = MultipartParser(options[b"boundary"], parts.callbacks())
+    too_large = BodyTooLargeError(f"A file has at most {MAX_UPLOAD_BYTES} bytes.")
     total = 0
     try:
+        parser = MultipartParser(options[b"boundary"], parts.callbacks())
         async for chunk in request.stream():
             total += len(chunk)
             if total > MAX_UPLOAD_BYTES + _FRAME_BYTES:
-                raise BodyTooLargeError(f"A file has at most {MAX_UPLOAD_BYTES} bytes.")
+                raise too_large
             parser.write(chunk)
             if len(parts.content) >= _WRITTEN_AT_ONCE:
                 await _write(body, parts)
@@ -59,6 +61,8 @@ async def read_upload(request: Request, body: BodyWriter) -> Upload:
     except FormParserError as error:
         raise InvalidRequestError(f"The form is broken: {error}.", code="invalid_form") from None
     await _write(body, parts)
+    if body.num_bytes > MAX_UPLOAD_BYTES:
+        raise too_large
     if not parts.ended:
         raise InvalidRequestError("The form ends too early.", code="invalid_form")
     return parts.upload
@@ -112,7 +116,7 @@ class _Parts:
 
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
-        name = options.get(b"name", b"").decode("utf-8", "replace")
+        name = options.get(b"name", b"").decode("utf-8", "replace")[:_MAX_NAME_CHARS]
         filename = options.get(b"filename")
         if name == "file":
             if filename is None or self.upload.filename is not None:
@@ -120,7 +124,7 @@ class _Parts:
             self._is_file = True
             self.upload.filename = filename.decode("utf-8", "replace").replace("\0", "")[:255]
         elif name in self.upload.fields or len(self.upload.fields) >= _MAX_FIELDS:
-            _refuse(f"The field {name[:50]!r} is one too many.", name[:50])
+            _refuse(f"The field {name!r} is one too many.", name)
         else:
             self._name = name
 
