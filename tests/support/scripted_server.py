@@ -15,6 +15,7 @@ import tokenizers
 from starlette.applications import Starlette
 from tokenizers import decoders, models, pre_tokenizers
 
+from bros.batch.store import Store
 from bros.core.clock import ManualClock
 from bros.core.config import ServerConfig
 from bros.core.errors import EngineDeadError
@@ -32,6 +33,7 @@ from bros.engine.generation import TextGenerator
 from bros.engine.tokenizer import Tokenizer
 from bros.scheduler.limits import Limits
 from bros.server.app import create_app
+from bros.server.build import with_jobs
 from bros.server.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
@@ -199,14 +201,26 @@ class ScriptedEngine:
 
 
 class Server:
-    """An app, what is behind it, and a client that talks to it in this process."""
+    """An app, what is behind it, and a client that talks to it in this process.
 
-    def __init__(self, **config: Any) -> None:
-        self.clock = ManualClock()
+    jobs_in: where it keeps files and batches; it has none without. seed: of its ids, which must
+    differ from those of others with the same store.
+    """
+
+    def __init__(
+        self,
+        *,
+        jobs_in: Store | None = None,
+        engine: type[ScriptedEngine] = ScriptedEngine,
+        clock: ManualClock | None = None,
+        seed: int = 0,
+        **config: Any,
+    ) -> None:
+        self.clock = clock or ManualClock()
         self.tokenizer = make_tokenizer()
-        self.engine = ScriptedEngine(self.tokenizer, self.clock)
-        ids = IdGenerator(random.Random(0))
-        self.state = ServerState(
+        self.engine = engine(self.tokenizer, self.clock)
+        ids = IdGenerator(random.Random(seed))
+        state = ServerState(
             engine=self.engine,
             tokenizer=self.tokenizer,
             generator=TextGenerator(self.engine, self.tokenizer, self.clock, ids),
@@ -217,6 +231,7 @@ class Server:
             ids=ids,
             metrics=ServerMetrics(self.clock),
         )
+        self.state = state if jobs_in is None else with_jobs(state, jobs_in)
         self.app: Starlette = create_app(self.state, load_tenants(self.state.config))
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
@@ -235,9 +250,9 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def live_server(*, drain_s: float = 0.1, **config: Any) -> AsyncIterator[LiveServer]:
-    """A Server on a real socket, in this event loop."""
-    server = Server(**config)
+async def live_server(*, drain_s: float = 0.1, **options: Any) -> AsyncIterator[LiveServer]:
+    """A Server on a real socket, in this event loop. options: of Server."""
+    server = Server(**options)
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     http = HttpServer(
         server.app, bind("127.0.0.1", 0), on_listening=listening.set_result, drain_s=drain_s
