@@ -258,6 +258,8 @@ class BatchStore:
         """No more rows are run; returns what the batch will end as, whoever winds it up."""
         with self._database.write() as connection:
             batch = self._held(connection, lease)
+            if batch.status.is_final:
+                return batch.status
             if batch.status is BatchStatus.CANCELLING:
                 outcome = BatchStatus.CANCELLED
             if batch.outcome is not None:

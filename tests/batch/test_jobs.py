@@ -358,6 +358,17 @@ def test_what_a_batch_ends_as_is_decided_once(store: Store) -> None:
     assert store.batches.get("ann", "batch_1") == before
 
 
+@pytest.mark.parametrize("outcome", [BatchStatus.COMPLETED, BatchStatus.EXPIRED])
+def test_a_failed_batch_is_not_wound_up(store: Store, outcome: BatchStatus) -> None:
+    store.put_batch()
+    lease = claim(store)
+    store.batches.fail(lease, [LineError("empty_file", "No.")], NOW)
+    before = store.batches.get("ann", "batch_1")
+    assert store.batches.wind_up(lease, outcome, NOW) is BatchStatus.FAILED
+    store.batches.finish(lease, outcome, None, None, NOW)
+    assert store.batches.get("ann", "batch_1") == before
+
+
 def finish_with_files(store: Store, lease: Lease, ids: tuple[str, str], now: float) -> None:
     with store.new_file(ids[0]) as output, store.new_file(ids[1]) as errors:
         store.batches.finish(lease, BatchStatus.COMPLETED, output, errors, now)

@@ -1,0 +1,216 @@
+"""One owner at a time, and a former one writes nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bros.batch.errors import LeaseLostError
+from bros.batch.objects import BatchStatus, Lease, LineError, RowOutcome
+from support.batch_store import NOW, Store, row_refs
+
+LEASE_S = 10.0
+
+
+def claim(store: Store, owner: str = "old", now: float = NOW) -> Lease:
+    """The lease of the only batch that is free."""
+    ((lease, _),) = store.batches.claim(owner, now, LEASE_S)
+    return lease
+
+
+def claimed(store: Store, owner: str, now: float) -> list[str]:
+    return [batch.id for _, batch in store.batches.claim(owner, now, LEASE_S)]
+
+
+def admit(store: Store, lease: Lease, num_rows: int = 3) -> object:
+    return store.batches.admit(
+        lease, row_refs(num_rows), model="m", tokens=1, max_tokens=100, now=NOW
+    )
+
+
+def test_the_most_urgent_batch_comes_first_and_then_the_oldest(store: Store) -> None:
+    for batch_id, expires_in_s in (("a", 300), ("b", 100), ("c", 200), ("d", 100)):
+        store.put_batch(batch_id, expires_at=NOW + expires_in_s)
+    assert claimed(store, "runner", NOW) == ["b", "d", "c", "a"]
+
+
+def test_what_is_claimed_is_told_as_it_is(store: Store) -> None:
+    batch = store.put_batch()
+    assert store.batches.claim("old", NOW, LEASE_S) == [(Lease("batch_1", "old", 1), batch)]
+
+
+def test_a_batch_is_free_again_once_its_lease_has_run_out(store: Store) -> None:
+    store.put_batch()
+    first = claim(store, "old", NOW)
+    for owner in ("old", "new"):
+        assert claimed(store, owner, NOW + LEASE_S - 0.001) == []
+    second = claim(store, "new", NOW + LEASE_S)
+    assert (second.owner, second.epoch) == ("new", first.epoch + 1)
+    assert claimed(store, "old", NOW + LEASE_S) == []
+
+
+def test_a_renewed_lease_lasts_longer(store: Store) -> None:
+    store.put_batch()
+    lease = claim(store)
+    held = store.batches.renew("old", ["batch_1"], NOW + 9, LEASE_S)
+    assert held == {lease: BatchStatus.VALIDATING}
+    assert claimed(store, "new", NOW + 18) == []
+    store.batches.cancel("ann", "batch_1", NOW)
+    # Late, but nobody has come in between.
+    assert store.batches.renew("old", ["batch_1"], NOW + 50, LEASE_S) == {
+        lease: BatchStatus.CANCELLING
+    }
+    assert claimed(store, "new", NOW + 59) == []
+
+
+def test_only_what_is_still_ones_own_is_renewed(store: Store) -> None:
+    for batch_id in ("lost", "over", "forgotten", "kept"):
+        store.put_batch(batch_id)
+    leases = {batch.id: lease for lease, batch in store.batches.claim("old", NOW, LEASE_S)}
+    store.batches.fail(leases["over"], [LineError("empty_file", "No.")], NOW)
+    store.batches.renew("old", ["kept", "forgotten"], NOW + 5, LEASE_S)
+    assert claimed(store, "new", NOW + LEASE_S) == ["lost"]
+    held = store.batches.renew("old", ["lost", "over", "kept", "unknown"], NOW + 12, LEASE_S)
+    assert held == {leases["kept"]: BatchStatus.VALIDATING}
+    assert store.batches.renew("old", [], NOW, LEASE_S) == {}
+    assert claimed(store, "third", NOW + 16) == ["forgotten"]
+
+
+def test_what_is_released_is_free_at_once_and_lost_to_its_owner(store: Store) -> None:
+    store.put_batch("batch_1")
+    lease = claim(store, "old")
+    store.put_batch("batch_2")
+    claim(store, "other")
+    store.batches.release("old")
+    with pytest.raises(LeaseLostError):
+        admit(store, lease)
+    assert store.batches.renew("old", ["batch_1"], NOW, LEASE_S) == {}
+    assert claimed(store, "new", NOW) == ["batch_1"]
+
+
+@pytest.mark.parametrize("outcome", [BatchStatus.COMPLETED, BatchStatus.CANCELLED, None])
+def test_a_batch_that_is_over_is_free_to_nobody(store: Store, outcome: BatchStatus | None) -> None:
+    store.put_batch()
+    lease = claim(store)
+    if outcome is None:
+        store.batches.fail(lease, [LineError("empty_file", "No.")], NOW)
+    else:
+        admit(store, lease)
+        store.batches.wind_up(lease, outcome, NOW)
+        assert claimed(store, "new", NOW + 100) == ["batch_1"]  # the files are still to be made
+        lease = claim(store, "last", NOW + 200)
+        store.batches.finish(lease, outcome, None, None, NOW + 200)
+    assert claimed(store, "new", NOW + 1e9) == []
+
+
+# Everything that is written on behalf of the work.
+WRITES: dict[str, Callable[[Store, Lease], object]] = {
+    "admit": admit,
+    "fail": lambda store, lease: store.batches.fail(lease, [LineError("x", "y")], NOW),
+    "commit": lambda store, lease: store.batches.commit(
+        lease, [RowOutcome(2, True, "{}")], NOW + 5
+    ),
+    "wind_up": lambda store, lease: store.batches.wind_up(lease, BatchStatus.EXPIRED, NOW),
+    "finish": lambda store, lease: finish(store, lease),
+}
+
+
+def finish(store: Store, lease: Lease) -> None:
+    with store.new_file("file-out") as output:
+        store.batches.finish(lease, BatchStatus.COMPLETED, output, None, NOW)
+
+
+def snapshot(store: Store) -> list[object]:
+    """All there is."""
+    tables = (f"SELECT * FROM {name} ORDER BY 1, 2" for name in ("files", "batches", "rows"))
+    return [*map(store.query, tables), store.bodies(), store.unplaced()]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("new_owner", ["new", "old"])
+@pytest.mark.parametrize("stage", ["validating", "in_progress", "cancelling", "finalizing"])
+def test_a_former_owner_writes_nothing(
+    store: Store, write: str, new_owner: str, stage: str
+) -> None:
+    """Even if it is the same process, which has slept too long."""
+    store.put_batch()
+    former = claim(store, "old", NOW)
+    if stage != "validating":
+        admit(store, former)
+        store.batches.commit(former, [RowOutcome(1, True, "{}")], None)
+    if stage == "cancelling":
+        store.batches.cancel("ann", "batch_1", NOW)
+    if stage == "finalizing":
+        store.batches.wind_up(former, BatchStatus.COMPLETED, NOW)
+    claim(store, new_owner, NOW + LEASE_S)
+    before = snapshot(store)
+    with pytest.raises(LeaseLostError, match="batch_1"):
+        WRITES[write](store, former)
+    assert snapshot(store) == before
+
+
+def test_a_lease_of_one_batch_is_none_of_another(store: Store) -> None:
+    store.put_batch("batch_1")
+    lease = claim(store, "old")
+    store.put_batch("batch_2")
+    claim(store, "new")
+    before = snapshot(store)
+    for forged in (Lease("batch_2", "old", lease.epoch), Lease("batch_3", "old", lease.epoch)):
+        for write in WRITES.values():
+            with pytest.raises(LeaseLostError):
+                write(store, forged)
+    assert snapshot(store) == before
+
+
+def test_no_batch_is_given_to_two_owners_at_once(store: Store) -> None:
+    for i in range(20):
+        store.put_batch(f"batch_{i}")
+    start = threading.Barrier(4)
+
+    def run(name: int) -> list[list[tuple[str, int]]]:
+        """What this owner got in each round; between rounds all leases run out."""
+        rounds = []
+        with store.again() as own:
+            for number in range(5):
+                start.wait()
+                got = own.batches.claim(f"runner-{name}", NOW + number * LEASE_S, LEASE_S)
+                rounds.append([(lease.batch_id, lease.epoch) for lease, _ in got])
+        return rounds
+
+    with ThreadPoolExecutor(4) as threads:
+        by_runner = list(threads.map(run, range(4)))
+    for number in range(5):
+        got = [one for rounds in by_runner for one in rounds[number]]
+        assert sorted(got) == sorted((f"batch_{i}", number + 1) for i in range(20))
+
+
+def test_nothing_is_written_after_another_has_taken_over(store: Store) -> None:
+    """The former owner goes on writing while that happens; what the new one sees is final."""
+    num_rows = 60
+    store.put_batch()
+    former = claim(store, "old", NOW)
+    admit(store, former, num_rows)
+    half_way = threading.Event()
+
+    def write() -> int:
+        """How many rows were stored before the lease was lost."""
+        with store.again() as own:
+            for line in range(1, num_rows + 1):
+                try:
+                    own.batches.commit(former, [RowOutcome(line, True, "{}")], None)
+                except LeaseLostError:
+                    return line - 1
+                if line == num_rows // 4:
+                    half_way.set()
+        return num_rows
+
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(write)
+        assert half_way.wait(timeout=60)
+        ((_, batch),) = store.batches.claim("new", NOW + LEASE_S, LEASE_S)
+        stored = writing.result()
+    assert batch.completed == stored == store.batches.get("ann", "batch_1").completed
+    assert len(store.batches.pending("batch_1", -1, 1_000)) == num_rows - stored
