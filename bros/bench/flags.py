@@ -31,6 +31,8 @@ _OWN = (  # flag, metavar, default, help
     ("--rt", "NAME", "lmsys", f"real-time requests: {', '.join(NAMES)}"),
     ("--be", "NAME", "synthetic", "best-effort requests: the same names"),
     ("--in-flight", "N", "16", "best-effort requests in flight"),
+    ("--be-as", "NAME", "requests", "requests that are kept in flight, or batch: rows of a batch, "
+     "of which the server runs as many at a time as it likes"),
     ("--duration", "SECONDS", "120", "of each run"),
     ("--warm-up", "SECONDS", "20", "at the beginning of each run that do not count"),
     ("--longest-prompt", "N", None, "cut prompts of real-time requests to N tokens"),

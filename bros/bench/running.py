@@ -7,14 +7,23 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import NamedTuple
 
+from bros.bench.batch_job import (
+    BatchJob,
+    BatchJobError,
+    JobSums,
+    as_metrics,
+    batch_job,
+    rows_of,
+)
 from bros.bench.cases import Case
 from bros.bench.client import Client, Render
 from bros.bench.dialects import Endpoint, Wording, dialect_of
 from bros.bench.http import AiohttpHttp
-from bros.bench.load import Load, LoadResult, OnProgress, drive
-from bros.bench.metrics import Window, measure
+from bros.bench.load import PREPARE_AHEAD_S, Load, LoadResult, OnProgress, drive
+from bros.bench.metrics import RunMetrics, Window, measure
 from bros.bench.plan import Planned
 from bros.bench.planning import Plan, Wanted, make_plan, text_seed
 from bros.bench.probe import Probe
@@ -24,6 +33,7 @@ from bros.bench.results import Command, Sample, ScenarioResult
 from bros.bench.scrape import difference
 from bros.core.clock import Clock, process_cpu_s
 from bros.core.errors import ConfigError
+from bros.core.request import ServiceClass
 from bros.engine.tokenizer import Tokenizer
 from bros.scheduler.profiles import available_cores
 
@@ -47,11 +57,19 @@ class Target:
     api_key: str | None = None
 
 
+class BeAs(StrEnum):
+    """Best-effort work: requests that are kept in flight, or the rows of a batch."""
+
+    REQUESTS = "requests"
+    BATCH = "batch"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
     """How runs are measured. command: says by which objectives. warm_up_s: not counted.
 
-    context: most tokens of prompt and answer; None asks the server.
+    context: most tokens of prompt and answer; None asks the server. be_as: how best-effort work
+    gets to the server.
     """
 
     command: Command
@@ -59,6 +77,7 @@ class Measuring:
     endpoint: Endpoint = Endpoint.COMPLETIONS
     context: int | None = None
     ignore_eos: bool = False
+    be_as: BeAs = BeAs.REQUESTS
 
 
 class Run(NamedTuple):
@@ -114,9 +133,19 @@ class Runner:
             render = self._render(plan, text_seed(self._wanted.seed, case))
             client = Client(http, target.url, wording, render, api_key=target.api_key)
             await probe.wait_idle(_SETTLE_S)
-            driven, timeline = await self._drive(case, plan, client, probe)
+            sums = None
+            if plan.in_flight and measuring.be_as is BeAs.BATCH:
+                lines = list(_rows(plan, wording, render, self._wanted.duration_s))
+                async with batch_job(target.url, target.api_key, wording.path, lines) as job:
+                    driven, timeline = await self._drive(case, plan, client, probe, job)
+                    sums = job.sums
+            else:
+                driven, timeline = await self._drive(case, plan, client, probe)
         window = Window(measuring.warm_up_s, self._wanted.duration_s, driven.elapsed_s)
         result = self._result(case, plan, driven, window)
+        if sums is not None:
+            metrics = _with_batch(result.metrics, sums)
+            result = replace(result, metrics=metrics, be_load=f"{result.be_load}, as a batch")
         result = replace(result, server_version=version, timeline=timeline)
         return Run(result, driven.records, window, plan.notes)
 
@@ -137,16 +166,22 @@ class Runner:
         return render
 
     async def _drive(
-        self, case: Case, plan: Plan, client: Client, probe: Probe
+        self, case: Case, plan: Plan, client: Client, probe: Probe, job: BatchJob | None = None
     ) -> tuple[LoadResult, tuple[Sample, ...]]:
         load = Load(
             duration_s=self._wanted.duration_s,
             sessions=plan.sessions,
             backlog=plan.backlog,
-            in_flight=plan.in_flight,
+            in_flight=0 if job is not None else plan.in_flight,
         )
         samples: list[Sample] = []
         sampling = asyncio.create_task(self._sample(probe, samples))
+        start_s = self._clock.now() + PREPARE_AHEAD_S
+
+        def since_start() -> float:
+            return self._clock.now() - start_s
+
+        watching = asyncio.create_task(job.watch(since_start)) if job is not None else None
         try:
             with self._view(_title(self._target, case)) as on_progress:
                 driven = await drive(
@@ -158,10 +193,12 @@ class Runner:
                     on_progress=on_progress,
                     progress_s=_PROGRESS_S,
                 )
+            if watching is not None and job is not None:
+                if watching.done():
+                    watching.result()
+                await job.look(since_start)
         finally:
-            sampling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sampling
+            await _ended(sampling, watching)
         return driven, tuple(samples)
 
     async def _sample(self, probe: Probe, samples: list[Sample]) -> None:
@@ -190,6 +227,26 @@ class Runner:
             metrics=measure(driven.records, self._measuring.command.slo, window),
             client=driven.health,
         )
+
+
+def _rows(plan: Plan, wording: Wording, render: Render, duration_s: float) -> Iterator[bytes]:
+    def body(planned: Planned) -> bytes:
+        return wording.body(planned, *render(planned))
+
+    return rows_of(plan.backlog, body, wording.path, duration_s)
+
+
+def _with_batch(metrics: RunMetrics, sums: JobSums) -> RunMetrics:
+    alone = metrics.by_class[ServiceClass.BE]
+    batch = as_metrics(sums, metrics.window, alone)
+    return replace(metrics, by_class={**metrics.by_class, ServiceClass.BE: batch})
+
+
+async def _ended(*tasks: asyncio.Task[None] | None) -> None:
+    for task in filter(None, tasks):
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, BatchJobError):
+            await task
 
 
 def _title(target: Target, case: Case) -> str:

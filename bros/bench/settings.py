@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from bros.bench.environment import environment
 from bros.bench.flags import SCENARIOS
 from bros.bench.planning import Wanted, has_own_times
 from bros.bench.results import Command, Scenario
-from bros.bench.running import Measuring, Target
+from bros.bench.running import BeAs, Measuring, Target
 from bros.bench.workloads.catalogue import find
 from bros.bench.workloads.fitting import Overlong
 from bros.bench.workloads.names import FILES
@@ -26,6 +27,7 @@ from bros.core.flag_values import number, policies, rates, whole
 from bros.core.request import Slo
 
 T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
 
 _NOT_FOR_SERVERS = ("policy", "host", "port")
 _OF_FILES = ("bench_out", "bench_append", "bench_report_only")
@@ -82,8 +84,9 @@ def read_settings(
         measuring=Measuring(
             command=command,
             warm_up_s=warm_up_s,
-            endpoint=_endpoint(args.bench_endpoint),
+            endpoint=_choice("--endpoint", Endpoint, args.bench_endpoint),
             context=_optional_whole("--context", args.bench_context),
+            be_as=_choice("--be-as", BeAs, args.bench_be_as),
         ),
         server_arguments=tuple(server_arguments),
         out=Path(args.bench_out).expanduser(),
@@ -158,11 +161,11 @@ def _scenarios(text: str) -> frozenset[Scenario]:
         raise ConfigError(f"--scenarios: {text!r} is not a list of {SCENARIOS}") from None
 
 
-def _endpoint(text: str) -> Endpoint:
+def _choice(flag: str, kind: type[E], text: str) -> E:
     try:
-        return Endpoint(text)
+        return kind(text)
     except ValueError:
-        raise ConfigError(f"--endpoint: {text!r} is not one of {', '.join(Endpoint)}") from None
+        raise ConfigError(f"{flag}: {text!r} is not one of {', '.join(kind)}") from None
 
 
 def _optional_whole(flag: str, text: str | None) -> int | None:
