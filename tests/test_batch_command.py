@@ -135,6 +135,8 @@ def test_large_file_is_sent_in_pieces_with_a_bar(desk: Desk, tmp_path: Path) -> 
     assert desk.fake.files["file-3"] == path.read_bytes()
     assert "uploading" in ran.err and "6.1/6.1 MB" in ran.err
     assert "uploading" not in desk.run("submit", str(path)).err
+    write_rows(path, ROW)
+    assert "uploading" not in desk.run("submit", str(path), terminal=True).err
 
 
 # Looking.
@@ -169,6 +171,28 @@ def test_status_is_a_block_of_all_that_is_known(desk: Desk) -> None:
         r"  metadata    run=7",
     ):
         assert re.search(f"^{line}$", out, re.MULTILINE), (line, out)
+
+
+def test_status_says_in_words_that_a_batch_is_at_risk(desk: Desk) -> None:
+    desk.fake.add(**RUNNING, bros={"expected_at": CREATED_AT + 90_000, "at_risk": True})
+    shown = desk.run("status", "batch_1").out
+    assert re.search(r"at risk +may not be done in time: expected to end .*, but its window", shown)
+    desk.fake.add(**RUNNING, bros={"expected_at": CREATED_AT + 86_000, "at_risk": True})
+    shown = desk.run("status", "batch_2").out
+    assert re.search(r"at risk +may not be done in time: expected to end .*\), its window", shown)
+    desk.fake.add(**RUNNING, bros={"expected_at": None, "at_risk": True})
+    shown = desk.run("status", "batch_3").out
+    assert re.search(r"at risk +may not be done in time: its window ends ", shown)
+
+
+def test_status_of_a_batch_that_has_ended_looks_back(desk: Desk) -> None:
+    outlook = {"expected_at": CREATED_AT + 90_000, "at_risk": True}
+    desk.fake.add(**COMPLETED, bros=outlook)
+    desk.clock.advance(180)
+    shown = desk.run("status", "batch_1").out
+    assert re.search(r"^  ended +.* \(2 min ago\)$", shown, re.MULTILINE)
+    assert "  output file file-out\n" in shown and "  window      24h\n" in shown
+    assert "expected" not in shown and "risk" not in shown
 
 
 def test_status_without_wait_says_nothing_by_its_exit_status(desk: Desk) -> None:
@@ -209,6 +233,9 @@ def test_list_goes_on_over_pages_up_to_the_limit(desk: Desk) -> None:
         batches = json.loads(desk.run("list", "--json", "--limit", limit).out)
         assert [batch["id"] for batch in batches] == [f"batch_{250 - n}" for n in range(found)]
     assert len(desk.run("list").out.splitlines()) == 1 + 20
+    desk.fake.requests.clear()
+    desk.run("list", "--limit", "1000")
+    assert len(desk.fake.requests) == 3  # the last page says that it is the last
     with pytest.raises(ConfigError, match="--limit: 0 must be at least 1"):
         desk.run("list", "--limit", "0")
 

@@ -126,6 +126,16 @@ def test_slow_batch_is_measured_in_rows_per_minute(desk: Desk) -> None:
     assert re.search(r"4 of 100 rows done, 2\.\d rows/min, ", ran.err)
 
 
+def test_speed_of_a_very_slow_batch_does_not_jump(desk: Desk) -> None:
+    desk.fake.add(status="in_progress", request_counts=counts(100))
+    looks = [{"request_counts": counts(100, n // 17)} for n in range(200)]  # one in about 50 s
+    desk.fake.script = [{}, *looks, COMPLETED]
+    ran = desk.run("status", "batch_1", "--wait")
+    speeds = [float(shown) for shown in re.findall(r"([\d.]+) rows/min", ran.err)]
+    assert len(speeds) > 5
+    assert all(1.0 < speed < 1.4 for speed in speeds[-4:]), speeds
+
+
 def test_terminal_shows_a_bar_and_leaves_only_what_came_of_it(desk: Desk, rows: str) -> None:
     desk.fake.script = [RUNNING | {"request_counts": counts(50, 20, 2)}, SOME_FAILED]
     ran = desk.run("submit", rows, "--wait", terminal=True)
