@@ -1,0 +1,137 @@
+"""Whatever dies and whenever it does: every row is in the results once, and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from support.batch_store import Store
+from support.crash import Orders, Site, runs, stop
+from support.server_process import wait_until
+
+pytestmark = pytest.mark.multiprocess
+
+KILLS = 20
+
+
+@pytest.fixture
+def site(store: Store, tmp_path: Path) -> Iterator[Site]:
+    with contextlib.closing(Site(store, tmp_path / "log")) as site:
+        yield site
+
+
+@pytest.mark.slow
+def test_a_job_outlives_the_processes_that_work_on_it(site: Site) -> None:
+    """One at a time; each next one comes when the lease of the one before is over."""
+    rng, kills = random.Random(1), 0
+    batch_id = site.submit(500)
+    stored: dict[str, str] = {}
+    while site.open_batches():
+        orders = Orders(seed=rng.getrandbits(32), row_s=0.4, ahead_s=20.0 * kills)
+        # Some are killed before they have begun.
+        worker = site.started(orders) if rng.random() < 0.8 else site.start(orders)
+        before = len(site.log())
+        worker.join(timeout=rng.uniform(0.0, 0.6))
+        stop(worker, signal.SIGKILL)
+        kills += 1
+        assert not stored.keys() & runs(site.log()[before:]).keys()
+        if site.open_batches():
+            now_stored = site.stored()
+            assert stored.items() <= now_stored.items()
+            stored = now_stored
+            assert site.batch(batch_id).completed + site.batch(batch_id).failed == len(stored)
+    results = site.results(batch_id)
+    assert stored.items() <= results.items()
+    times = runs(site.log())
+    assert times.keys() == results.keys()
+    assert kills >= KILLS
+    site.check_nothing_else_is_left()
+    print(f"{kills} kills, {sum(times.values())} runs of 500 rows, at most {max(times.values())}")
+
+
+@pytest.mark.slow
+def test_several_processes_on_one_store_take_over_from_one_another(site: Site) -> None:
+    """Some are killed, others sleep for longer than their lease and then go on as if nothing had
+    happened. There is work as long as there are kills to be made."""
+    rng, kills, naps, lease_s = random.Random(2), 0, 0, 1.0
+
+    def started() -> BaseProcess:
+        return site.started(Orders(seed=rng.getrandbits(32), row_s=0.4, lease_s=lease_s))
+
+    workers = [started() for _ in range(3)]
+    batches: list[str] = []
+    while kills < KILLS:
+        if len(site.open_batches()) < 3:
+            batches.append(site.submit(rng.randint(1, 100)))
+        which = rng.randrange(3)
+        workers[which].join(timeout=rng.uniform(0.0, 0.6))
+        if rng.random() < 0.35:
+            stop(workers[which], signal.SIGSTOP)
+            workers[which].join(timeout=2 * lease_s)
+            stop(workers[which], signal.SIGCONT)
+            naps += 1
+        else:
+            stop(workers[which], signal.SIGKILL)
+            kills += 1
+            workers[which] = started()
+    site.wait_until_done()
+    times = runs(site.log())
+    takeovers = 0
+    for batch_id in batches:
+        leases = site.num_leases(batch_id)
+        assert all(1 <= times[name] <= leases for name in site.results(batch_id))
+        takeovers += leases - 1
+    assert takeovers > 0
+    site.check_nothing_else_is_left()
+    rows = f"{sum(times.values())} runs of {len(times)} rows"
+    print(f"{kills} kills, {naps} naps, {takeovers} batches taken over, {rows}")
+
+
+@pytest.mark.parametrize("committed", [False, True], ids=["before", "after"])
+def test_a_crash_at_any_transaction(site: Site, committed: bool) -> None:
+    """From the claim of a batch to its files, one after the other."""
+    number, has_died = 0, True
+    while has_died:
+        number += 1
+        batch_id = site.submit(12)
+        ahead_s = 40.0 * number
+        orders = Orders(seed=number, row_s=0.02, ahead_s=ahead_s, max_rows=3, poll_s=5.0)
+        doomed = site.start(replace(orders, dies_at=(number, committed)))
+        while doomed.is_alive() and site.open_batches():
+            doomed.join(timeout=0.01)
+        has_died = bool(site.open_batches())
+        stop(doomed, signal.SIGKILL)
+        stored = site.stored()
+        heir = site.start(replace(orders, ahead_s=ahead_s + 20.0))
+        site.wait_until_done()
+        stop(heir, signal.SIGTERM)
+        results, times = site.results(batch_id), runs(site.log())
+        assert stored.items() <= results.items()
+        assert all(1 <= times[name] <= 1 + has_died for name in results)
+        site.check_nothing_else_is_left()
+    assert number > 6  # claimed, admitted, stored at least twice, wound up, finished
+
+
+def test_a_server_that_is_told_to_stop_leaves_its_batches_to_the_next_at_once(site: Site) -> None:
+    batch_id = site.submit(100)
+    orders = Orders(seed=1, row_s=0.1, lease_s=3600.0)
+    first = site.start(orders)
+    wait_until(lambda: len(runs(site.log())) > 30, 60, "the first has answered some")
+    stop(first, signal.SIGTERM)
+    assert first.exitcode == 0
+    answered = runs(site.log())
+    assert len(site.stored()) == len(answered) < 100  # what was answered is not lost
+    second = site.start(replace(orders, seed=2))
+    site.wait_until_done()
+    stop(second, signal.SIGTERM)
+    site.results(batch_id)
+    assert set(runs(site.log()).values()) == {1}
+    assert site.num_leases(batch_id) == 2
+    site.check_nothing_else_is_left()
