@@ -49,10 +49,12 @@ def is_idle(sample: Mapping[str, float]) -> bool:
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """A sample for a timeline: gauges as they are, and means of what happened in between.
 
-    step_ms: mean time of a step; slack_ms: mean time that tokens had left; both only if there
-    was one.
+    busy_s: time that went into steps. step_ms: mean time of a step; slack_ms: mean time that
+    tokens had left; both only if there was one.
     """
     found = {name: after[name] for name in _GAUGES if name in after}
+    if "step_seconds" in after and "step_seconds" in before:
+        found["busy_s"] = after["step_seconds"] - before["step_seconds"]
     ratios = (("step_ms", "step_seconds", "steps"), ("slack_ms", "slack_sum_s", "slack_count"))
     for name, total, count in ratios:
         events = after.get(count, 0.0) - before.get(count, 0.0)

@@ -39,4 +39,5 @@ def test_a_server_is_idle_only_if_it_says_so() -> None:
 def test_means_are_of_what_happened_between_two_samples() -> None:
     before = {"steps": 10.0, "step_seconds": 1.0, "slack_count": 5.0, "slack_sum_s": 2.0}
     after = {"steps": 14.0, "step_seconds": 1.5, "slack_count": 5.0, "slack_sum_s": 2.0}
-    assert difference(before, {**after, "batch_size": 8.0}) == {"batch_size": 8.0, "step_ms": 125.0}
+    found = difference(before, {**after, "batch_size": 8.0})
+    assert found == {"batch_size": 8.0, "busy_s": 0.5, "step_ms": 125.0}
