@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import sqlalchemy as sa
@@ -50,6 +51,10 @@ class PostgresServer:
         except BaseException:
             shutil.rmtree(self._folder)
             raise
+        # Whatever ends this process closes the pipe, and that ends the server.
+        end = 'cat; "$1" -D "$2/data" -m immediate -s stop; rm -rf "$2"'
+        command = ["sh", "-c", end, "sh", programs / "pg_ctl", self._folder]
+        self._guard = self._popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def new_url(self) -> str:
         """Where a store can be opened that is still empty."""
@@ -62,25 +67,21 @@ class PostgresServer:
         return f"{url}&options={quote(f'-csearch_path={name}')}"
 
     def stop(self) -> None:
-        self._run("pg_ctl", "-D", self._data, "-m", "immediate", "stop")
-        shutil.rmtree(self._folder)
+        self._guard.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)  # who owns it may remove it
 
     def _run(self, program: str, *arguments: str | Path) -> None:
-        command = [self._programs / program, *arguments]
-        user = self._user
-        identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": ()} if user else {}
-        done = subprocess.run(
-            command,
-            cwd=self._folder,
-            # A file: pg_ctl's server would keep a pipe open.
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            **identity,  # type: ignore[call-overload]
-        )
-        if done.returncode:
+        if self._popen([self._programs / program, *arguments]).wait():
             log = self._folder / "log"
-            said = log.read_text() if log.exists() else ""
-            raise RuntimeError(f"{program} failed with status {done.returncode}: {said}")
+            raise RuntimeError(f"{program} failed: {log.read_text() if log.exists() else ''}")
+
+    def _popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[bytes]:
+        """As the server's user. No pipes for output: the server would keep them open."""
+        if self._user is not None:
+            identity = {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": ()}
+            options |= identity
+        output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen(command, cwd=self._folder, **output, **options)
 
 
 def find_postgres() -> Path | None:
