@@ -120,7 +120,9 @@ class BatchRunner:
                 self._news.clear()
                 await self._tend()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), self._poll_s)
+                    # Not wait_for: before Python 3.12 it forgets a cancellation if there is news.
+                    async with asyncio.timeout(self._poll_s):
+                        await self._news.wait()
         finally:
             for task in others:
                 task.cancel()
