@@ -10,7 +10,7 @@ from bros.batch.files import Page
 from bros.batch.objects import Batch, BatchStatus
 from bros.batch.rows import ENDPOINTS, KNOWN_ENDPOINTS
 from bros.batch.window import parse_window
-from bros.core.errors import InvalidRequestError
+from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.server.batch_messages import BatchList, BatchObject, CreateBatch
 from bros.server.body import read_object, validate
 from bros.server.jobs import Jobs
