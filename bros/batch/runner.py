@@ -131,6 +131,9 @@ class BatchRunner:
     async def _tend(self) -> None:
         shop, now = self._shop, self._now()
         lease_s = self._settings.lease_s
+        for job, _ in self._jobs.values():
+            if now >= job.batch.expires_at:  # its own timer stands still while the machine sleeps
+                job.stop(StopReason.EXPIRED)
         try:
             if self._jobs:
                 held = await shop.io(shop.store.renew, self._owner, list(self._jobs), now, lease_s)
