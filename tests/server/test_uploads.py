@@ -350,15 +350,23 @@ async def test_many_uploads_at_once(server: BatchServer) -> None:
 async def test_a_form_of_another_client(server: BatchServer) -> None:
     """Quoted boundaries, headers in any case, a preamble as curl and others write them"""
     boundary = "----Form Boundary'1"
-    data = (
-        f"--{boundary}\r\ncontent-type: text/plain\r\nCONTENT-DISPOSITION: form-data; name=purpose\r\n"
-        f"\r\nbatch\r\n--{boundary}\r\nContent-Disposition: form-data; "
-        f'name="file"; filename="a \\"b\\".jsonl"\r\nContent-Type: application/json\r\n\r\n'
-        f"text\r\n--{boundary}--\r\n"
+    lines = (
+        f"--{boundary}",
+        "content-type: text/plain",
+        "CONTENT-DISPOSITION: form-data; name=purpose",
+        "",
+        "batch",
+        f"--{boundary}",
+        'Content-Disposition: form-data; name="file"; filename="a \\"b\\".jsonl"',
+        "Content-Type: application/json",
+        "",
+        "text",
+        f"--{boundary}--",
+        "",
     )
     reply: httpx.Response = await server.http.post(
         "/v1/files",
-        content=data.encode(),
+        content="\r\n".join(lines).encode(),
         headers={"content-type": f'Multipart/Form-Data; boundary="{boundary}"; charset=utf-8'},
     )
     assert reply.status_code == 200, reply.text
