@@ -208,7 +208,7 @@ class Job:
         path = shop.files.bodies.path(self.batch.input_digest)
         with await shop.io(_Input, path) as rows:
             async with asyncio.TaskGroup() as group:
-                while page := await shop.io(shop.store.pending, self.batch.id, rank, _PAGE):
+                while page := await shop.persist(shop.store.pending, self.batch.id, rank, _PAGE):
                     for ref in page:
                         await shop.slots.acquire((self.batch.expires_at, self.batch.created_at))
                         await self._lease_held()
@@ -239,6 +239,8 @@ class Job:
         row_id, request_id = shop.ids.new("batch_req", "_"), shop.ids.new("req")
         try:
             row = parse_row(await shop.io(rows.read, ref), batch.endpoint)
+            if row.custom_id != ref.custom_id:
+                raise BadRowError("damaged_file", "This is another row.")
         except (BadRowError, OSError):
             line = error_line(row_id, ref.custom_id, "damaged_file", "The input file is damaged.")
             return RowOutcome(ref.line, False, line)
