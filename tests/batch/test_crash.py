@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.batch_store import Store
+from support.batch_store import PostgresServer, Store, open_store
 from support.crash import Orders, Site, runs, stop
 from support.server_process import wait_until
 
@@ -135,3 +135,28 @@ def test_a_server_that_is_told_to_stop_leaves_its_batches_to_the_next_at_once(si
     assert set(runs(site.log()).values()) == {1}
     assert site.num_leases(batch_id) == 2
     site.check_nothing_else_is_left()
+
+
+@pytest.mark.slow
+def test_connections_to_the_database_may_break_at_any_time(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    """Nobody dies, so no row is run twice."""
+    rng = random.Random(5)
+    with (
+        open_store(postgres.new_url(), tmp_path) as store,
+        contextlib.closing(Site(store, tmp_path / "log")) as site,
+    ):
+        batch_id = site.submit(500)
+        worker = site.started(Orders(seed=5, row_s=0.1))
+        while site.open_batches():
+            worker.join(timeout=rng.uniform(0.0, 0.2))
+            store.query(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE pid != pg_backend_pid() AND backend_type = 'client backend'"
+            )
+        stop(worker, signal.SIGTERM)
+        assert set(runs(site.log()).values()) == {1}
+        assert runs(site.log()).keys() == site.results(batch_id).keys()
+        assert site.num_leases(batch_id) == 1
+        site.check_nothing_else_is_left()

@@ -1,0 +1,136 @@
+"""The whole server, whose parts are killed in the middle of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bros.executor.model_store import default_cache_dir, resolve_model
+from support.server_process import ServerProcess, running_server, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
+
+ROWS, KILLS = 500, 20
+COMPLETIONS = "/v1/completions"
+LEASE_S = 1.0
+
+
+class Job:
+    """A batch on a server that comes and goes."""
+
+    def __init__(self, options: list[str]) -> None:
+        self._options = options
+        self._batch_id = ""
+        self.ends = contextlib.ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        self.server = self.ends.enter_context(running_server(*self._options))
+        self._http = self.ends.enter_context(httpx.Client(base_url=self.server.url, timeout=60))
+
+    def submit(self) -> None:
+        content = b"".join(json.dumps(row(number)).encode() + b"\n" for number in range(ROWS))
+        upload = {"file": ("rows.jsonl", content)}
+        file = self._post("/v1/files", files=upload, data={"purpose": "batch"})
+        wanted = {"input_file_id": file["id"], "endpoint": COMPLETIONS}
+        self._batch_id = self._post("/v1/batches", json=wanted | {"completion_window": "24h"})["id"]
+
+    def look(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._http.get(f"/v1/batches/{self._batch_id}").json()
+        return found
+
+    def done(self) -> int:
+        counts = self.look()["request_counts"]
+        return int(counts["completed"] + counts["failed"])
+
+    def lines(self, file_id: str | None) -> list[dict[str, Any]]:
+        """Of an output or error file; none without a file."""
+        if file_id is None:
+            return []
+        content = self._http.get(f"/v1/files/{file_id}/content").content
+        assert content.endswith(b"\n")
+        return [json.loads(line) for line in content.splitlines()]
+
+    def kill_engine(self) -> None:
+        """If it runs; it may be starting."""
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(self.server.engine_pid, signal.SIGKILL)
+
+    def kill_server(self) -> None:
+        os.kill(self.server.pid, signal.SIGKILL)
+        self.ends.close()
+
+    def _post(self, path: str, **content: Any) -> dict[str, Any]:
+        reply = self._http.post(path, **content)
+        assert reply.status_code == 200, reply.text
+        found: dict[str, Any] = reply.json()
+        return found
+
+
+def row(number: int) -> dict[str, Any]:
+    body = {"prompt": f"The number {number} is", "max_tokens": 4, "temperature": 0}
+    return {"custom_id": f"row-{number}", "method": "POST", "url": COMPLETIONS, "body": body}
+
+
+def data_dir(folder: Path) -> Path:
+    """With the embedded model and the profiles of this machine as they are."""
+    cache = default_cache_dir()
+    folder.mkdir()
+    for found in (resolve_model(None, cache).folder, cache / "profiles"):
+        (folder / found.name).symlink_to(found)
+    return folder
+
+
+def wait(server: ServerProcess, seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(seconds)
+
+
+def test_a_job_outlives_its_engine_and_its_server(
+    new_url: Callable[[], str | None], tmp_path: Path
+) -> None:
+    rng, url = random.Random(4), new_url()
+    options = ["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", str(LEASE_S)]
+    job = Job([*options, "--store", url] if url else options)
+    with job.ends:
+        job.submit()
+        killed = {"engine": 0, "server": 0, "both": 0}
+        for moment in sorted(rng.sample(range(ROWS - 50), KILLS)):
+            wait_until(lambda moment=moment: job.done() >= moment, 120, f"{moment} rows done")
+            wait(job.server, rng.uniform(0.0, 0.2))
+            assert job.look()["status"] == "in_progress"
+            (victim,) = rng.choices(list(killed), weights=[5, 3, 2])
+            killed[victim] += 1
+            if victim != "server":
+                job.kill_engine()
+            if victim != "engine":
+                job.kill_server()
+                job.start()
+        wait_until(lambda: job.look()["status"] == "completed", 240, "the batch is completed")
+        batch = job.look()
+        output, errors = (job.lines(batch[f"{kind}_file_id"]) for kind in ("output", "error"))
+    names = [line["custom_id"] for line in [*output, *errors]]
+    assert sorted(names) == sorted(f"row-{number}" for number in range(ROWS))
+    assert batch["request_counts"] == {
+        "total": ROWS,
+        "completed": len(output),
+        "failed": len(errors),
+    }
+    # Only what the engine kept dying of is given up.
+    assert {line["error"]["code"] for line in errors} <= {"engine_error"}
+    assert {line["response"]["status_code"] for line in output} == {200}
+    usages = [line["response"]["body"]["usage"] for line in output]
+    for of_batch, of_row in (("input", "prompt"), ("output", "completion"), ("total", "total")):
+        total = sum(usage[f"{of_row}_tokens"] for usage in usages)
+        assert batch["usage"][f"{of_batch}_tokens"] == total
+    print(f"killed: {killed}; {len(errors)} rows given up")

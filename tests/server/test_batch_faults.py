@@ -1,0 +1,210 @@
+"""Batches on a disk that is full, and with input files that somebody has damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.batch_server import BatchServer, batch_server, jsonl, row, until
+from support.scripted_server import assert_envelope
+
+DISK_BYTES = 2**21
+ROWS = 60
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        pytest.skip(f"no disk can be mounted: {error}")
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def filled(disk: Path, spare: int) -> Iterator[None]:
+    """There are only `spare` bytes left while the block lasts."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while file.write(bytes(4096)) == 4096:
+                pass
+        file.truncate(max(0, file.tell() // 4096 * 4096 - spare))
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+# Too little for the first result, for all of them, or for the files.
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("spare", [0, 2**16, 2**17, 3 * 2**16])
+async def test_a_job_on_a_full_disk_waits_for_room(
+    disk: Path, spare: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with batch_server(disk) as server:
+        server.engine.text, server.engine.held = "x" * 400, "row"
+        batch = await server.submit(*(row(number, max_tokens=450) for number in range(ROWS)))
+        await until(lambda: server.engine.waiting > 0)
+        with filled(disk, spare):
+            server.engine.release.set()
+            await until(lambda: "no room" in caplog.text or "disk of the store" in caplog.text)
+            server.clock.advance(100.0)  # the lease runs out and cannot be renewed
+            held = server.bodies(), len(server.unplaced())
+            reply = await server.http.post(
+                "/v1/files",
+                files={"file": ("more.jsonl", bytes(2**18))},
+                data={"purpose": "batch"},
+            )
+            error = assert_envelope(reply, 507)
+            assert (error["type"], error["code"]) == ("server_error", "insufficient_storage")
+            assert (server.bodies(), len(server.unplaced())) == held
+            assert [file.id async for file in server.client.files.list()] == [batch.input_file_id]
+            assert (await server.live.server.complete()).status_code == 200
+            assert (await server.http.get("/health")).status_code == 200
+            assert (await server.client.batches.retrieve(batch.id)).status != "completed"
+        batch = await server.wait(batch, "completed")
+        assert batch.request_counts is not None
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (ROWS, 0)
+        results = await server.results(batch.output_file_id)
+        assert list(results) == [f"row-{number}" for number in range(ROWS)]
+        # Nothing was lost and done again.
+        assert all(server.engine.prompts[name] == 1 for name in results)
+        assert server.unplaced() == []
+
+
+@pytest.mark.slow
+async def test_a_job_waits_for_a_store_that_is_out_of_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when it is about to read more rows from it."""
+    rows_at_once, num_rows = 256, 300
+    async with batch_server(tmp_path) as server:
+        server.engine.held = "row"
+        batch = await server.submit(*map(row, range(num_rows)))
+        await until(lambda: server.engine.waiting > 0)
+        with server.store.database.write() as connection:
+            connection.exec_driver_sql("ALTER TABLE rows RENAME TO elsewhere")
+        server.engine.release.set()
+        await until(lambda: len(server.engine.submitted) == rows_at_once)
+        tried = caplog.text.count("tried again")
+        # It says so for the outcomes and, then at the latest, for the rows.
+        await until(lambda: caplog.text.count("tried again") >= tried + 2)
+        with server.store.database.write() as connection:
+            connection.exec_driver_sql("ALTER TABLE elsewhere RENAME TO rows")
+        batch = await server.wait(batch, "completed")
+        assert len(await server.results(batch.output_file_id)) == num_rows
+        assert set(server.engine.prompts.values()) == {1}
+
+
+def body_of(server: BatchServer, content: bytes) -> Path:
+    (digest,) = server.bodies()
+    path = server.store.files.bodies.path(digest)
+    assert path.read_bytes() == content
+    return path
+
+
+INPUT = jsonl(*(row(number) for number in range(ROWS)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (lambda path: path.write_bytes(INPUT.replace(b'"row-30"', b'"row-3O"')), "damaged_file"),
+        (lambda path: path.write_bytes(INPUT[:-1] + b" "), "damaged_file"),
+        (lambda path: path.write_bytes(INPUT[:1000] + b"\0" + INPUT[1001:]), "damaged_file"),
+        (lambda path: path.write_bytes(INPUT[: len(INPUT) // 2]), "damaged_file"),
+        (lambda path: path.write_bytes(b""), "damaged_file"),
+        (lambda path: path.unlink(), "missing_file"),
+    ],
+    ids=["changed", "last byte", "not JSON", "cut", "empty", "removed"],
+)
+async def test_input_that_is_damaged_before_it_is_checked_is_not_run(
+    tmp_path: Path, damage: Callable[[Path], object], code: str
+) -> None:
+    async with batch_server(tmp_path) as server:
+        file = await server.upload(INPUT)
+        damage(body_of(server, INPUT))
+        batch = await server.wait(await server.create(file.id), "failed")
+        assert batch.errors is not None and batch.errors.data is not None
+        assert [error.code for error in batch.errors.data] == [code]
+        assert server.engine.submitted == []
+        assert (batch.output_file_id, batch.error_file_id) == (None, None)
+
+
+def overwrite(path: Path, old: bytes, new: bytes) -> None:
+    """In the file itself, which is open."""
+    content = path.read_bytes()
+    assert content.count(old) == 1 and len(old) == len(new)
+    with path.open("r+b") as file:
+        file.seek(content.index(old))
+        file.write(new)
+
+
+def line_of(number: int) -> int:
+    """Where a row begins."""
+    return sum(map(len, INPUT.splitlines(keepends=True)[:number]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "lost"),
+    [
+        (lambda path: overwrite(path, b'{"custom_id": "row-30"', b"\0" * 22), {30}),
+        (lambda path: overwrite(path, b'"custom_id": "row-30"', b'"custom_id": "row-31"'), {30}),
+        (lambda path: overwrite(path, b'd": "row-30"', b'd": "row-3\xff"'), {30}),
+        (lambda path: os.truncate(path, line_of(50) + 10), set(range(50, ROWS))),
+        (lambda path: path.unlink(), set()),
+    ],
+    ids=["zeros", "another id", "not UTF-8", "cut", "removed"],
+)
+async def test_rows_that_are_damaged_after_they_were_checked_cost_no_others(
+    tmp_path: Path, damage: Callable[[Path], object], lost: set[int]
+) -> None:
+    async with batch_server(tmp_path, batch_order="file") as server:
+        batch = await begun(server)
+        damage(body_of(server, INPUT))
+        server.engine.release.set()
+        await check_ended(server, batch, lost)
+
+
+async def test_rows_of_input_that_is_gone_for_the_next_server_are_errors(tmp_path: Path) -> None:
+    async with batch_server(tmp_path, batch_order="file") as first:
+        batch_id = await begun(first)
+        body_of(first, INPUT).unlink()
+    async with batch_server(tmp_path, seed=1) as second:
+        await check_ended(second, batch_id, set(range(ROWS)))
+        assert second.engine.submitted == []
+
+
+async def begun(server: BatchServer) -> str:
+    """The id of a batch that was found to be valid, and whose first rows run."""
+    server.engine.held = "row"
+    file = await server.upload(INPUT)
+    batch = await server.create(file.id)
+    await until(lambda: server.engine.waiting > 0)
+    return batch.id
+
+
+async def check_ended(server: BatchServer, batch_id: str, lost: set[int]) -> None:
+    """All rows have an answer but those that are lost."""
+    batch = await server.wait(batch_id, "completed")
+    output, errors = map(server.results, (batch.output_file_id, batch.error_file_id))
+    answered, damaged = await output, await errors
+    assert list(answered) == [f"row-{n}" for n in range(ROWS) if n not in lost]
+    assert list(damaged) == [f"row-{n}" for n in sorted(lost)]
+    assert {line["error"]["code"] for line in damaged.values()} <= {"damaged_file"}
+    assert batch.request_counts is not None
+    counts = (batch.request_counts.completed, batch.request_counts.failed)
+    assert counts == (ROWS - len(lost), len(lost))
