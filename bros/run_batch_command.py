@@ -54,7 +54,7 @@ def run_batch_here(
     partial = target.with_name(f"{target.name}.partial")
     store = open_store(partial)
     try:
-        batch = _begun(store, source, partial, clock) or _begin(store, source, endpoint, clock)
+        batch = _begun(store, source, partial, clock) or begin(store, source, endpoint, clock)
         if not batch.status.is_final:
             asyncio.run(_run(config, store, batch, clock, console))
             batch = store.batches.get(_TENANT, batch.id)
@@ -78,7 +78,8 @@ def _begun(store: Store, source: Path, partial: Path, clock: Clock) -> Batch | N
     return batches[0]
 
 
-def _begin(store: Store, source: Path, endpoint: str, clock: Clock) -> Batch:
+def begin(store: Store, source: Path, endpoint: str, clock: Clock) -> Batch:
+    """A batch of a file, which nobody works on yet."""
     now, stamp = clock.unix_time(), clock.now()
     with store.files.bodies.new() as body, source.open("rb") as file:
         while piece := file.read(_COPIED_AT_ONCE):

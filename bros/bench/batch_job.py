@@ -15,6 +15,7 @@ the counts and the usage of the batch, asked for once a second.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -36,6 +37,8 @@ _ROWS_PER_S = 16
 _LEAST_ROWS = 500
 _LOOK_S = 1.0
 _TIMEOUT_S = 120.0
+_RUNNING = ("validating", "in_progress")
+_OPEN = (*_RUNNING, "cancelling", "finalizing")
 _NOT_FOR_ROWS = ("stream", "stream_options", "service_tier", "slo", "priority")
 
 
@@ -97,7 +100,7 @@ class BatchJob:
     async def look(self, now: Callable[[], float]) -> None:
         """Raises BatchJobError if the batch has ended."""
         batch = await _ask(self._session, "GET", f"{self._base}/v1/batches/{self.id}")
-        if batch["status"] not in ("validating", "in_progress"):
+        if batch["status"] not in _RUNNING:
             raise BatchJobError(f"the batch is {batch['status']} before the run is over")
         counts, usage = batch["request_counts"], batch["usage"]
         self._looks.append(
@@ -112,12 +115,13 @@ class BatchJob:
         )
 
     async def cancel(self) -> None:
-        """Returns when nothing of it runs any more."""
+        """Returns when nothing of it runs any more, which may be so already."""
         url = f"{self._base}/v1/batches/{self.id}"
-        batch = await _ask(self._session, "POST", f"{url}/cancel")
-        while batch["status"] == "cancelling":
+        while (batch := await _ask(self._session, "GET", url))["status"] in _OPEN:
+            if batch["status"] in _RUNNING:
+                with contextlib.suppress(BatchJobError):  # it has ended just now
+                    await _ask(self._session, "POST", f"{url}/cancel")
             await asyncio.sleep(_LOOK_S / 5)
-            batch = await _ask(self._session, "GET", url)
 
 
 def rows_of(
@@ -155,7 +159,7 @@ async def batch_job(
             while batch["status"] == "validating":
                 await asyncio.sleep(_LOOK_S / 5)
                 batch = await _ask(session, "GET", f"{base}/v1/batches/{job.id}")
-            if batch["status"] != "in_progress":
+            if batch["status"] == "failed":
                 raise BatchJobError(f"the batch is {batch['status']}: {batch['errors']}")
             yield job
         finally:

@@ -1,0 +1,142 @@
+"""bros run-batch: a file of requests answered without a server, by a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bros.batch.objects import BatchStatus, RowOutcome, RowRef
+from bros.batch.rows import RowReply, reply_line
+from bros.batch.store import open_store
+from bros.cli import main
+from bros.core.clock import SystemClock
+from bros.run_batch_command import begin
+from support.tiny_models import save_tiny_llama
+from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+
+COMPLETIONS = "/v1/completions"
+FLAGS = ("--kernels", "reference", "--kv-blocks", "64", "--threads", "1", "--policy", "fcfs")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(folder, vocab_size=1000)
+    return save_tokenizer(folder, chat_template=TEMPLATE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def row(number: int, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": f"prompt {number}", "max_tokens": 3, "temperature": 0, **fields}
+    return {"custom_id": f"row-{number}", "method": "POST", "url": COMPLETIONS, "body": body}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in rows), encoding="utf-8")
+    return path
+
+
+def run(model: Path, *arguments: str) -> int:
+    return main(["run-batch", *arguments, "--model", str(model), *FLAGS], {})
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_answers_come_in_the_order_of_the_input(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "in.jsonl", *(row(number) for number in (3, 1, 2)))
+    assert run(model, "in.jsonl", "out.jsonl") == 0
+    found = lines(folder / "out.jsonl")
+    assert [line["custom_id"] for line in found] == ["row-3", "row-1", "row-2"]
+    for line in found:
+        assert line["error"] is None and line["response"]["status_code"] == 200
+        assert line["response"]["body"]["usage"]["completion_tokens"] <= 3
+    assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert "3 of 3 rows done; wrote out.jsonl" in capsys.readouterr().err
+
+
+def test_a_row_that_fails_is_in_its_place(model: Path, folder: Path) -> None:
+    write(folder / "in.jsonl", row(1), row(2, prompt=[5] * 5000), row(3))
+    assert run(model, "in.jsonl", "out.jsonl") == 3
+    first, bad, last = lines(folder / "out.jsonl")
+    assert first["response"]["status_code"] == last["response"]["status_code"] == 200
+    assert bad["custom_id"] == "row-2" and bad["response"]["status_code"] == 400
+    assert bad["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+def test_an_input_with_mistakes_is_not_run(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "in.jsonl", row(1), {**row(2), "method": "GET"}, row(1))
+    assert run(model, "in.jsonl", "out.jsonl") == 4
+    said = capsys.readouterr().err
+    assert "line 2" in said and "line 3" in said
+    assert [path.name for path in folder.iterdir()] == ["in.jsonl"]
+
+
+def begun(folder: Path, source: Path) -> None:
+    """As a run leaves it that was killed after the first row, whose answer nobody would guess."""
+    clock, store = SystemClock(), open_store(folder / "out.jsonl.partial")
+    begin(store, source, COMPLETIONS, clock)
+    now = clock.unix_time()
+    ((lease, batch),) = store.batches.claim("killed", now, lease_s=0.0)
+
+    places, offset = [], 0
+    for number, line in enumerate(source.read_bytes().splitlines(keepends=True), start=1):
+        places.append(RowRef(number, f"row-{number}", offset, len(line), rank=number))
+        offset += len(line)
+    store.batches.admit(lease, places, model="tiny", tokens=1, max_tokens=100, now=now)
+    answer = reply_line("batch_req_1", "row-1", "req-1", RowReply(200, '{"made": "before"}'))
+    store.batches.commit(lease, [RowOutcome(1, True, answer)], None)
+    assert store.batches.get("", batch.id).status is BatchStatus.IN_PROGRESS
+    store.close()
+
+
+def test_an_interrupted_run_goes_on_where_it_was(model: Path, folder: Path) -> None:
+    begun(folder, write(folder / "in.jsonl", row(1), row(2)))
+    assert run(model, "in.jsonl", "out.jsonl") == 0
+    first, second = lines(folder / "out.jsonl")
+    assert first["response"]["body"] == {"made": "before"}
+    assert second["response"]["body"]["object"] == "text_completion"
+    assert not (folder / "out.jsonl.partial").exists()
+
+
+def test_what_is_kept_of_another_input_is_not_taken(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(folder, write(folder / "in.jsonl", row(1), row(2)))
+    write(folder / "in.jsonl", row(1), row(3))
+    assert run(model, "in.jsonl", "out.jsonl") == 2
+    assert "out.jsonl.partial is of another input" in capsys.readouterr().err
+    assert (folder / "out.jsonl.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("none.jsonl", "out.jsonl"), "none.jsonl cannot be read"),
+        (("in.jsonl", "no/such/out.jsonl"), "cannot be written"),
+        (("in.jsonl", "."), "cannot be written"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    model: Path,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, str],
+    message: str,
+) -> None:
+    write(folder / "in.jsonl", row(1))
+    assert run(model, *arguments) == 2
+    assert message in capsys.readouterr().err
