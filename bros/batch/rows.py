@@ -25,6 +25,9 @@ KNOWN_ENDPOINTS = (
 
 _MAX_ID_CHARS = 512
 
+_NO_LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+"""JSON need not escape these, but many readers of lines, OpenAI's client among them, break there."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
@@ -118,7 +121,8 @@ def reply_line(row_id: str, custom_id: str, request_id: str, reply: RowReply) ->
     """A line with a response, of the output file or, from a status of 400 on, the error file."""
     head = json.dumps({"id": row_id, "custom_id": custom_id})[:-1]
     response = json.dumps({"status_code": reply.status_code, "request_id": request_id})[:-1]
-    return f'{head}, "response": {response}, "body": {reply.body}}}, "error": null}}'
+    body = reply.body.translate(_NO_LINE_BREAKS)
+    return f'{head}, "response": {response}, "body": {body}}}, "error": null}}'
 
 
 def error_line(row_id: str, custom_id: str, code: str, message: str) -> str:
