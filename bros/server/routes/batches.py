@@ -28,7 +28,10 @@ async def create_batch(request: Request) -> Response:
     _check_endpoint(wanted.endpoint)
     window_s = parse_window(wanted.completion_window)
     now, tenant = state.clock.unix_time(), state.tenant(request)
-    file = await jobs.io(jobs.files.get, tenant, wanted.input_file_id, now)
+    try:
+        file = await jobs.io(jobs.files.get, tenant, wanted.input_file_id, now)
+    except NotFoundError as error:
+        raise NotFoundError(str(error), "input_file_id", error.code) from None
     if file.purpose != "batch":
         raise InvalidRequestError(
             f"The file {file.id!r} was uploaded for {file.purpose!r}; upload it with the "
