@@ -26,7 +26,7 @@ KNOWN_ENDPOINTS = (
 _MAX_ID_CHARS = 512
 
 _NO_LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
-"""JSON need not escape these, but many readers of lines, OpenAI's client among them, break there."""
+"""JSON need not escape these, but many readers of lines, such as OpenAI's client, break there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,6 @@ async def test_most_unfinished_batches(tmp_path: Path) -> None:
         await server.client.batches.cancel(first.id)
         await server.wait(first)
         assert (await server.submit(row(3))).status == "validating"
-        assert len(server.bodies()) == 3
 
 
 async def test_quota_holds_when_many_come_at_once(tmp_path: Path) -> None:

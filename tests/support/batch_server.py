@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -152,6 +152,20 @@ class BatchServer:
         found = [json.loads(line) for line in lines]
         assert len({line["custom_id"] for line in found}) == len(found)
         return {line["custom_id"]: line for line in found}
+
+    @contextlib.contextmanager
+    def full(self, table: str = "files") -> Iterator[None]:
+        """There is no room for anything in this table while the block lasts."""
+        with self.store.database.write() as connection:
+            connection.exec_driver_sql(
+                f"CREATE TRIGGER no_room BEFORE INSERT ON {table} "
+                "BEGIN SELECT RAISE(FAIL, 'database or disk is full'); END"
+            )
+        try:
+            yield
+        finally:
+            with self.store.database.write() as connection:
+                connection.exec_driver_sql("DROP TRIGGER no_room")
 
     def bodies(self) -> set[str]:
         """Digests of all file bodies on disk."""
