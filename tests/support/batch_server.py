@@ -54,14 +54,14 @@ class RowEngine(ScriptedEngine):
     @property
     def prompts(self) -> Counter[str]:
         """How often each prompt was submitted."""
-        return Counter(map(self._prompt, self.submitted))
+        return Counter(map(self.prompt, self.submitted))
 
     def die(self) -> None:
         """All that runs is lost; whoever comes then finds a new engine."""
         self.deaths += 1
 
     async def _run(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
-        prompt, life = self._prompt(request), self.deaths
+        prompt, life = self.prompt(request), self.deaths
         if self.poison is not None and self.poison in prompt:
             self.die()
         if self.held is not None and self.held in prompt:
@@ -78,7 +78,8 @@ class RowEngine(ScriptedEngine):
         finally:
             self.waiting -= 1
 
-    def _prompt(self, request: EngineRequest) -> str:
+    def prompt(self, request: EngineRequest) -> str:
+        """What was asked, as text."""
         return self.tokenizer.decode(request.prompt_token_ids)
 
 

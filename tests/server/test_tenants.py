@@ -1,0 +1,209 @@
+"""Keys and tenants: who may use the server, and that nobody sees what belongs to others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from bros.core.config import ServerConfig
+from bros.core.errors import ConfigError
+from bros.server.tenants import Tenants, load_tenants
+from support.batch_server import BatchServer, batch_server, jsonl, openai_client, row, until
+from support.scripted_server import assert_envelope
+
+KEYS = """
+# name  key
+ann     ann-key
+bob\tbob-key
+
+  cid  \u00e9-key
+"""
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    path = tmp_path / "keys"
+    path.write_text(KEYS, encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+async def server(tmp_path: Path, keys: str) -> AsyncIterator[BatchServer]:
+    """Its own client is ann's."""
+    async with batch_server(tmp_path, key="ann-key", api_keys=keys, batch_max_open=2) as made:
+        yield made
+
+
+@pytest.fixture
+async def bob(server: BatchServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai_client(server.live.url, "bob-key") as client:
+        yield client
+
+
+# --api-key and --api-keys
+
+
+def load(tmp_path: Path, content: str | bytes, api_key: str | None = None) -> Tenants:
+    path = tmp_path / "keys"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return load_tenants(ServerConfig(api_keys=str(path), api_key=api_key))
+
+
+def test_each_key_has_a_name(tmp_path: Path) -> None:
+    tenants = load(tmp_path, KEYS, api_key="one-key")
+    found = {key: tenants.find(key.encode()) for key in ("ann-key", "bob-key", "é-key", "one-key")}
+    assert found == {"ann-key": "ann", "bob-key": "bob", "é-key": "cid", "one-key": ""}
+    for wrong in (b"", b"ann", b"ann-ke", b"ann-key ", b"ANN-KEY", b"\xff"):
+        assert tenants.find(wrong) is None
+
+
+def test_without_keys_there_is_one_tenant() -> None:
+    assert not load_tenants(ServerConfig()).keys
+    assert load_tenants(ServerConfig(api_key="one")).keys == {"": "one"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("ann", "line 1 is not a NAME and a KEY"),
+        ("ann key more", "line 1 is not"),
+        ("# well\n\na/b key", "line 3 is not"),
+        (f"{'a' * 65} key", "line 1 is not"),
+        ("ann key\nann other", "line 2 is used twice"),
+        ("ann key\nbob key", "line 2 is used twice"),
+        ("", "no keys"),
+        ("# ann key\n", "no keys"),
+        (b"ann \xff", "cannot read"),
+    ],
+)
+def test_wrong_files_are_explained(tmp_path: Path, content: str | bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load(tmp_path, content)
+    assert str(error.value).startswith("--api-keys: ")
+
+
+def test_the_one_key_is_nobody_elses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        load(tmp_path, "ann key", api_key="key")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError, match="cannot read"):
+            load_tenants(ServerConfig(api_keys=str(path)))
+
+
+# On the wire
+
+
+async def test_keys_are_asked_for(server: BatchServer) -> None:
+    for header in ("", "Bearer", "Bearer wrong", "Basic ann-key", "ann-key", "Bearer \xff"):
+        for method, path in (
+            ("GET", "/v1/files"),
+            ("POST", "/v1/files"),
+            ("GET", "/v1/files/file-1/content"),
+            ("GET", "/v1/batches"),
+            ("POST", "/v1/batches"),
+            ("POST", "/v1/batches/batch_1/cancel"),
+        ):
+            sent = [(b"authorization", header.encode("latin-1"))]
+            error = assert_envelope(await server.http.request(method, path, headers=sent), 401)
+            assert error["code"] == "invalid_api_key"
+    assert not server.unplaced()
+
+
+async def test_files_are_their_tenants_only(server: BatchServer, bob: openai.AsyncOpenAI) -> None:
+    mine = await server.upload(jsonl(row(1)))
+    theirs = await bob.files.create(file=("b.jsonl", jsonl(row(1))), purpose="batch")
+    assert [file.id async for file in server.client.files.list()] == [mine.id]
+    assert [file.id async for file in bob.files.list()] == [theirs.id]
+    for ask in (
+        bob.files.retrieve(mine.id),
+        bob.files.content(mine.id),
+        bob.files.delete(mine.id),
+        bob.files.list(after=mine.id),
+        bob.batches.create(
+            input_file_id=mine.id, endpoint="/v1/completions", completion_window="24h"
+        ),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await ask
+    assert len(server.bodies()) == 1  # the same content is kept once
+    await bob.files.delete(theirs.id)
+    assert (await server.client.files.content(mine.id)).content == jsonl(row(1))
+
+
+async def test_batches_are_their_tenants_only(server: BatchServer, bob: openai.AsyncOpenAI) -> None:
+    server.engine.held = "row"
+    batch = await server.submit(row(1))
+    await until(lambda: server.engine.waiting == 1)
+    for ask in (
+        bob.batches.retrieve(batch.id),
+        bob.batches.cancel(batch.id),
+        bob.batches.list(after=batch.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await ask
+    assert (await bob.batches.list()).data == []
+    server.engine.release.set()
+    done = await server.wait(batch)
+    assert done.status == "completed"
+    with pytest.raises(openai.NotFoundError):
+        await bob.files.content(done.output_file_id or "")
+    assert [file async for file in bob.files.list()] == []
+
+
+async def test_pages_of_a_tenant_skip_those_of_others(
+    server: BatchServer, bob: openai.AsyncOpenAI
+) -> None:
+    made = []
+    for _ in range(3):
+        made.append((await server.upload(b"text")).id)
+        await bob.files.create(file=b"text", purpose="batch")
+    page = await server.client.files.list(limit=2, order="asc")
+    assert [file.id for file in page.data] == made[:2] and page.has_more
+    page = await page.get_next_page()
+    assert [file.id for file in page.data] == made[2:] and not page.has_more
+
+
+async def test_quotas_are_of_one_tenant(server: BatchServer, bob: openai.AsyncOpenAI) -> None:
+    server.engine.held = "row"
+    for _ in range(2):
+        await server.submit(row(1))
+    with pytest.raises(openai.RateLimitError):
+        await server.submit(row(1))
+    file = await bob.files.create(file=("b.jsonl", jsonl(row(1))), purpose="batch")
+    batch = await bob.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    assert batch.status == "validating"
+
+
+async def test_rows_run_on_behalf_of_their_tenant(
+    server: BatchServer, bob: openai.AsyncOpenAI
+) -> None:
+    """Unless a row says on whose behalf it is"""
+    rows = [row(1), row(2, user="eve"), row(3, safety_identifier="eve", user="dan")]
+    await server.wait(await server.submit(*rows))
+    tenants = {server.engine.prompt(sent): sent.tenant for sent in server.engine.submitted}
+    assert tenants == {"row-1": "ann", "row-2": "eve", "row-3": "eve"}
+
+
+async def test_tenants_outlive_the_server(tmp_path: Path, keys: str) -> None:
+    async with batch_server(tmp_path, key="ann-key", api_keys=keys, idle=True) as server:
+        batch = await server.submit(row(1))
+    async with contextlib.AsyncExitStack() as stack:
+        new = batch_server(tmp_path, key="bob-key", api_keys=keys, seed=1)
+        server = await stack.enter_async_context(new)
+        ann = await stack.enter_async_context(openai_client(server.live.url, "ann-key"))
+        async with asyncio.timeout(20):
+            while (done := await ann.batches.retrieve(batch.id)).status != "completed":
+                await asyncio.sleep(0)
+        assert (await ann.files.content(done.output_file_id or "")).content
+        with pytest.raises(openai.NotFoundError):
+            await server.client.batches.retrieve(batch.id)
