@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import signal
 from collections.abc import Iterator
@@ -12,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from support.batch_store import PostgresServer, Store, open_store
+from bros.batch.objects import BatchStatus, RowOutcome
+from support.batch_store import NOW, PostgresServer, Store, open_store, row_refs
 from support.crash import Orders, Site, runs, stop
 from support.server_process import wait_until
 
 pytestmark = pytest.mark.multiprocess
 
 KILLS = 20
+UNFINISHED = [f"row-{line}" for line in (1, 4, 5, 6, 8, 9, 10, 11, 12)]
 
 
 @pytest.fixture
@@ -119,15 +122,49 @@ def test_a_crash_at_any_transaction(site: Site, committed: bool) -> None:
     assert number > 6  # claimed, admitted, stored at least twice, wound up, finished
 
 
+@pytest.mark.parametrize("committed", [False, True], ids=["before", "after"])
+def test_a_crash_while_a_batch_is_cancelled(site: Site, committed: bool) -> None:
+    """Whoever winds it up: what was answered stays so, and nothing else is run any more."""
+    store, number, has_died = site.store.batches, 0, True
+    while has_died:
+        number += 1
+        now = NOW + 40.0 * number
+        batch_id = site.submit(12)
+        ((lease, _),) = store.claim("gone", now, 15.0)
+        store.admit(lease, row_refs(12), model="m", tokens=1, max_tokens=10**9, now=now)
+        answered = [RowOutcome(line, line != 2, f'{{"line": {line}}}') for line in (7, 2, 3)]
+        store.commit(lease, answered, None)
+        store.cancel("ann", batch_id, now)
+        orders = Orders(seed=1, row_s=0.0, ahead_s=40.0 * number + 15.0, poll_s=5.0)
+        doomed = site.start(replace(orders, dies_at=(number, committed)))
+        while doomed.is_alive() and site.open_batches():
+            doomed.join(timeout=0.01)
+        has_died = bool(site.open_batches())
+        stop(doomed, signal.SIGKILL)
+        heir = site.start(replace(orders, ahead_s=orders.ahead_s + 15.0))
+        site.wait_until_done()
+        stop(heir, signal.SIGTERM)
+        batch = site.batch(batch_id)
+        assert (batch.status, batch.completed, batch.failed) == (BatchStatus.CANCELLED, 2, 10)
+        assert site.lines(batch.output_file_id) == ['{"line": 3}', '{"line": 7}']
+        others = [json.loads(line) for line in site.lines(batch.error_file_id)]
+        assert others.pop(1) == {"line": 2}
+        assert [line["custom_id"] for line in others] == UNFINISHED
+        assert {line["error"]["code"] for line in others} == {"batch_cancelled"}
+        site.check_nothing_else_is_left()
+    assert runs(site.log()) == {}
+    assert number > 3  # claimed, wound up, finished
+
+
 def test_a_server_that_is_told_to_stop_leaves_its_batches_to_the_next_at_once(site: Site) -> None:
-    batch_id = site.submit(100)
-    orders = Orders(seed=1, row_s=0.1, lease_s=3600.0)
+    batch_id = site.submit(400)
+    orders = Orders(seed=1, row_s=0.2, lease_s=3600.0)
     first = site.start(orders)
     wait_until(lambda: len(runs(site.log())) > 30, 60, "the first has answered some")
     stop(first, signal.SIGTERM)
     assert first.exitcode == 0
     answered = runs(site.log())
-    assert len(site.stored()) == len(answered) < 100  # what was answered is not lost
+    assert len(site.stored()) == len(answered) < 400  # what was answered is not lost
     second = site.start(replace(orders, seed=2))
     site.wait_until_done()
     stop(second, signal.SIGTERM)

@@ -38,8 +38,8 @@ class Job:
         self.server = self.ends.enter_context(running_server(*self._options))
         self._http = self.ends.enter_context(httpx.Client(base_url=self.server.url, timeout=60))
 
-    def submit(self) -> None:
-        content = b"".join(json.dumps(row(number)).encode() + b"\n" for number in range(ROWS))
+    def submit(self, num_rows: int) -> None:
+        content = b"".join(json.dumps(row(number)).encode() + b"\n" for number in range(num_rows))
         upload = {"file": ("rows.jsonl", content)}
         file = self._post("/v1/files", files=upload, data={"purpose": "batch"})
         wanted = {"input_file_id": file["id"], "endpoint": COMPLETIONS}
@@ -103,11 +103,14 @@ def test_a_job_outlives_its_engine_and_its_server(
     options = ["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", str(LEASE_S)]
     job = Job([*options, "--store", url] if url else options)
     with job.ends:
-        job.submit()
-        killed = {"engine": 0, "server": 0, "both": 0}
-        for moment in sorted(rng.sample(range(ROWS - 50), KILLS)):
-            wait_until(lambda moment=moment: job.done() >= moment, 120, f"{moment} rows done")
-            wait(job.server, rng.uniform(0.0, 0.2))
+        job.submit(ROWS)
+        killed, before = {"engine": 0, "server": 0, "both": 0}, 0
+        for moment in sorted(rng.sample(range(ROWS - 100), KILLS)):
+            # In between there is some progress, however far the job is.
+            done = max(moment, before + 1)
+            wait_until(lambda done=done: job.done() >= done, 120, f"{done} rows are done")
+            wait(job.server, rng.uniform(0.0, 0.1))
+            before = job.done()
             assert job.look()["status"] == "in_progress"
             (victim,) = rng.choices(list(killed), weights=[5, 3, 2])
             killed[victim] += 1
@@ -134,3 +137,21 @@ def test_a_job_outlives_its_engine_and_its_server(
         total = sum(usage[f"{of_row}_tokens"] for usage in usages)
         assert batch["usage"][f"{of_batch}_tokens"] == total
     print(f"killed: {killed}; {len(errors)} rows given up")
+
+
+def test_a_server_that_is_told_to_stop_is_followed_at_once(tmp_path: Path) -> None:
+    """Nobody waits for a lease that lasts longer than any test."""
+    job = Job(["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", "3600"])
+    with job.ends:
+        job.submit(100)
+        wait_until(lambda: job.done() >= 10, 60, "the first server is at work")
+        os.kill(job.server.pid, signal.SIGTERM)
+        assert job.server.wait(60) == 0
+        job.ends.close()
+        job.start()
+        assert 10 <= job.done() < 100
+        wait_until(lambda: job.look()["status"] == "completed", 120, "the batch is completed")
+        batch = job.look()
+        names = [line["custom_id"] for line in job.lines(batch["output_file_id"])]
+        assert names == [f"row-{number}" for number in range(100)]
+        assert batch["error_file_id"] is None

@@ -259,13 +259,21 @@ class Site:
             (batch.output_file_id, answered, 200),
             (batch.error_file_id, refused, 400),
         ):
-            lines = self._lines(file_id)
+            lines = self.lines(file_id)
             rows = [json.loads(line) for line in lines]
             assert [row["custom_id"] for row in rows] == expected
             assert [row["response"]["status_code"] for row in rows] == [status] * len(rows)
             assert [row["response"]["body"]["echo"] for row in rows] == expected
             found |= zip(expected, lines, strict=True)
         return found
+
+    def lines(self, file_id: str | None) -> list[str]:
+        """Of an output or error file; none without a file."""
+        if file_id is None:
+            return []
+        content = self.store.files.body(self.store.files.get("ann", file_id, NOW)).read_bytes()
+        assert content.endswith(b"\n")
+        return content.decode().splitlines()
 
     def check_nothing_else_is_left(self) -> None:
         """No rows, and of files those that batches name."""
@@ -283,13 +291,6 @@ class Site:
             process.kill()
             process.join()
             process.close()
-
-    def _lines(self, file_id: str | None) -> list[str]:
-        if file_id is None:
-            return []
-        content = self.store.files.body(self.store.files.get("ann", file_id, NOW)).read_bytes()
-        assert content.endswith(b"\n")
-        return content.decode().splitlines()
 
 
 def runs(log: list[tuple[int, str]]) -> Counter[str]:
