@@ -10,11 +10,9 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types import Batch, BatchRequestCounts
+from openai.types import Batch
 
 from bros.batch.objects import DAY_S
-from bros.core.errors import OverloadedError, QueueFullError
-from bros.core.request import ServiceClass
 from support.batch_server import (
     ANSWER,
     ANSWER_TOKENS,
@@ -23,6 +21,7 @@ from support.batch_server import (
     BatchServer,
     batch_server,
     chat_row,
+    counts,
     row,
     until,
 )
@@ -48,10 +47,6 @@ async def half_done(server: BatchServer) -> tuple[BatchServer, Batch]:
     await until(lambda: server.engine.waiting == 2)
     server.clock.advance(5)
     return server, batch
-
-
-def counts(total: int, completed: int, failed: int) -> BatchRequestCounts:
-    return BatchRequestCounts(total=total, completed=completed, failed=failed)
 
 
 # Rows
@@ -373,46 +368,3 @@ async def test_earlier_windows_go_first(tmp_path: Path) -> None:
         assert (await server.wait(soon)).status == "completed"
         server.engine.release.set()
         assert (await server.wait(late)).status == "completed"
-
-
-# Rows and the engine
-
-
-async def test_rows_are_best_effort(server: BatchServer) -> None:
-    """Batch rows run as best-effort work with a deadline; synchronous requests are not held up"""
-    server.engine.held = "row"
-    batch = await server.submit(*(row(i) for i in range(30)))
-    await until(lambda: server.engine.waiting > 0)
-    reply = await server.client.completions.create(model="scripted", prompt="now", max_tokens=50)
-    assert reply.choices[0].text == ANSWER
-    rows, direct = server.engine.submitted[:-1], server.engine.submitted[-1]
-    assert {request.service_class for request in rows} == {ServiceClass.BE}
-    assert direct.service_class is ServiceClass.RT
-    assert all(0 < (request.slo.deadline_s or 0) <= 16 * DAY_S for request in rows)
-    server.engine.release.set()
-    done = await server.wait(batch)
-    assert done.request_counts == counts(30, 30, 0)
-
-
-@pytest.mark.parametrize(
-    "refusal", [QueueFullError(8, 0.001), OverloadedError("Busy.", 0.001)], ids=["full", "busy"]
-)
-async def test_a_busy_engine_only_postpones_rows(server: BatchServer, refusal: Exception) -> None:
-    """Rate limits are a separate pool: no row ends with 429"""
-    server.engine.refusal = refusal
-    batch = await server.submit(row(1), row(2))
-    await server.wait(batch, "in_progress")
-    with pytest.raises(openai.RateLimitError):
-        await server.client.completions.create(model="scripted", prompt="now")
-    server.engine.refusal = None
-    done = await server.wait(batch)
-    assert done.request_counts == counts(2, 2, 0)
-    assert server.engine.prompts == {"row-1": 1, "row-2": 1}
-
-
-async def test_bad_rows_are_not_tried_again(server: BatchServer) -> None:
-    """What the client did wrong is an answer"""
-    done = await server.wait(await server.submit(row(1, [2_000_000]), row(2)))
-    (line,) = (await server.results(done.error_file_id)).values()
-    assert (line["custom_id"], line["response"]["status_code"]) == ("row-1", 400)
-    assert server.engine.prompts == {"row-2": 1}

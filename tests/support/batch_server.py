@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 import openai
-from openai.types import Batch, FileObject
+from openai.types import Batch, BatchRequestCounts, FileObject
 
 from bros.batch.store import Store, open_store
 from bros.core.clock import ManualClock
@@ -237,6 +237,11 @@ async def until(condition: Callable[[], bool], patience_s: float = _PATIENCE_S) 
     async with asyncio.timeout(patience_s):
         while not condition():
             await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def counts(total: int, completed: int, failed: int) -> BatchRequestCounts:
+    """What a batch shows of its rows."""
+    return BatchRequestCounts(total=total, completed=completed, failed=failed)
 
 
 def row(number: int, prompt: str | None = None, **fields: Any) -> dict[str, Any]:

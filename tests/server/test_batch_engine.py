@@ -1,0 +1,206 @@
+"""Rows of batches beside an engine that is busy, ends, or fails some of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from bros.batch import job
+from bros.batch.objects import DAY_S
+from bros.core.errors import OverloadedError, QueueFullError
+from bros.core.request import ServiceClass
+from support.batch_server import (
+    ANSWER,
+    ANSWER_TOKENS,
+    BatchServer,
+    batch_server,
+    counts,
+    row,
+    until,
+)
+
+
+@pytest.fixture
+async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BatchServer]:
+    """It does not pause before it tries a row again."""
+    monkeypatch.setattr(job, "_FIRST_PAUSE_S", 0.0)
+    async with batch_server(tmp_path) as made:
+        yield made
+
+
+async def test_rows_are_best_effort(server: BatchServer) -> None:
+    """Batch rows run as best-effort work with a deadline; synchronous requests are not held up"""
+    server.engine.held = "row"
+    batch = await server.submit(*(row(i) for i in range(30)))
+    await until(lambda: server.engine.waiting > 0)
+    reply = await server.client.completions.create(model="scripted", prompt="now", max_tokens=50)
+    assert reply.choices[0].text == ANSWER
+    rows, direct = server.engine.submitted[:-1], server.engine.submitted[-1]
+    assert {request.service_class for request in rows} == {ServiceClass.BE}
+    assert direct.service_class is ServiceClass.RT
+    assert all(0 < (request.slo.deadline_s or 0) <= 16 * DAY_S for request in rows)
+    server.engine.release.set()
+    done = await server.wait(batch)
+    assert done.request_counts == counts(30, 30, 0)
+
+
+@pytest.mark.parametrize(
+    "refusal", [QueueFullError(8, 0.001), OverloadedError("Busy.", 0.001)], ids=["full", "busy"]
+)
+async def test_a_busy_engine_only_postpones_rows(server: BatchServer, refusal: Exception) -> None:
+    """Rate limits are a separate pool: no row ends with 429"""
+    server.engine.refusal = refusal
+    batch = await server.submit(row(1), row(2))
+    await server.wait(batch, "in_progress")
+    with pytest.raises(openai.RateLimitError):
+        await server.client.completions.create(model="scripted", prompt="now")
+    server.engine.refusal = None
+    done = await server.wait(batch)
+    assert done.request_counts == counts(2, 2, 0)
+    assert server.engine.prompts == {"row-1": 1, "row-2": 1}
+
+
+async def test_bad_rows_are_not_tried_again(server: BatchServer) -> None:
+    """What the client did wrong is an answer"""
+    done = await server.wait(await server.submit(row(1, [2_000_000]), row(2)))
+    (line,) = (await server.results(done.error_file_id)).values()
+    assert (line["custom_id"], line["response"]["status_code"]) == ("row-1", 400)
+    assert server.engine.prompts == {"row-2": 1}
+
+
+# An engine that dies
+
+
+async def test_rows_of_an_engine_that_died_run_again(server: BatchServer) -> None:
+    """Nothing of it shows: every row has one result, and is counted once"""
+    server.engine.held = "held"
+    rows = [row(i, f"{'held' if i % 3 == 0 else 'quick'}-{i}") for i in range(12)]
+    batch = await server.submit(*rows)
+    await server.wait_done(batch, 8)
+    await until(lambda: server.engine.waiting == 4)
+    server.engine.die()
+    await until(lambda: server.engine.waiting == 4 and len(server.engine.submitted) == 16)
+    server.engine.release.set()
+    done = await server.wait(batch)
+    assert done.request_counts == counts(12, 12, 0)
+    assert done.error_file_id is None
+    results = await server.results(done.output_file_id)
+    assert results.keys() == {f"row-{i}" for i in range(12)}
+    assert done.usage is not None and done.usage.output_tokens == 12 * ANSWER_TOKENS
+    expected = {f"held-{i}": 2 for i in range(0, 12, 3)}
+    expected |= {f"quick-{i}": 1 for i in range(12) if i % 3}
+    assert server.engine.prompts == expected
+
+
+async def test_an_engine_that_is_not_there_is_waited_for(server: BatchServer) -> None:
+    server.engine.alive = False
+    batch = await server.submit(row(1), row(2))
+    await server.wait(batch, "in_progress")
+    with pytest.raises(openai.InternalServerError):
+        await server.client.completions.create(model="scripted", prompt="now")
+    assert (await server.client.batches.retrieve(batch.id)).request_counts == counts(2, 0, 0)
+    server.engine.alive = True
+    done = await server.wait(batch)
+    assert done.request_counts == counts(2, 2, 0)
+    assert server.engine.prompts == {"row-1": 1, "row-2": 1}
+
+
+async def test_a_row_the_engine_dies_of_is_given_up(server: BatchServer) -> None:
+    """It ends in the error file, and everything else completes"""
+    server.engine.poison = "poison"
+    rows = [row(i, "poison" if i == 7 else f"fine-{i}") for i in range(30)]
+    done = await server.wait(await server.submit(*rows))
+    assert (done.status, done.request_counts) == ("completed", counts(30, 29, 1))
+    (line,) = (await server.results(done.error_file_id)).values()
+    assert (line["custom_id"], line["response"]) == ("row-7", None)
+    assert line["error"].keys() == {"code", "message"}
+    assert line["error"]["code"] == "engine_error"
+    results = await server.results(done.output_file_id)
+    assert results.keys() == {f"row-{i}" for i in range(30) if i != 7}
+    assert server.engine.prompts["poison"] == server.engine.deaths <= 8
+
+
+async def test_two_rows_the_engine_dies_of(server: BatchServer) -> None:
+    """Also of two batches: they cost one another nothing"""
+    server.engine.poison = "poison"
+    rows = [row(i, "poison" if i == 3 else f"fine-{i}") for i in range(10)]
+    first, second = await server.submit(*rows), await server.submit(*rows)
+    for batch in (first, second):
+        done = await server.wait(batch)
+        assert done.request_counts == counts(10, 9, 1)
+        assert (await server.results(done.error_file_id)).keys() == {"row-3"}
+
+
+async def test_rows_that_fail_alone_are_tried_again(server: BatchServer) -> None:
+    """An engine error that is not the client's fault"""
+    server.engine.fail_after = 3
+    batch = await server.submit(row(1), row(2))
+    done = await server.wait(batch)
+    errors = await server.results(done.error_file_id)
+    assert {line["error"]["code"] for line in errors.values()} == {"engine_error"}
+    assert all(times > 1 for times in server.engine.prompts.values())
+    assert done.request_counts == counts(2, 0, 2)
+    assert done.usage is not None and done.usage.total_tokens == 0
+
+
+async def test_rows_given_up_for_want_of_room_are_only_postponed(server: BatchServer) -> None:
+    server.engine.fail_after, server.engine.retry_after_s = 3, 0.001
+    batch = await server.submit(row(1))
+    await until(lambda: len(server.engine.submitted) > 20)
+    server.engine.fail_after = None
+    done = await server.wait(batch)
+    assert done.request_counts == counts(1, 1, 0)
+
+
+async def test_a_row_that_breaks_the_server_is_an_error(
+    server: BatchServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is a bug of ours costs that row, and is in the log"""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    server.engine.held = "row"
+    batch = await server.submit(row(1))
+    await until(lambda: server.engine.waiting == 1)
+    monkeypatch.setattr("bros.server.calls.CompletionCall.reply", broken)
+    server.engine.release.set()
+    done = await server.wait(batch)
+    (line,) = (await server.results(done.error_file_id)).values()
+    assert line["response"]["status_code"] == 500
+    assert line["response"]["body"]["error"]["code"] == "internal_error"
+    assert "a bug" not in str(line) and "a bug" in caplog.text
+
+
+# A store without room
+
+
+async def test_a_full_store_is_507(server: BatchServer) -> None:
+    """The error body, and nothing half-written; with room again all goes on"""
+    file = await server.upload(b"text")
+    with server.full("files"), pytest.raises(openai.InternalServerError) as error:
+        await server.upload(b"more")
+    assert (error.value.status_code, error.value.code) == (507, "insufficient_storage")
+    with server.full("batches"), pytest.raises(openai.InternalServerError) as error:
+        await server.create(file.id)
+    assert (error.value.status_code, error.value.code) == (507, "insufficient_storage")
+    assert [found.id async for found in server.client.files.list()] == [file.id]
+    assert (await server.client.batches.list()).data == []
+    assert not server.unplaced()
+    assert (await server.upload(b"more")).status == "processed"
+
+
+async def test_a_full_store_holds_up_jobs(
+    server: BatchServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch that cannot be admitted waits for room; its rows do not run before"""
+    with server.full("rows"):
+        batch = await server.submit(row(1))
+        await until(lambda: "will be tried again" in caplog.text)
+        assert not server.engine.submitted
+        assert (await server.client.batches.retrieve(batch.id)).status == "validating"
+    assert (await server.wait(batch)).request_counts == counts(1, 1, 0)
