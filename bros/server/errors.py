@@ -117,13 +117,9 @@ def describe(error: Exception) -> ApiError:
         case OverloadedError():
             return _describe_busy(error, "overloaded")
         case QuotaError():
-            return ApiError(
-                status=429,
-                message=str(error),
-                type=RATE_LIMIT,
-                code="batch_quota_exceeded",
-                headers={"x-should-retry": "false"},  # batches take longer than clients retry
-            )
+            # Not to be tried again: batches take longer than clients retry.
+            headers = {"x-should-retry": "false"}
+            return _describe_refused(error, "batch_quota_exceeded", headers)
         case HTTPException():
             return _describe_http(error)
     return _describe_server_error(error)
@@ -135,13 +131,11 @@ def _describe_busy(error: QueueFullError | OverloadedError, code: str) -> ApiErr
         "retry-after": str(math.ceil(wait_s)),
         "retry-after-ms": str(math.ceil(wait_s * 1000)),
     }
-    return ApiError(
-        status=429,
-        message=str(error),
-        type=RATE_LIMIT,
-        code=code,
-        headers=headers,
-    )
+    return _describe_refused(error, code, headers)
+
+
+def _describe_refused(error: BrosError, code: str, headers: Mapping[str, str]) -> ApiError:
+    return ApiError(status=429, message=str(error), type=RATE_LIMIT, code=code, headers=headers)
 
 
 def _describe_http(error: HTTPException) -> ApiError:

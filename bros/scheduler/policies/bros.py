@@ -39,6 +39,9 @@ _ABANDONED_SHARE, _MAX_ABANDONED_S = 0.03, 1.0
 _MIN_GAIN = 0.2
 """Share of a step that must be left for it to be given up."""
 
+_RECENT, _USUAL, _LUCK = 64, 0.9, 1.25
+"""Filler leaves time for a prompt that is longer than this share of the latest ones."""
+
 _TBAR_ALPHA = 0.2
 _TIGHT_FOR_S = 60.0
 _INITIAL_ROWS = 8
@@ -97,6 +100,8 @@ class BrosPolicy:
         self._steps = 0
         self._allowed_rows = self._batch.rows
         self._tight: deque[tuple[float, float]] = deque()  # (until, objective), both rising
+        self._prompts: deque[int] = deque(maxlen=_RECENT)
+        self._usual_prompt = 1
         self._known_deadlines = 0  # after the last clean-up
         self._deadlines: list[tuple[float, int, RequestState]] = []
         self._groups: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
@@ -216,13 +221,18 @@ class BrosPolicy:
     # Real-time
 
     def _heed(self, state: RequestState, now: float) -> None:
-        """Note an objective that is tighter than usual: the next such request is not far.
+        """Note a prompt, and an objective that is tighter than usual: the next are not far.
 
         Unless it cannot be met in any case.
         """
         ttft_s = state.slo.ttft_s
-        needed_s = self._predictor.prefill_seconds(state.remaining) + self._tbar_s
-        if ttft_s is None or ttft_s < needed_s:
+        prefill_s = self._predictor.prefill_seconds(state.remaining)
+        if ttft_s is None or ttft_s < prefill_s:
+            return
+        if ttft_s <= self._settings.ttft_s and not state.num_outputs:
+            self._prompts.append(state.remaining)
+            self._usual_prompt = sorted(self._prompts)[int(_USUAL * (len(self._prompts) - 1))]
+        if ttft_s < prefill_s + self._tbar_s:
             return
         while self._tight and self._tight[-1][1] >= ttft_s:
             self._tight.pop()
@@ -232,9 +242,9 @@ class BrosPolicy:
         """Longest step with filler in it.
 
         Nobody waits longer for a token than the interval asked for, even if all are ahead of
-        their pace: that lead is for first tokens. Follows the tightest recent objectives down to
-        half of the usual ones, so that nobody can stop best-effort work by asking for the
-        impossible.
+        their pace: that lead is for first tokens. Follows the tightest recent objectives, and
+        what prompts take on this machine, down to half of what is usual, so that nobody can stop
+        best-effort work by asking for the impossible.
         """
         settings = self._settings
         while self._tight and self._tight[0][0] < now:
@@ -243,8 +253,19 @@ class BrosPolicy:
         if self._tight:
             ttft_s = min(max(self._tight[0][1], settings.ttft_s / 2), settings.ttft_s)
             wait_s = settings.rt_wait * ttft_s
+        wait_s = min(wait_s, max(self._wait_for_prompt_s(running), wait_s / 2))
         intervals = (state.slo.tpot_s for state in running if state.slo.tpot_s is not None)
         return min(wait_s, max(min(intervals, default=wait_s), settings.tpot_s / 2))
+
+    def _wait_for_prompt_s(self, running: Sequence[RequestState]) -> float:
+        """Longest step that leaves enough of the usual objective for a newcomer's own; a quarter
+        more, for few come right at the beginning of one, and then it may be given up."""
+        load = StepLoad()
+        load.add(self._usual_prompt, 0, True)
+        for state in running:
+            if state.remaining == 1:
+                load.add(1, state.num_cached, True)
+        return _LUCK * (self._settings.ttft_s - self._predictor.safe_seconds(load))
 
     def _filler_share(self, running: Sequence[RequestState]) -> float:
         """How much of that filler may use.
