@@ -553,3 +553,27 @@ def test_edf_heeds_a_best_effort_deadline_after_the_first_token() -> None:
     run.submit("rt", 4, RT, slo=Slo(50.0, 50.0), max_tokens=2)
     run.drain()
     assert run.token_times["be"][-1] < run.token_times["rt"][0]
+
+
+@pytest.mark.parametrize("prompt_tokens", [60, 220])
+def test_filler_leaves_time_for_what_prompts_take_here(prompt_tokens: int) -> None:
+    """Newcomers come at every point of a step, and more work waits than can ever run. Steps of
+    half the objective are too long before prompts that take most of the other half: 15 of 40
+    would be late. Here no step is given up for those that come right at its beginning."""
+    run = VirtualRun(max_num_seqs=64, max_batch_tokens=1024)
+    for number in range(60):
+        run.submit(f"be{number}", 400, BE, max_tokens=200, salt=30 * number)
+    names = []
+    for number in range(40):
+        arrives_s = 1.0 + 1.013 * number
+        while run.now < arrives_s:
+            run.step()
+        names.append(f"rt{number}")
+        run.submit(
+            names[-1], prompt_tokens, max_tokens=5, salt=7000 + 90 * number, arrived_s=arrives_s
+        )
+    run.steps(40)
+    late = [name for name in names if run.token_times[name][0] - 1.0 - 1.013 * int(name[2:]) > 0.4]
+    assert len(late) <= 8, late
+    filler = [seconds for seconds in run.seconds if seconds > 0.1]
+    assert filler, "nothing is gained by steps that have no room for best-effort work"
