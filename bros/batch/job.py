@@ -210,29 +210,33 @@ class Job:
             async with asyncio.TaskGroup() as group:
                 while page := await shop.persist(shop.store.pending, self.batch.id, rank, _PAGE):
                     for ref in page:
-                        await shop.slots.acquire((self.batch.expires_at, self.batch.created_at))
-                        await self._lease_held()
-                        group.create_task(self._run_row(rows, ref))
+                        await self._acquire_slot()
+                        running = group.create_task(self._run_row(rows, ref))
+                        # Not in the row, which may be cancelled before it begins.
+                        running.add_done_callback(lambda _: shop.slots.release())
                     rank = page[-1].rank
 
-    async def _lease_held(self) -> None:
-        """Nothing begins while it has run out because the store cannot be reached."""
-        while self._now() >= self.lease_until_s:
-            await asyncio.sleep(_FIRST_PAUSE_S)
+    async def _acquire_slot(self) -> None:
+        """For a row. Nothing begins while the lease has run out as the store cannot be reached."""
+        slots = self._shop.slots
+        await slots.acquire((self.batch.expires_at, self.batch.created_at))
+        try:
+            while self._now() >= self.lease_until_s:
+                await asyncio.sleep(_FIRST_PAUSE_S)
+        except asyncio.CancelledError:
+            slots.release()
+            raise
 
     async def _run_row(self, rows: _Input, ref: RowRef) -> None:
         shop, began_s = self._shop, self._shop.clock.now()
-        try:
-            outcome = await self._outcome(rows, ref)
-            now = shop.clock.now()
-            tokens = outcome.usage.prompt_tokens + outcome.usage.output_tokens
-            self.pace.note(tokens, now - began_s)
-            shop.throughput.note(now, tokens)
-            shop.counts.completed += outcome.ok
-            shop.counts.failed += not outcome.ok
-            await self._unstored.put(outcome)
-        finally:
-            shop.slots.release()
+        outcome = await self._outcome(rows, ref)
+        now = shop.clock.now()
+        tokens = outcome.usage.prompt_tokens + outcome.usage.output_tokens
+        self.pace.note(tokens, now - began_s)
+        shop.throughput.note(now, tokens)
+        shop.counts.completed += outcome.ok
+        shop.counts.failed += not outcome.ok
+        await self._unstored.put(outcome)
 
     async def _outcome(self, rows: _Input, ref: RowRef) -> RowOutcome:
         shop, batch = self._shop, self.batch

@@ -37,6 +37,11 @@ def rows(count: int, prefix: str = "row") -> list[dict[str, Any]]:
     return [row(i, f"{prefix}-{i}") for i in range(count)]
 
 
+def in_flight(server: BatchServer) -> int:
+    assert server.live.server.state.jobs is not None
+    return server.live.server.state.jobs.runner.rows_in_flight
+
+
 async def all_results(server: BatchServer, batch_id: str) -> list[str]:
     """The custom_ids in both files of a batch, which has ended."""
     done = await server.wait(batch_id)
@@ -175,6 +180,31 @@ async def test_a_server_that_hangs_loses_its_batches(
     again = await one.wait(await one.submit(row(1)))  # it has not come to harm
     assert again.status == "completed"
     assert await one.wait(batch) == done
+
+
+async def test_rows_that_could_not_begin_hold_no_place(
+    pair: tuple[BatchServer, BatchServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing begins while the lease has run out, and nothing is left of it afterwards"""
+    one, other = pair
+    one.engine.held = "row"
+    batch = await one.submit(*rows(20))
+    await until(lambda: one.engine.waiting == in_flight(one) == 16)
+
+    def unreachable(*_: object) -> None:
+        raise StoreError("the store cannot be reached")
+
+    monkeypatch.setattr(one.store.batches, "renew", unreachable)
+    one.clock.advance(LEASE_S)
+    one.engine.release.set()
+    await one.wait_done(batch, 16)
+    await until(lambda: in_flight(one) == 1)  # one more, which waits for the lease
+    other.wake()
+    assert (await other.wait(batch)).request_counts == counts(20, 20, 0)
+    monkeypatch.undo()
+    one.wake()
+    await until(lambda: in_flight(one) == 0)
+    assert one.engine.prompts + other.engine.prompts == {f"row-{i}": 1 for i in range(20)}
 
 
 async def test_quotas_hold_for_all_servers_together(tmp_path: Path) -> None:
