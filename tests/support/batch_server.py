@@ -159,14 +159,14 @@ class BatchServer:
         """There is no room for anything in this table while the block lasts."""
         with self.store.database.write() as connection:
             connection.exec_driver_sql(
-                f"CREATE TRIGGER no_room BEFORE INSERT ON {table} "
+                f"CREATE TRIGGER no_{table} BEFORE INSERT ON {table} "
                 "BEGIN SELECT RAISE(FAIL, 'database or disk is full'); END"
             )
         try:
             yield
         finally:
             with self.store.database.write() as connection:
-                connection.exec_driver_sql("DROP TRIGGER no_room")
+                connection.exec_driver_sql(f"DROP TRIGGER no_{table}")
 
     def bodies(self) -> set[str]:
         """Digests of all file bodies on disk."""
