@@ -114,16 +114,20 @@ class BatchStore:
 
     # Leases
 
-    def claim(self, owner: str, now: float, lease_s: float) -> list[tuple[Lease, Batch]]:
-        """Take what nobody works on, the most urgent first."""
+    def claim(
+        self, owner: str, now: float, lease_s: float, most: int | None = None
+    ) -> list[tuple[Lease, Batch]]:
+        """Take what nobody works on, the most urgent first. most: leave others to others."""
         free = BATCHES.c.status.in_(OPEN_STATUSES), BATCHES.c.lease_until <= now
+        urgent_first = (BATCHES.c.expires_at, BATCHES.c.seq)
+        wanted = sa.select(BATCHES.c.id).where(*free).order_by(*urgent_first).limit(most)
         with self._database.read() as connection:
-            if connection.execute(sa.select(BATCHES.c.id).where(*free).limit(1)).first() is None:
+            if connection.execute(wanted.limit(1)).first() is None:
                 return []
         with self._database.write() as connection:
             rows = connection.execute(
                 sa.update(BATCHES)
-                .where(*free)
+                .where(*free, BATCHES.c.id.in_(wanted))
                 .values(
                     lease_owner=owner,
                     lease_epoch=BATCHES.c.lease_epoch + 1,

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 _RENEWALS = 4
 """Of a lease while it lasts, so that it survives late ones."""
 
+_AT_ONCE = 2
+"""Batches that are claimed without a pause; more come one with each look."""
+
 _FIRST_ROWS, _LEAST_ROWS = 16, 4
 _WATCH_S = 0.5
 _SWEEP_S = 600.0
@@ -138,7 +141,9 @@ class BatchRunner:
             if self._jobs:
                 held = await shop.io(shop.store.renew, self._owner, list(self._jobs), now, lease_s)
                 self._look_after(held, now + lease_s)
-            claimed = await shop.io(shop.store.claim, self._owner, now, lease_s)
+            # One after the other, so that servers that share a store share what is in it.
+            most = max(1, _AT_ONCE - len(self._jobs))
+            claimed = await shop.io(shop.store.claim, self._owner, now, lease_s, most)
         except (StoreError, StoreFullError) as error:
             logger.warning("the batch jobs have to wait: %s", error)
             return

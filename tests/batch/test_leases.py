@@ -37,6 +37,16 @@ def test_the_most_urgent_batch_comes_first_and_then_the_oldest(store: Store) -> 
     assert claimed(store, "runner", NOW) == ["b", "d", "c", "a"]
 
 
+def test_who_wants_few_gets_the_most_urgent_ones(store: Store) -> None:
+    for batch_id, expires_in_s in (("a", 300), ("b", 100), ("c", 200), ("d", 100)):
+        store.put_batch(batch_id, expires_at=NOW + expires_in_s)
+
+    def two(owner: str) -> list[str]:
+        return [batch.id for _, batch in store.batches.claim(owner, NOW, LEASE_S, most=2)]
+
+    assert (two("one"), two("other"), two("third")) == (["b", "d"], ["c", "a"], [])
+
+
 def test_what_is_claimed_is_told_as_it_is(store: Store) -> None:
     batch = store.put_batch()
     assert store.batches.claim("old", NOW, LEASE_S) == [(Lease("batch_1", "old", 1), batch)]
