@@ -186,12 +186,13 @@ def test_connections_to_the_database_may_break_at_any_time(
     ):
         batch_id = site.submit(500)
         worker = site.started(Orders(seed=5, row_s=0.1))
-        while site.open_batches():
+        for _ in range(KILLS):
             worker.join(timeout=rng.uniform(0.0, 0.2))
             store.query(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                 "WHERE pid != pg_backend_pid() AND backend_type = 'client backend'"
             )
+        site.wait_until_done()
         stop(worker, signal.SIGTERM)
         assert set(runs(site.log()).values()) == {1}
         assert runs(site.log()).keys() == site.results(batch_id).keys()

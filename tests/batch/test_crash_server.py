@@ -78,7 +78,7 @@ class Job:
 
 
 def row(number: int) -> dict[str, Any]:
-    body = {"prompt": f"The number {number} is", "max_tokens": 4, "temperature": 0}
+    body = {"prompt": f"The number {number} is", "max_tokens": 2, "temperature": 0}
     return {"custom_id": f"row-{number}", "method": "POST", "url": COMPLETIONS, "body": body}
 
 
