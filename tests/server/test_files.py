@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from bros.batch.objects import DAY_S
 from support.batch_server import NOW, BatchServer, batch_server, jsonl, row
-from support.scripted_server import assert_envelope
+from support.scripted_server import Server, assert_envelope
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 
@@ -26,19 +25,18 @@ async def server(tmp_path: Path) -> AsyncIterator[BatchServer]:
 # POST /v1/files
 
 
-@pytest.mark.parametrize("purpose", PURPOSES)
-async def test_any_known_purpose_is_taken(server: BatchServer, purpose: str) -> None:
+async def test_any_known_purpose_is_taken(server: BatchServer) -> None:
     """multipart `file`, `purpose` in {assistants, batch, fine-tune, vision, user_data, evals}"""
-    file = await server.upload(b"text", purpose=purpose)
-    assert file.purpose == purpose
+    for purpose in PURPOSES:
+        assert (await server.upload(b"text", purpose=purpose)).purpose == purpose
 
 
-@pytest.mark.parametrize("purpose", ["batch_output", "Batch", ""])
-async def test_other_purposes_are_refused(server: BatchServer, purpose: str) -> None:
+async def test_other_purposes_are_refused(server: BatchServer) -> None:
     """batch_output is for results only"""
-    with pytest.raises(openai.BadRequestError) as error:
-        await server.upload(b"text", purpose=purpose)
-    assert (error.value.param, error.value.code) == ("purpose", "invalid_value")
+    for purpose in ("batch_output", "Batch", ""):
+        with pytest.raises(openai.BadRequestError) as error:
+            await server.upload(b"text", purpose=purpose)
+        assert (error.value.param, error.value.code) == ("purpose", "invalid_value")
     assert not server.bodies() and not server.unplaced()
 
 
@@ -48,33 +46,30 @@ async def test_batch_files_expire_after_30_days(server: BatchServer) -> None:
     assert (await server.upload(b"text", purpose="evals")).expires_at is None
 
 
-@pytest.mark.parametrize("seconds", [3600, 2_592_000])
-async def test_expires_after(server: BatchServer, seconds: int) -> None:
+async def test_expires_after(server: BatchServer) -> None:
     """Optional expires_after {anchor=created_at, seconds 3600..2592000}"""
-    anchor = {"anchor": "created_at", "seconds": seconds}
-    for purpose in ("batch", "evals"):
+    for seconds, purpose in itertools.product((3600, 2_592_000), ("batch", "evals")):
+        anchor = {"anchor": "created_at", "seconds": seconds}
         file = await server.upload(b"text", purpose=purpose, expires_after=anchor)
         assert file.expires_at == NOW + seconds
 
 
-@pytest.mark.parametrize(
-    ("expires_after", "param"),
-    [
-        ({"anchor": "created_at", "seconds": 3599}, "expires_after.seconds"),
-        ({"anchor": "created_at", "seconds": 2_592_001}, "expires_after.seconds"),
-        ({"anchor": "created_at", "seconds": "soon"}, "expires_after.seconds"),
-        ({"anchor": "created_at"}, "expires_after.seconds"),
-        ({"anchor": "last_used_at", "seconds": 3600}, "expires_after.anchor"),
-        ({"seconds": 3600}, "expires_after.anchor"),
-    ],
-)
-async def test_other_times_of_expiry_are_refused(
-    server: BatchServer, expires_after: dict[str, Any], param: str
-) -> None:
+WRONG_EXPIRY = [
+    ({"anchor": "created_at", "seconds": 3599}, "expires_after.seconds"),
+    ({"anchor": "created_at", "seconds": 2_592_001}, "expires_after.seconds"),
+    ({"anchor": "created_at", "seconds": "soon"}, "expires_after.seconds"),
+    ({"anchor": "created_at"}, "expires_after.seconds"),
+    ({"anchor": "last_used_at", "seconds": 3600}, "expires_after.anchor"),
+    ({"seconds": 3600}, "expires_after.anchor"),
+]
+
+
+async def test_other_times_of_expiry_are_refused(server: BatchServer) -> None:
     """expires_after has both fields, within their limits"""
-    with pytest.raises(openai.BadRequestError) as error:
-        await server.upload(b"text", expires_after=expires_after)
-    assert error.value.param == param
+    for expires_after, param in WRONG_EXPIRY:
+        with pytest.raises(openai.BadRequestError) as error:
+            await server.upload(b"text", expires_after=expires_after)
+        assert error.value.param == param
     assert not server.bodies()
 
 
@@ -143,16 +138,13 @@ async def test_list_has_all_five_keys(server: BatchServer) -> None:
     assert full["has_more"] is True
 
 
-@pytest.mark.parametrize("order", ["asc", "desc", None])
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 10_000])
-async def test_pages_go_through_everything_once(
-    server: BatchServer, order: str | None, limit: int
-) -> None:
+async def test_pages_go_through_everything_once(server: BatchServer) -> None:
     """limit, after; order asc/desc, desc by default: the newest first"""
     made = [(await server.upload(b"%d" % i)).id for i in range(5)]
-    wanted = {} if order is None else {"order": order}
-    listed = [file.id async for file in server.client.files.list(limit=limit, **wanted)]
-    assert listed == (made if order == "asc" else made[::-1])
+    for limit in (1, 2, 3, 5, 10_000):
+        for wanted in ({}, {"order": "desc"}, {"order": "asc"}):
+            listed = [file.id async for file in server.client.files.list(limit=limit, **wanted)]
+            assert listed == (made if wanted == {"order": "asc"} else made[::-1])
 
 
 async def test_pages_stay_in_place_while_files_come_and_go(server: BatchServer) -> None:
@@ -175,29 +167,20 @@ async def test_list_by_purpose(server: BatchServer) -> None:
     assert strange.status_code == 200 and strange.json()["data"] == []
 
 
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [
-        ("limit=0", "limit"),
-        ("limit=10001", "limit"),
-        ("limit=ten", "limit"),
-        ("limit=", "limit"),
-        ("limit=-1", "limit"),
-        ("order=up", "order"),
-    ],
-)
-async def test_wrong_queries_are_refused(server: BatchServer, query: str, param: str) -> None:
+async def test_wrong_queries_are_refused(server: BatchServer) -> None:
     """limit 1..10000, order asc or desc"""
-    error = assert_envelope(await server.http.get(f"/v1/files?{query}"), 400)
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert error["code"] == "invalid_value"
+    limits = ("limit=0", "limit=10001", "limit=ten", "limit=", "limit=-1")
+    for query in (*limits, "order=up", "order="):
+        error = assert_envelope(await server.http.get(f"/v1/files?{query}"), 400)
+        assert error["type"] == "invalid_request_error"
+        assert (error["param"], error["code"]) == (query.split("=")[0], "invalid_value")
 
 
-@pytest.mark.parametrize("after", ["file-unknown", "", "%00", "%F0%9F%98%80"])
-async def test_unknown_places_to_begin_are_not_found(server: BatchServer, after: str) -> None:
+async def test_unknown_places_to_begin_are_not_found(server: BatchServer) -> None:
     """after: the id of a file"""
-    error = assert_envelope(await server.http.get(f"/v1/files?after={after}"), 404)
-    assert error["param"] == "after"
+    for after in ("file-unknown", "", "%00", "%F0%9F%98%80"):
+        error = assert_envelope(await server.http.get(f"/v1/files?after={after}"), 404)
+        assert error["param"] == "after"
 
 
 # GET /v1/files/{id}, GET /v1/files/{id}/content, DELETE /v1/files/{id}
@@ -209,14 +192,14 @@ async def test_retrieve(server: BatchServer) -> None:
     assert await server.client.files.retrieve(file.id) == file
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\xff\r\n\n", b"line\n" * 50_000])
-async def test_content_is_what_was_sent(server: BatchServer, content: bytes) -> None:
+async def test_content_is_what_was_sent(server: BatchServer) -> None:
     """GET /v1/files/{id}/content returns the raw body"""
-    file = await server.upload(content, purpose="user_data")
-    assert file.bytes == len(content)
-    reply = await server.client.files.content(file.id)
-    assert reply.content == content
-    assert reply.response.headers["content-type"] == "application/octet-stream"
+    for content in (b"", b"\0\xff\r\n\n", b"line\n" * 50_000):
+        file = await server.upload(content, purpose="user_data")
+        assert file.bytes == len(content)
+        reply = await server.client.files.content(file.id)
+        assert reply.content == content
+        assert reply.response.headers["content-type"] == "application/octet-stream"
 
 
 async def test_content_in_parts(server: BatchServer) -> None:
@@ -240,16 +223,14 @@ async def test_delete(server: BatchServer) -> None:
     assert not server.bodies()
 
 
-@pytest.mark.parametrize("file_id", ["file-unknown", "%00", "%ED%A0%80", "a" * 5000])
-@pytest.mark.parametrize(("method", "tail"), [("GET", ""), ("GET", "/content"), ("DELETE", "")])
-async def test_unknown_files_are_not_found(
-    server: BatchServer, method: str, tail: str, file_id: str
-) -> None:
+async def test_unknown_files_are_not_found(server: BatchServer) -> None:
     """An unknown id: 404 with an error body"""
-    reply = await server.http.request(method, f"/v1/files/{file_id}{tail}")
-    error = assert_envelope(reply, 404)
-    assert (error["type"], error["param"]) == ("invalid_request_error", "id")
-    assert error["code"] == "file_not_found"
+    for file_id in ("file-unknown", "%00", "%ED%A0%80", "a" * 5000):
+        for method, tail in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+            reply = await server.http.request(method, f"/v1/files/{file_id}{tail}")
+            error = assert_envelope(reply, 404)
+            assert (error["type"], error["param"]) == ("invalid_request_error", "id")
+            assert error["code"] == "file_not_found"
 
 
 async def test_content_that_somebody_removed_is_not_found(server: BatchServer) -> None:
@@ -261,27 +242,22 @@ async def test_content_that_somebody_removed_is_not_found(server: BatchServer) -
         await server.client.files.content(file.id)
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
+async def test_other_paths_and_methods(server: BatchServer) -> None:
+    """Always an error body"""
+    for method, path, status in (
         ("PUT", "/v1/files", 405),
         ("POST", "/v1/files/file-1", 405),
         ("DELETE", "/v1/files/file-1/content", 405),
         ("GET", "/v1/files/", 404),
         ("GET", "/v1/files/file-1/", 404),
         ("GET", "/v1/files/file-1/other", 404),
-    ],
-)
-async def test_other_paths_and_methods(
-    server: BatchServer, method: str, path: str, status: int
-) -> None:
-    """Always an error body"""
-    assert_envelope(await server.http.request(method, path), status)
+    ):
+        assert_envelope(await server.http.request(method, path), status)
 
 
 async def test_a_server_without_a_store_has_no_files() -> None:
     """404, as for anything that is not there"""
-    from support.scripted_server import live_server
-
-    async with live_server() as live, httpx.AsyncClient(base_url=live.url) as http:
-        assert_envelope(await http.get("/v1/files"), 404)
+    server = Server()
+    async with server.http:
+        for path in ("/v1/files", "/v1/batches"):
+            assert_envelope(await server.http.get(path), 404)
