@@ -357,14 +357,17 @@ async def test_window_that_ends_while_no_server_runs(tmp_path: Path) -> None:
         assert done.output_file_id is None
 
 
-async def test_earlier_windows_go_first(tmp_path: Path) -> None:
-    """completion_window decides which of several batches is served first"""
-    async with batch_server(tmp_path, idle=True) as server:
-        late = await server.submit(*(row(i, "late") for i in range(20)))
-        soon = await server.submit(*(row(i, "soon") for i in range(20)), completion_window="1h")
-        clock = server.clock
-    async with batch_server(tmp_path, clock=clock, seed=1) as server:
-        server.engine.held = "late"
-        assert (await server.wait(soon)).status == "completed"
-        server.engine.release.set()
-        assert (await server.wait(late)).status == "completed"
+async def test_earlier_windows_go_first(server: BatchServer) -> None:
+    """completion_window decides whose rows are next, not who came first"""
+    server.engine.held = "late"
+    late = await server.submit(*(row(i, "late") for i in range(100)))
+    await until(lambda: server.engine.waiting == 16)
+    soon = await server.submit(*(row(i, "soon") for i in range(10)), completion_window="1h")
+    await server.wait(soon, "in_progress")
+    for _ in range(10):  # until its rows queue for their turn
+        await server.client.batches.retrieve(soon.id)
+    server.engine.release.set()
+    await server.wait(soon)
+    assert (await server.wait(late)).request_counts == counts(100, 100, 0)
+    order = [server.engine.prompt(request) for request in server.engine.submitted]
+    assert "soon" not in order[-40:]
