@@ -37,10 +37,10 @@ def test_a_job_outlives_the_processes_that_work_on_it(site: Site) -> None:
     batch_id = site.submit(500)
     stored: dict[str, str] = {}
     while site.open_batches():
+        before = len(site.log())
         orders = Orders(seed=rng.getrandbits(32), row_s=0.4, ahead_s=20.0 * kills)
         # Some are killed before they have begun.
         worker = site.started(orders) if rng.random() < 0.8 else site.start(orders)
-        before = len(site.log())
         worker.join(timeout=rng.uniform(0.0, 0.6))
         stop(worker, signal.SIGKILL)
         kills += 1
