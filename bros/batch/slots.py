@@ -15,6 +15,7 @@ class Slots:
         self._limit = limit
         self._count = itertools.count()
         self._waiting: list[tuple[Any, int, asyncio.Future[None]]] = []
+        self._admitting = False
         self.used = 0
 
     @property
@@ -44,8 +45,18 @@ class Slots:
         self._admit()
 
     def _admit(self) -> None:
+        """One in each turn of the event loop, so that who comes in may queue for another place
+        before the next one is given away."""
+        if not self._admitting and self._waiting:
+            self._admitting = True
+            asyncio.get_running_loop().call_soon(self._admit_one)
+
+    def _admit_one(self) -> None:
+        self._admitting = False
         while self._waiting and self.used < self._limit:
             turn = heapq.heappop(self._waiting)[2]
             if not turn.done():
                 self.used += 1
                 turn.set_result(None)
+                self._admit()
+                return

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import httpx
 import pytest
 
 from bros.executor.model_store import default_cache_dir, resolve_model
+from support.batch_store import PostgresServer
 from support.server_process import ServerProcess, running_server, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
@@ -96,10 +96,17 @@ def wait(server: ServerProcess, seconds: float) -> None:
         server.wait(seconds)
 
 
-def test_a_job_outlives_its_engine_and_its_server(
-    new_url: Callable[[], str | None], tmp_path: Path
-) -> None:
-    rng, url = random.Random(4), new_url()
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.long)])
+def url(request: pytest.FixtureRequest) -> str | None:
+    """Of the store. test_crash.py kills processes on both databases in any run."""
+    if request.param == "sqlite":
+        return None
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.new_url()
+
+
+def test_a_job_outlives_its_engine_and_its_server(url: str | None, tmp_path: Path) -> None:
+    rng = random.Random(4)
     options = ["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", str(LEASE_S)]
     job = Job([*options, "--store", url] if url else options)
     with job.ends:

@@ -193,3 +193,21 @@ async def close(guests: list[Guest], slots: Slots) -> None:
         guest.task.cancel()
     await asyncio.gather(*(guest.task for guest in guests), return_exceptions=True)
     assert slots.used == 0
+
+
+async def test_who_needs_several_gets_all_of_them_before_somebody_less_urgent() -> None:
+    slots, came_in = Slots(0), list[str]()
+
+    async def need(name: str, key: int) -> None:
+        for _ in range(4):
+            await slots.acquire(key)
+            came_in.append(name)
+
+    tasks = [asyncio.create_task(need("late", 2)), asyncio.create_task(need("early", 1))]
+    await settle()
+    slots.limit = 6
+    await settle()
+    assert came_in == ["early"] * 4 + ["late"] * 2
+    slots.limit = 8
+    await asyncio.gather(*tasks)
+    assert came_in == ["early"] * 4 + ["late"] * 4

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 import pytest
@@ -294,6 +294,9 @@ COMBINATIONS = [
     Switches("class-aware", 64, "checkpoint", "bidirectional", "final", memory="ample"),
     Switches("off", 256, "recompute", "plain", "final", memory="ample"),
 ]
+ALWAYS = (1, 4, 5, 6, 9)
+"""Of these combinations, the ones that have every value of every switch; others are --long."""
+
 LITTLE = 2
 """Blocks of host memory: too little for one request, as a rule."""
 
@@ -310,6 +313,18 @@ def test_every_two_values_of_two_switches_meet_in_little_memory() -> None:
     for (i, some), (j, others) in itertools.combinations(enumerate(values), 2):
         met = {(case[i], case[j]) for case in tight}
         assert met == set(itertools.product(some, others))
+
+
+def test_every_value_of_a_switch_is_tried_in_any_run() -> None:
+    tried = [_values(COMBINATIONS[number]) for number in ALWAYS]
+    for position, values in enumerate(zip(*map(_values, COMBINATIONS), strict=True)):
+        assert {case[position] for case in tried} == set(values)
+
+
+def _cases() -> Iterator[object]:
+    for number, case in enumerate(COMBINATIONS):
+        marks = () if number in ALWAYS else pytest.mark.long
+        yield pytest.param(case, id="-".join(map(str, astuple(case))), marks=marks)
 
 
 def _values(case: Switches) -> tuple[object, ...]:
@@ -409,7 +424,7 @@ def test_near_ties_are_rare_among_mixed(mixed: list[Expected]) -> None:
     assert sum(len(case.tokens) for case in mixed) > 0.95 * len(mixed) * FEW_TOKENS
 
 
-@pytest.mark.parametrize("case", COMBINATIONS, ids=lambda c: "-".join(map(str, astuple(c))))
+@pytest.mark.parametrize("case", _cases())
 def test_whatever_the_kv_cache_does(
     embedded_model: ModelFiles, mixed: list[Expected], case: Switches
 ) -> None:
