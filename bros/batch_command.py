@@ -114,6 +114,8 @@ class _Command:
         if target is not None and not args.batch_wait:
             raise ConfigError("-o: only with --wait; else fetch them with `bros batch results`")
         endpoint = args.batch_endpoint or first_url(path)
+        if isinstance(target, Path) and target.exists() and target.samefile(path):
+            raise ConfigError("-o: this is the input; the answers need another file")
         file_id = self._upload(path)
         try:
             batch = self.client.create(file_id, endpoint, window, metadata)

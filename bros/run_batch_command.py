@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import json
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,9 +28,9 @@ from bros.batch.words import counts, ending, problem
 from bros.batch_command import NOT_COMPLETED, SOME_ROWS_FAILED, first_url
 from bros.core.clock import Clock
 from bros.core.config import Config
-from bros.core.errors import BrosError, ConfigError
+from bros.core.errors import BrosError, ConfigError, EngineDeadError
 from bros.server.batch_messages import BatchObject
-from bros.server.build import local_jobs
+from bros.server.build import local_jobs, served_name
 from bros.server.state import ServerState
 
 _TENANT = ""
@@ -51,14 +53,44 @@ def run_batch_here(
     endpoint = args.batch_endpoint or first_url(source)
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise ConfigError(f"{target} cannot be written: no such folder, or it is one")
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"{target} is the input; the answers need another file")
     partial = target.with_name(f"{target.name}.partial")
+    with _alone(partial):
+        return _run_to_end(config, source, target, partial, endpoint, clock, console)
+
+
+@contextlib.contextmanager
+def _alone(partial: Path) -> Iterator[None]:
+    """Raises ConfigError if another process works in the folder."""
+    partial.mkdir(exist_ok=True, mode=0o700)
+    with (partial / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"another run is at work in {partial}") from None
+        yield
+
+
+def _run_to_end(
+    config: Config,
+    source: Path,
+    target: Path,
+    partial: Path,
+    endpoint: str,
+    clock: Clock,
+    console: Console,
+) -> int:
     store = open_store(partial)
     try:
-        batch = _begun(store, source, partial, clock) or begin(store, source, endpoint, clock)
+        store.batches.release()  # of a run that was killed
+        model = served_name(config)
+        wanted = Wanted(source, endpoint, model)
+        batch = _begun(store, wanted, partial) or begin(store, wanted, clock)
         if not batch.status.is_final:
             asyncio.run(_run(config, store, batch, clock, console))
             batch = store.batches.get(_TENANT, batch.id)
-        return _conclude(store, batch, source, target, partial, console)
+        return _conclude(store, batch, target, partial, console)
     except KeyboardInterrupt:
         console.print("Interrupted; the same command goes on where it was.", highlight=False)
         raise
@@ -66,22 +98,37 @@ def run_batch_here(
         store.close()
 
 
-def _begun(store: Store, source: Path, partial: Path, clock: Clock) -> Batch | None:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be run, and by which model."""
+
+    source: Path
+    endpoint: str
+    model: str
+
+
+def _begun(store: Store, wanted: Wanted, partial: Path) -> Batch | None:
     """What an interrupted run of the same command was doing."""
     batches, _ = store.batches.page(_TENANT, Page(limit=1))
     if not batches:
         return None
-    with source.open("rb") as file:
+    with wanted.source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if batches[0].input_digest != digest:
-        raise ConfigError(f"{partial} is of another input; remove it to begin anew")
-    return batches[0]
+    begun = batches[0]
+    for what, before, now in (
+        ("input", begun.input_digest, digest),
+        ("endpoint", begun.endpoint, wanted.endpoint),
+        ("model", begun.served_model, wanted.model),
+    ):
+        if before != now:
+            raise ConfigError(f"{partial} is of another {what}; remove it to begin anew")
+    return begun
 
 
-def begin(store: Store, source: Path, endpoint: str, clock: Clock) -> Batch:
+def begin(store: Store, wanted: Wanted, clock: Clock) -> Batch:
     """A batch of a file, which nobody works on yet."""
     now, stamp = clock.unix_time(), clock.now()
-    with store.files.bodies.new() as body, source.open("rb") as file:
+    with store.files.bodies.new() as body, wanted.source.open("rb") as file:
         while piece := file.read(_COPIED_AT_ONCE):
             body.write(piece)
         body.finish()
@@ -90,15 +137,16 @@ def begin(store: Store, source: Path, endpoint: str, clock: Clock) -> Batch:
             tenant=_TENANT,
             digest=body.digest,
             num_bytes=body.num_bytes,
-            filename=source.name,
+            filename=wanted.source.name,
             purpose="batch",
             created_at=int(now),
         )
         store.files.add(body, kept)
     batch = Batch(
-        id=source.name,
+        id=wanted.source.name,
         tenant=_TENANT,
-        endpoint=endpoint,
+        served_model=wanted.model,
+        endpoint=wanted.endpoint,
         input_file_id=kept.id,
         input_digest=kept.digest,
         window=f"{MAX_WINDOW_S // DAY_S}d",
@@ -118,6 +166,8 @@ async def _run(config: Config, store: Store, batch: Batch, clock: Clock, console
             raise _StoppedError
 
     def ask() -> RemoteBatch:
+        if not state.engine.alive:
+            raise EngineDeadError("The engine has ended; the same command goes on where it was.")
         return _shown(store.batches.get(_TENANT, batch.id))
 
     def watch() -> None:
@@ -135,9 +185,7 @@ async def _run(config: Config, store: Store, batch: Batch, clock: Clock, console
             stopped.set()
 
 
-def _conclude(
-    store: Store, batch: Batch, source: Path, target: Path, partial: Path, console: Console
-) -> int:
+def _conclude(store: Store, batch: Batch, target: Path, partial: Path, console: Console) -> int:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -148,7 +196,7 @@ def _conclude(
             say(f"  {problem(error)}")
         shutil.rmtree(partial)
         return NOT_COMPLETED
-    _write(target, _in_order(store, batch, source))
+    _write(target, _in_order(store, batch))
     say(f"{counts(shown)}; wrote {target}")
     shutil.rmtree(partial)
     if batch.status is not BatchStatus.COMPLETED:
@@ -162,7 +210,7 @@ def _shown(batch: Batch) -> RemoteBatch:
     return RemoteBatch.read({**fields, "expires_at": None})
 
 
-def _in_order(store: Store, batch: Batch, source: Path) -> Iterator[bytes]:
+def _in_order(store: Store, batch: Batch) -> Iterator[bytes]:
     """The lines of both files, as the requests come in the input."""
     with contextlib.ExitStack() as stack:
         places: dict[str, tuple[BinaryIO, int]] = {}
@@ -173,6 +221,7 @@ def _in_order(store: Store, batch: Batch, source: Path) -> Iterator[bytes]:
             for line in file:
                 places[json.loads(line)["custom_id"]] = file, offset
                 offset += len(line)
+        source = store.files.bodies.path(batch.input_digest)  # the user's file may be another now
         for request in stack.enter_context(source.open("rb")):
             if request.strip():
                 where, offset = places[parse_row(request, batch.endpoint).custom_id]

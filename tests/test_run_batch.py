@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from bros.batch.rows import RowReply, reply_line
 from bros.batch.store import open_store
 from bros.cli import main
 from bros.core.clock import SystemClock
-from bros.run_batch_command import begin
+from bros.engine.engine import Engine
+from bros.run_batch_command import Wanted, begin
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
@@ -85,12 +87,12 @@ def test_an_input_with_mistakes_is_not_run(
     assert [path.name for path in folder.iterdir()] == ["in.jsonl"]
 
 
-def begun(folder: Path, source: Path) -> None:
+def begun(folder: Path, source: Path, model: Path) -> None:
     """As a run leaves it that was killed after the first row, whose answer nobody would guess."""
     clock, store = SystemClock(), open_store(folder / "out.jsonl.partial")
-    begin(store, source, COMPLETIONS, clock)
+    begin(store, Wanted(source, COMPLETIONS, model.name), clock)
     now = clock.unix_time()
-    ((lease, batch),) = store.batches.claim("killed", now, lease_s=0.0)
+    ((lease, batch),) = store.batches.claim("killed", now, lease_s=3600.0)
 
     places, offset = [], 0
     for number, line in enumerate(source.read_bytes().splitlines(keepends=True), start=1):
@@ -104,7 +106,7 @@ def begun(folder: Path, source: Path) -> None:
 
 
 def test_an_interrupted_run_goes_on_where_it_was(model: Path, folder: Path) -> None:
-    begun(folder, write(folder / "in.jsonl", row(1), row(2)))
+    begun(folder, write(folder / "in.jsonl", row(1), row(2)), model)
     assert run(model, "in.jsonl", "out.jsonl") == 0
     first, second = lines(folder / "out.jsonl")
     assert first["response"]["body"] == {"made": "before"}
@@ -115,11 +117,43 @@ def test_an_interrupted_run_goes_on_where_it_was(model: Path, folder: Path) -> N
 def test_what_is_kept_of_another_input_is_not_taken(
     model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    begun(folder, write(folder / "in.jsonl", row(1), row(2)))
+    begun(folder, write(folder / "in.jsonl", row(1), row(2)), model)
     write(folder / "in.jsonl", row(1), row(3))
     assert run(model, "in.jsonl", "out.jsonl") == 2
     assert "out.jsonl.partial is of another input" in capsys.readouterr().err
-    assert (folder / "out.jsonl.partial").exists()
+    write(folder / "in.jsonl", row(1), row(2))
+    assert run(model, "in.jsonl", "out.jsonl", "--served-model-name", "other") == 2
+    assert "out.jsonl.partial is of another model" in capsys.readouterr().err
+    assert run(model, "in.jsonl", "out.jsonl", "--endpoint", "/v1/chat/completions") == 2
+    assert "out.jsonl.partial is of another endpoint" in capsys.readouterr().err
+    assert run(model, "in.jsonl", "out.jsonl") == 0
+
+
+def test_two_runs_do_not_work_on_one_output(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "in.jsonl", row(1))
+    (folder / "out.jsonl.partial").mkdir()
+    with (folder / "out.jsonl.partial" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run(model, "in.jsonl", "out.jsonl") == 2
+    assert "another run is at work" in capsys.readouterr().err
+
+
+def test_an_engine_that_ends_ends_the_run(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder / "in.jsonl", row(1), row(2))
+
+    def overflow(engine: Engine, **_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", overflow)
+        assert run(model, "in.jsonl", "out.jsonl") == 1
+    assert "The engine has ended; the same command goes on" in capsys.readouterr().err
+    assert run(model, "in.jsonl", "out.jsonl") == 0
+    assert len(lines(folder / "out.jsonl")) == 2
 
 
 @pytest.mark.parametrize(
@@ -128,6 +162,7 @@ def test_what_is_kept_of_another_input_is_not_taken(
         (("none.jsonl", "out.jsonl"), "none.jsonl cannot be read"),
         (("in.jsonl", "no/such/out.jsonl"), "cannot be written"),
         (("in.jsonl", "."), "cannot be written"),
+        (("in.jsonl", "./in.jsonl"), "is the input"),
     ],
 )
 def test_files_that_cannot_be_used(

@@ -20,6 +20,8 @@ from bros.core.errors import ConfigError
 _BUSY_S = 30
 """How long a transaction waits for another process's."""
 
+_POSTGRES_SETTINGS = {"connect_timeout": 10, "keepalives_idle": 10, "tcp_user_timeout": 30_000}
+
 _LOCK = 0x62726F73  # any number that all servers of a store agree on
 _DISK_FULL = "53100"  # PostgreSQL's SQLSTATE
 
@@ -93,7 +95,11 @@ def _engine(url: str | None, folder: Path) -> sa.Engine:
 
 
 def _pooled(url: str) -> sa.Engine:
-    return sa.create_engine(url, pool_size=4, max_overflow=4, pool_pre_ping=True)
+    # A server that does not answer is an error within seconds, and not a thread lost for ever.
+    settings = {} if url.startswith("sqlite") else _POSTGRES_SETTINGS
+    return sa.create_engine(
+        url, pool_size=4, max_overflow=4, pool_pre_ping=True, connect_args=settings
+    )
 
 
 def _set_up_sqlite(engine: sa.Engine) -> None:

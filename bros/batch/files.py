@@ -72,6 +72,8 @@ class FileStore:
         """(files, whether there are more). Raises NotFoundError for an unknown `after`."""
         query = sa.select(FILES).where(*_visible(tenant, now))
         if purpose is not None:
+            if not is_storable(purpose):
+                return [], False
             query = query.where(FILES.c.purpose == purpose)
         with self._database.read() as connection:
             rows = connection.execute(paged(connection, query, FILES, tenant, page)).all()

@@ -76,6 +76,7 @@ class Workshop:
     threads: Executor
     slots: Slots
     throughput: Throughput
+    model: str
     counts: RowCounts
     suspects: asyncio.Lock
     validating: asyncio.Lock
@@ -127,6 +128,8 @@ class Job:
 
     async def _work(self) -> BatchStatus | None:
         """What the batch ends as; None if that is not for us to say."""
+        if self.batch.served_model != self._shop.model and self._now() >= self.batch.expires_at:
+            return BatchStatus.EXPIRED  # nobody here can check its rows
         if self.batch.status is BatchStatus.VALIDATING:
             await self._validate()
             if self._stopped.done() and self._stopped.result() is StopReason.LEAVING:
@@ -242,7 +245,7 @@ class Job:
         shop, batch = self._shop, self.batch
         row_id, request_id = shop.ids.new("batch_req", "_"), shop.ids.new("req")
         try:
-            row = parse_row(await shop.io(rows.read, ref), batch.endpoint)
+            row = await shop.io(lambda: parse_row(rows.read(ref), batch.endpoint))
             if row.custom_id != ref.custom_id:
                 raise BadRowError("damaged_file", "This is another row.")
         except (BadRowError, OSError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 
 import sqlalchemy as sa
 
@@ -27,6 +28,7 @@ from bros.batch.objects import (
     StoredFile,
     TokenUsage,
 )
+from bros.batch.records import batch_of, errors_json
 from bros.batch.schema import BATCHES, ROWS
 from bros.core.errors import InvalidRequestError, NotFoundError
 
@@ -64,6 +66,7 @@ class BatchStore:
                 sa.insert(BATCHES).values(
                     id=batch.id,
                     tenant=batch.tenant,
+                    served_model=batch.served_model,
                     endpoint=batch.endpoint,
                     input_file_id=batch.input_file_id,
                     input_digest=batch.input_digest,
@@ -87,7 +90,7 @@ class BatchStore:
         query = sa.select(BATCHES).where(BATCHES.c.tenant == tenant)
         with self._database.read() as connection:
             rows = connection.execute(paged(connection, query, BATCHES, tenant, page)).all()
-        return [_batch(row) for row in rows[: page.limit]], len(rows) > page.limit
+        return [batch_of(row) for row in rows[: page.limit]], len(rows) > page.limit
 
     def cancel(self, tenant: str, batch_id: str, now: float) -> Batch:
         """Its owner winds it up. Raises NotFoundError, InvalidRequestError if it is too late."""
@@ -115,10 +118,23 @@ class BatchStore:
     # Leases
 
     def claim(
-        self, owner: str, now: float, lease_s: float, most: int | None = None
+        self,
+        owner: str,
+        now: float,
+        lease_s: float,
+        most: int | None = None,
+        model: str | None = None,
     ) -> list[tuple[Lease, Batch]]:
-        """Take what nobody works on, the most urgent first. most: leave others to others."""
-        free = BATCHES.c.status.in_(OPEN_STATUSES), BATCHES.c.lease_until <= now
+        """Take what nobody works on, the most urgent first.
+
+        most: leave others to others. model: the one that is served here; what is for others is
+        only taken if no more rows of it are to be run.
+        """
+        free = [BATCHES.c.status.in_(OPEN_STATUSES), BATCHES.c.lease_until <= now]
+        if model is not None:
+            over = BATCHES.c.outcome.is_not(None) | (BATCHES.c.expires_at <= now)
+            over |= BATCHES.c.status == BatchStatus.CANCELLING.value
+            free.append((BATCHES.c.served_model == model) | over)
         urgent_first = (BATCHES.c.expires_at, BATCHES.c.seq)
         wanted = sa.select(BATCHES.c.id).where(*free).order_by(*urgent_first).limit(most)
         with self._database.read() as connection:
@@ -136,29 +152,40 @@ class BatchStore:
                 .returning(BATCHES)
             ).all()
         urgent = sorted(rows, key=lambda row: (row.expires_at, row.seq))
-        return [(Lease(row.id, owner, row.lease_epoch), _batch(row)) for row in urgent]
+        return [(Lease(row.id, owner, row.lease_epoch), batch_of(row)) for row in urgent]
 
     def renew(
-        self, owner: str, batch_ids: Sequence[str], now: float, lease_s: float
+        self,
+        owner: str,
+        batch_ids: Sequence[str],
+        now: float,
+        lease_s: float,
+        expected_at: Mapping[str, int] = MappingProxyType({}),
     ) -> Mapping[Lease, BatchStatus]:
-        """Keep leases of an owner, as far as nobody has taken over; what these batches are now."""
+        """Keep leases of an owner, as far as nobody has taken over; what these batches are now.
+
+        expected_at: by id, for those of which it is known.
+        """
+        values: dict[str, object] = {"lease_until": now + lease_s}
+        if expected_at:
+            by_id = sa.case(expected_at, value=BATCHES.c.id, else_=BATCHES.c.expected_at)
+            values["expected_at"] = by_id
         with self._database.write() as connection:
             rows = connection.execute(
                 sa.update(BATCHES)
                 .where(BATCHES.c.lease_owner == owner, BATCHES.c.id.in_(batch_ids))
                 .where(BATCHES.c.status.in_(OPEN_STATUSES))
-                .values(lease_until=now + lease_s)
+                .values(values)
                 .returning(BATCHES.c.id, BATCHES.c.lease_epoch, BATCHES.c.status)
             ).all()
         return {Lease(row.id, owner, row.lease_epoch): BatchStatus(row.status) for row in rows}
 
-    def release(self, owner: str) -> None:
-        """Let others take over at once."""
+    def release(self, owner: str | None = None) -> None:
+        """Let others take over at once, from one owner or, if there can be no other, from all."""
+        held = BATCHES.c.lease_owner.is_not(None) if owner is None else _of(owner)
         with self._database.write() as connection:
             connection.execute(
-                sa.update(BATCHES)
-                .where(BATCHES.c.lease_owner == owner)
-                .values(lease_owner=None, lease_until=0.0)
+                sa.update(BATCHES).where(held).values(lease_owner=None, lease_until=0.0)
             )
 
     # Work on a batch
@@ -192,7 +219,7 @@ class BatchStore:
                     f"batches that is more than the {max_tokens} that may be queued."
                 )
                 error = LineError("token_limit_exceeded", message)
-                _move(connection, lease, BatchStatus.FAILED, now, errors=_to_json([error]))
+                _move(connection, lease, BatchStatus.FAILED, now, errors=errors_json([error]))
                 return _get(connection, lease.batch_id)
             for begin in range(0, len(rows), _INSERTED_AT_ONCE):
                 chunk = rows[begin : begin + _INSERTED_AT_ONCE]
@@ -213,7 +240,7 @@ class BatchStore:
         """The input is not valid; none of it is run."""
         with self._database.write() as connection:
             if self._held(connection, lease).status is BatchStatus.VALIDATING:
-                _move(connection, lease, BatchStatus.FAILED, now, errors=_to_json(errors))
+                _move(connection, lease, BatchStatus.FAILED, now, errors=errors_json(errors))
 
     def pending(self, batch_id: str, after_rank: int, limit: int) -> list[RowRef]:
         """Rows without an outcome, in the order of execution."""
@@ -274,7 +301,7 @@ class BatchStore:
                 _set(connection, lease, outcome=outcome.value, finalizing_at=int(now))
             return outcome
 
-    def results(self, batch_id: str, *, ok: bool, page: int = 500) -> Iterator[tuple[str, str]]:
+    def results(self, batch_id: str, *, ok: bool, page: int = 50) -> Iterator[tuple[str, str]]:
         """(custom_id, result) of rows that went well or, else, of all others, in the order of the
         input. The result of a row that was never finished is empty."""
         wanted = ROWS.c.ok.is_(True) if ok else ROWS.c.ok.is_not(True)
@@ -333,7 +360,7 @@ class BatchStore:
         ).first()
         if row is None:
             raise LeaseLostError(f"{lease.batch_id} has another owner now")
-        return _batch(row)
+        return batch_of(row)
 
 
 def _move(
@@ -357,25 +384,8 @@ def _get(connection: sa.Connection, batch_id: str, tenant: str | None = None) ->
         raise NotFoundError(
             f"There is no batch {batch_id[:100]!r}.", param="batch_id", code="batch_not_found"
         )
-    return _batch(row)
+    return batch_of(row)
 
 
-def _to_json(errors: Sequence[LineError]) -> str:
-    return json.dumps([asdict(error) for error in errors])
-
-
-def _batch(row: sa.Row[tuple[object, ...]]) -> Batch:
-    fields = dict(row._mapping)
-    for name in ("seq", "enqueued_tokens", "lease_owner", "lease_epoch", "lease_until"):
-        del fields[name]
-    tokens = [fields.pop(name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")]
-    metadata, errors = fields.pop("metadata"), fields.pop("errors")
-    status, outcome = fields.pop("status"), fields.pop("outcome")
-    return Batch(
-        **fields,
-        status=BatchStatus(status),
-        outcome=BatchStatus(outcome) if outcome else None,
-        metadata=None if metadata is None else json.loads(metadata),
-        errors=tuple(LineError(**error) for error in json.loads(errors or "[]")),
-        usage=TokenUsage(*tokens),
-    )
+def _of(owner: str) -> sa.ColumnElement[bool]:
+    return BATCHES.c.lease_owner == owner

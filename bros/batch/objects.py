@@ -96,7 +96,8 @@ class TokenUsage:
 class Batch:
     """One job. Fields as in the API, times in Unix seconds.
 
-    window: `completion_window` as the client wrote it. outcome: what it will end as, once it is
+    served_model: of the servers that may run its rows. window: `completion_window` as the client
+    wrote it. outcome: what it will end as, once it is
     wound up. expected_at: when it is likely to be done, as the runner last saw it; None before
     that is known.
     """
@@ -110,6 +111,7 @@ class Batch:
     status: BatchStatus
     created_at: int
     expires_at: int
+    served_model: str = ""
     outcome: BatchStatus | None = None
     model: str | None = None
     metadata: Mapping[str, str] | None = None

@@ -31,11 +31,15 @@ _NO_LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u202
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What a row's body says. prompt: what it begins with, as text; rows that begin alike are run
-    next to each other."""
+    """What a row's body says.
+
+    prompt: what it begins with, as text; rows that begin alike are run next to each other.
+    chars: length of all its prompts; None if that is all.
+    """
 
     model: str
     prompt: str
+    chars: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,8 @@ def parse_row(line: bytes, endpoint: str) -> Row:
         raise BadRowError(
             "unsupported_parameter", "'stream' cannot be used in a batch.", "body.stream"
         )
+    if b"\\u" in line and not _is_text(body):
+        raise BadRowError("invalid_value", "'body' has half characters, which no text has.", "body")
     return Row(custom_id, body)
 
 
@@ -130,6 +136,14 @@ def error_line(row_id: str, custom_id: str, code: str, message: str) -> str:
     error: Mapping[str, Any] = {"code": code, "message": message}
     line = {"id": row_id, "custom_id": custom_id, "response": None, "error": error}
     return json.dumps(line)
+
+
+def _is_text(value: dict[str, Any]) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse_constant(name: str) -> None:

@@ -51,13 +51,15 @@ _LEAVE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:
-    """max_queued_tokens: most prompt tokens in unfinished batches of one tenant.
+    """What a runner is told.
 
+    model: the one that is served. max_queued_tokens: of prompts in unfinished batches of a tenant.
     group_prefixes: run rows that begin alike next to each other. max_rows: most rows with the
     engine. lease_s: how long a batch stays ours without a sign of life. poll_s: how often to
     look for what other processes have done; more often if a lease is short.
     """
 
+    model: str
     max_queued_tokens: int
     lease_s: float
     group_prefixes: bool = True
@@ -94,6 +96,7 @@ class BatchRunner:
             threads=ThreadPoolExecutor(_THREADS, thread_name_prefix="batch"),
             slots=Slots(min(_FIRST_ROWS, settings.max_rows)),
             throughput=Throughput(),
+            model=settings.model,
             counts=RowCounts(),
             suspects=asyncio.Lock(),
             validating=asyncio.Lock(),
@@ -139,11 +142,13 @@ class BatchRunner:
                 job.stop(StopReason.EXPIRED)
         try:
             if self._jobs:
-                held = await shop.io(shop.store.renew, self._owner, list(self._jobs), now, lease_s)
+                ids, expected = list(self._jobs), self._expectations()
+                held = await shop.io(shop.store.renew, self._owner, ids, now, lease_s, expected)
                 self._look_after(held, now + lease_s)
             # One after the other, so that servers that share a store share what is in it.
             most = max(1, _AT_ONCE - len(self._jobs))
-            claimed = await shop.io(shop.store.claim, self._owner, now, lease_s, most)
+            model = self._settings.model
+            claimed = await shop.io(shop.store.claim, self._owner, now, lease_s, most, model)
         except (StoreError, StoreFullError) as error:
             logger.warning("the batch jobs have to wait: %s", error)
             return
@@ -209,7 +214,8 @@ class BatchRunner:
                 continue
             if best_effort is not None:
                 spare = max(_LEAST_ROWS, best_effort.running // 2) - best_effort.waiting
-                wanted = max(_LEAST_ROWS, slots.used + spare)
+                # Also beside many others that wait: then as many as it began with.
+                wanted = max(_FIRST_ROWS, slots.used + spare)
                 slots.limit = min(wanted, self._settings.max_rows)
 
     async def _sweep(self) -> None:
@@ -220,6 +226,10 @@ class BatchRunner:
             except (StoreError, StoreFullError, OSError) as error:
                 logger.warning("old files could not be removed: %s", error)
             await asyncio.sleep(_SWEEP_S)
+
+    def _expectations(self) -> dict[str, int]:
+        found = {batch_id: self._expected_at(job) for batch_id, (job, _) in self._jobs.items()}
+        return {batch_id: at for batch_id, at in found.items() if at is not None}
 
     def _expected_at(self, job: Job) -> int | None:
         now = self._shop.clock.now()

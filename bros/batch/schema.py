@@ -8,6 +8,9 @@ _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite counts up IN
 
 METADATA = sa.MetaData()
 
+# One row: what tells this store from others.
+STORES = sa.Table("stores", METADATA, sa.Column("id", sa.Text, primary_key=True))
+
 # seq: in the order of creation, for pages.
 FILES = sa.Table(
     "files",
@@ -23,7 +26,8 @@ FILES = sa.Table(
     sa.Column("expires_at", _BIG),
 )
 
-# outcome: the final status that a batch is wound up to. enqueued_tokens: what it counts for in
+# served_model: of the servers that may run its rows. outcome: the final status that a batch is
+# wound up to. enqueued_tokens: what it counts for in
 # its tenant's quota. lease_*: see Lease; lease_until is a Unix time.
 BATCHES = sa.Table(
     "batches",
@@ -31,6 +35,7 @@ BATCHES = sa.Table(
     sa.Column("seq", _BIG, primary_key=True, autoincrement=True),
     sa.Column("id", sa.Text, nullable=False, unique=True),
     sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("served_model", sa.Text, nullable=False),
     sa.Column("endpoint", sa.Text, nullable=False),
     sa.Column("input_file_id", sa.Text, nullable=False),
     sa.Column("input_digest", sa.Text, nullable=False),

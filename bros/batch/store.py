@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import sqlalchemy as sa
+
 from bros.batch.bodies import Bodies
 from bros.batch.database import Database, open_database
 from bros.batch.files import FileStore
 from bros.batch.jobs import BatchStore
+from bros.batch.schema import FILES, STORES
 from bros.core.errors import ConfigError
 
 
@@ -30,15 +33,34 @@ def default_data_dir() -> Path:
 
 
 def open_store(folder: Path, url: str | None = None) -> Store:
-    """Bodies of files go to `folder`/files; the rest to the database at `url`, or to `folder`.
+    """The database at `url` or in `folder`; bodies of files in `folder`/files/<id of the store>.
 
-    Servers that share a database must share the folder too. Raises ConfigError.
+    Several stores may have one folder; servers that share a database must share the folder too.
+    Raises ConfigError.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        bodies = Bodies(folder / "files")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        database = open_database(url, folder)
+        try:
+            bodies = Bodies(_body_folder(database, folder))
+        except BaseException:
+            database.close()
+            raise
     except OSError as error:
         raise ConfigError(f"--data-dir: {folder} cannot be used: {error.strerror}") from error
-    database = open_database(url, folder)
     files = FileStore(database, bodies)
     return Store(database, files, BatchStore(database, files))
+
+
+def _body_folder(database: Database, folder: Path) -> Path:
+    """Raises ConfigError if the database has files and they are elsewhere."""
+    with database.read() as connection:
+        store_id: str = connection.execute(sa.select(STORES.c.id)).scalar_one()
+        has_files = connection.execute(sa.select(FILES.c.id).limit(1)).first() is not None
+    bodies = folder / "files" / store_id
+    if has_files and not bodies.exists():
+        raise ConfigError(
+            f"--data-dir: the files of this store are not in {folder}; servers that share a store "
+            "need the same folder"
+        )
+    return bodies

@@ -1,4 +1,4 @@
-"""Checks an input file as a whole: one pass, line by line, in constant memory per row.
+"""Checks an input file as a whole, line by line, in constant memory per row.
 
 All or nothing: a file with a mistake is not run at all, and the mistakes are listed with their
 lines. What depends on the engine, such as a prompt that is too long, is a matter of the row.
@@ -22,6 +22,11 @@ _CHARS_PER_TOKEN = 4
 """For quotas, where counting tokens would take longer than all the rest."""
 
 _ASK_EVERY = 64
+
+_READ_AT_ONCE = 2**20
+"""Each read lets go of the interpreter's lock for a moment. That is too short for a thread that
+waits for it, which begins to wait anew: with a read every few lines an event loop would stand for a
+second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +66,17 @@ def check_input(
     digest: what its content must have. group: put rows that begin alike next to each other.
     is_wanted: asked now and then; once it says no, an empty result is returned.
     """
-    found, content = _Found(), hashlib.sha256()
+    found = _Found()
     try:
-        with path.open("rb") as file:
+        if _digest(path) != digest:
+            message = "The content of the input file is damaged; upload it again."
+            return Checked((LineError("damaged_file", message),))
+        with path.open("rb", buffering=_READ_AT_ONCE) as file:
             for number, offset, line in _lines(file):
-                content.update(line)
                 if number % _ASK_EVERY == 0 and not is_wanted():
                     return Checked(())
                 if not _take(found, number, offset, line, endpoint, handler):
                     break
-            else:
-                if content.hexdigest() != digest:
-                    message = "The content of the input file is damaged; upload it again."
-                    return Checked((LineError("damaged_file", message),))
     except FileNotFoundError:
         return Checked((LineError("missing_file", "The content of the input file is gone."),))
     if not found.places and not found.errors:
@@ -81,6 +84,11 @@ def check_input(
     if found.errors:
         return Checked(tuple(found.errors))
     return _checked(found, group)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
@@ -136,7 +144,7 @@ def _add(
     found.custom_ids.add(row.custom_id)
     found.places.append((number, row.custom_id, offset, len(line)))
     found.paths.append(prompt_path(facts.prompt))
-    found.chars += len(facts.prompt)
+    found.chars += len(facts.prompt) if facts.chars is None else facts.chars
 
 
 def _in_body(param: str | None) -> str:

@@ -37,6 +37,8 @@ from bros.server.tenants import Tenants, load_tenants
 
 logger = logging.getLogger("bros.server")
 
+_SWITCH_S = 0.001
+
 
 def serve(config: Config) -> int:
     """Run a server until it is told to stop; returns the exit status.
@@ -90,6 +92,8 @@ async def _serve(
             log_level=config.server.log_level,
         )
         servers.append(server)
+        # Streams do not wait long for a thread that checks the input of a batch.
+        sys.setswitchinterval(_SWITCH_S)
         # As in the engine's process: a full collection that goes through all the modules and the
         # tokenizer would hold up every stream.
         gc.collect()
@@ -138,6 +142,7 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
         state.clock,
         state.ids,
         RunnerSettings(
+            model=state.model_name,
             max_queued_tokens=state.config.batch_max_tokens,
             group_prefixes=state.config.batch_order == "prefix",
             max_rows=max(1, state.engine.info.max_queue // 2),
@@ -215,6 +220,12 @@ class LocalChat:
             async for delta in generation:
                 if delta.text:
                     yield delta.text
+
+
+def served_name(config: Config) -> str:
+    """What the model is called in the API. Raises ModelError."""
+    files = resolve_model(config.engine.model, _cache_dir(config.server), report=_say)
+    return config.server.served_model_name or files.name
 
 
 @contextlib.asynccontextmanager

@@ -30,6 +30,8 @@ from bros.server.unsupported import CHAT, COMPLETION, refuse_unsupported
 
 R = TypeVar("R", bound=GenerationRequest)
 
+_CHARS_PER_ID = 4
+
 MAX_CHOICES = 1024
 """Most prompts times n of one request."""
 
@@ -65,6 +67,10 @@ class Call(Protocol):
         """What the prompt begins with, as text, for telling which begin alike."""
         ...
 
+    def num_chars(self) -> int:
+        """Length of all prompts; a token id counts as a word."""
+        ...
+
 
 class ChatCall:
     """POST /v1/chat/completions"""
@@ -96,6 +102,9 @@ class ChatCall:
 
     def beginning(self) -> str:
         return "".join(f"{m.role}\0{m.content or ''}\0" for m in self.body.messages)
+
+    def num_chars(self) -> int:
+        return len(self.beginning())
 
     def _choice(self, choice: FinishedChoice) -> ChatChoice:
         logprobs = None
@@ -149,6 +158,10 @@ class CompletionCall:
     def beginning(self) -> str:
         first = self.body.prompt[0]
         return first if isinstance(first, str) else " ".join(map(str, first))
+
+    def num_chars(self) -> int:
+        prompts = self.body.prompt
+        return sum(len(p) if isinstance(p, str) else _CHARS_PER_ID * len(p) for p in prompts)
 
     async def _token_ids(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):

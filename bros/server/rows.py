@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
+
+import anyio
 
 from bros.batch.errors import RowInterruptedError, RowPostponedError
 from bros.batch.objects import TokenUsage
@@ -26,16 +29,20 @@ class RowAnswers:
     """A RowHandler."""
 
     def __init__(self, state: ServerState) -> None:
-        self._state = state
+        # With a thread of their own for long prompts, for which live requests never wait.
+        self._state = replace(state, threads=anyio.CapacityLimiter(1))
 
     def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
         call = CALLS[endpoint](self._state, body)
-        return RowFacts(call.body.model or self._state.model_name, call.beginning())
+        model = call.body.model or self._state.model_name
+        return RowFacts(model, call.beginning(), call.num_chars())
 
     async def answer(
         self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
     ) -> RowReply:
         state = self._state
+        if not state.engine.alive:
+            raise RowPostponedError("The engine is not running.", _UNTIL_BACK_S)
         try:
             call = CALLS[endpoint](state, body)
             exchange = Exchange(

@@ -47,6 +47,31 @@ def test_who_wants_few_gets_the_most_urgent_ones(store: Store) -> None:
     assert (two("one"), two("other"), two("third")) == (["b", "d"], ["c", "a"], [])
 
 
+def test_a_batch_is_for_servers_of_its_model_until_it_is_over(store: Store) -> None:
+    for batch_id in ("a", "b", "c"):
+        store.put_batch(batch_id, served_model="ours", expires_at=NOW + 100)
+
+    def claimed_by(model: str, now: float) -> list[str]:
+        found = store.batches.claim("runner", now, LEASE_S, model=model)
+        return [batch.id for _, batch in found]
+
+    assert claimed_by("theirs", NOW) == []
+    store.batches.cancel("ann", "b", NOW)
+    assert claimed_by("theirs", NOW) == ["b"]
+    assert claimed_by("ours", NOW) == ["a", "c"]
+    assert claimed_by("theirs", NOW + 99) == ["b"]
+    assert claimed_by("theirs", NOW + 100) == ["a", "c"]
+
+
+def test_what_is_expected_is_kept_with_the_lease(store: Store) -> None:
+    store.put_batch("a", expires_at=NOW + 100)
+    store.put_batch("b", expires_at=NOW + 200)
+    store.batches.claim("old", NOW, LEASE_S)
+    store.batches.renew("old", ["a", "b"], NOW, LEASE_S, {"b": NOW + 50})
+    assert store.batches.get("ann", "a").expected_at is None
+    assert store.batches.get("ann", "b").expected_at == NOW + 50
+
+
 def test_what_is_claimed_is_told_as_it_is(store: Store) -> None:
     batch = store.put_batch()
     assert store.batches.claim("old", NOW, LEASE_S) == [(Lease("batch_1", "old", 1), batch)]

@@ -84,6 +84,12 @@ def test_an_id_that_cannot_be_kept_is_refused(custom_id: object) -> None:
     assert refusal(line(custom_id=custom_id)) == ("invalid_value", "custom_id")
 
 
+def test_half_characters_are_no_text_in_a_body_either() -> None:
+    assert refusal(line(body={"prompt": "\ud800"})) == ("invalid_value", "body")
+    assert refusal(line(body={"stop": ["a", "\udfff"]})) == ("invalid_value", "body")
+    assert parse_row(line(body={"prompt": "😀"}), ENDPOINT).body == {"prompt": "😀"}
+
+
 @pytest.mark.parametrize("custom_id", [" ", "x" * 512, "ünï-😀", "a\nb", "\x01", "\ufffe", "0"])
 def test_any_other_text_is_an_id(custom_id: str) -> None:
     assert parse_row(line(custom_id=custom_id), ENDPOINT).custom_id == custom_id

@@ -39,9 +39,10 @@ async def test_rows_are_best_effort(server: BatchServer) -> None:
     await until(lambda: server.engine.waiting > 0)
     reply = await server.client.completions.create(model="scripted", prompt="now", max_tokens=50)
     assert reply.choices[0].text == ANSWER
-    rows, direct = server.engine.submitted[:-1], server.engine.submitted[-1]
-    assert {request.service_class for request in rows} == {ServiceClass.BE}
-    assert direct.service_class is ServiceClass.RT
+    (direct,) = (r for r in server.engine.submitted if r.service_class is ServiceClass.RT)
+    assert server.engine.tokenizer.decode(direct.prompt_token_ids) == "now"
+    rows = [request for request in server.engine.submitted if request is not direct]
+    assert rows and {request.service_class for request in rows} == {ServiceClass.BE}
     assert all(0 < (request.slo.deadline_s or 0) <= 16 * DAY_S for request in rows)
     server.engine.release.set()
     done = await server.wait(batch)

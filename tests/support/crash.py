@@ -159,6 +159,7 @@ async def _run(store: Store, handler: ScriptedRows, began_s: float, orders: Orde
         files = FileStore(doomed, Bodies(store.folder / "bodies"))
         batches = BatchStore(doomed, files)
     settings = RunnerSettings(
+        model="",
         max_queued_tokens=10**9,
         lease_s=orders.lease_s,
         max_rows=orders.max_rows,

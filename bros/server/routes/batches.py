@@ -43,6 +43,7 @@ async def create_batch(request: Request) -> Response:
     batch = Batch(
         id=state.ids.new("batch", "_"),
         tenant=tenant,
+        served_model=state.model_name,
         endpoint=wanted.endpoint,
         input_file_id=file.id,
         input_digest=file.digest,

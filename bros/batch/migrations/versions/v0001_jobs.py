@@ -11,7 +11,14 @@ down_revision = None
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
+_NEW_ID = {
+    "sqlite": "lower(hex(randomblob(8)))",
+    "postgresql": "substr(md5(random()::text || clock_timestamp()::text), 1, 16)",
+}
+
+
 def upgrade() -> None:
+    _create_id()
     op.create_table(
         "files",
         sa.Column("seq", _BIG, primary_key=True, autoincrement=True),
@@ -31,6 +38,7 @@ def upgrade() -> None:
         sa.Column("seq", _BIG, primary_key=True, autoincrement=True),
         sa.Column("id", sa.Text, nullable=False, unique=True),
         sa.Column("tenant", sa.Text, nullable=False),
+        sa.Column("served_model", sa.Text, nullable=False),
         sa.Column("endpoint", sa.Text, nullable=False),
         sa.Column("input_file_id", sa.Text, nullable=False),
         sa.Column("input_digest", sa.Text, nullable=False),
@@ -59,3 +67,8 @@ def upgrade() -> None:
         sa.UniqueConstraint("batch_id", "custom_id", name="uq_rows_custom_id"),
     )
     op.create_index("ix_rows_rank", "rows", ["batch_id", "rank"])
+
+
+def _create_id() -> None:
+    op.create_table("stores", sa.Column("id", sa.Text, primary_key=True))
+    op.execute(f"INSERT INTO stores (id) SELECT {_NEW_ID[op.get_bind().dialect.name]}")
