@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
 import pytest
@@ -321,10 +321,15 @@ def test_every_value_of_a_switch_is_tried_in_any_run() -> None:
         assert {case[position] for case in tried} == set(values)
 
 
-def _cases() -> Iterator[object]:
-    for number, case in enumerate(COMBINATIONS):
-        marks = () if number in ALWAYS else pytest.mark.long
-        yield pytest.param(case, id="-".join(map(str, astuple(case))), marks=marks)
+def _cases() -> list[object]:
+    return [
+        pytest.param(
+            case,
+            id="-".join(map(str, astuple(case))),
+            marks=() if number in ALWAYS else pytest.mark.long,
+        )
+        for number, case in enumerate(COMBINATIONS)
+    ]
 
 
 def _values(case: Switches) -> tuple[object, ...]:
