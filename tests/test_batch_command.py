@@ -541,6 +541,8 @@ def test_ctrl_c_on_a_terminal_leaves_the_batch_alone(rows: str) -> None:
     fake = FakeBatches()
     with served(fake) as url:
         ours, theirs = pty.openpty()
+        # In the background SIGINT is ignored, and children inherit that.
+        code = f"import signal; signal.signal(2, signal.default_int_handler); {code}"
         command = [sys.executable, "-c", code, "batch", "submit", rows, "--wait", "--url", url]
         with subprocess.Popen(
             command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, start_new_session=True
