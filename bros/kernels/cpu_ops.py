@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bros.core.errors import ConfigError
 from bros.kernels import _C
-from bros.kernels.interface import AttentionBatch, HeadLayout
+from bros.kernels.interface import AttentionBatch, GraphBuffers, GraphLimits, HeadLayout
+from bros.kernels.parts import without_shared
 from bros.kernels.rows import empty_rows
 
 _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -41,6 +42,23 @@ class CpuKernels:
     @property
     def name(self) -> str:
         return f"cpu-{self.level}"
+
+    def graph_buffers(
+        self, limits: GraphLimits, layout: HeadLayout, device: torch.device
+    ) -> GraphBuffers | None:
+        """None: there are no graphs on the CPU."""
+        return None
+
+    def prepare(
+        self,
+        batch: AttentionBatch,
+        layout: HeadLayout,
+        device: torch.device,
+        into: GraphBuffers | None = None,
+    ) -> AttentionBatch:
+        """The batch, with shared segments put back to each row that reads them."""
+        assert device.type == "cpu" and into is None
+        return without_shared(batch)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last axis, in a new tensor."""
@@ -118,6 +136,7 @@ class CpuKernels:
         scale: float,
     ) -> Tensor:
         """Softmax attention over the cached segments and, causally, the chunk (see `Kernels`)."""
+        batch = without_shared(batch)
         rows = batch.num_rows
         num_segments = batch.segments.numel() // 3
         assert qkv.shape[1] == layout.qkv_size and layout.num_heads % layout.num_kv_heads == 0

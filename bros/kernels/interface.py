@@ -8,8 +8,8 @@ Tokens of one step are packed: row r of a step owns query tokens
     qkv             [ row 0 chunk | row 1 | row 2 ]           fresh K and V, causal in the row
     segments row 0  (7,0,16) (3,0,16) (9,0,5)                 cached K and V, seen by all queries
 
-Attention of a query = merge by log-sum-exp of the part over its segments and the causal part
-over its own chunk. Segments may be empty, and come in any order.
+Attention of a query = merge by log-sum-exp of the part over its segments, of the shared parts its
+row reads, and of the causal part over its own chunk. Segments may be empty, and come in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParts:
+    """Cached prefixes that several rows read. All int32, contiguous, on CPU.
+
+    row_start: [parts + 1]; rows: [n]; segment_start: [parts + 1]; segments: [m, 3]. Every query of
+    rows[row_start[p]:row_start[p + 1]] attends to segments[segment_start[p]:segment_start[p + 1]]
+    as well as to its own. A row is at most once in one part, and in any number of parts: groups
+    nest, as below.
+
+        part 0   (4,0,16) (8,0,16)     rows 0 1 2 3
+        part 1   (5,0,16)              rows 0 1
+    """
+
+    row_start: Tensor
+    rows: Tensor
+    segment_start: Tensor
+    segments: Tensor
+
+    @property
+    def num_parts(self) -> int:
+        return int(self.row_start.shape[0]) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +54,7 @@ class AttentionBatch:
     query_start: Tensor
     segment_start: Tensor
     segments: Tensor
+    shared: SharedParts | None = None
 
     @property
     def num_rows(self) -> int:
@@ -57,15 +82,62 @@ class HeadLayout:
         return self.q_size + 2 * self.kv_size
 
 
-class Kernels(Protocol):
-    """Operations of one decoder layer. Activations are fp32 [tokens, features], contiguous.
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """The most that a decode step may hold whose attention is recorded in a graph.
 
-    KV caches are [num_blocks, num_kv_heads, block_size, head_dim] in fp32, bf16 or fp16, one
-    pair per layer.
+    rows: of one token each; segments: private and shared ones together; shared_rows: entries of
+    SharedParts.rows, 0 if no recorded step has shared parts.
+    """
+
+    rows: int
+    segments: int
+    shared_rows: int = 0
+
+
+class GraphBuffers(Protocol):
+    """Device memory at fixed addresses that `Kernels.prepare` fills anew before each replay."""
+
+    @property
+    def limits(self) -> GraphLimits: ...
+
+    def fits(self, batch: AttentionBatch) -> bool:
+        """Whether prepare can write this batch: one token per row, and all within the limits."""
+        ...
+
+
+class Kernels(Protocol):
+    """Operations of one decoder layer. Activations are [tokens, features], contiguous: fp32 on
+    the CPU; fp32, bf16 or fp16 on CUDA.
+
+    KV caches are [num_blocks, num_kv_heads, block_size, head_dim] in fp32, bf16 or fp16, which
+    need not be the type of the activations, one pair per layer.
     """
 
     @property
     def name(self) -> str: ...
+
+    def graph_buffers(
+        self, limits: GraphLimits, layout: HeadLayout, device: torch.device
+    ) -> GraphBuffers | None:
+        """Buffers for `prepare(into=...)`; None if these kernels cannot be recorded in a graph."""
+        ...
+
+    def prepare(
+        self,
+        batch: AttentionBatch,
+        layout: HeadLayout,
+        device: torch.device,
+        into: GraphBuffers | None = None,
+    ) -> AttentionBatch:
+        """What `attention` of every layer takes in place of `batch`. Called once per step.
+
+        With `into`, from graph_buffers and with into.fits(batch), attention reads nothing but these
+        buffers: a graph that recorded it once is replayed with the contents of any later prepare.
+        A recorded step may have more tokens than the batch: the last ones are padding, get slot
+        -1 (nothing is cached for them) and position 0, and any attention output.
+        """
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last axis, in a new tensor."""
@@ -109,7 +181,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Softmax attention of every query over its cached segments and, causally, its chunk.
 
-        qkv has been through rope_and_cache_. Returns [tokens, layout.q_size].
+        qkv has been through rope_and_cache_; batch has been through prepare, without which only
+        the reference and the CPU kernels work. Returns [tokens, layout.q_size].
         """
         ...
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from bros.kernels.interface import AttentionBatch, HeadLayout
+from bros.kernels.interface import AttentionBatch, GraphBuffers, GraphLimits, HeadLayout
 
 
 class ReferenceKernels:
@@ -14,6 +16,23 @@ class ReferenceKernels:
     @property
     def name(self) -> str:
         return "reference"
+
+    def graph_buffers(
+        self, limits: GraphLimits, layout: HeadLayout, device: torch.device
+    ) -> GraphBuffers | None:
+        """None: these operations look at numbers on the host, which no graph can record."""
+        return None
+
+    def prepare(
+        self,
+        batch: AttentionBatch,
+        layout: HeadLayout,
+        device: torch.device,
+        into: GraphBuffers | None = None,
+    ) -> AttentionBatch:
+        """The batch as it is."""
+        assert into is None
+        return batch
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last axis, in a new tensor."""
@@ -63,11 +82,8 @@ class ReferenceKernels:
         q, k, v = split_heads(qkv, layout)
         out = torch.empty_like(q)
         query_start = batch.query_start.tolist()
-        segment_start = batch.segment_start.tolist()
-        segments = batch.segments.tolist()
-        for row in range(batch.num_rows):
+        for row, context in enumerate(segments_of_rows(batch)):
             chunk = slice(query_start[row], query_start[row + 1])
-            context = segments[segment_start[row] : segment_start[row + 1]]
             keys = torch.cat([gather_segments(k_cache, context).to(k.dtype), k[chunk]])
             values = torch.cat([gather_segments(v_cache, context).to(v.dtype), v[chunk]])
             out[chunk] = _causal_attention(q[chunk], keys, values, scale)
@@ -88,6 +104,19 @@ def split_heads(qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor, Tensor
         k.view(tokens, layout.num_kv_heads, layout.head_dim),
         v.view(tokens, layout.num_kv_heads, layout.head_dim),
     )
+
+
+def segments_of_rows(batch: AttentionBatch) -> list[list[list[int]]]:
+    """Per row, the (block, lo, hi) of its shared parts and of its own segments."""
+    start, segments = batch.segment_start.tolist(), batch.segments.tolist()
+    own = [segments[first:end] for first, end in pairwise(start)]
+    if batch.shared is not None:
+        start, segments = batch.shared.segment_start.tolist(), batch.shared.segments.tolist()
+        row_start, rows = batch.shared.row_start.tolist(), batch.shared.rows.tolist()
+        for part in range(batch.shared.num_parts):
+            for row in rows[row_start[part] : row_start[part + 1]]:
+                own[row] = segments[start[part] : start[part + 1]] + own[row]
+    return own
 
 
 def gather_segments(cache: Tensor, segments: list[list[int]]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,17 @@ def test_attention_matches_the_reference(level: str, case: AttentionCase) -> Non
 def test_long_contexts_are_split_and_merged(level: str, rows: list[tuple[int, int]]) -> None:
     with torch_threads(2):
         assert_matches(level, make_case(rows))
+
+
+@each_level
+def test_parts_that_rows_share_are_prepared_once_or_put_back_per_layer(level: str) -> None:
+    parts = [((0, 1, 3), 300), ((3, 1), 17), ((), 20), ((2,), 0)]
+    case = make_case([(1, 30), (1, 0), (3, 40), (20, 5)], parts=parts)
+    kernels = cpu_kernels(level)
+    prepared = kernels.prepare(case.batch, case.layout, torch.device("cpu"))
+    assert prepared.shared is None
+    assert torch.equal(run(kernels, case), run(kernels, replace(case, batch=prepared)))
+    assert_matches(level, case)
 
 
 @each_level

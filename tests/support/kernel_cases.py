@@ -6,13 +6,14 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels
+from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
 
 BLOCK_SIZE = 16
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,16 +77,26 @@ class AttentionCase:
         )
 
     def row(self, index: int) -> AttentionCase:
-        """The same with only one row in the batch."""
+        """The same with only one row in the batch, and the parts it shares as its own."""
         queries = slice(*self.batch.query_start[index : index + 2].tolist())
-        segments = slice(*self.batch.segment_start[index : index + 2].tolist())
+        own = slice(*self.batch.segment_start[index : index + 2].tolist())
+        segments = torch.cat([*self.shared_segments(index), self.batch.segments[own]])
         qkv = self.qkv[queries].clone()
-        batch = AttentionBatch(
-            int32([0, len(qkv)]),
-            int32([0, segments.stop - segments.start]),
-            self.batch.segments[segments].clone(),
-        )
+        batch = AttentionBatch(int32([0, len(qkv)]), int32([0, len(segments)]), segments)
         return AttentionCase(qkv, self.layout, self.k_cache, self.v_cache, batch, self.scale)
+
+    def shared_segments(self, row: int) -> list[Tensor]:
+        """Of every part that the row reads."""
+        shared = self.batch.shared
+        if shared is None:
+            return []
+        readers = pairwise(shared.row_start.tolist())
+        segments = pairwise(shared.segment_start.tolist())
+        return [
+            shared.segments[first:end]
+            for (start, stop), (first, end) in zip(readers, segments, strict=True)
+            if row in shared.rows[start:stop]
+        ]
 
 
 def split_context(rng: random.Random, length: int) -> list[tuple[int, int]]:
@@ -99,6 +110,10 @@ def split_context(rng: random.Random, length: int) -> list[tuple[int, int]]:
     return parts
 
 
+Parts = Sequence[tuple[Sequence[int], int]]
+"""Shared parts: (rows that read it, tokens cached) of each."""
+
+
 def make_case(
     rows: Sequence[tuple[int, int]],
     kv_heads: int = 3,
@@ -106,32 +121,52 @@ def make_case(
     head_dim: int = 64,
     kv_dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    parts: Parts = (),
 ) -> AttentionCase:
     """rows: (tokens in the chunk, tokens cached) of each; segments lie anywhere in any order."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    per_row = [split_context(rng, context) for _, context in rows]
-    num_blocks = sum(map(len, per_row)) + 2
+    private = [split_context(rng, context) for _, context in rows]
+    shared = [split_context(rng, context) for _, context in parts]
+    num_blocks = sum(map(len, private + shared)) + 2
     free = rng.sample(range(num_blocks), num_blocks)
-    query_start, segment_start, segments = [0], [0], []
-    for (tokens, _), parts in zip(rows, per_row, strict=True):
-        query_start.append(query_start[-1] + tokens)
-        segments += [(free.pop(), lo, hi) for lo, hi in parts]
-        segment_start.append(len(segments))
+    segment_start, segments = place(private, free)
     layout = HeadLayout(kv_heads * group, kv_heads, head_dim)
     cache_shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
+    query_start = offsets([tokens for tokens, _ in rows])
     return AttentionCase(
-        qkv=torch.randn(query_start[-1], layout.qkv_size, generator=generator),
+        qkv=torch.randn(int(query_start[-1]), layout.qkv_size, generator=generator),
         layout=layout,
         k_cache=torch.randn(cache_shape, generator=generator).to(kv_dtype),
         v_cache=torch.randn(cache_shape, generator=generator).to(kv_dtype),
         batch=AttentionBatch(
-            int32(query_start),
-            int32(segment_start),
-            torch.tensor(segments, dtype=torch.int32).reshape(-1, 3),
+            query_start,
+            segment_start,
+            segments,
+            SharedParts(
+                offsets([len(readers) for readers, _ in parts]),
+                int32([row for readers, _ in parts for row in readers]),
+                *place(shared, free),
+            )
+            if parts
+            else None,
         ),
         scale=head_dim**-0.5,
     )
+
+
+def place(stretches: list[list[tuple[int, int]]], free: list[int]) -> tuple[Tensor, Tensor]:
+    """segment_start and segments of (lo, hi) stretches per row or part, each in a block of its own,
+    which is taken from `free`."""
+    segments = [(free.pop(), lo, hi) for parts in stretches for lo, hi in parts]
+    return (
+        offsets([len(parts) for parts in stretches]),
+        torch.tensor(segments, dtype=torch.int32).reshape(-1, 3),
+    )
+
+
+def offsets(lengths: Sequence[int]) -> Tensor:
+    return int32([0, *accumulate(lengths)])
 
 
 ROWS = st.lists(
@@ -143,9 +178,25 @@ ROWS = st.lists(
     max_size=5,
 )
 
+ANY_PARTS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 4), max_size=5, unique=True),
+        st.one_of(st.just(0), st.integers(1, 40), st.integers(200, 300)),
+    ),
+    max_size=3,
+)
+
+
+def make_any_case(rows: Sequence[tuple[int, int]], parts: Parts, **rest: object) -> AttentionCase:
+    """Parts name rows up to 4; those that the batch does not have are left out."""
+    existing = [([r for r in readers if r < len(rows)], tokens) for readers, tokens in parts]
+    return make_case(rows, parts=existing, **rest)  # type: ignore[arg-type]
+
+
 ATTENTION_CASES = st.builds(
-    make_case,
+    make_any_case,
     rows=ROWS,
+    parts=ANY_PARTS,
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16]),
     head_dim=st.sampled_from(HEAD_DIMS),
