@@ -21,13 +21,15 @@ LATE = ("renew", "edf", "shed")
 OVERLOAD = ("late", "relegate", "reject")
 PACKING = ("chunked", "paper")
 GROWTH = ("tcp", "additive")
-WEIGHTS = ("auto", "fp32", "bf16", "int4")
+DEVICES = ("auto", "cpu", "cuda")
+WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int4")
 KV_DTYPES = ("auto", "fp32", "bf16", "fp16")
 KV_LAYOUTS = ("bidirectional", "plain")
 PREFIX_CACHE = ("class-aware", "lru", "off")
 KV_FIND = ("final", "paper")
 ON_PRESSURE = ("checkpoint", "recompute")
-KERNELS = ("auto", "reference", "cpu")
+KERNELS = ("auto", "reference", "cpu", "triton")
+CUDA_GRAPHS = ("on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 BATCH_ORDER = ("prefix", "file")
 ON_ENGINE_DEATH = ("restart", "exit")
@@ -95,12 +97,27 @@ class EngineConfig(_Checked):
     model: str | None = option(
         None, "local Hugging Face folder, .gguf file or hub id; default: embedded SmolLM2-135M"
     )
-    weights: str = option("auto", "precision of the weights", choices=WEIGHTS)
+    device: str = option(
+        "auto", "where the model runs: auto is the GPU if there is one", choices=DEVICES
+    )
+    weights: str = option(
+        "auto", "precision of the weights: auto is fp32, on a GPU bf16", choices=WEIGHTS
+    )
     kernels: str = option("auto", "kernel back end", choices=KERNELS)
     kv_dtype: str = option("auto", "precision of the KV cache", choices=KV_DTYPES)
-    kv_memory: str = option("1GiB", "memory for the KV cache, e.g. 2GiB", size=True)
+    kv_memory: str | None = option(
+        None,
+        "memory for the KV cache, e.g. 2GiB; default: 1GiB, on a GPU all that may be used",
+        size=True,
+    )
     kv_blocks: int | None = option(
         None, "KV cache size in blocks of 16 tokens, instead of --kv-memory", low=1
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of the GPU's memory that may be used, weights included", low=0.05, high=1
+    )
+    cuda_graphs: str = option(
+        "on", "on a GPU, record decode steps once and replay them", choices=CUDA_GRAPHS
     )
     kv_layout: str = option(
         "bidirectional",

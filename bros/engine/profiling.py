@@ -33,20 +33,22 @@ from bros.scheduler.profiles import (
 MAX_STORED_ERROR = 0.10
 """Mean relative error above which quick measurements are not kept: the machine was busy."""
 
-_QUICK_REPEATS, _QUICK_LIMIT_S, _QUICK_TOKENS = 2, 10.0, 256
+_QUICK_REPEATS, _QUICK_LIMIT_S = 2, 10.0
+_QUICK_TOKENS, _QUICK_GPU_TOKENS = 256, 4096
 _HELD_OUT_STEPS = 60
 
 
 def profile_key(config: EngineConfig, info: EngineInfo) -> ProfileKey:
-    """What a profile of this engine holds for."""
+    """What a profile of this engine holds for. The number of threads matters on a CPU only."""
     cores = available_cores()
+    on_cpu = info.device == "cpu"
     return ProfileKey(
         device=device_slug(info.device, cores),
         model=info.model,
         weights=info.weights,
         kernels=info.kernels,
         kv_dtype=info.kv_dtype,
-        threads=config.threads or cores,
+        threads=(config.threads or cores) if on_cpu else 0,
     )
 
 
@@ -68,7 +70,7 @@ def step_time_model(
     key = profile_key(config, info)
     if config.profile is not None:
         return _given(Path(config.profile).expanduser(), key, report).model
-    found = find_profile(folders, key, report, min(config.max_batch_tokens, _QUICK_TOKENS))
+    found = find_profile(folders, key, report, _quick_tokens(config, info))
     if found is not None:
         return found.model
     report("Measuring how long steps take, for some seconds; `bros profile` does it thoroughly ...")
@@ -87,9 +89,9 @@ def step_time_model(
 def quick_profile(
     config: EngineConfig, executor: Executor, info: EngineInfo, clock: Clock
 ) -> Profile:
-    """Measured in seconds, with about thirty steps of up to 256 tokens."""
+    """Measured in seconds, with about thirty steps of up to 256 tokens, or 4096 on a GPU."""
     limits = StepLimits.of(config, info)
-    limits = dataclasses.replace(limits, tokens=min(limits.tokens, _QUICK_TOKENS))
+    limits = dataclasses.replace(limits, tokens=_quick_tokens(config, info))
     samples = measure_steps(
         executor,
         info,
@@ -99,7 +101,14 @@ def quick_profile(
         repeats=_QUICK_REPEATS,
         time_limit_s=_QUICK_LIMIT_S,
     )
-    return _profile(QUICK, profile_key(config, info), fit(samples, token_padding()), samples, clock)
+    fitting = fit(samples, token_padding(info.device))
+    return _profile(QUICK, profile_key(config, info), fitting, samples, clock)
+
+
+def _quick_tokens(config: EngineConfig, info: EngineInfo) -> int:
+    """Of the largest step that is measured quickly."""
+    most = _QUICK_TOKENS if info.device == "cpu" else _QUICK_GPU_TOKENS
+    return min(config.max_batch_tokens, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +142,9 @@ def full_profile(
     )
     fitted, held_out = samples[: len(grid)], samples[len(grid) :]
     key = profile_key(config, info)
-    profile = _profile(MEASURED, key, fit(fitted, token_padding(), held_out), fitted, clock)
+    profile = _profile(
+        MEASURED, key, fit(fitted, token_padding(info.device), held_out), fitted, clock
+    )
     return Measured(profile, tuple(fitted), tuple(held_out))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,10 @@ import torch
 from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EngineInfo
+from bros.executor.choosing import Chooser, DeviceChooser, HostChooser
+from bros.executor.cuda_graphs import CudaRecorder, GraphSizes, StepGraphs
+from bros.executor.feed import InputFeed
+from bros.executor.gpu_memory import largest_step, measure_use
 from bros.executor.kv_storage import (
     DTYPES,
     KV_BLOCK_SIZE,
@@ -22,11 +27,25 @@ from bros.executor.kv_storage import (
 )
 from bros.executor.model_store import ModelFiles
 from bros.executor.models.build import build_decoder
+from bros.executor.models.decoder import Decoder
 from bros.executor.models.spec import ModelSpec
+from bros.executor.random_weights import RandomWeights
 from bros.executor.runner import ModelRunner
 from bros.executor.sampler import Sampler
-from bros.executor.weights import WeightSource
+from bros.executor.target import (
+    choose_target,
+    device_name,
+    find_cuda,
+    kernels_for,
+    kv_dtype_for,
+)
+from bros.executor.weights import Weights, WeightSource
 from bros.kernels.dispatch import select_kernels
+from bros.kernels.interface import HeadLayout
+
+logger = logging.getLogger("bros.executor")
+
+_CPU_KV_MEMORY = "1GiB"
 
 
 def load_executor(config: EngineConfig, files: ModelFiles) -> tuple[ModelRunner, EngineInfo]:
@@ -35,43 +54,145 @@ def load_executor(config: EngineConfig, files: ModelFiles) -> tuple[ModelRunner,
     Also sets the number of threads torch uses in this process (config.threads, or as many as
     this process may run on).
 
-    weights auto is fp32, at which greedy output does not depend on how the work was cut into
-    iterations; bf16 is 1.3 to 1.8 times as fast and rounds every linear layer's input to 8 bits.
-    kv_dtype auto is fp32 as well.
+    What auto stands for is said in target.py. On a GPU the KV cache gets what is left of
+    config.gpu_memory_utilization, unless config says how much.
 
     Raises ModelError if the model cannot be read or is not supported, ConfigError if an option
-    asks for what the model or the KV cache cannot give.
+    asks for what the machine, the model or the KV cache cannot give.
     """
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     settings = _read_json(files.folder / "config.json")
     spec = ModelSpec.from_config(settings)
-    kernels = select_kernels(config.kernels)
-    weights = "fp32" if config.weights == "auto" else config.weights
-    kv_dtype = "fp32" if config.kv_dtype == "auto" else config.kv_dtype
-    num_blocks = config.kv_blocks or blocks_in(
-        parse_bytes(config.kv_memory), spec, DTYPES[kv_dtype]
-    )
-    max_model_len = _max_model_len(config, spec, num_blocks)
-    with torch.inference_mode(), WeightSource(files.folder) as source:
-        decoder = build_decoder(spec, source, kernels, weights, max_model_len)
-    num_host_blocks = _num_host_blocks(config, spec, DTYPES[kv_dtype])
-    kv = KvStorage(spec, num_blocks, DTYPES[kv_dtype], num_host_blocks)
-    info = EngineInfo(
-        model=files.name,
-        weights=weights,
-        kernels=kernels.name,
-        kv_dtype=kv_dtype,
-        device="cpu",
-        max_model_len=max_model_len,
-        vocab_size=spec.vocab_size,
-        block_size=KV_BLOCK_SIZE,
-        num_kv_blocks=num_blocks,
-        num_host_kv_blocks=num_host_blocks,
-        policy=config.policy,
-        eos_token_ids=_eos_token_ids(files.folder, settings, spec.vocab_size),
-        max_queue=config.max_queue,
-    )
-    return ModelRunner(decoder, kv, Sampler()), info
+    eos = _eos_token_ids(files.folder, settings, spec.vocab_size)
+    with WeightSource(files.folder) as source:
+        return _Loader(config, spec, source).load(files.name, eos)
+
+
+def random_executor(
+    spec: ModelSpec, config: EngineConfig, seed: int = 0, *, drawn_on: str | None = None
+) -> tuple[ModelRunner, EngineInfo]:
+    """Like load_executor, for a model of this shape that was never trained. Reads no file.
+
+    drawn_on: "cpu" or "cuda", whose random numbers to take (see RandomWeights); "cpu" gives the
+    same model on every device, by default they are drawn where they are needed, which is fast.
+    """
+    source = RandomWeights(seed, None if drawn_on is None else torch.device(drawn_on))
+    return _Loader(config, spec, source).load(f"random-{spec.architecture}", ())
+
+
+class _Loader:
+    """The steps from a configuration to a runner."""
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, source: Weights) -> None:
+        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        cuda = find_cuda()
+        self._config = config
+        self._spec = spec
+        self._source = source
+        self._target = choose_target(config, cuda)
+        self._device = self._target.device
+        self._kernels_name = kernels_for(config, self._target, cuda)
+        self._kernels = select_kernels(self._kernels_name)
+        self._kv_dtype = kv_dtype_for(config, self._target)
+        self._layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        # Only these kernels read what several rows share once.
+        grouping = KV_BLOCK_SIZE if self._kernels_name == "triton" else None
+        self._feed = InputFeed(self._kernels, self._layout, self._device, grouping)
+        on_cpu = self._device.type == "cpu"
+        self._chooser: Chooser = HostChooser(Sampler()) if on_cpu else DeviceChooser(Sampler())
+
+    @torch.inference_mode()
+    def load(self, name: str, eos_token_ids: tuple[int, ...]) -> tuple[ModelRunner, EngineInfo]:
+        """name: what the model is called."""
+        config, spec = self._config, self._spec
+        num_blocks = self._asked_blocks()
+        reach = _max_model_len(config, spec, num_blocks)
+        decoder = self._decoder(reach)
+        if num_blocks is None:
+            num_blocks = self._blocks_left(decoder, reach)
+        max_model_len = _max_model_len(config, spec, num_blocks)
+        num_host_blocks = _num_host_blocks(config, spec, DTYPES[self._kv_dtype])
+        kv = self._kv(num_blocks, num_host_blocks)
+        graphs = self._graphs(decoder, kv, max_model_len, num_blocks)
+        info = EngineInfo(
+            model=name,
+            weights=self._target.weights,
+            kernels=self._kernels.name,
+            kv_dtype=self._kv_dtype,
+            device=device_name(self._device),
+            max_model_len=max_model_len,
+            vocab_size=spec.vocab_size,
+            block_size=KV_BLOCK_SIZE,
+            num_kv_blocks=num_blocks,
+            num_host_kv_blocks=num_host_blocks,
+            policy=config.policy,
+            eos_token_ids=eos_token_ids,
+            max_queue=config.max_queue,
+        )
+        return ModelRunner(decoder, kv, self._feed, self._chooser, graphs=graphs), info
+
+    def _asked_blocks(self) -> int | None:
+        """None: as many as fit the GPU."""
+        config, memory = self._config, self._config.kv_memory
+        if config.kv_blocks is not None:
+            return config.kv_blocks
+        if memory is None and self._device.type != "cpu":
+            return None
+        return blocks_in(parse_bytes(memory or _CPU_KV_MEMORY), self._spec, DTYPES[self._kv_dtype])
+
+    def _decoder(self, max_positions: int) -> Decoder:
+        try:
+            return build_decoder(
+                self._spec, self._source, self._kernels, self._target, max_positions
+            )
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the model's weights in {self._target.weights} do not fit the memory of the GPU"
+            ) from error
+
+    def _blocks_left(self, decoder: Decoder, max_length: int) -> int:
+        """How many blocks fit what the largest step leaves of the GPU's memory."""
+        config, dtype = self._config, DTYPES[self._kv_dtype]
+        plan = largest_step(config.max_num_seqs, config.max_batch_tokens, max_length, KV_BLOCK_SIZE)
+        runner = ModelRunner(decoder, self._kv(1, 0), self._feed, self._chooser)
+        try:
+            use = measure_use(runner, plan, self._device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"--max-batch-tokens: a step of {config.max_batch_tokens} tokens does not fit the "
+                "GPU beside the model; give less, or fewer --max-num-seqs"
+            ) from error
+        room = use.room(config.gpu_memory_utilization)
+        if room < bytes_per_block(self._spec, dtype):
+            raise use.explain(config.gpu_memory_utilization)
+        return blocks_in(room, self._spec, dtype)
+
+    def _kv(self, num_blocks: int, num_host_blocks: int) -> KvStorage:
+        return KvStorage(self._spec, num_blocks, DTYPES[self._kv_dtype], num_host_blocks)
+
+    def _graphs(
+        self, decoder: Decoder, kv: KvStorage, max_model_len: int, num_blocks: int
+    ) -> StepGraphs | None:
+        config = self._config
+        if config.cuda_graphs == "off" or self._device.type != "cuda":
+            return None
+        sizes = GraphSizes.of(
+            config.max_num_seqs, max_model_len, num_blocks, KV_BLOCK_SIZE, shares=True
+        )
+        try:
+            return StepGraphs(
+                decoder,
+                kv.layers,
+                self._kernels,
+                self._layout,
+                self._device,
+                self._spec.vocab_size,
+                sizes,
+                CudaRecorder(),
+            )
+        except Exception as error:  # whatever it is, steps run without graphs, too
+            logger.warning("Decode steps run without CUDA graphs, more slowly: %s", error)
+            torch.cuda.empty_cache()
+            return None
 
 
 def _num_host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -83,20 +204,24 @@ def _num_host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) 
     return parse_bytes(config.host_kv_memory) // bytes_per_block(spec, dtype)
 
 
-def _max_model_len(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> int:
-    """The longest prompt + output: the least of what was asked, the model and the KV cache."""
+def _max_model_len(config: EngineConfig, spec: ModelSpec, num_blocks: int | None) -> int:
+    """The longest prompt + output: the least of what was asked, the model and the KV cache.
+
+    num_blocks: None while it is unknown.
+    """
     asked = config.max_model_len
+    cached = spec.max_positions if num_blocks is None else num_blocks * KV_BLOCK_SIZE
     if asked is not None and asked > spec.max_positions:
         raise ConfigError(
             f"--max-model-len: {asked} is more than the {spec.max_positions} tokens this model "
             f"was made for"
         )
-    if asked is not None and asked > num_blocks * KV_BLOCK_SIZE:
+    if asked is not None and asked > cached:
         raise ConfigError(
-            f"--max-model-len: {asked} tokens do not fit the KV cache of "
-            f"{num_blocks * KV_BLOCK_SIZE}; give more --kv-memory or --kv-blocks"
+            f"--max-model-len: {asked} tokens do not fit the KV cache of {cached}; give more "
+            "--kv-memory or --kv-blocks"
         )
-    length = min(asked or spec.max_positions, spec.max_positions, num_blocks * KV_BLOCK_SIZE)
+    length = min(asked or spec.max_positions, spec.max_positions, cached)
     if spec.sliding_window is not None and length > spec.sliding_window:
         raise ModelError(
             f"this model attends to the last {spec.sliding_window} tokens only, which is not "

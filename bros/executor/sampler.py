@@ -24,13 +24,13 @@ from bros.core.request import SamplingParams, TokenLogprobs
 
 _Floats32 = NDArray[np.float32]
 
-_BLOCK = 256
+BLOCK = 256
 _SORTABLE = 4096  # numbers that are sorted sooner than counted
 _BUCKETS = 2048
-_SMALLEST_TEMPERATURE = 1e-20  # below it, dividing by the temperature could overflow
+SMALLEST_TEMPERATURE = 1e-20  # below it, dividing by the temperature could overflow
 _UINT64 = 2**64 - 1
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_BLOCK_NOISE = 2**32  # noise from here on is for blocks, below it for tokens
+GOLDEN = 0x9E3779B97F4A7C15
+BLOCK_NOISE = 2**32  # noise from here on is for blocks, below it for tokens
 
 
 class Sampler:
@@ -58,13 +58,24 @@ def noise(seed: int, index: int, first: int, count: int) -> NDArray[np.float64]:
     SplitMix64 of the seed and the index starts a SplitMix64 sequence; number i is its i-th value,
     so it depends on (seed, index, i) alone.
     """
-    start = _splitmix64(_splitmix64(seed & _UINT64) ^ index)
-    state = np.arange(first + 1, first + count + 1, dtype=np.uint64) * _GOLDEN + np.uint64(start)
+    start = noise_start(seed, index)
+    state = np.arange(first + 1, first + count + 1, dtype=np.uint64)
+    state = state * np.uint64(GOLDEN) + np.uint64(start)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     state ^= state >> np.uint64(31)
     numbers: NDArray[np.float64] = -np.log(((state >> np.uint64(11)) + 0.5) * 2.0**-53)
     return numbers
+
+
+def noise_start(seed: int, index: int) -> int:
+    """The state, an unsigned 64-bit number, from which the noise of a draw starts."""
+    return _splitmix64(_splitmix64(seed & _UINT64) ^ index)
+
+
+def why_no_token(peak: float) -> str:
+    """The error of a row whose best logit is not finite."""
+    return f"no token can be chosen: the best logit is {peak}"
 
 
 def _splitmix64(state: int) -> int:
@@ -80,11 +91,11 @@ def _sample_row(raw: _Floats32, spec: SampleSpec) -> tuple[int, TokenLogprobs | 
     token = int(logits.argmax())  # of equals the first; of NaN the first as well
     peak = float(logits[token])
     if not math.isfinite(peak):
-        raise ValueError(f"no token can be chosen: the best logit is {peak}")
+        raise ValueError(why_no_token(peak))
     if not params.greedy:
         scaled = logits - np.float32(peak)
         with np.errstate(over="ignore"):  # far below the best is -inf, which is right
-            scaled /= np.float32(max(params.temperature, _SMALLEST_TEMPERATURE))
+            scaled /= np.float32(max(params.temperature, SMALLEST_TEMPERATURE))
         token = _draw(scaled, spec)
     return token, None if params.logprobs is None else _logprobs(raw, token, params.logprobs)
 
@@ -136,16 +147,16 @@ def _draw(scaled: _Floats32, spec: SampleSpec) -> int:
         weights *= scaled >= _kth_largest(scaled, params.top_k)
     if params.top_p < 1.0:
         weights *= weights >= _nucleus_bound(weights, params.top_p)
-    blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
-    block = _race(blocks, noise(spec.seed, spec.output_index, _BLOCK_NOISE, len(blocks)))
-    start = block * _BLOCK
-    inner = weights[start : start + _BLOCK].astype(np.float64)
+    blocks = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
+    block = _race(blocks, noise(spec.seed, spec.output_index, BLOCK_NOISE, len(blocks)))
+    start = block * BLOCK
+    inner = weights[start : start + BLOCK].astype(np.float64)
     return start + _race(inner, noise(spec.seed, spec.output_index, start, len(inner)))
 
 
 def _kth_largest(values: _Floats32, k: int) -> np.float32:
     """The k-th largest of more than k values."""
-    peaks = np.maximum.reduceat(values, np.arange(0, len(values), _BLOCK))
+    peaks = np.maximum.reduceat(values, np.arange(0, len(values), BLOCK))
     if k <= len(peaks):
         # k blocks have a value of at least the k-th largest peak, so nothing below it is needed.
         values = values[values >= np.partition(peaks, -k)[-k]]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -16,6 +16,27 @@ from bros.core.errors import ModelError
 from bros.executor.quantized import SUFFIXES, Int4Groups, dequantize_raw
 
 INDEX_FILE = "model.safetensors.index.json"
+
+
+class Weights(Protocol):
+    """Tensors by name, wherever they come from."""
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Names nobody has asked for yet."""
+        ...
+
+    def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in fp32 on the CPU. Raises ModelError if there is none of this shape."""
+        ...
+
+    def int4(self, name: str, shape: tuple[int, int]) -> Int4Groups:
+        """The matrix as 4-bit groups."""
+        ...
+
+    def copy_into(self, out: Tensor, name: str) -> None:
+        """Fill `out`, of any device and dtype. Raises ModelError as `dense` does."""
+        ...
 
 
 class WeightSource:
@@ -61,17 +82,14 @@ class WeightSource:
 
     def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor in fp32. Raises ModelError if it is missing or not of this shape."""
-        suffix = self._suffix(name)
-        if suffix is None:
-            tensor = self._raw(name).float()
-        else:
-            tensor = dequantize_raw(self._raw(name + suffix), suffix)
-        if tensor.shape != shape:
-            raise ModelError(
-                f"{name} in {self._folder} has shape {list(tensor.shape)}, but config.json "
-                f"asks for {list(shape)}"
-            )
-        return tensor
+        return self._values(name, shape).float()
+
+    def copy_into(self, out: Tensor, name: str) -> None:
+        """Fill `out`, of any device and dtype. Raises ModelError as `dense` does.
+
+        No copy of the whole model is made on the host: files are memory-mapped.
+        """
+        out.copy_(self._values(name, tuple(out.shape)))
 
     def int4(self, name: str, shape: tuple[int, int]) -> Int4Groups:
         """The matrix as 4-bit groups: as stored if it is stored so, else rounded to them."""
@@ -82,6 +100,20 @@ class WeightSource:
 
     def _suffix(self, name: str) -> str | None:
         return next((suffix for suffix in SUFFIXES if name + suffix in self._file_of), None)
+
+    def _values(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """In the dtype in which they are stored; fp32 for groups."""
+        suffix = self._suffix(name)
+        if suffix is None:
+            tensor = self._raw(name)
+        else:
+            tensor = dequantize_raw(self._raw(name + suffix), suffix)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"{name} in {self._folder} has shape {list(tensor.shape)}, but config.json "
+                f"asks for {list(shape)}"
+            )
+        return tensor
 
     def _raw(self, name: str) -> Tensor:
         file = self._file_of.get(name)

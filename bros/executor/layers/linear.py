@@ -1,7 +1,8 @@
-"""Linear layers in the formats a CPU runs fast: fp32 and bf16 packed for oneDNN, and int4.
+"""Linear layers in the formats a CPU runs fast (fp32 and bf16 packed for oneDNN, and int4), and
+as plain matrices for a GPU.
 
-A layer is called with fp32 activations [tokens, in_features] and returns fp32
-[tokens, out_features], whatever precision its weights have.
+A layer is called with activations [tokens, in_features] and returns [tokens, out_features]. On a
+CPU both are fp32, whatever precision the weights have; on a GPU they have the weights' dtype.
 
 A whole iteration of SmolLM2-135M on 2 cores of a Zen 4 with 500 tokens of context, in ms. MKL's
 packed layout (`_mkl_linear`) took twice as long as oneDNN's at 8 to 32 rows.
@@ -21,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bros.executor.quantized import GROUP, Int4Groups
-from bros.executor.weights import WeightSource
+from bros.executor.target import Target
+from bros.executor.weights import Weights
 from bros.kernels.rows import ROW_PADDING, with_spare_rows
 
 INT4_MAX_ROWS = 8
@@ -41,8 +43,19 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class NativeLinear:
+    """F.linear on activations of the weights' dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
 class PlainLinear:
-    """F.linear, for builds of torch without oneDNN."""
+    """F.linear with fp32 results: logits on a GPU, and all layers where torch lacks oneDNN."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight
@@ -96,33 +109,48 @@ class Int4Linear:
 
 
 def make_linear(
-    source: WeightSource,
+    source: Weights,
     parts: Sequence[tuple[str, int]],
     columns: int,
     bias: Sequence[Tensor] | None,
-    weights: str,
+    target: Target,
 ) -> Linear:
     """One layer from matrices stacked on top of each other.
 
     parts: (tensor name, rows) in order; columns: input features of all of them.
-    weights: "fp32", "bf16" or "int4"; a shape that int4 cannot hold is kept in bf16.
+    A shape that int4 cannot hold is kept in bf16.
     """
     stacked_bias = None if bias is None else torch.cat(list(bias))
+    if not target.packed:
+        return NativeLinear(load_matrix(source, parts, columns, target), stacked_bias)
     rows = sum(count for _, count in parts)
-    if weights == "int4" and columns % GROUP == 0 and rows % _INT4_ROW_MULTIPLE == 0:
+    if target.weights == "int4" and columns % GROUP == 0 and rows % _INT4_ROW_MULTIPLE == 0:
         groups = Int4Groups.concatenate([source.int4(name, (n, columns)) for name, n in parts])
         wide = groups.dequantize().to(_wide_dtype())
         return Int4Linear(groups, pack(wide, stacked_bias), stacked_bias)
     weight = torch.cat([source.dense(name, (n, columns)) for name, n in parts])
-    return pack(weight if weights == "fp32" else weight.bfloat16(), stacked_bias)
+    return pack(weight if target.weights == "fp32" else weight.bfloat16(), stacked_bias)
 
 
-def token_padding() -> tuple[tuple[int, int], ...]:
+def load_matrix(
+    source: Weights, parts: Sequence[tuple[str, int]], columns: int, target: Target
+) -> Tensor:
+    """Matrices stacked on top of each other, each read straight to its place on the device."""
+    rows = sum(count for _, count in parts)
+    weight = torch.empty(rows, columns, dtype=target.dtype, device=target.device)
+    at = 0
+    for name, count in parts:
+        source.copy_into(weight[at : at + count], name)
+        at += count
+    return weight
+
+
+def token_padding(device: str = "cpu") -> tuple[tuple[int, int], ...]:
     """How the layers round the tokens of a step, as `padding` of scheduler.cost_model.CostModel.
 
-    Empty if they do not: without oneDNN.
+    Empty if they do not: on a GPU and without oneDNN. device: as in EngineInfo.
     """
-    return ROW_PADDING if _has_onednn() else ()
+    return ROW_PADDING if device == "cpu" and _has_onednn() else ()
 
 
 def _wide_dtype() -> torch.dtype:

@@ -38,7 +38,7 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """weight, bias: fp32 [hidden], or None both."""
+    """weight, bias: [hidden] in the dtype of activations, or None both."""
 
     def __init__(self, size: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
         self._shape = (size,)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bros.core.errors import ModelError
-from bros.executor.layers.linear import Linear, make_linear, pack
+from bros.executor.layers.linear import Linear, PlainLinear, load_matrix, make_linear, pack
 from bros.executor.layers.norm import LayerNorm, Norm, RmsNorm
 from bros.executor.models.decoder import (
     Attention,
@@ -22,7 +22,8 @@ from bros.executor.models.decoder import (
     PlainMlp,
 )
 from bros.executor.models.spec import ModelSpec
-from bros.executor.weights import WeightSource
+from bros.executor.target import Target
+from bros.executor.weights import Weights
 from bros.kernels.interface import HeadLayout, Kernels
 
 
@@ -60,19 +61,20 @@ _NAMES = {
     ),
 }
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_AFFINE = ("weight", "bias")
 _IGNORED = re.compile(r"(^lm_head\.weight|rotary_emb\.inv_freq|\.masked_bias)(\.q\w+)?$")
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
 def build_decoder(
-    spec: ModelSpec, source: WeightSource, kernels: Kernels, weights: str, max_positions: int
+    spec: ModelSpec, source: Weights, kernels: Kernels, target: Target, max_positions: int
 ) -> Decoder:
-    """weights: "fp32", "bf16" or "int4". max_positions: how far rotary tables reach.
+    """max_positions: how far rotary tables reach.
 
     Raises ModelError if a tensor is missing, has another shape than the spec asks for, or if
     the folder has tensors that this model would not use.
     """
-    decoder = _Builder(spec, source, kernels, weights, max_positions).build()
+    decoder = _Builder(spec, source, kernels, target, max_positions).build()
     unused = sorted(name for name in source.unread if not _IGNORED.search(name))
     if unused:
         shown = ", ".join(unused[:3])
@@ -87,23 +89,24 @@ class _Builder:
     def __init__(
         self,
         spec: ModelSpec,
-        source: WeightSource,
+        source: Weights,
         kernels: Kernels,
-        weights: str,
+        target: Target,
         max_positions: int,
     ) -> None:
         self._spec = spec
         self._source = source
         self._kernels = kernels
-        self._weights = weights
+        self._target = target
         self._names = _NAMES[spec.family]
         self._layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self._cos_sin = None if spec.rope is None else spec.rope.table(max_positions)
+        self._cos_sin = None
+        if spec.rope is not None:
+            self._cos_sin = spec.rope.table(max_positions).to(target.device)
 
     def build(self) -> Decoder:
         spec, root = self._spec, self._names.root
-        shape = (spec.vocab_size, spec.hidden_size)
-        tokens = self._source.dense(root + "embed_tokens.weight", shape)
+        tokens = self._embedding(root + "embed_tokens.weight", spec.vocab_size)
         return Decoder(
             embedding=Embedding(tokens, self._learned_positions()),
             blocks=[self._block(index) for index in range(spec.num_layers)],
@@ -113,9 +116,23 @@ class _Builder:
 
     def _lm_head(self, tokens: Tensor) -> Linear:
         """Never int4: rounding the last layer to 16 steps moves logits more than all others."""
-        shape = (self._spec.vocab_size, self._spec.hidden_size)
-        weight = tokens if self._spec.tied else self._source.dense("lm_head.weight", shape)
-        return pack(weight if self._weights == "fp32" else weight.bfloat16())
+        weight = tokens
+        if not self._spec.tied:
+            weight = self._embedding("lm_head.weight", self._spec.vocab_size)
+        if not self._target.packed:
+            return PlainLinear(weight)
+        return pack(weight if self._target.weights == "fp32" else weight.bfloat16())
+
+    def _embedding(self, name: str, rows: int) -> Tensor:
+        """[rows, hidden], in the dtype of activations."""
+        columns = self._spec.hidden_size
+        if self._target.packed:
+            return self._source.dense(name, (rows, columns))
+        return load_matrix(self._source, [(name, rows)], columns, self._target)
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        """fp32 [size], which is what kernels take for norms."""
+        return self._source.dense(name, (size,)).to(self._target.device)
 
     def _block(self, index: int) -> Block:
         spec, names = self._spec, self._names
@@ -137,7 +154,7 @@ class _Builder:
         head_norm: list[Tensor | None] = [None, None]
         if spec.qk_norm:
             head_norm = [
-                self._source.dense(f"{prefix}self_attn.{which}_norm.weight", (spec.head_dim,))
+                self._vector(f"{prefix}self_attn.{which}_norm.weight", spec.head_dim)
                 for which in "qk"
             ]
         return Attention(
@@ -166,29 +183,26 @@ class _Builder:
         stacked_bias = None
         if bias:
             stacked_bias = [
-                self._source.dense(f"{prefix}{name}.bias", (count,))
+                self._vector(f"{prefix}{name}.bias", count).to(self._target.dtype)
                 for name, count in zip(names, rows, strict=True)
             ]
         parts = [(f"{prefix}{name}.weight", n) for name, n in zip(names, rows, strict=True)]
-        return make_linear(self._source, parts, columns, stacked_bias, self._weights)
+        return make_linear(self._source, parts, columns, stacked_bias, self._target)
 
     def _norm(self, name: str) -> Norm:
-        spec = self._spec
-        shape = (spec.hidden_size,)
+        spec, size = self._spec, self._spec.hidden_size
         if spec.family == "llama":
-            weight = self._source.dense(name + ".weight", shape)
-            return RmsNorm(self._kernels, weight, spec.norm_eps)
+            return RmsNorm(self._kernels, self._vector(name + ".weight", size), spec.norm_eps)
         if not spec.norm_affine:
-            return LayerNorm(spec.hidden_size, None, None, spec.norm_eps)
-        weight, bias = (self._source.dense(f"{name}.{part}", shape) for part in ("weight", "bias"))
-        return LayerNorm(spec.hidden_size, weight, bias, spec.norm_eps)
+            return LayerNorm(size, None, None, spec.norm_eps)
+        dtype = self._target.dtype  # on a GPU F.layer_norm takes one for all
+        weight, bias = (self._vector(f"{name}.{part}", size).to(dtype) for part in _AFFINE)
+        return LayerNorm(size, weight, bias, spec.norm_eps)
 
     def _learned_positions(self) -> Tensor | None:
         spec = self._spec
         if spec.rope is not None:
             return None
         rows = spec.max_positions + spec.position_offset
-        table = self._source.dense(
-            self._names.root + "embed_positions.weight", (rows, spec.hidden_size)
-        )
+        table = self._embedding(self._names.root + "embed_positions.weight", rows)
         return table[spec.position_offset :]

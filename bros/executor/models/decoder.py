@@ -144,19 +144,20 @@ class Decoder:
         self,
         inputs: StepInputs,
         caches: Sequence[LayerCache],
-        abandon: Callable[[], bool] | None = None,
+        before_layer: Callable[[int], bool] | None = None,
     ) -> Tensor | None:
-        """Run one step. Returns fp32 logits [len(inputs.samples), vocab].
+        """Run one step. Returns fp32 logits [len(inputs.sample_rows), vocab].
 
-        abandon: asked before each block; None is returned as soon as it says yes.
+        before_layer: called with the number of each layer before it is computed; None is returned
+        as soon as it says True.
         """
         state: State = (self.embedding(inputs), None)
         rows: Tensor | None = inputs.sample_rows
-        if len(inputs.samples) == inputs.token_ids.shape[0]:
+        if inputs.sample_rows.shape == inputs.token_ids.shape:
             rows = None  # every token is sampled, as in a step of decodes only
         last = len(self.blocks) - 1
         for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
-            if abandon is not None and abandon():
+            if before_layer is not None and before_layer(index):
                 return None
             state = block(state, inputs, cache, rows if index == last else None)
         residual, delta = state
