@@ -10,14 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from bros.core.config import EngineConfig
 from bros.core.errors import InvalidRequestError
 from bros.core.request import SamplingParams, ServiceClass
 from bros.engine.generation import ChoiceResult, collect
 from bros.engine.local import LocalEngine, open_local
 from bros.executor.model_store import default_cache_dir
+from bros.terminal import progress_bar
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -114,19 +113,12 @@ class LLM:
         param: str,
     ) -> list[tuple[ChoiceResult, ...]]:
         each = _one_per_prompt(params, len(ids))
-        columns = (
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[tokens]} tokens"),
-        )
-        with Progress(*columns, disable=not progress) as bar:
-            task = bar.add_task("", total=len(ids), tokens=0)
-            done_tokens = 0
+        done = done_tokens = 0
+        with progress_bar("generating", shown=progress) as advance:
+            advance(0, len(ids), "0 tokens")
 
             async def one(prompt: list[int], sampling: SamplingParams) -> tuple[ChoiceResult, ...]:
-                nonlocal done_tokens
+                nonlocal done, done_tokens
                 generation = await self._engine.generator.start(
                     prompt,
                     sampling,
@@ -136,7 +128,8 @@ class LLM:
                 )
                 result = tuple(await collect(generation))
                 done_tokens += sum(len(choice.token_ids) for choice in result)
-                bar.update(task, advance=1, tokens=done_tokens)
+                done += 1
+                advance(done, len(ids), f"{done_tokens} tokens")
                 return result
 
             async def everything() -> list[tuple[ChoiceResult, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import os
 
 import pytest
@@ -23,13 +25,53 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+# GPU machines may lack what servers need; the tests of all else can be run there.
+_NEEDS = {
+    "executor/test_gguf.py": "gguf",
+    "executor/test_model_store.py": "gguf",
+    "engine/test_messages.py": "msgspec",
+    "engine/test_process_client.py": "zmq",
+}
+collect_ignore = [file for file, name in _NEEDS.items() if importlib.util.find_spec(name) is None]
+
+NO_CUDA = "no CUDA device"
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--long", action="store_true", help="also run tests that are marked long")
+    if not pluginmanager.has_plugin("asyncio"):
+        # GPU machines may lack it. Its options, which are in pyproject.toml, would be errors.
+        for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
+            parser.addini(name, "of pytest-asyncio, which is not installed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--long"):
-        return
     for item in items:
-        if item.get_closest_marker("long"):
+        if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes minutes; runs with --long"))
+        if not config.pluginmanager.has_plugin("asyncio"):
+            if inspect.iscoroutinefunction(getattr(item, "function", None)):
+                item.add_marker(pytest.mark.skip(reason="needs pytest-asyncio"))
+    _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
+
+
+def _skip_without_cuda(items: list[pytest.Item]) -> None:
+    if not items:
+        return
+    # Late: most test files do without torch, which takes seconds to import.
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """`make test-gpu` has to say that it has tested nothing."""
+    skipped = [
+        report
+        for report in terminalreporter.stats.get("skipped", [])
+        if isinstance(report.longrepr, tuple) and report.longrepr[2] == f"Skipped: {NO_CUDA}"
+    ]
+    if skipped and terminalreporter.config.getoption("markexpr") == "gpu":
+        terminalreporter.write_line(f"{NO_CUDA}: {len(skipped)} tests skipped")

@@ -27,7 +27,8 @@ LEVELS: Sequence[tuple[str, ...]] = (
     ("server", "bench"),
     (
         *("cli", "chat", "llm", "simulate_command", "profile_command", "bench_command"),
-        *("batch_command", "run_batch_command", "__main__"),
+        *("batch_command", "run_batch_command", "doctor_command", "__main__"),
+        *("profile_plot", "terminal"),
     ),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -1,0 +1,92 @@
+"""Tables and progress bars: drawn by rich, or in plain text where it is not installed.
+
+GPU machines often have the libraries that compute and no others, so nothing that runs an engine may
+depend on how it is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+Advance = Callable[[int, int, str], None]
+"""Called with how many are done, of how many, and what else to say."""
+
+
+def print_table(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
+) -> None:
+    """The first `left` columns are text, the others figures, which stand under each other."""
+    try:
+        # Optional, see above.
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        print(plain_table(title, headings, rows, left=left))
+        return
+    table = Table(title=title)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < left else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def plain_table(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
+) -> str:
+    """The same in characters, columns two spaces apart."""
+    lines = [headings, *rows] if any(headings) else list(rows)
+    widths = [max((len(line[column]) for line in lines), default=0) for column in _columns(lines)]
+    text = [title] if title else []
+    for line in lines:
+        cells = [
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        text.append("  ".join(cells).rstrip())
+    return "\n".join(text)
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> range:
+    return range(len(lines[0]) if lines else 0)
+
+
+@contextlib.contextmanager
+def progress_bar(label: str, unit: str = "", *, shown: bool = True) -> Iterator[Advance]:
+    """A bar while the block runs, which what is given moves on. Without rich there is none."""
+    if not shown:
+        yield _ignore
+        return
+    try:
+        # Optional, see above.
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+    except ImportError:
+        yield _ignore
+        return
+    columns = (
+        TextColumn(label),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns) as bar:
+        task = bar.add_task("", total=None, note="")
+
+        def advance(done: int, total: int, note: str) -> None:
+            bar.update(task, completed=done, total=total, note=note)
+
+        yield advance
+
+
+def _ignore(done: int, total: int, note: str) -> None:
+    pass
