@@ -17,8 +17,9 @@ best-effort prompts begin in the blocks with the most empty slots, shared ones i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from bros.kvcache.checkpoints import Checkpoints
 from bros.kvcache.holding import Holding, Run
 from bros.kvcache.prefix_cache import Node, PrefixCache
 from bros.kvcache.stacks import Side, Stacks
@@ -27,11 +28,33 @@ Robbed = Mapping[int, Holding]
 """Who may be robbed, by number; least deserving first."""
 
 
+class _Placing:
+    """Tokens that are being given their places.
+
+    start, count: those that are still to come. side: of the request's class now, which says what
+    it may evict; it grows on `holding.side`. slots: of those that are there, in their order.
+    """
+
+    __slots__ = ("count", "holding", "side", "slots", "start")
+
+    def __init__(self, holding: Holding, side: Side, run: Run) -> None:
+        self.holding = holding
+        self.side = side
+        self.start, self.count = run
+        self.slots = array("i")
+
+    def took(self, slots: array[int]) -> None:
+        """These are the places of the next ones."""
+        self.slots += slots
+        self.start += len(slots)
+        self.count -= len(slots)
+
+
 class Allocator:
     """Pushes and pops tokens of requests, and keeps their Holdings up to date.
 
-    holdings: all of them by number. rob: told before tokens of a request are popped for another
-    one: (request, block, how many); pops them. lose: told of who loses all that it shares.
+    holdings: all of them by number. checkpoints: told of tokens that are popped for another
+    request. lose: told of who loses all that it shares.
     """
 
     def __init__(
@@ -39,15 +62,15 @@ class Allocator:
         stacks: Stacks,
         cache: PrefixCache,
         holdings: Mapping[int, Holding],
+        checkpoints: Checkpoints,
         *,
-        rob: Callable[[Holding, int, int], None],
         lose: Callable[[Holding], None],
         literal: bool = False,
     ) -> None:
         self._stacks = stacks
         self._cache = cache
         self._holdings = holdings
-        self._rob = rob
+        self._checkpoints = checkpoints
         self._lose = lose
         self._literal = literal
         self.evicted = {side: 0 for side in Side}  # blocks of the prefix cache, by who needed them
@@ -59,7 +82,7 @@ class Allocator:
     def extend(self, holding: Holding, count: int) -> tuple[array[int], array[int]] | None:
         """Its next tokens into the block it wrote to last, if they fit; see KvCacheManager.append.
 
-        What `places` would say first, and what all of it does to the books.
+        What `place` does first, and mostly all that it does.
         """
         tail = holding.tail
         if tail < 0:
@@ -67,7 +90,7 @@ class Allocator:
         pushed = self._stacks.grow(tail, holding.side, count)
         if pushed is None:
             return None
-        return holding.grow(count), array("i", pushed)
+        return holding.grow(count), pushed
 
     def fits_freely(self, holding: Holding, side: Side, wanted: int) -> bool:
         """Whether it gets so many slots without anybody else's block."""
@@ -96,77 +119,75 @@ class Allocator:
                 found.add(node)
         return found
 
-    def places(
-        self, holding: Holding, side: Side, count: int, robbed: Robbed
-    ) -> Iterator[tuple[int, range]]:
-        """Where `count` tokens go, which fit: (block, slots). Pushed and robbed when it says so.
+    def place(self, holding: Holding, side: Side, run: Run, robbed: Robbed) -> array[int]:
+        """Give tokens of a request, which fit, their places; returns their slots.
 
-        side: of its class now, which says what it may evict; it grows on `holding.side`.
+        side: of its class now, which says what it may evict.
         """
-        for place in self._all_places(holding, side, count, robbed):
-            count -= len(place[1])
-            yield place
-            if not count:
-                return
-        assert count == 0, f"{count} tokens of {holding.request_id} were said to fit"
+        todo, tail = _Placing(holding, side, run), holding.tail
+        if tail >= 0 and (room := self._stacks.room(tail)):
+            self._push(todo, tail, min(todo.count, room))
+        if self._literal and tail >= 0:
+            self._squeeze(todo, tail, robbed)
+        self._take_free(todo)
+        if todo.count:
+            self._take_from(todo, robbed)
+        if todo.count:
+            for victim in robbed.values():
+                self._lose(victim)
+                self._take_free(todo)
+            self._take_free(todo, anything=True)
+        assert todo.count == 0, f"{todo.count} tokens of {holding.request_id} were said to fit"
+        return todo.slots
 
-    def pop(self, holding: Holding, block: int, count: int) -> tuple[range, list[Run]]:
-        """Its last tokens in a block: their slots, last one first, and which these are."""
+    def rob(self, victim: Holding, block: int, count: int) -> None:
+        """The tokens that it pushed last in a block make way."""
+        stacks, side = self._stacks, victim.side
+        height = stacks.height(block, side)
+        slots = stacks.slots(block, side, height - count, height)
+        self._cache.stop_filling(victim.number)
+        for run in self.pop(victim, block, count):
+            own = slots[len(slots) - run[1] :]
+            del slots[len(slots) - run[1] :]
+            self._checkpoints.give_up(victim, run, own)
+
+    def pop(self, holding: Holding, block: int, count: int) -> list[Run]:
+        """Take away its last tokens in a block; which these are, the top of the stack first."""
         stacks, side = self._stacks, holding.side
-        self._drop_nodes(holding, block)
-        slots = stacks.pop(block, side, count)
-        if not stacks.height(block, side):
+        if holding.chain:
+            self._drop_nodes(holding, block)
+        if not stacks.pop(block, side, count):
             other = self._holdings.get(stacks.owner(block, side.other))
             if other is None:
                 holding.alone -= 1
             else:
                 other.alone += 1
-        return slots, holding.pop(stacks.range_of(block, side), count)
+        return holding.pop(stacks.range_of(block, side), count)
 
     def _drop_nodes(self, holding: Holding, block: int) -> None:
         """A block that changes is not to be found any more, nor what comes after it."""
         index = holding.runs[block][0][0] // self._stacks.block_size
         if index < len(holding.chain) and holding.chain[index].block == block:
-            for node in reversed(holding.chain[index:]):
-                self._cache.drop(node)
-            del holding.chain[index:]
+            self._cut_chain(holding, index)
 
-    def _all_places(
-        self, holding: Holding, side: Side, count: int, robbed: Robbed
-    ) -> Iterator[tuple[int, range]]:
-        """As many of the tokens as are still to come; the caller stops when it has all."""
-        stacks, tail = self._stacks, holding.tail
-        if tail >= 0 and (room := stacks.room(tail)):
-            pushed = self._push(holding, tail, min(count, room))
-            yield tail, pushed
-            count -= len(pushed)
-        if self._literal and tail >= 0 and count:
-            if pushed := self._squeeze(holding, tail, count, robbed):
-                yield tail, pushed
-                count -= len(pushed)
-        for place in self._whole_blocks(holding, side, count):
-            yield place
-            count -= len(place[1])
-        for block, victims in self._blocks_in_use(holding, robbed) if count else ():
-            if pushed := self._squeeze(holding, block, count, victims):
-                yield block, pushed
-                count -= len(pushed)
-        for victim in robbed.values():
-            self._lose(victim)
-            for place in self._whole_blocks(holding, side, count):
-                yield place
-                count -= len(place[1])
-        yield from self._whole_blocks(holding, side, count, anything=True)
+    def _cut_chain(self, holding: Holding, index: int) -> None:
+        for node in reversed(holding.chain[index:]):
+            self._cache.drop(node)
+        del holding.chain[index:]
 
-    def _whole_blocks(
-        self, holding: Holding, side: Side, count: int, *, anything: bool = False
-    ) -> Iterator[tuple[int, range]]:
-        """Free ones, and as many of the prefix cache as it may have."""
-        stacks = self._stacks
-        while count and (stacks.num_free or self._evict(side, anything)):
-            place = self._take(holding, min(count, stacks.block_size))
-            yield place
-            count -= len(place[1])
+    def _take_free(self, todo: _Placing, *, anything: bool = False) -> None:
+        """Free blocks, and as many of the prefix cache as it may have."""
+        stacks, holding, size = self._stacks, todo.holding, self._stacks.block_size
+        wanted = -(-todo.count // size)
+        while stacks.num_free < wanted and self._evict(todo.side, anything):
+            pass
+        if whole := min(todo.count // size, stacks.num_free):
+            blocks, slots = stacks.fill(holding.side, holding.number, whole)
+            holding.alone += whole
+            holding.fill(blocks, todo.start, size)
+            todo.took(slots)
+        if 0 < todo.count and stacks.num_free:
+            self._take(todo, todo.count)
 
     def _evict(self, side: Side, anything: bool) -> bool:
         """Free an idle block of the prefix cache; False if there is none that may go."""
@@ -177,25 +198,64 @@ class Allocator:
         self.evicted[side] += 1
         return True
 
-    def _blocks_in_use(self, holding: Holding, robbed: Robbed) -> Iterator[tuple[int, Robbed]]:
-        """Blocks that others are in, each with those who may be robbed there."""
-        nobody: dict[int, Holding] = {}
-        if holding.tail >= 0:
-            yield holding.tail, robbed
+    def _take_from(self, todo: _Placing, robbed: Robbed) -> None:
+        """Room in blocks that others are in, until there is enough of it."""
+        if todo.holding.tail >= 0:
+            self._squeeze(todo, todo.holding.tail, robbed)
+            if not todo.count:
+                return
         if self._literal:
             blocks = [block for victim in robbed.values() for block in victim.blocks_from_end()]
-            for block in sorted(blocks, key=self._stacks.room, reverse=True):
-                yield block, robbed
+            self._squeeze_all(todo, sorted(blocks, key=self._stacks.room, reverse=True), robbed)
         so_far: dict[int, Holding] = {}
         for number, victim in robbed.items():
             # Who is beside the first ones in a block may be among the last, whose turn comes later.
             so_far[number] = victim
-            for block in victim.blocks_from_end():
-                yield block, so_far
-        for block in self._tails_beside(holding):
-            yield block, nobody
-        for block in holding.blocks_from_end():
-            yield block, robbed
+            self._take_from_end(todo, victim, so_far)
+            if not todo.count:
+                return
+        self._squeeze_all(todo, self._tails_beside(todo.holding), {})
+        self._squeeze_all(todo, todo.holding.blocks_from_end(), robbed)
+
+    def _take_from_end(self, todo: _Placing, victim: Holding, robbed: Robbed) -> None:
+        """Blocks of one who may be robbed, several at once where that is simple."""
+        stays = 0  # blocks at its end that it keeps something of
+        while todo.count:
+            whole = todo.count // self._stacks.block_size
+            blocks = victim.blocks_from_end(stays, whole or 1)
+            if not blocks:
+                return
+            if whole and self._rob_whole(victim, blocks):
+                self._take_free(todo)
+                continue
+            self._squeeze(todo, blocks[0], robbed)
+            stays += blocks[0] in victim.runs
+
+    def _rob_whole(self, victim: Holding, blocks: Sequence[int]) -> int:
+        """Free the first ones of `blocks`, which come from its end; how many.
+
+        Those that only it is in, as long as their tokens are one range.
+        """
+        stacks, runs, other = self._stacks, victim.runs, victim.side.other
+        start, count, freed = -1, 0, 0
+        is_alone = victim.alone == len(runs)  # in all of them
+        for block in blocks:
+            stack = runs[block]
+            first, length = stack[0]
+            if len(stack) > 1 or (freed and first + length != start):
+                break
+            if not is_alone and stacks.height(block, other):
+                break
+            start, count, freed = first, count + length, freed + 1
+        if not freed:
+            return 0
+        self._cut_chain(victim, -(-start // stacks.block_size))
+        self._cache.stop_filling(victim.number)
+        slots = stacks.clear(blocks[:freed], victim.side)
+        victim.alone -= freed
+        victim.leave(blocks[:freed])
+        self._checkpoints.give_up(victim, (start, count), slots)
+        return freed
 
     def _tails_beside(self, holding: Holding) -> list[int]:
         """Last blocks of requests on the other side with nothing on this one, emptiest first."""
@@ -222,30 +282,48 @@ class Allocator:
             gain += stacks.height(block, side.other)
         return gain
 
-    def _squeeze(self, holding: Holding, block: int, count: int, robbed: Robbed) -> range:
-        """At most `count` tokens into a block in use, over those of the robbed; their slots."""
-        if not self._gain(holding, block, robbed):
-            return range(0)
-        stacks, side = self._stacks, holding.side
-        owner, other = stacks.owner(block, side), stacks.owner(block, side.other)
-        if owner in robbed:
-            self._rob(robbed[owner], block, stacks.height(block, side))
-        over = min(count - stacks.room(block), stacks.height(block, side.other))
-        if over > 0 and other in robbed:
-            self._rob(robbed[other], block, over)
-        count = min(count, stacks.room(block))
-        if stacks.room(block) == stacks.block_size:
-            taken, pushed = self._take(holding, count)
+    def _squeeze_all(self, todo: _Placing, blocks: Sequence[int], robbed: Robbed) -> None:
+        for block in blocks:
+            if not todo.count:
+                return
+            self._squeeze(todo, block, robbed)
+
+    def _squeeze(self, todo: _Placing, block: int, robbed: Robbed) -> None:
+        """As many tokens as it may have into a block in use, over those of the robbed."""
+        stacks, holding, wanted = self._stacks, todo.holding, todo.count
+        height, owner, others, other = stacks.look(block, holding.side)
+        room = stacks.block_size - height - others
+        if owner in robbed and wanted:
+            self.rob(robbed[owner], block, height)
+            room += height
+        elif owner not in (-1, holding.number):
+            return
+        if room < wanted and other in robbed:
+            over = min(wanted - room, others)
+            self.rob(robbed[other], block, over)
+            room, others = room + over, others - over
+        count = min(wanted, room)
+        if not count:
+            return
+        if room == stacks.block_size:
+            taken = self._take(todo, count)
             assert taken == block, "it came free just now"
-            return pushed
-        return self._push(holding, block, count)
+        else:
+            self._push(todo, block, count)
 
-    def _take(self, holding: Holding, count: int) -> tuple[int, range]:
+    def _take(self, todo: _Placing, count: int) -> int:
+        """A free block."""
+        stacks, holding = self._stacks, todo.holding
+        block = stacks.take(holding.side, holding.number, count)
         holding.alone += 1
-        return self._stacks.take(holding.side, holding.number, count)
+        holding.push(stacks.range_of(block, holding.side), todo.start, count)
+        todo.took(stacks.slots(block, holding.side, 0, count))
+        return block
 
-    def _push(self, holding: Holding, block: int, count: int) -> range:
-        stacks, side = self._stacks, holding.side
-        if not stacks.height(block, side):
-            self._holdings[stacks.owner(block, side.other)].alone -= 1
-        return stacks.push(block, side, holding.number, count)
+    def _push(self, todo: _Placing, block: int, count: int) -> None:
+        stacks, holding = self._stacks, todo.holding
+        if not stacks.height(block, holding.side):
+            self._holdings[stacks.owner(block, holding.side.other)].alone -= 1
+        slots = stacks.push(block, holding.side, holding.number, count)
+        holding.push(stacks.range_of(block, holding.side), todo.start, count)
+        todo.took(slots)

@@ -14,8 +14,9 @@ in no run; then come those of its own that others may find there, and which are 
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from bros.core.plan import SEGMENT_WIDTH
 from bros.kvcache.prefix_cache import Node
@@ -71,6 +72,7 @@ class Holding:
         """Tokens [start, start + count) went into a block, where its range is now `where`."""
         block = where[0]
         self.tail = block
+        self.pushed_last.append((block, count))
         runs = self.runs.get(block)
         if runs is None:
             self.runs[block] = [[start, count]]
@@ -80,6 +82,18 @@ class Holding:
         self._lengthen(runs, start, count)
         place = self._places[block]
         self.segments[place + 1 : place + SEGMENT_WIDTH] = array("i", where[1:])
+
+    def fill(self, blocks: Sequence[int], start: int, size: int) -> None:
+        """Tokens from `start` on went into new blocks, `size` into each, which are full now."""
+        runs, places, segments = self.runs, self._places, self.segments
+        pushed = self.pushed_last
+        for block in blocks:
+            runs[block] = [[start, size]]
+            places[block] = len(segments)
+            segments.extend((block, 0, size))
+            pushed.append((block, size))
+            start += size
+        self.tail = blocks[-1]
 
     def grow(self, count: int) -> array[int]:
         """Its next tokens went on top of its last block; returns the segments before that."""
@@ -109,11 +123,23 @@ class Holding:
                 runs[-1][1] -= taken
         if low < high:
             place = self._places[block]
-            self.segments[place + 1 : place + SEGMENT_WIDTH] = array("i", (low, high))
+            self.segments[place + 1] = low
+            self.segments[place + 2] = high
             return popped
         self._leave(block)
-        self._drop_segment(block)
+        self._drop_segment(self._places.pop(block))
         return popped
+
+    def leave(self, blocks: Sequence[int]) -> None:
+        """All of its tokens in some blocks are gone; blocks: one after the other, from the end."""
+        for block in blocks:
+            self._leave(block)
+        places = sorted(map(self._places.pop, blocks))
+        if places[0] == len(self.segments) - SEGMENT_WIDTH * len(places):
+            del self.segments[places[0] :]
+            return
+        for place in reversed(places):  # so that the last segment is never one of these
+            self._drop_segment(place)
 
     def join(self, node: Node, size: int) -> None:
         """Have the next node of a prefix, whose `size` slots belong to the cache."""
@@ -144,18 +170,26 @@ class Holding:
         """All that is shared is gone from it; it has no node of its own any more."""
         assert self.num_shared == len(self.chain)
         for node in self.chain:
-            self._drop_segment(node.block)
+            self._drop_segment(self._places.pop(node.block))
         self.chain.clear()
         self.num_shared = 0
 
     def lose(self, run: Run) -> None:
         """Tokens that were popped are missing from now on."""
-        self.missing.append(run)
-        self.num_missing += run[1]
+        start, count = run
+        self.num_missing += count
+        if self.missing and self.missing[-1][0] == start + count:
+            # Who is robbed from its end loses what comes right before, mostly.
+            count += self.missing.pop()[1]
+        self.missing.append((start, count))
 
-    def blocks_from_end(self) -> Iterator[int]:
-        """Blocks in the reverse order of their first tokens in it; it may change meanwhile."""
-        return iter(list(reversed(self.runs)))
+    def blocks_from_end(self, first: int = 0, count: int | None = None) -> list[int]:
+        """Blocks in the reverse order of their first tokens in it, as it is now.
+
+        first, count: how many to leave out, and how many to name.
+        """
+        end = None if count is None else first + count
+        return list(itertools.islice(reversed(self.runs), first, end))
 
     def check_integrity(self, size: int) -> None:
         """Raise AssertionError unless shared, runs and missing are all tokens, once each."""
@@ -199,9 +233,8 @@ class Holding:
             del self.runs[block]
         self.tail = next(reversed(self.runs), -1)
 
-    def _drop_segment(self, block: int) -> None:
+    def _drop_segment(self, place: int) -> None:
         """The last segment takes its place: their order means nothing."""
-        place = self._places.pop(block)
         last = self.segments[-SEGMENT_WIDTH:]
         del self.segments[-SEGMENT_WIDTH:]
         if place < len(self.segments):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
 
 from bros.kvcache.holding import Run
 
@@ -25,6 +24,8 @@ class HostPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._full = (1 << block_size) - 1
+        self._slots = array("i", range(num_blocks * block_size))  # to cut ranges out of
         self._blocks: dict[int, dict[int, int]] = {}  # request -> part of its tokens -> block
         self._valid = [0] * num_blocks  # bit k: slot k
         self._needed = [0] * num_blocks
@@ -35,34 +36,62 @@ class HostPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    def keep(self, number: int, runs: list[Run]) -> list[list[tuple[int, range]]] | None:
+    def keep(self, number: int, run: Run) -> tuple[array[int], list[Run]] | None:
         """These tokens are about to be missing from the device; None if there is no room.
 
-        Returns for each run what has to be copied, since it has no copy yet: (tokens of the run
-        before it, its host slots).
+        Returns what has to be copied, since it has no copy yet: host slots, and the tokens that
+        go there as ranges (low, high), counted from the first one of the run.
         """
-        blocks = self._blocks.setdefault(number, {})
-        wanted = {part for run in runs for part, _, _ in self._pieces(run)}
-        new = wanted - blocks.keys()
-        kept = sum(blocks[part] in self._spare for part in wanted & blocks.keys())
-        if len(new) > len(self._free) + len(self._spare) - kept:
+        blocks = self._blocks.get(number)
+        if blocks is None:
+            blocks = self._blocks[number] = {}
+        size = self.block_size
+        first, end = run[0] // size, (run[0] + run[1] - 1) // size + 1
+        if end - first > len(self._free) and not self._has_room(blocks, range(first, end)):
             return None
-        for part in wanted & blocks.keys():
-            self._spare.pop(blocks[part], None)
-        for part in sorted(new):
-            blocks[part] = self._take()
-        return [list(self._copies(blocks, run)) for run in runs]
+        slots, ranges = array("i"), []
+        low, offset = 0, run[0] - first * size
+        for part in range(first, end):
+            count = min(size - offset, run[1] - low)
+            block = blocks.get(part, -1)
+            if block < 0:
+                block = blocks[part] = self._take()
+            else:
+                self._spare.pop(block, None)
+            bits = self._full if count == size else ((1 << count) - 1) << offset
+            new = bits & ~self._valid[block]
+            self._needed[block] |= bits
+            if new == bits:
+                self._valid[block] |= bits
+                place = block * size + offset
+                slots += self._slots[place : place + count]
+                ranges.append((low, low + count))
+            elif new:
+                self._valid[block] |= bits
+                for k in range(offset, offset + count):
+                    if new >> k & 1:
+                        slots.append(block * size + k)
+                        ranges.append((low + k - offset, low + k - offset + 1))
+            low, offset = low + count, 0
+        return slots, ranges
 
     def restore(self, number: int, run: Run) -> array[int]:
         """The host slots of missing tokens, which are needed until `settle`."""
-        blocks, slots = self._blocks[number], array("i")
-        for part, offset, count in self._pieces(run):
-            block, bits = blocks[part], ((1 << count) - 1) << offset
-            assert self._needed[block] & bits == bits, f"{run} of {number} is not missing"
-            self._needed[block] &= ~bits
-            if not self._needed[block]:
+        blocks, size, slots = self._blocks[number], self.block_size, array("i")
+        start, count = run
+        part, offset = divmod(start, size)
+        while count:
+            length = min(count, size - offset)
+            block = blocks[part]
+            bits = self._full if length == size else ((1 << length) - 1) << offset
+            needed = self._needed[block]
+            assert needed & bits == bits, f"{run} of {number} is not missing"
+            self._needed[block] = needed & ~bits
+            if needed == bits:
                 self._leaving[block] = (number, part)
-            slots.extend(self._slots(block, offset, count))
+            place = block * size + offset
+            slots += self._slots[place : place + length]
+            part, offset, count = part + 1, 0, count - length
         return slots
 
     def settle(self) -> None:
@@ -109,34 +138,15 @@ class HostPool:
             if self._needed[block] >> offset & 1
         ]
 
-    def _pieces(self, run: Run) -> Iterator[tuple[int, int, int]]:
-        """A run, block by block: (part of the request's tokens, offset in it, how many)."""
-        start, count = run
-        while count:
-            part, offset = divmod(start, self.block_size)
-            length = min(count, self.block_size - offset)
-            yield part, offset, length
-            start, count = start + length, count - length
-
-    def _copies(self, blocks: dict[int, int], run: Run) -> Iterator[tuple[int, range]]:
-        """Mark a run as needed and valid; what was not valid before."""
-        before = 0
-        for part, offset, count in self._pieces(run):
-            block, bits = blocks[part], ((1 << count) - 1) << offset
-            new = bits & ~self._valid[block]
-            self._needed[block] |= bits
-            self._valid[block] |= bits
-            if new == bits:
-                yield before, self._slots(block, offset, count)
-            elif new:
-                for k in range(count):
-                    if new >> (offset + k) & 1:
-                        yield before + k, self._slots(block, offset + k, 1)
-            before += count
-
-    def _slots(self, block: int, offset: int, count: int) -> range:
-        first = block * self.block_size + offset
-        return range(first, first + count)
+    def _has_room(self, blocks: dict[int, int], parts: range) -> bool:
+        """Whether all parts get a block; those that are there will not make way for the others."""
+        known = [blocks[part] for part in parts if part in blocks]
+        kept = [block for block in known if block in self._spare]
+        if len(parts) - len(known) > len(self._free) + len(self._spare) - len(kept):
+            return False
+        for block in kept:
+            del self._spare[block]
+        return True
 
     def _take(self) -> int:
         if not self._free:

@@ -15,24 +15,16 @@ requests that begin alike share them, and later ones find them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from bros.core.plan import KvCopies
 from bros.kvcache.allocator import Allocator, Robbed
+from bros.kvcache.checkpoints import Checkpoints, Loss
 from bros.kvcache.holding import Holding
 from bros.kvcache.host_pool import HostPool
 from bros.kvcache.prefix_cache import PrefixCache
 from bros.kvcache.sharing import NO_MATCH, Match, Sharing
 from bros.kvcache.stacks import CACHE, Side, Stacks
-
-
-@dataclass(slots=True)
-class Loss:
-    """What a request has had to give up. copied: tokens that had no copy on the host yet."""
-
-    tokens: int = 0
-    copied: int = 0
 
 
 class KvCacheManager:
@@ -62,13 +54,11 @@ class KvCacheManager:
         self._by_id: dict[str, Holding] = {}
         self._by_number: dict[int, Holding] = {}
         self._next_number = CACHE + 1
-        self._copies = KvCopies()
-        self._cut: dict[str, int] = {}
-        self._losses: dict[str, Loss] = {}
+        self._checkpoints = Checkpoints(self._host)
         self._sharing = Sharing(self._stacks, self._cache, self._by_number)
         self._room = Allocator(
-            self._stacks, self._cache, self._by_number,
-            rob=self._rob, lose=self._lose_all, literal=literal,
+            self._stacks, self._cache, self._by_number, self._checkpoints,
+            lose=self._lose_all, literal=literal,
         )  # fmt: skip
 
     @property
@@ -190,11 +180,9 @@ class KvCacheManager:
             self._sharing.begin(holding, match, side)
         if holding.missing:
             self._restore(holding, side, robbed)
-        before, slots = holding.segments[:], array("i")
+        before = holding.segments[:]
         holding.pushed_last.clear()
-        for block, pushed in self._put(holding, side, holding.num_tokens, num_tokens, robbed):
-            holding.pushed_last.append((block, len(pushed)))
-            slots.extend(pushed)
+        slots = self._room.place(holding, side, (holding.num_tokens, num_tokens), robbed)
         holding.num_tokens += num_tokens
         return before, slots
 
@@ -234,8 +222,7 @@ class KvCacheManager:
             self._room.pop(holding, block, self._stacks.height(block, holding.side))
         self._sharing.leave(holding)
         self._cache.stop_filling(holding.number)
-        self._host.forget(holding.number)
-        self._cut.pop(request_id, None)
+        self._checkpoints.forget(holding)
         del self._by_number[holding.number]
 
     def expect(self, keys: Iterable[bytes], waits: bool) -> None:
@@ -247,21 +234,18 @@ class KvCacheManager:
 
     def take_copies(self) -> KvCopies | None:
         """What has to be copied before the next step, told once; None if nothing has."""
-        copies, self._copies = self._copies, KvCopies()
-        self._host.settle()
-        return copies if len(copies) else None
+        return self._checkpoints.take_copies()
 
     def take_losses(self) -> dict[str, Loss]:
         """Who has had to give up tokens since the last call, and how many."""
-        losses, self._losses = self._losses, {}
-        return losses
+        return self._checkpoints.take_losses()
 
     def take_cuts(self) -> dict[str, int]:
         """Requests some tokens of which are lost since the last call: how many they have left.
 
         They go on from there; those with none left are not here any more.
         """
-        cuts, self._cut = self._cut, {}
+        cuts, self._checkpoints.cuts = self._checkpoints.cuts, {}
         for request_id in cuts:
             cuts[request_id] = self._cut_to(self._by_id[request_id], cuts[request_id])
         return cuts
@@ -282,7 +266,7 @@ class KvCacheManager:
                 alone += self._stacks.height(block, holding.side.other) == 0
                 held += height
             assert alone == holding.alone, f"{holding.request_id}: {alone=} {holding.alone=}"
-            if holding.request_id not in self._cut:
+            if holding.request_id not in self._checkpoints.cuts:
                 runs = holding.missing
                 missing = sorted(token for start, n in runs for token in range(start, start + n))
                 assert missing == self._host.needed(holding.number)
@@ -312,56 +296,23 @@ class KvCacheManager:
                 return robbed
         return robbed if self._room.fits(holding, wanted, robbed) else None
 
-    def _rob(self, victim: Holding, block: int, count: int) -> None:
-        """Its last tokens in a block have to make way."""
-        loss = self._losses.setdefault(victim.request_id, Loss())
-        loss.tokens += count
-        self._cache.stop_filling(victim.number)
-        slots, runs = self._room.pop(victim, block, count)
-        for run in runs:
-            victim.lose(run)
-        first = min(start for start, _ in runs)
-        cut = self._cut.get(victim.request_id)
-        copies = None if cut is not None and cut <= first else self._host.keep(victim.number, runs)
-        if copies is None:
-            self._cut[victim.request_id] = first if cut is None else min(cut, first)
-            return
-        for (_, n), pieces in zip(runs, copies, strict=True):
-            of_run, slots = slots[:n][::-1], slots[n:]
-            for before, host_slots in pieces:
-                loss.copied += len(host_slots)
-                self._copies.out_device.extend(of_run[before : before + len(host_slots)])
-                self._copies.out_host.extend(host_slots)
-
     def _lose_all(self, victim: Holding) -> None:
         """What others need is not even in blocks of its own: it starts over."""
         for block in victim.blocks_from_end():
-            self._rob(victim, block, self._stacks.height(block, victim.side))
+            self._room.rob(victim, block, self._stacks.height(block, victim.side))
         if not victim.num_shared:
             return
         count = victim.num_shared * self.block_size
-        self._losses.setdefault(victim.request_id, Loss()).tokens += count
-        self._cut[victim.request_id] = 0
         self._sharing.leave(victim)
-        victim.lose((0, count))
-
-    def _put(
-        self, holding: Holding, side: Side, start: int, count: int, robbed: Robbed
-    ) -> Iterator[tuple[int, range]]:
-        """Give tokens [start, start + count), which fit, their places: (block, slots)."""
-        for block, pushed in self._room.places(holding, side, count, robbed):
-            holding.push(self._stacks.range_of(block, holding.side), start, len(pushed))
-            start += len(pushed)
-            yield block, pushed
+        self._checkpoints.give_up_shared(victim, count)
 
     def _restore(self, holding: Holding, side: Side, robbed: Robbed) -> None:
         runs = sorted(holding.missing)
         holding.missing.clear()
         holding.num_missing = 0
-        for start, count in runs:
-            self._copies.back_host.extend(self._host.restore(holding.number, (start, count)))
-            for _, pushed in self._put(holding, side, start, count, robbed):
-                self._copies.back_device.extend(pushed)
+        for run in runs:
+            slots = self._room.place(holding, side, run, robbed)
+            self._checkpoints.bring_back(holding, run, slots)
 
     def _cut_to(self, holding: Holding, num_tokens: int) -> int:
         """Keep the first tokens of a request, as far as they can be kept; returns how many."""

@@ -98,7 +98,7 @@ class PrefixCache:
         self._uses = 0
         self._expected: Counter[bytes] = Counter()
         self._filling: dict[bytes, int] = {}
-        self._fills: dict[int, list[bytes]] = {}
+        self._fills: dict[int, list[bytes]] = {}  # last one first
         self.num_held = 0  # shared, and somebody has them
 
     @property
@@ -137,7 +137,9 @@ class PrefixCache:
         self._nodes[key] = node
         if parent:
             parent.children += 1
-        self._filling.pop(key, None)
+        filler = self._filling.pop(key, None)
+        if filler is not None and (rest := self._fills.get(filler)) and rest[-1] == key:
+            rest.pop()
         return node
 
     def hold(self, node: Node, holder: int) -> None:
@@ -215,7 +217,7 @@ class PrefixCache:
         """A request has begun to compute these blocks."""
         mine = [key for key in keys if key not in self._nodes and key not in self._filling]
         self._filling.update((key, holder) for key in mine)
-        self._fills[holder] = mine
+        self._fills[holder] = mine[::-1]
 
     def stop_filling(self, holder: int) -> None:
         """It will not go on, or not soon."""
@@ -295,7 +297,7 @@ class PrefixCache:
         if not self._by_class:
             self._uses += 1
             return self._uses
-        asked = 1 + node.hits + self._expected[node.key]
+        asked = 1 + node.hits + self._expected.get(node.key, 0)
         return self._clock + asked * self._cost(node.depth)
 
     def _first_evictable(self, group: bool) -> Node:

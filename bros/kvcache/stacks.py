@@ -11,6 +11,8 @@ one side grows over is the top of the other, the tokens pushed last (BROS sectio
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 
 CACHE = 0
@@ -41,6 +43,9 @@ class Stacks:
         self._heights = (bytearray(num_blocks), bytearray(num_blocks))
         self._owners = ([-1] * num_blocks, [-1] * num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))
+        # Slot s is at s + 1, so that a slice may go down to slot 0. Cutting slots out of this
+        # takes a tenth of the time of counting them out.
+        self._numbers = array("i", range(-1, num_blocks * block_size))
 
     @property
     def num_free(self) -> int:
@@ -58,6 +63,25 @@ class Stacks:
         """Slots between the stacks."""
         return self.block_size - self._heights[0][block] - self._heights[1][block]
 
+    def look(self, block: int, side: Side) -> tuple[int, int, int, int]:
+        """Height and owner of a side, then of the other one."""
+        mine, other = int(side), 1 - side
+        heights, owners = self._heights, self._owners
+        return (
+            heights[mine][block],
+            owners[mine][block],
+            heights[other][block],
+            owners[other][block],
+        )
+
+    def slots(self, block: int, side: Side, low: int, high: int) -> array[int]:
+        """Of the tokens number low .. high - 1 of a stack, in the order of pushing."""
+        if side is Side.LEFT:
+            first = block * self.block_size + 1
+            return self._numbers[first + low : first + high]
+        last = (block + 1) * self.block_size
+        return self._numbers[last - low : last - high : -1]
+
     def range_of(self, block: int, side: Side) -> tuple[int, int, int]:
         """(block, lo, hi): the slots of a side; lo == hi if it is empty."""
         height = self._heights[side][block]
@@ -65,8 +89,8 @@ class Stacks:
             return block, 0, height
         return block, self.block_size - height, self.block_size
 
-    def take(self, side: Side, owner: int, count: int) -> tuple[int, range]:
-        """Put `count` tokens into a free block: (block, slots in the order of pushing).
+    def take(self, side: Side, owner: int, count: int) -> int:
+        """Put `count` tokens into a free block; which one.
 
         Raises IndexError if no block is free; ValueError unless 1 <= count <= block_size.
         """
@@ -75,9 +99,26 @@ class Stacks:
         block = self._free.pop()
         self._owners[side][block] = owner
         self._heights[side][block] = count
-        return block, self._slots(block, side, 0, count)
+        return block
 
-    def push(self, block: int, side: Side, owner: int, count: int) -> range:
+    def fill(self, side: Side, owner: int, count: int) -> tuple[list[int], array[int]]:
+        """Fill `count` >= 1 free blocks: which ones, and their slots in the order of pushing.
+
+        Raises ValueError if fewer are free.
+        """
+        if not 1 <= count <= len(self._free):
+            raise ValueError(f"{count} blocks of {len(self._free)} free ones")
+        blocks = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        heights, owners, size = self._heights[side], self._owners[side], self.block_size
+        slots = array("i")
+        for block in blocks:
+            owners[block] = owner
+            heights[block] = size
+            slots += self.slots(block, side, 0, size)
+        return blocks, slots
+
+    def push(self, block: int, side: Side, owner: int, count: int) -> array[int]:
         """Put `count` >= 1 tokens on a side of the owner's, or of nobody's, in a block in use.
 
         Returns their slots in the order of pushing. Raises ValueError if there is no room, the
@@ -93,31 +134,46 @@ class Stacks:
         elif self._owners[side][block] != owner:
             raise ValueError(f"the {side.name} side of {block=} is not {owner}'s")
         self._heights[side][block] = height + count
-        return self._slots(block, side, height, height + count)
+        return self.slots(block, side, height, height + count)
 
-    def grow(self, block: int, side: Side, count: int) -> range | None:
+    def grow(self, block: int, side: Side, count: int) -> array[int] | None:
         """`push` for the owner of a side that is not empty; None if there is no room."""
         mine = self._heights[side]
         low, high = mine[block], mine[block] + count
         if high + self._heights[1 - side][block] > self.block_size:
             return None
         mine[block] = high
-        return self._slots(block, side, low, high)
+        return self.slots(block, side, low, high)
 
-    def pop(self, block: int, side: Side, count: int) -> range:
-        """Take away the `count` >= 1 tokens pushed last on a side; their slots, last one first.
+    def pop(self, block: int, side: Side, count: int) -> int:
+        """Take away the `count` >= 1 tokens pushed last on a side; how many are left.
 
         Raises ValueError if there are fewer.
         """
         height = self._heights[side][block]
         if not 1 <= count <= height:
             raise ValueError(f"{count} tokens from a stack of {height} in {block=}")
-        self._heights[side][block] = height - count
-        if count == height:
+        left = self._heights[side][block] = height - count
+        if not left:
             self._owners[side][block] = -1
             if self._heights[1 - side][block] == 0:
                 self._free.append(block)
-        return self._slots(block, side, height - count, height)[::-1]
+        return left
+
+    def clear(self, blocks: Sequence[int], side: Side) -> array[int]:
+        """Take away all tokens of blocks in which the other side is empty; their slots.
+
+        Those of the last block come first, each stack's in the order of pushing.
+        """
+        heights, others, owners = self._heights[side], self._heights[1 - side], self._owners[side]
+        slots = array("i")
+        for block in reversed(blocks):
+            assert heights[block] and not others[block], f"{block=} is not one stack's alone"
+            slots += self.slots(block, side, 0, heights[block])
+            heights[block] = 0
+            owners[block] = -1
+        self._free += blocks
+        return slots
 
     def hand_over(self, block: int, side: Side, owner: int) -> None:
         """Its tokens belong to another owner from now on."""
@@ -134,11 +190,3 @@ class Stacks:
             for side in Side:
                 assert (self._owners[side][block] >= 0) == (heights[side] > 0), f"{block=} {side=}"
             assert (block in free) == (sum(heights) == 0), f"{block=} in the free list"
-
-    def _slots(self, block: int, side: Side, low: int, high: int) -> range:
-        """Of the tokens number low .. high - 1 of a stack."""
-        if side is Side.LEFT:
-            first = block * self.block_size
-            return range(first + low, first + high)
-        last = (block + 1) * self.block_size - 1
-        return range(last - low, last - high, -1)
