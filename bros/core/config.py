@@ -30,6 +30,7 @@ KV_FIND = ("final", "paper")
 ON_PRESSURE = ("checkpoint", "recompute")
 KERNELS = ("auto", "reference", "cpu", "triton")
 CUDA_GRAPHS = ("on", "off")
+ASYNC_SCHEDULING = ("auto", "on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 BATCH_ORDER = ("prefix", "file")
 ON_ENGINE_DEATH = ("restart", "exit")
@@ -118,6 +119,9 @@ class EngineConfig(_Checked):
     )
     cuda_graphs: str = option(
         "on", "on a GPU, record decode steps once and replay them", choices=CUDA_GRAPHS
+    )
+    async_scheduling: str = option(
+        "auto", "plan the next step while one runs: auto is on a GPU", choices=ASYNC_SCHEDULING
     )
     kv_layout: str = option(
         "bidirectional",

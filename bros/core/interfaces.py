@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
@@ -163,6 +163,33 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release memory and worker processes. Calling it twice is fine."""
+        ...
+
+
+class Running(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait for its end. Asked for once, in the order of launches."""
+        ...
+
+
+@runtime_checkable
+class LaunchingExecutor(Executor, Protocol):
+    """One that only enqueues work on its device, so that the host can plan on meanwhile.
+
+        host     launch 1 | schedule 2 | launch 2 | wait for 1 | apply 1, schedule 3 | launch 3 ...
+        device            [ step 1 ................. ][ step 2 ............................. ][ ...
+
+    An executor should only have `launch` if that is better than `execute`: it is used then.
+    """
+
+    def launch(self, plan: StepPlan) -> Running:
+        """Begin an iteration as soon as the one before is done; does not wait for that.
+
+        Of at most two steps at a time the result has not been asked for. The plan may have
+        chunks of PENDING. `close` may be called with steps in flight.
+        """
         ...
 
 

@@ -6,6 +6,15 @@ KV memory is `num_blocks` blocks of `block_size` slots; slot s is offset s % blo
 block s // block_size. A request's cached tokens are a list of segments (block, lo, hi): slots
 [lo, hi) of that block, in any order, because attention inside the context is order-free
 (positions are applied when K is written).
+
+Where the executor can, plan t + 1 is made while plan t runs (interfaces.LaunchingExecutor):
+
+    scheduler   schedule 1 | schedule 2 ........ | apply 1, schedule 3 ..... | apply 2, schedule 4
+    device                 [ plan 1 ............ ][ plan 2 ................. ][ plan 3 ...
+
+So there may be a chunk of a request that has ended meanwhile, at a stop token that nobody knew of.
+It runs for nothing, and what it samples is ignored. Its slots may belong to others as soon as in
+the plan after it, which is why plans touch the device in their order (see KvCopies).
 """
 
 from __future__ import annotations
@@ -21,6 +30,16 @@ from bros.core.request import SamplingParams, TokenLogprobs
 
 SEGMENT_WIDTH = 3
 """Integers per segment in `Chunk.segments`: block, lo, hi."""
+
+PENDING = -1
+"""In `Chunk.token_ids`: the token that the plan right before this one samples for the request.
+
+    plan 7   chunk of "a"   start 0   [ 4, 8, 15 ]  -> sample
+    plan 8   chunk of "a"   start 3   [ PENDING  ]  -> sample     made before plan 7 is done
+
+Always the only token of its chunk, and only in plans that are launched. The executor fills it in
+where the token is, on the device. If there is none (SampledToken.error), any token will do.
+"""
 
 
 @dataclass(slots=True)
@@ -50,6 +69,7 @@ class Chunk:
 
     segments: int32 (block, lo, hi) triples, flattened; together they cover [0, start).
     slots:    int32, one per token: where its K and V are written.
+    token_ids may be [PENDING] if the plan is launched.
     """
 
     request_id: str
@@ -76,7 +96,7 @@ class KvCopies:
         a write (of a chunk or `back`) to a slot of `out_device`, for its contents to be read
         a chunk, for what `back` brings
         `back`, for the copy that put its contents on the host, in whichever plan that was
-        `out`, for the computation of all plans before
+        `out`, `back` and the chunks, for the computation of all plans before
         copies to one host slot for each other, in the order of plans; they are made even if
         nobody needs them any more, since the slot may have a new owner in the next plan
     """

@@ -45,4 +45,10 @@ def build_engine(
     model = None
     if needs_cost_model(config):
         model = step_time_model(config, executor, info, clock, profiles, report)
-    return Engine(build_scheduler(config, info, model), executor, clock, info)
+    return Engine(
+        build_scheduler(config, info, model),
+        executor,
+        clock,
+        info,
+        async_scheduling=config.async_scheduling,
+    )

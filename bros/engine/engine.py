@@ -1,4 +1,4 @@
-"""The iteration loop: schedule, execute, apply."""
+"""The iteration loop: schedule, execute, apply; or schedule, launch, apply the one before."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from bros.core.clock import Clock
-from bros.core.interfaces import EngineInfo, EngineStats, Executor, RequestTrace
+from bros.core.errors import ConfigError
+from bros.core.interfaces import (
+    EngineInfo,
+    EngineStats,
+    Executor,
+    LaunchingExecutor,
+    RequestTrace,
+    Running,
+)
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass
 from bros.scheduler.scheduler import Scheduler
 
@@ -14,19 +22,35 @@ logger = logging.getLogger("bros.engine")
 
 
 class Engine:
-    """A scheduler and an executor on one thread. Deciding and doing meet only in `step`."""
+    """A scheduler and an executor on one thread. Deciding and doing meet only in `step`.
+
+    async_scheduling: "on" schedules the next step while one runs; "auto" does where the executor
+    can launch steps. Raises ConfigError for "on" where it cannot.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Clock, info: EngineInfo
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        info: EngineInfo,
+        *,
+        async_scheduling: str = "auto",
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self.info = info
+        self._launcher: LaunchingExecutor | None = None
+        self._running: Running | None = None
+        if async_scheduling != "off" and isinstance(executor, LaunchingExecutor):
+            self._launcher = executor
+        elif async_scheduling == "on":
+            raise ConfigError("--async-scheduling on: only on a GPU, elsewhere steps take the host")
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._running is not None
 
     def submit(self, request: EngineRequest) -> ServiceClass:
         """Accept a request; returns the class it is served as, BE if it was relegated.
@@ -44,16 +68,23 @@ class Engine:
 
         arrivals: asked while the step runs for requests that have come since it was asked last
         (and that are submitted afterwards). A step with best-effort work in it may be given up
-        for one of them; then nothing comes of it.
+        for one of them; then nothing comes of it. With asynchronous scheduling steps are
+        not given up, and outputs are those of the step before the one that begins.
         Raises RuntimeError if there is work but nothing can run, which would be a bug.
         """
+        if self._launcher is not None:
+            outputs = self._launch(self._launcher)
+        else:
+            outputs = self._execute(arrivals)
+        self._log_ends(outputs)
+        return outputs
+
+    def _execute(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[RequestOutput]:
         scheduler, clock = self._scheduler, self._clock
         plan = scheduler.schedule(clock.now())
         outputs = scheduler.take_given_up()
         if plan is None:
-            if scheduler.has_work:
-                raise RuntimeError("there are requests, but none of them can run")
-            self._log_ends(outputs)
+            self._check_idle()
             return outputs
         if scheduler.may_abandon:
             result = self._executor.execute(plan, lambda: self._makes_way(arrivals()))
@@ -63,8 +94,31 @@ class Engine:
             scheduler.abandon(plan, clock.now())
         else:
             outputs += scheduler.apply(result, clock.now())
-        self._log_ends(outputs)
         return outputs
+
+    def _launch(self, launcher: LaunchingExecutor) -> list[RequestOutput]:
+        """Begin the next step, and only then wait for the one that runs."""
+        scheduler = self._scheduler
+        outputs = [] if scheduler.may_run_ahead else self._take_in()
+        plan = scheduler.schedule(self._clock.now())
+        outputs += scheduler.take_given_up()
+        if plan is None and self._running is None:
+            self._check_idle()
+        launched = None if plan is None else launcher.launch(plan)
+        outputs += self._take_in()
+        self._running = launched
+        return outputs
+
+    def _take_in(self) -> list[RequestOutput]:
+        """What comes of the step that runs, if one does."""
+        if self._running is None:
+            return []
+        result, self._running = self._running.result(), None
+        return self._scheduler.apply(result, self._clock.now())
+
+    def _check_idle(self) -> None:
+        if self._scheduler.has_work:
+            raise RuntimeError("there are requests, but none of them can run")
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()

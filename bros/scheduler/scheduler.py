@@ -3,6 +3,8 @@
     schedule(now) -> StepPlan -> (an executor runs it) -> apply(StepResult, now) -> outputs
                                                        -> abandon(plan, now), if given up
 
+While a step runs the one after it may be scheduled (ahead.py); then it is applied, not abandoned.
+
 The policy says who may run in what order and how much a step may hold, packing.py chooses, which
 takes memory (StepMemory), and here the choice is committed: requests change queues and have
 computed what is in the plan. What the step gets is settled when it is packed.
@@ -16,9 +18,10 @@ from collections import OrderedDict
 
 from bros.core.errors import InvalidRequestError, OverloadedError, QueueFullError
 from bros.core.interfaces import EngineStats, RequestTrace
-from bros.core.plan import Chunk, StepPlan, StepResult
+from bros.core.plan import PENDING, Chunk, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
+from bros.scheduler import ahead
 from bros.scheduler.counters import ClassCounters
 from bros.scheduler.limits import Limits, objectives
 from bros.scheduler.memory import StepMemory
@@ -106,24 +109,32 @@ class Scheduler:
         return RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Choose the next step and allocate its memory; None if there is nothing to run."""
-        turn = self._policy.turn(self._queues, now)
+        """Choose the next step and allocate its memory; None if there is nothing to run.
+
+        While a step runs, this is the one after it, and only if `may_run_ahead`.
+        """
+        running, begins_s = self._steps.latest, now
+        if running is not None:
+            begins_s = ahead.foresee(running, self._prefixes, now)
+        turn = self._policy.turn(self._queues, begins_s)
         for state in turn.give_up:
             self._give_up(state, now)
+        if running is not None:
+            turn = ahead.turn_behind(turn)
         predictor = self._policy.predictor
         memory = StepMemory(
             self._kv,
             self._prefixes,
             self._queues.running,
             self._states,
-            now,
+            begins_s,
             max_holders=self._limits.max_num_seqs,
             newcomers_preempt=self._policy.newcomers_preempt,
             expected_tokens=self._policy.expected_tokens,
             prefill_seconds=predictor.prefill_seconds if predictor else None,
         )
         packing = pack(
-            turn.urgent, turn.filler, turn.bounds, memory, predictor, now,
+            turn.urgent, turn.filler, turn.bounds, memory, predictor, begins_s,
             exclusive=turn.exclusive,
         )  # fmt: skip
         if not packing.selected:
@@ -134,20 +145,22 @@ class Scheduler:
             self._commit(state, tokens, memory.granted[state.request_id], now)
             for state, tokens in packing.selected
         )
-        self._steps.begin(packing, predictor, self._queues, now)
+        self._steps.begin(packing, predictor, self._queues, self._arrivals, now)
         return StepPlan(self._steps.count, chunks, self._kv.take_copies())
 
     def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
         """Take in what a step produced; returns one output per sampled token."""
-        seconds, packing, be_waits = self._steps.end(now, self._policy.predictor, self._queues)
-        self._policy.settle(packing, seconds, be_waits)
-        failed = {sample.request_id for sample in result.samples if sample.error is not None}
-        self._prefixes.publish(packing, failed)
+        step, seconds, be_waits = self._steps.end(now, self._policy.predictor, self._queues)
+        assert result.step == step.number, "steps end in their order"
+        self._policy.settle(step.packing, seconds, be_waits)
+        if not step.foreseen:
+            failed = {sample.request_id for sample in result.samples if sample.error is not None}
+            self._prefixes.publish(step.packing, failed)
         outputs: list[RequestOutput] = []
         for sample in result.samples:
             state = self._states.get(sample.request_id)
-            if state is None:
-                continue  # aborted while the step ran
+            if state is None or state.arrival_index >= step.newcomer:
+                continue  # it has gone while the step ran, and another one may have its name
             if sample.error is not None:
                 self._drop(state, FinishReason.ERROR, now)
                 outputs.append(_failed(state, sample.error))
@@ -165,9 +178,16 @@ class Scheduler:
         return outputs
 
     @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step can be scheduled before the running one has been applied."""
+        running = self._steps.latest
+        return running is None or ahead.can_be_foreseen(running)
+
+    @property
     def may_abandon(self) -> bool:
         """Whether `makes_way` may say yes while the step runs that was scheduled last."""
-        packing = self._steps.packing
+        assert self._steps.latest is not None
+        packing = self._steps.latest.packing
         has_filler = len(packing.selected) > packing.num_urgent
         return self._policy.abandons and has_filler and not packing.owed
 
@@ -183,13 +203,14 @@ class Scheduler:
             return False
         due_s = arrived_s(newcomer, now) + ttft_s
         tokens = len(newcomer.prompt_token_ids) - self._prefixes.cached_tokens(newcomer)
-        steps = self._steps
-        return self._policy.makes_way(steps.packing, steps.began_s, tokens, due_s, now)
+        step = self._steps.latest
+        assert step is not None
+        return self._policy.makes_way(step.packing, step.began_s, tokens, due_s, now)
 
     def abandon(self, plan: StepPlan, now: float) -> None:
         """Take back the step that was scheduled last: none of its tokens has been computed."""
-        seconds = self._steps.abandon(now, self._queues)
-        self._policy.abandoned(self._steps.packing, seconds)
+        seconds, packing = self._steps.abandon(now, self._queues)
+        self._policy.abandoned(packing, seconds)
         for chunk in plan.chunks:
             state = self._states.get(chunk.request_id)
             if state is None:
@@ -263,6 +284,8 @@ class Scheduler:
         for state in self._queues:
             held = self._kv.num_tokens(state.request_id)
             assert held == (state.num_cached if state.running else 0)
+            assert PENDING not in state.token_ids[:-1]
+            assert not state.is_pending or self._steps.latest is not None, "waits for nothing"
 
     def _check_queue(self, service_class: ServiceClass, now: float) -> None:
         waiting = len(self._queues.waiting[service_class])
@@ -307,7 +330,7 @@ class Scheduler:
 
     def _take_token(self, state: RequestState, token_id: int, now: float) -> FinishReason | None:
         counters = self._counters[state.service_class]
-        if state.num_outputs == 0:
+        if state.record.num_tokens == 0:
             counters.prompt_tokens += state.prompt_len
         counters.note_token(state.record.token(now, state.slo))
         reason = state.add_output(token_id, now)

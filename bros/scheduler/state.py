@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from bros.core.interfaces import RequestTrace
-from bros.core.plan import SampleSpec
+from bros.core.plan import PENDING, SampleSpec
 from bros.core.request import EngineRequest, FinishReason, ServiceClass, Slo
 from bros.kvcache.prefix_cache import extend_keys
 from bros.kvcache.sharing import NO_MATCH
@@ -41,19 +41,23 @@ class RequestState:
     num_reused    how many of the prompt were there when it began; None before
     remaining                          [ to compute .......... )   then a token is sampled
 
+    While a step runs that samples a token for it, and the next one is planned, the last of
+    token_ids is PENDING, and counts as any other.
+
     running: it holds KV memory. rank: who keeps that longer; never changes. queue_key: place
     among the waiting requests of its class. deadline_s: when the token after `remaining` is due,
     in clock seconds; moved by every token, and by the policy once it is lost (`late`). These
     three belong to the policy. match: what of its prompt was found in the cache last.
+    needs_history: its tokens are chosen by those before, which have to be known for that.
     """
 
     __slots__ = (
-        "_needs_history",
         "arrival_index",
         "deadline_s",
         "late",
         "match",
         "max_length",
+        "needs_history",
         "num_cached",
         "num_missing",
         "num_reused",
@@ -88,7 +92,7 @@ class RequestState:
         """slo: the request's objectives with the defaults of its class filled in."""
         params = request.sampling
         self.request = request
-        self._needs_history = params.needs_history
+        self.needs_history = params.needs_history
         self.request_id = request.request_id
         self.service_class = service_class
         self.side = SIDES[service_class]
@@ -122,8 +126,21 @@ class RequestState:
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.prompt_len
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether its last token is still to come out of a step that runs."""
+        return self.token_ids[-1] == PENDING
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens are there that it may have, or on their way."""
+        return len(self.token_ids) >= self.max_length
+
     def keys(self, block_size: int, num_tokens: int) -> list[bytes]:
-        """Of the full blocks among its first `num_tokens` tokens, see kvcache/prefix_cache.py."""
+        """Of the full blocks among its first `num_tokens` tokens, see kvcache/prefix_cache.py.
+
+        All of these have to be known.
+        """
         count = num_tokens // block_size
         known = self.prefix_keys
         if count > len(known):
@@ -160,29 +177,42 @@ class RequestState:
             self.seed,
             num_outputs,
             self.prompt_len,
-            self.token_ids[:] if self._needs_history else (),
+            self.token_ids[:] if self.needs_history else (),
             tuple(self.stop_ids) if num_outputs < params.min_tokens else (),
         )
 
-    def add_output(self, token_id: int, now: float) -> FinishReason | None:
-        """Append a token sampled at `now`; says why the request is finished, if it is."""
-        self.token_ids.append(token_id)
+    def expect_output(self, at_s: float) -> None:
+        """A step that runs samples a token for it, which will be there at `at_s`: plan with it."""
+        assert not self.needs_history, "its tokens have to be known first"
+        self.token_ids.append(PENDING)
         self.late = False
-        self.deadline_s = self.paced_deadline_s(_MAX_GAP)
+        self.deadline_s = self.paced_deadline_s(_MAX_GAP, at_s)
+
+    def add_output(self, token_id: int, now: float) -> FinishReason | None:
+        """Take in a token sampled at `now`; says why the request is finished, if it is."""
+        if self.is_pending:
+            self.token_ids[-1] = token_id
+        else:
+            self.token_ids.append(token_id)
+        if self.running:  # else it has to start over meanwhile, and has a deadline for that
+            self.late = False
+            self.deadline_s = self.paced_deadline_s(_MAX_GAP)
         if token_id in self.stop_ids:
             return FinishReason.STOP
-        if len(self.token_ids) >= self.max_length:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self.is_complete else None
 
-    def paced_deadline_s(self, max_gap: float) -> float:
+    def paced_deadline_s(self, max_gap: float, last_s: float | None = None) -> float:
         """An interval after the last token, or later if the request is ahead of its mean pace.
 
         The objective is the mean time between tokens. A request that is ahead of it may be
         kept waiting for another's prompt, but never for more than `max_gap` intervals.
+        last_s: when the last token is expected, if it is still to come.
         """
-        interval_s = self.slo.tpot_s
-        first_s, last_s = self.record.first_token_s, self.record.last_token_s
+        interval_s, first_s = self.slo.tpot_s, self.record.first_token_s
+        if last_s is None:
+            last_s = self.record.last_token_s
+        elif first_s is None:
+            first_s = last_s
         if interval_s is None or first_s is None or last_s is None:
             return self.deadline_s  # of a first token, of a whole best-effort request, or none
         on_pace_s = first_s + self.num_outputs * interval_s

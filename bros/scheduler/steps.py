@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
+
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.queues import Queues
@@ -9,8 +12,34 @@ from bros.scheduler.selection import Packing
 from bros.scheduler.state import RequestState
 
 
+@dataclass(slots=True)
+class Step:
+    """One that was committed, and what is needed of it when it ends.
+
+    began_s: when the device began with it; if it runs another one still, when it was planned.
+    expected_s: seconds it should take. newcomer: arrival_index of the first request that came
+    too late for it. blocked: classes that wait, and why. idle: requests that hold memory and are
+    not in it. foreseen: its requests plan on as if it were done, see ahead.py.
+    """
+
+    number: int
+    packing: Packing[RequestState]
+    began_s: float
+    expected_s: float
+    newcomer: int
+    blocked: list[tuple[ServiceClass, str]]
+    idle: list[tuple[RequestState, str]]
+    foreseen: bool = False
+
+
 class StepLedger:
-    """Sums over steps, in seconds; fields as in EngineStats."""
+    """Up to two steps that run, one after the other, and sums over those that have ended.
+
+        planned    |1   |2       |3                  a step begins when it is planned, or when
+        device     [ 1 ....... ][ 2 ....... ][ 3     the one before it has ended
+
+    Sums are in seconds; fields as in EngineStats.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -20,84 +49,88 @@ class StepLedger:
         self.be_tax_s = 0.0
         self.abandoned = 0
         self.abandoned_s = 0.0
-        self._began_s = 0.0
-        self._expected_s = 0.0
-        self._packing: Packing[RequestState] = Packing()
-        self._blocked: list[tuple[ServiceClass, str]] = []
-        self._idle: list[tuple[RequestState, str]] = []
+        self._running: deque[Step] = deque()
 
     def begin(
         self,
         packing: Packing[RequestState],
         predictor: StepTimePredictor | None,
         queues: Queues,
+        newcomer: int,
         now: float,
     ) -> None:
         """A step was committed. Called with the queues as they are while it runs."""
+        assert len(self._running) < 2, "at most two steps run"
         self.count += 1
-        self._began_s = now
-        self._packing = packing
-        self._expected_s = predictor.seconds(packing.load) if predictor else 0.0
-        self._blocked = [
-            (service_class, _why_waiting(packing, service_class))
-            for service_class, waiting in queues.waiting.items()
-            if waiting
-        ]
         taken = {state.request_id for state, _ in packing.selected}
         reasons = {state.request_id: reason for state, reason in packing.passed_over}
-        self._idle = [
-            (state, reasons.get(state.request_id) or _why_stopped(packing, state.service_class))
-            for state in queues.running
-            if state.request_id not in taken
-        ]
+        step = Step(
+            number=self.count,
+            packing=packing,
+            began_s=now,
+            expected_s=predictor.seconds(packing.load) if predictor else 0.0,
+            newcomer=newcomer,
+            blocked=[
+                (service_class, _why_waiting(packing, service_class))
+                for service_class, waiting in queues.waiting.items()
+                if waiting
+            ],
+            idle=[
+                (state, reasons.get(state.request_id) or _why_stopped(packing, state.service_class))
+                for state in queues.running
+                if state.request_id not in taken and not state.is_complete
+            ],
+        )
+        self._running.append(step)
 
     @property
-    def packing(self) -> Packing[RequestState]:
-        """What the running step holds."""
-        return self._packing
+    def latest(self) -> Step | None:
+        """The step that was committed last, if it has not ended."""
+        return self._running[-1] if self._running else None
 
-    @property
-    def began_s(self) -> float:
-        """When the running step began."""
-        return self._began_s
-
-    def abandon(self, now: float, queues: Queues) -> float:
-        """The running step was given up; returns the time that went into it."""
-        seconds = now - self._began_s
+    def abandon(self, now: float, queues: Queues) -> tuple[float, Packing[RequestState]]:
+        """The only step that runs was given up: (the time that went into it, what it was)."""
+        (step,) = self._running
+        self._running.clear()
+        seconds = now - step.began_s
         self.abandoned += 1
         self.abandoned_s += seconds
-        self._note_waits(seconds, queues)
-        return seconds
+        _note_waits(step, seconds, queues)
+        return seconds, step.packing
 
     def end(
         self, now: float, predictor: StepTimePredictor | None, queues: Queues
-    ) -> tuple[float, Packing[RequestState], bool]:
-        """The step is done: (seconds it took, what it was, best-effort work waited)."""
-        seconds, packing = now - self._began_s, self._packing
+    ) -> tuple[Step, float, bool]:
+        """The first step is done: (which one, seconds it took, best-effort work waited)."""
+        step = self._running.popleft()
+        seconds = now - step.began_s
         self.seconds += seconds
-        be_waits = self._note_waits(seconds, queues)
+        if self._running:  # it can not have begun before
+            self._running[0].began_s = now
+        be_waits = _note_waits(step, seconds, queues)
         if predictor is not None:
-            self._compare(seconds, predictor)
-        return seconds, packing, be_waits
+            self._compare(step, seconds, predictor)
+        return step, seconds, be_waits
 
-    def _note_waits(self, seconds: float, queues: Queues) -> bool:
-        """Whether best-effort work was among those who waited."""
-        be_waits = any(service_class is ServiceClass.BE for service_class, _ in self._blocked)
-        for state, reason in self._idle:
-            if not state.record.left:
-                state.record.wait(reason, seconds)
-                be_waits |= state.service_class is ServiceClass.BE
-        for service_class, reason in self._blocked:
-            queues.blocked.note(service_class, reason, seconds)
-        return be_waits
-
-    def _compare(self, seconds: float, predictor: StepTimePredictor) -> None:
-        packing, expected = self._packing, self._expected_s
-        self.predicted_s += expected
-        self.error_s += abs(seconds - expected)
+    def _compare(self, step: Step, seconds: float, predictor: StepTimePredictor) -> None:
+        packing = step.packing
+        self.predicted_s += step.expected_s
+        self.error_s += abs(seconds - step.expected_s)
         if packing.num_urgent and packing.seconds:
             self.be_tax_s += seconds * (packing.seconds - packing.urgent_s) / packing.seconds
         predictor.observe(packing.load, seconds)
+
+
+def _note_waits(step: Step, seconds: float, queues: Queues) -> bool:
+    """Whether best-effort work was among those who waited."""
+    be_waits = any(service_class is ServiceClass.BE for service_class, _ in step.blocked)
+    for state, reason in step.idle:
+        if not state.record.left:
+            state.record.wait(reason, seconds)
+            be_waits |= state.service_class is ServiceClass.BE
+    for service_class, reason in step.blocked:
+        queues.blocked.note(service_class, reason, seconds)
+    return be_waits
 
 
 def _why_waiting(packing: Packing[RequestState], service_class: ServiceClass) -> str:

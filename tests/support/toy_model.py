@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bros.core.plan import KvCopies, SampledToken, StepPlan, StepResult
+from bros.core.plan import Chunk, KvCopies, SampledToken, StepPlan, StepResult
 
 VOCAB = 1000
 
@@ -47,10 +47,14 @@ class ToyModel:
                 self._memory[slot] = (chunk.start + offset, token)
             if chunk.sample is not None:
                 tokens = [token for _, token in context] + list(chunk.token_ids)
-                samples.append(SampledToken(chunk.request_id, self.next_token(tokens)))
+                samples.append(self.choose(chunk, tokens))
             if abandon is not None and abandon():
                 return None
         return StepResult(step=plan.step, samples=tuple(samples))
+
+    def choose(self, chunk: Chunk, tokens: Sequence[int]) -> SampledToken:
+        """The token after `tokens`, which are all of a request so far."""
+        return SampledToken(chunk.request_id, self.next_token(tokens))
 
     def close(self) -> None:
         pass
