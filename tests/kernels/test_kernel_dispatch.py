@@ -44,7 +44,9 @@ def test_cpu_without_the_extension_is_an_error(no_extension: None) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="--kernels: 'cuda' is not one of auto, reference, cpu"):
+    with pytest.raises(
+        ConfigError, match="--kernels: 'cuda' is not one of auto, reference, cpu, t"
+    ):
         select_kernels("cuda")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
+from bros.kernels.reference import ReferenceKernels
 
 BLOCK_SIZE = 16
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +30,68 @@ def compiled_levels() -> list[str]:
     except ImportError:
         return []
     return cpu_ops.levels()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Kernels to test, where they run, and with how much patience."""
+
+    name: str
+    device: torch.device = torch.device("cpu")
+    examples: int = 60
+
+    @property
+    def is_triton(self) -> bool:
+        return self.name == "triton"
+
+    @property
+    def is_interpreted(self) -> bool:
+        return self.is_triton and self.device.type == "cpu"
+
+    def kernels(self) -> Kernels:
+        if not self.is_triton:
+            return cpu_kernels(self.name)
+        # Late, because Triton need not be installed.
+        from bros.kernels.triton_ops import TritonKernels
+
+        return TritonKernels(self.device)
+
+    def attention_cases(self) -> st.SearchStrategy[AttentionCase]:
+        return SMALL_ATTENTION_CASES if self.is_interpreted else ATTENTION_CASES
+
+
+def triton_backend() -> Backend:
+    """On the GPU if there is one; tests/conftest.py lets Triton interpret where there is none."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Backend("triton", device, 60 if device.type == "cuda" else 15)
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+each_backend = pytest.mark.parametrize(
+    "backend",
+    [
+        *(Backend(level) for level in compiled_levels()),
+        pytest.param(triton_backend(), marks=needs_triton),
+    ],
+    ids=lambda backend: backend.name,
+)
+
+
+def attend(kernels: Kernels, case: AttentionCase, device: torch.device) -> Tensor:
+    """The attention of a case, computed on a device, on the CPU."""
+    case = case.to(device)
+    batch = kernels.prepare(case.batch, case.layout, device)
+    return kernels.attention(
+        case.qkv, case.layout, case.k_cache, case.v_cache, batch, case.scale
+    ).cpu()
+
+
+def exact_attention(case: AttentionCase) -> Tensor:
+    """In double precision, by the definition."""
+    return ReferenceKernels().attention(
+        case.qkv.double(), case.layout, case.k_cache, case.v_cache, case.batch, case.scale
+    )
 
 
 def cpu_kernels(level: str) -> Kernels:
@@ -74,6 +138,15 @@ class AttentionCase:
             self.v_cache.clone(),
             self.batch,
             self.scale,
+        )
+
+    def to(self, device: torch.device) -> AttentionCase:
+        """Tensors on a device; the batch stays on the CPU."""
+        return replace(
+            self,
+            qkv=self.qkv.to(device),
+            k_cache=self.k_cache.to(device),
+            v_cache=self.v_cache.to(device),
         )
 
     def row(self, index: int) -> AttentionCase:
@@ -203,3 +276,22 @@ ATTENTION_CASES = st.builds(
     kv_dtype=st.sampled_from(KV_DTYPES),
     seed=st.integers(0, 2**32 - 1),
 )
+
+SMALL_ATTENTION_CASES = st.builds(
+    make_any_case,
+    rows=st.lists(
+        st.tuples(
+            st.one_of(st.just(1), st.just(1), st.integers(0, 40)),
+            st.one_of(st.just(0), st.integers(1, 40), st.integers(100, 300)),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    parts=ANY_PARTS,
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 2, 3, 4, 7, 8]),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    kv_dtype=st.sampled_from(KV_DTYPES),
+    seed=st.integers(0, 2**32 - 1),
+)
+"""For an interpreter, which takes some milliseconds per program."""

@@ -1,4 +1,4 @@
-"""Compiled attention against the reference run in double precision."""
+"""Attention of all back ends against the reference run in double precision."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels
-from bros.kernels.reference import ReferenceKernels
 from support.kernel_cases import (
-    ATTENTION_CASES,
     AttentionCase,
+    Backend,
+    attend,
     cpu_kernels,
+    each_backend,
     each_level,
+    exact_attention,
     int32,
     make_case,
     torch_threads,
@@ -28,34 +30,32 @@ ATOL = 2e-5
 
 
 def run(kernels: Kernels, case: AttentionCase) -> Tensor:
+    """As it is, on the CPU."""
     return kernels.attention(
         case.qkv, case.layout, case.k_cache, case.v_cache, case.batch, case.scale
     )
 
 
-def oracle(case: AttentionCase) -> Tensor:
-    return ReferenceKernels().attention(
-        case.qkv.double(), case.layout, case.k_cache, case.v_cache, case.batch, case.scale
-    )
-
-
-def assert_matches(level: str, case: AttentionCase) -> None:
+def assert_matches(backend: Backend, case: AttentionCase) -> None:
     before = case.clone()
-    actual = run(cpu_kernels(level), case)
-    torch.testing.assert_close(actual.double(), oracle(before), rtol=0, atol=ATOL)
+    actual = attend(backend.kernels(), case, backend.device)
+    torch.testing.assert_close(actual.double(), exact_attention(before), rtol=0, atol=ATOL)
     assert torch.equal(case.qkv, before.qkv)
     assert torch.equal(case.k_cache, before.k_cache)
     assert torch.equal(case.v_cache, before.v_cache)
 
 
-@each_level
-@settings(max_examples=60, deadline=None)
-@given(case=ATTENTION_CASES)
-def test_attention_matches_the_reference(level: str, case: AttentionCase) -> None:
-    assert_matches(level, case)
+@each_backend
+def test_attention_matches_the_reference(backend: Backend) -> None:
+    @settings(max_examples=backend.examples, deadline=None)
+    @given(case=backend.attention_cases())
+    def check(case: AttentionCase) -> None:
+        assert_matches(backend, case)
+
+    check()
 
 
-@each_level
+@each_backend
 @pytest.mark.parametrize(
     "rows",
     [
@@ -66,9 +66,17 @@ def test_attention_matches_the_reference(level: str, case: AttentionCase) -> Non
         pytest.param([(2, 1024), (3, 300), (1, 0), (1, 0)], id="few queries, no context"),
     ],
 )
-def test_long_contexts_are_split_and_merged(level: str, rows: list[tuple[int, int]]) -> None:
+def test_long_contexts_are_split_and_merged(backend: Backend, rows: list[tuple[int, int]]) -> None:
     with torch_threads(2):
-        assert_matches(level, make_case(rows))
+        kv_heads = 1 if backend.is_interpreted else 3
+        assert_matches(backend, make_case(rows, kv_heads=kv_heads))
+
+
+@each_backend
+def test_rows_read_the_parts_they_share(backend: Backend) -> None:
+    parts = [((0, 1, 3, 5), 300), ((3, 1), 17), ((), 20), ((2,), 40), ((5, 0), 0), ((4, 5), 160)]
+    rows = [(1, 30), (1, 0), (3, 40), (1, 5), (20, 5), (1, 130), (0, 3)]
+    assert_matches(backend, make_case(rows, kv_heads=2, parts=parts))
 
 
 @each_level
@@ -79,13 +87,13 @@ def test_parts_that_rows_share_are_prepared_once_or_put_back_per_layer(level: st
     prepared = kernels.prepare(case.batch, case.layout, torch.device("cpu"))
     assert prepared.shared is None
     assert torch.equal(run(kernels, case), run(kernels, replace(case, batch=prepared)))
-    assert_matches(level, case)
 
 
-@each_level
+@each_backend
 @pytest.mark.parametrize("group", [1, 9, 40, 200])
-def test_any_number_of_query_heads_may_share_a_kv_head(level: str, group: int) -> None:
-    assert_matches(level, make_case([(1, 1300), (70, 33)], kv_heads=1, group=group, head_dim=16))
+def test_any_number_of_query_heads_may_share_a_kv_head(backend: Backend, group: int) -> None:
+    rows = [(1, 130), (3, 33)] if backend.is_interpreted else [(1, 1300), (70, 33)]
+    assert_matches(backend, make_case(rows, kv_heads=1, group=group, head_dim=16))
 
 
 @each_level
@@ -99,24 +107,23 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads(level: str) -> None:
     assert torch.equal(together, torch.cat(alone))
 
 
-@each_level
-def test_a_row_without_tokens_is_skipped(level: str) -> None:
-    case = make_case([(3, 20), (0, 40), (2, 5)])
-    assert_matches(level, case)
+@each_backend
+def test_a_row_without_tokens_is_skipped(backend: Backend) -> None:
+    assert_matches(backend, make_case([(3, 20), (0, 40), (2, 5)]))
 
 
-@each_level
-def test_a_step_without_rows_gives_an_empty_output(level: str) -> None:
-    assert run(cpu_kernels(level), make_case([])).shape == (0, 9 * 64)
+@each_backend
+def test_a_step_without_rows_gives_an_empty_output(backend: Backend) -> None:
+    assert attend(backend.kernels(), make_case([]), backend.device).shape == (0, 9 * 64)
 
 
-@each_level
-def test_large_scores_neither_overflow_nor_lose_the_largest(level: str) -> None:
+@each_backend
+def test_large_scores_neither_overflow_nor_lose_the_largest(backend: Backend) -> None:
     case = make_case([(70, 300), (1, 300)])
     case.qkv.mul_(40.0)  # scores in the thousands: softmax is all but one-hot
-    actual = run(cpu_kernels(level), case)
+    actual = attend(backend.kernels(), case, backend.device)
     # Errors of scores grow with them (1e-7 * 5000), those of V by the factor 40.
-    torch.testing.assert_close(actual.double(), oracle(case), rtol=0, atol=40 * 2e-3)
+    torch.testing.assert_close(actual.double(), exact_attention(case), rtol=0, atol=40 * 2e-3)
 
 
 @each_level

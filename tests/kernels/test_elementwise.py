@@ -1,4 +1,5 @@
-"""Compiled norms, rotary embedding and activation against the reference in double precision."""
+"""Norms, rotary embedding and activation of all back ends against the reference in double
+precision."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ from torch import Tensor
 
 from bros.kernels.interface import HeadLayout
 from bros.kernels.reference import ReferenceKernels, split_heads
-from support.kernel_cases import HEAD_DIMS, KV_DTYPES, cpu_kernels, each_level, int32, torch_threads
+from support.kernel_cases import (
+    HEAD_DIMS,
+    KV_DTYPES,
+    Backend,
+    cpu_kernels,
+    each_backend,
+    each_level,
+    int32,
+    needs_triton,
+    torch_threads,
+    triton_backend,
+)
 
 REFERENCE = ReferenceKernels()
 # A handful of fp32 roundings (6e-8 each) of a result; sums of n squares of one sign add less.
@@ -23,51 +35,66 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@each_level
-@settings(max_examples=60, deadline=None)
-@given(size=SIZES, seed=SEEDS, scale=st.sampled_from([1e-4, 1.0, 1e4]))
-def test_rms_norm(level: str, size: tuple[int, int], seed: int, scale: float) -> None:
-    x = normal(seed, *size) * scale
-    weight = normal(seed + 1, size[1])
-    before = x.clone()
-    actual = cpu_kernels(level).rms_norm(x, weight, 1e-5)
-    expected = REFERENCE.rms_norm(before.double(), weight.double(), 1e-5)
-    torch.testing.assert_close(actual.double(), expected, rtol=RTOL, atol=1e-12)
-    assert torch.equal(x, before)
+@each_backend
+def test_rms_norm(backend: Backend) -> None:
+    @settings(max_examples=backend.examples, deadline=None)
+    @given(size=SIZES, seed=SEEDS, scale=st.sampled_from([1e-4, 1.0, 1e4]))
+    def check(size: tuple[int, int], seed: int, scale: float) -> None:
+        x = normal(seed, *size) * scale
+        weight = normal(seed + 1, size[1])
+        there = x.to(backend.device, copy=True)
+        actual = backend.kernels().rms_norm(there, weight.to(backend.device), 1e-5)
+        expected = REFERENCE.rms_norm(x.double(), weight.double(), 1e-5)
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=RTOL, atol=1e-12)
+        assert torch.equal(there.cpu(), x)
+
+    check()
 
 
-@each_level
-@settings(max_examples=60, deadline=None)
-@given(size=SIZES, seed=SEEDS)
-def test_add_rms_norm(level: str, size: tuple[int, int], seed: int) -> None:
-    residual, x = normal(seed, *size), normal(seed + 1, *size)
-    weight = normal(seed + 2, size[1])
-    total, kept = residual + x, x.clone()
-    actual = cpu_kernels(level).add_rms_norm_(residual, x, weight, 1e-6)
-    assert torch.equal(residual, total)  # one fp32 addition: exact
-    assert torch.equal(x, kept)
-    expected = REFERENCE.rms_norm(total.double(), weight.double(), 1e-6)
-    torch.testing.assert_close(actual.double(), expected, rtol=RTOL, atol=1e-12)
+@each_backend
+def test_add_rms_norm(backend: Backend) -> None:
+    @settings(max_examples=backend.examples, deadline=None)
+    @given(size=SIZES, seed=SEEDS)
+    def check(size: tuple[int, int], seed: int) -> None:
+        residual, x = normal(seed, *size), normal(seed + 1, *size)
+        weight = normal(seed + 2, size[1])
+        there, added = residual.to(backend.device, copy=True), x.to(backend.device, copy=True)
+        kernels = backend.kernels()
+        actual = kernels.add_rms_norm_(there, added, weight.to(backend.device), 1e-6)
+        total = residual + x
+        assert torch.equal(there.cpu(), total)  # one fp32 addition: exact
+        assert torch.equal(added.cpu(), x)
+        expected = REFERENCE.rms_norm(total.double(), weight.double(), 1e-6)
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=RTOL, atol=1e-12)
+
+    check()
 
 
-@each_level
-@settings(max_examples=60, deadline=None)
-@given(size=SIZES, seed=SEEDS, scale=st.sampled_from([0.01, 1.0, 30.0]))
-def test_silu_and_mul(level: str, size: tuple[int, int], seed: int, scale: float) -> None:
-    gate_up = normal(seed, size[0], 2 * size[1]) * scale
-    before = gate_up.clone()
-    actual = cpu_kernels(level).silu_and_mul(gate_up)
-    # exp saturates at e^-87 (1e-38), far below any fp32 neighbour of the sums it goes into.
-    torch.testing.assert_close(
-        actual.double(), REFERENCE.silu_and_mul(before.double()), rtol=RTOL, atol=1e-33
-    )
-    assert torch.equal(gate_up, before)
+@each_backend
+def test_silu_and_mul(backend: Backend) -> None:
+    @settings(max_examples=backend.examples, deadline=None)
+    @given(size=SIZES, seed=SEEDS, scale=st.sampled_from([0.01, 1.0, 30.0]))
+    def check(size: tuple[int, int], seed: int, scale: float) -> None:
+        gate_up = normal(seed, size[0], 2 * size[1]) * scale
+        there = gate_up.to(backend.device, copy=True)
+        actual = backend.kernels().silu_and_mul(there)
+        # exp saturates at e^-87 (1e-38), far below any fp32 neighbour of the sums it goes into.
+        torch.testing.assert_close(
+            actual.cpu().double(),
+            REFERENCE.silu_and_mul(gate_up.double()),
+            rtol=RTOL,
+            atol=1e-33,
+        )
+        assert torch.equal(there.cpu(), gate_up)
+
+    check()
 
 
-@each_level
-def test_silu_at_the_ends_of_fp32(level: str) -> None:
+@each_backend
+def test_silu_at_the_ends_of_fp32(backend: Backend) -> None:
     gate = torch.tensor([3e38, -3e38, 90.0, -90.0, 0.0, -0.0, float("inf"), float("nan")])
-    out = cpu_kernels(level).silu_and_mul(torch.cat([gate, torch.ones(8)])[None])[0]
+    gate_up = torch.cat([gate, torch.ones(8)])[None].to(backend.device)
+    out = backend.kernels().silu_and_mul(gate_up)[0].cpu()
     assert out[0] == gate[0] and out[2] == 90.0 and out[6] == float("inf")
     assert -10 < out[1] <= 0 and -1e-35 < out[3] <= 0  # 3e38 * 1e-38 is the worst case
     assert out[4] == 0 and out[5] == 0 and out[7].isnan()
@@ -112,10 +139,7 @@ def rope_cases(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@each_level
-@settings(max_examples=100, deadline=None)
-@given(case=rope_cases())
-def test_rope_and_cache(level: str, case: dict[str, Tensor]) -> None:
+def check_rope_and_cache(backend: Backend, case: dict[str, Tensor]) -> None:
     expected = {
         name: x.clone().double() if torch.is_tensor(x) and x.dtype == torch.float32 else x
         for name, x in case.items()
@@ -124,22 +148,59 @@ def test_rope_and_cache(level: str, case: dict[str, Tensor]) -> None:
     k_cache, v_cache = case["k_cache"].clone(), case["v_cache"].clone()
     v_before = split_heads(case["qkv"], layout)[2].clone()
 
-    cpu_kernels(level).rope_and_cache_(**case)
+    there = {
+        name: x.to(backend.device, copy=True) if torch.is_tensor(x) else x
+        for name, x in case.items()
+    }
+    backend.kernels().rope_and_cache_(**there)
     REFERENCE.rope_and_cache_(
         **{**expected, "k_cache": k_cache.clone(), "v_cache": v_cache.clone()}
     )
 
     # A rotated element is a difference of products of up to 10: absolute error some 1e-6.
-    torch.testing.assert_close(case["qkv"].double(), expected["qkv"], rtol=RTOL, atol=4e-6)
-    _, k, v = split_heads(case["qkv"], layout)
+    qkv = there["qkv"].cpu()
+    torch.testing.assert_close(qkv.double(), expected["qkv"], rtol=RTOL, atol=4e-6)
+    _, k, v = split_heads(qkv, layout)
     assert torch.equal(v, v_before)
     # What was computed is what is stored, rounded once, and nothing else is touched.
     slot = case["slots"].long()
     block, offset = slot // k_cache.shape[2], slot % k_cache.shape[2]
-    k_cache[block, :, offset] = k.to(k_cache.dtype)
-    v_cache[block, :, offset] = v.to(v_cache.dtype)
-    assert torch.equal(case["k_cache"], k_cache)
-    assert torch.equal(case["v_cache"], v_cache)
+    k_cache[block, :, offset] = stored(k, k_cache.dtype, backend)
+    v_cache[block, :, offset] = stored(v, v_cache.dtype, backend)
+    assert torch.equal(there["k_cache"].cpu(), k_cache)
+    assert torch.equal(there["v_cache"].cpu(), v_cache)
+
+
+def stored(x: Tensor, dtype: torch.dtype, backend: Backend) -> Tensor:
+    """x [fp32] as the cache has it."""
+    if backend.is_interpreted and dtype == torch.bfloat16:
+        # Triton's interpreter cuts bits off where a GPU rounds to the nearest.
+        x = (x.contiguous().view(torch.int32) & -(1 << 16)).view(torch.float32)
+    return x.to(dtype)
+
+
+@each_backend
+def test_rope_and_cache(backend: Backend) -> None:
+    @settings(max_examples=10 if backend.is_interpreted else 100, deadline=None)
+    @given(case=rope_cases())
+    def check(case: dict[str, Tensor]) -> None:
+        check_rope_and_cache(backend, case)
+
+    check()
+
+
+@needs_triton
+def test_padding_is_cached_nowhere() -> None:
+    backend, layout = triton_backend(), HeadLayout(2, 1, 8)
+    cache = torch.zeros(2, 1, 16, 8, device=backend.device)
+    qkv = normal(0, 3, layout.qkv_size).to(backend.device)
+    v = split_heads(qkv, layout)[2].clone()
+    positions, slots = int32([1, 0, 0]).to(backend.device), int32([17, -1, -1]).to(backend.device)
+    angles = torch.ones(9, 8, device=backend.device)
+    backend.kernels().rope_and_cache_(qkv, layout, positions, slots, angles, cache.clone(), cache)
+    assert torch.equal(cache[1, 0, 1], v[0, 0])
+    cache[1, 0, 1] = 0
+    assert not cache.any()
 
 
 def cache_values(level: str, values: Tensor, dtype: torch.dtype) -> Tensor:

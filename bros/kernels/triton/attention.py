@@ -1,0 +1,215 @@
+"""Attention by a work list: prepares a batch and launches the kernels of attention_kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout
+from bros.kernels.triton.attention_kernels import attend, merge
+from bros.kernels.triton.buffers import (
+    Capacity,
+    GraphWork,
+    Scratch,
+    Staging,
+    TritonBatch,
+    WorkTensors,
+)
+from bros.kernels.triton.plan import PlanRules, Split, plan_work
+from bros.kernels.triton.settings import Kind, Settings, Shape
+
+_LEAST_ROWS = 16  # a matrix product on the device has at least these
+_MOST_ROWS = 128
+_MERGED_AT_ONCE = 16
+_ONES, _TILES, _MERGES = range(3)  # places in WorkTensors.counts
+_GRAIN = 8  # segments; tiles of keys are 128 tokens or fewer
+_LOG2_E = math.log2(math.e)
+
+_TYPES = {
+    torch.float32: triton.language.float32,
+    torch.bfloat16: triton.language.bfloat16,
+    torch.float16: triton.language.float16,
+}
+
+
+class Attention:
+    """Attention of one device. Not to be used by two threads at once: lists are staged here."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+        self._staging = Staging(device)
+        self._scratch: Scratch | None = None
+
+    def graph_work(self, limits: GraphLimits, layout: HeadLayout) -> GraphWork:
+        """Device memory for any batch within the limits."""
+        rows = _tile_rows(min(limits.rows, limits.shared_rows), layout)
+        capacity = Capacity.for_limits(limits, self._rules(layout, rows))
+        scratch = self._scratch_for(capacity, layout)
+        work = WorkTensors.allocate(capacity, layout, self._device, scratch)
+        return GraphWork(limits, work, rows)
+
+    def prepare(
+        self, batch: AttentionBatch, layout: HeadLayout, into: GraphWork | None
+    ) -> TritonBatch:
+        """The batch with its work list on the device. `into` must fit it."""
+        rows = into.tile_rows if into else _tile_rows(_most_queries(batch), layout)
+        work = plan_work(batch, self._rules(layout, rows))
+        if into is None:
+            tensors = WorkTensors.allocate(Capacity.of(work), layout, self._device)
+        else:
+            tensors = into.work
+            assert into.fits(batch) and tensors.capacity.holds(work)
+        tensors.fill(work, self._staging)
+        return TritonBatch(
+            batch.query_start,
+            batch.segment_start,
+            batch.segments,
+            batch.shared,
+            work=tensors,
+            tile_rows=rows,
+        )
+
+    def run(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: TritonBatch,
+        scale: float,
+    ) -> Tensor:
+        """Returns [tokens, layout.q_size]; rows past the batch are not written."""
+        assert qkv.shape[1] == layout.qkv_size and qkv.is_contiguous()
+        assert k_cache.is_contiguous() and v_cache.is_contiguous()
+        assert k_cache.shape == v_cache.shape and k_cache.shape[1] == layout.num_kv_heads
+        assert k_cache.shape[3] == layout.head_dim
+        out = qkv.new_empty(qkv.shape[0], layout.q_size)
+        work, capacity = batch.work, batch.work.capacity
+        group = layout.num_heads // layout.num_kv_heads
+        arguments = (out, qkv, layout, k_cache, v_cache, work, scale)
+        if capacity.one_items:
+            self._attend("one", _padded_rows(group), *arguments)
+        if capacity.tile_items:
+            self._attend("tile", batch.tile_rows, *arguments)
+        if capacity.merge_tokens:
+            merge[(capacity.merge_tokens * layout.num_heads,)](
+                out,
+                work.scratch.out,
+                work.scratch.lse,
+                work.counts,
+                work.merge_tokens,
+                work.merge_start,
+                work.merge_slots,
+                HEADS=layout.num_heads,
+                HEAD_DIM=layout.head_dim,
+                BLOCK_D=_power_of_two(layout.head_dim),
+                BLOCK_P=_MERGED_AT_ONCE,
+                COUNT=_MERGES,
+                num_warps=4,
+            )
+        return out
+
+    def _attend(
+        self,
+        kind: Kind,
+        rows: int,
+        out: Tensor,
+        qkv: Tensor,
+        layout: HeadLayout,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        work: WorkTensors,
+        scale: float,
+    ) -> None:
+        """rows: queries times heads of an item, of one KV head (fewer heads if there are many)."""
+        group = layout.num_heads // layout.num_kv_heads
+        one = kind == "one"
+        compute = torch.promote_types(qkv.dtype, k_cache.dtype)
+        block_d = _power_of_two(layout.head_dim)
+        block_size = k_cache.shape[2]
+        launch = self._settings.launch(Shape(kind, compute.itemsize, block_d, rows))
+        heads = min(group, launch.block_m)
+        group_tiles = -(-group // heads)
+        token_tiles = 1 if one else -(-_tile_tokens(rows, group) // (launch.block_m // heads))
+        items, capacity = work.one_items, work.capacity.one_items
+        if not one:
+            items, capacity = work.tile_items, work.capacity.tile_items
+        attend[(capacity * token_tiles * group_tiles * layout.num_kv_heads,)](
+            out,
+            work.scratch.out,
+            work.scratch.lse,
+            qkv,
+            k_cache,
+            v_cache,
+            work.counts,
+            items,
+            work.listed,
+            work.segments,
+            scale * _LOG2_E,
+            KV_HEADS=layout.num_kv_heads,
+            GROUP=group,
+            HEADS=heads,
+            GROUP_TILES=group_tiles,
+            TOKEN_TILES=token_tiles,
+            HEAD_DIM=layout.head_dim,
+            BLOCK_D=block_d,
+            BLOCK_SIZE=block_size,
+            BLOCK_SLOTS=triton.next_power_of_2(block_size),
+            BLOCK_M=launch.block_m,
+            BLOCK_N=max(launch.block_n, triton.next_power_of_2(block_size)),
+            ONE_TOKEN=one,
+            COMPUTE=_TYPES[compute],
+            COUNT=_ONES if one else _TILES,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
+
+    def _scratch_for(self, capacity: Capacity, layout: HeadLayout) -> Scratch:
+        """Room for partial results of recorded steps. One step runs at a time, so all of them use
+        the same memory, unless a larger one comes later."""
+        if self._scratch is None or not self._scratch.holds(capacity, layout):
+            self._scratch = Scratch.allocate(capacity, layout, self._device)
+        return self._scratch
+
+    def _rules(self, layout: HeadLayout, tile_rows: int) -> PlanRules:
+        """How this device's programs share a batch."""
+        group = layout.num_heads // layout.num_kv_heads
+        per_item = layout.num_kv_heads * -(-group // min(group, _MOST_ROWS))
+        programs, processors = self._settings.programs, self._settings.processors
+        return PlanRules(
+            Split(processors * programs["one"], _GRAIN, least=1, long=4, waves=4),
+            Split(processors * programs["tile"], _GRAIN, least=1, long=4, waves=1),
+            _tile_tokens(tile_rows, group),
+            per_item,
+            per_item,
+        )
+
+
+def _most_queries(batch: AttentionBatch) -> int:
+    """The most queries that read the same K and V: of one row, or of a part that rows share."""
+    most = int(batch.query_start.diff().max()) if batch.num_rows else 0
+    if batch.shared is not None and batch.shared.num_parts:
+        most = max(most, int(batch.shared.row_start.diff().max()))
+    return most
+
+
+def _tile_rows(queries: int, layout: HeadLayout) -> int:
+    """Rows of a tile that has all heads of so many queries, if that is not too many."""
+    return _padded_rows(queries * (layout.num_heads // layout.num_kv_heads))
+
+
+def _padded_rows(rows: int) -> int:
+    return min(_MOST_ROWS, max(_LEAST_ROWS, int(triton.next_power_of_2(max(1, rows)))))
+
+
+def _tile_tokens(rows: int, group: int) -> int:
+    """Tokens of a tile of so many rows; one if not even its heads fit."""
+    return max(1, rows // group)
+
+
+def _power_of_two(head_dim: int) -> int:
+    return max(_LEAST_ROWS, int(triton.next_power_of_2(head_dim)))

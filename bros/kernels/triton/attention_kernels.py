@@ -1,0 +1,213 @@
+"""Device code of attention. Items are those of plan.py; softmax runs in base 2, in fp32.
+
+A program takes one item and one KV head: BLOCK_M rows, each a query token and a query head of that
+KV head, HEADS of them per token, so that all heads of a group share what is loaded. When the
+group is larger than that, GROUP_TILES programs share it; when the item has more tokens than
+BLOCK_M // HEADS, TOKEN_TILES programs do.
+
+    tile of keys  [ block 7: slots 0..15 | block 3: 4..15 | block 9: 0..8 | (past the end) ]
+    read if          lo <= slot < hi         others are not loaded and get no weight
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend(
+    out,  # [tokens, KV_HEADS * GROUP * HEAD_DIM]
+    partial_out,
+    partial_lse,
+    qkv,
+    k_cache,
+    v_cache,
+    counts,
+    items,
+    listed,
+    segments,
+    scale,  # times log2(e)
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+    TOKEN_TILES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """ONE_TOKEN: every item has one query, which is not listed, and at most its own token.
+
+    counts[COUNT] items are there; programs for more than those do nothing.
+    """
+    pid = tl.program_id(0)
+    kv_head = pid % KV_HEADS
+    part = pid // KV_HEADS
+    group_tile = part % GROUP_TILES
+    part = part // GROUP_TILES
+    token_tile = part % TOKEN_TILES
+    index = part // TOKEN_TILES
+    if index >= tl.load(counts + COUNT):
+        return
+    item = items + index * 8
+    query = tl.load(item)
+    queries = tl.load(item + 1)
+    segment = tl.load(item + 2)
+    segment_end = tl.load(item + 3)
+    own = tl.load(item + 4)
+    own_end = tl.load(item + 5)
+    partial = tl.load(item + 6)
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    first_query = token_tile * TOKENS
+    if first_query >= queries:
+        return
+
+    Q_SIZE: tl.constexpr = KV_HEADS * GROUP * HEAD_DIM
+    KV_SIZE: tl.constexpr = KV_HEADS * HEAD_DIM
+    QKV_SIZE: tl.constexpr = Q_SIZE + 2 * KV_SIZE
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
+    nth = first_query + m // HEADS
+    in_group = group_tile * HEADS + m % HEADS
+    live = (nth < queries) & (m < TOKENS * HEADS) & (in_group < GROUP)
+    token = query + nth
+    if not ONE_TOKEN:
+        is_listed = live & (tl.load(item + 7) + m * 0 > 0)
+        token = tl.where(is_listed, tl.load(listed + token, mask=is_listed, other=0), token)
+    head = kv_head * GROUP + in_group
+    q_at = token.to(tl.int64) * QKV_SIZE + head * HEAD_DIM
+    q = tl.load(qkv + q_at[:, None] + d[None, :], mask=live[:, None] & in_head[None, :], other=0.0)
+    q = q.to(COMPUTE)
+    k_own = qkv + Q_SIZE + kv_head * HEAD_DIM
+    v_own = k_own + KV_SIZE
+
+    if ONE_TOKEN:
+        has_own = own + m * 0 < own_end  # vectors: a scalar mask cannot be interpreted
+        own_mask = in_head & (own + d * 0 < own_end)
+        own_at = own.to(tl.int64) * QKV_SIZE + d
+        own_k = tl.load(k_own + own_at, mask=own_mask, other=0.0).to(tl.float32)
+        own_v = tl.load(v_own + own_at, mask=own_mask, other=0.0).to(tl.float32)
+        score = tl.sum(q.to(tl.float32) * own_k[None, :], 1) * scale
+        peak = tl.where(has_own, score, float("-inf"))
+        mass = tl.where(has_own, 1.0, tl.zeros([BLOCK_M], tl.float32))
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + own_v[None, :]
+    else:
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        mass = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    slot = n % BLOCK_SLOTS
+    for first in range(segment, segment_end, BLOCK_N // BLOCK_SLOTS):
+        nth_segment = first + n // BLOCK_SLOTS
+        known = nth_segment < segment_end
+        triple = segments + nth_segment * 3
+        block = tl.load(triple, mask=known, other=0)
+        lo = tl.load(triple + 1, mask=known, other=0)
+        hi = tl.load(triple + 2, mask=known, other=0)
+        valid = (slot >= lo) & (slot < hi)
+        at = ((block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + slot) * HEAD_DIM
+        where = at[:, None] + d[None, :]
+        mask = valid[:, None] & in_head[None, :]
+        k = tl.load(k_cache + where, mask=mask, other=0.0).to(COMPUTE)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        v = tl.load(v_cache + where, mask=mask, other=0.0).to(COMPUTE)
+        peak, mass, acc = _absorb(scores, v, peak, mass, acc)
+
+    if not ONE_TOKEN:
+        own_end = tl.minimum(own_end, query + first_query + TOKENS)
+        for first in range(own, own_end, BLOCK_N):
+            key = first + n
+            valid = key < own_end
+            where = key.to(tl.int64)[:, None] * QKV_SIZE + d[None, :]
+            mask = valid[:, None] & in_head[None, :]
+            k = tl.load(k_own + where, mask=mask, other=0.0).to(COMPUTE)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            seen = valid[None, :] & (key[None, :] <= token[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+            v = tl.load(v_own + where, mask=mask, other=0.0).to(COMPUTE)
+            peak, mass, acc = _absorb(scores, v, peak, mass, acc)
+
+    # Without any key there is no mass: the result is 0, and its weight in a merge is, too.
+    acc = acc / tl.where(mass == 0, 1.0, mass)[:, None]
+    written = live[:, None] & in_head[None, :]
+    if partial < 0:
+        out_at = token.to(tl.int64) * Q_SIZE + head * HEAD_DIM
+        result = acc.to(out.dtype.element_ty)
+        tl.store(out + out_at[:, None] + d[None, :], result, mask=written)
+    else:
+        number = (partial + nth).to(tl.int64) * (KV_HEADS * GROUP) + head
+        tl.store(partial_out + number[:, None] * HEAD_DIM + d[None, :], acc, mask=written)
+        tl.store(partial_lse + number, peak + tl.log2(mass), mask=live)
+
+
+@triton.jit
+def _absorb(scores, v, peak, mass, acc):
+    """One more tile of keys: scores [BLOCK_M, BLOCK_N] of base 2, -inf where a key is not seen."""
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # not a number, else
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(peak - base)
+    mass = mass * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return higher, mass, acc
+
+
+@triton.jit
+def merge(
+    out,
+    partial_out,
+    partial_lse,
+    counts,
+    merge_tokens,
+    merge_start,
+    merge_slots,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """One token and head per program: partial results weighted by their share of the mass."""
+    pid = tl.program_id(0)
+    head = pid % HEADS
+    index = pid // HEADS
+    if index >= tl.load(counts + COUNT):
+        return
+    token = tl.load(merge_tokens + index).to(tl.int64)
+    start = tl.load(merge_start + index)
+    end = tl.load(merge_start + index + 1)
+    p = tl.arange(0, BLOCK_P)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
+    peak = float("-inf")
+    mass = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(start, end, BLOCK_P):
+        known = first + p < end
+        slot = tl.load(merge_slots + first + p, mask=known, other=0).to(tl.int64)
+        at = slot * HEADS + head
+        lse = tl.load(partial_lse + at, mask=known, other=float("-inf"))
+        part = tl.load(
+            partial_out + at[:, None] * HEAD_DIM + d[None, :],
+            mask=known[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        higher = tl.maximum(peak, tl.max(lse, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(lse - base)
+        shrink = tl.exp2(peak - base)
+        mass = mass * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(part * weights[:, None], 0)
+        peak = higher
+    at = (token * HEADS + head) * HEAD_DIM + d
+    tl.store(out + at, (acc / mass).to(out.dtype.element_ty), mask=in_head)

@@ -1,0 +1,251 @@
+"""A work list in device memory: made anew for a step, or at fixed addresses for a graph.
+
+All of it is one int32 buffer, so that one copy brings it to the device. Sections start at
+multiples of 16 bytes, whatever their lengths: compiled code is chosen by the alignment of pointers.
+
+    counts | one_items | tile_items | listed | merge_tokens | merge_start | merge_slots | segments
+
+counts are the lengths that are really there: of one_items, tile_items and merge_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout, SharedParts
+from bros.kernels.parts import Ints
+from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Work
+
+_COUNTS = 4
+_ALIGNMENT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How long the sections of a list may get."""
+
+    one_items: int
+    tile_items: int
+    listed: int
+    merge_tokens: int
+    merge_slots: int
+    segments: int
+    partials: int
+
+    @staticmethod
+    def of(work: Work) -> Capacity:
+        """Just enough for this list."""
+        return Capacity(
+            len(work.one_items),
+            len(work.tile_items),
+            len(work.listed),
+            len(work.merge_tokens),
+            len(work.merge_slots),
+            len(work.segments),
+            work.partials,
+        )
+
+    @staticmethod
+    def for_limits(limits: GraphLimits, rules: PlanRules) -> Capacity:
+        """Enough for every list of a step within the limits."""
+        one_items = rules.one.most_items(limits.rows, rules.programs_per_one)
+        tile_items = tile_partials = 0
+        if limits.shared_rows:
+            extra = rules.tile.extra_items(rules.programs_per_tile)
+            tile_items = limits.shared_rows + extra
+            tile_partials = limits.shared_rows + extra * rules.tile_tokens
+        partials = one_items + tile_partials
+        return Capacity(
+            one_items,
+            tile_items,
+            limits.shared_rows,
+            limits.rows,
+            partials,
+            limits.segments,
+            partials,
+        )
+
+    def holds(self, work: Work) -> bool:
+        need = Capacity.of(work)
+        return all(
+            getattr(need, name) <= getattr(self, name) for name in Capacity.__dataclass_fields__
+        )
+
+    def section_lengths(self) -> tuple[int, ...]:
+        """In int32, in the order of the sections, which is also that of `_sections`."""
+        return (
+            _COUNTS,
+            self.one_items * ITEM_WIDTH,
+            self.tile_items * ITEM_WIDTH,
+            self.listed,
+            self.merge_tokens,
+            self.merge_tokens + 1,
+            self.merge_slots,
+            self.segments * 3,
+        )
+
+    def section_starts(self) -> list[int]:
+        """Where each section starts, and where the last one ends."""
+        starts = [0]
+        for length in self.section_lengths():
+            starts.append(starts[-1] + -(-length // _ALIGNMENT) * _ALIGNMENT)
+        return starts
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Room for partial results. out: fp32 [partials, heads, head_dim]; lse: fp32 [partials, heads],
+    log2 of the sum of 2 ** score. Nothing in it outlives the attention of one layer."""
+
+    out: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def allocate(capacity: Capacity, layout: HeadLayout, device: torch.device) -> Scratch:
+        shape = (max(1, capacity.partials), layout.num_heads)
+        return Scratch(
+            torch.empty(*shape, layout.head_dim, device=device), torch.empty(shape, device=device)
+        )
+
+    def holds(self, capacity: Capacity, layout: HeadLayout) -> bool:
+        partials, *heads = self.out.shape
+        return partials >= capacity.partials and heads == [layout.num_heads, layout.head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkTensors:
+    """The sections as device tensors, and room for partial results. Shared by all layers."""
+
+    scratch: Scratch
+    capacity: Capacity
+    buffer: Tensor
+    counts: Tensor
+    one_items: Tensor
+    tile_items: Tensor
+    listed: Tensor
+    merge_tokens: Tensor
+    merge_start: Tensor
+    merge_slots: Tensor
+    segments: Tensor
+
+    @staticmethod
+    def allocate(
+        capacity: Capacity,
+        layout: HeadLayout,
+        device: torch.device,
+        scratch: Scratch | None = None,
+    ) -> WorkTensors:
+        starts = capacity.section_starts()
+        buffer = torch.empty(starts[-1], dtype=torch.int32, device=device)
+        lengths = capacity.section_lengths()
+        sections = [
+            buffer[start : start + n] for start, n in zip(starts[:-1], lengths, strict=True)
+        ]
+        scratch = scratch or Scratch.allocate(capacity, layout, device)
+        return WorkTensors(scratch, capacity, buffer, *sections)
+
+    def fill(self, work: Work, staging: Staging) -> None:
+        """Copy a list into the buffer, in stream order; the host does not wait."""
+        starts = self.capacity.section_starts()
+        counts = np.array(
+            [len(work.one_items), len(work.tile_items), len(work.merge_tokens), 0], np.int32
+        )
+        parts: Sequence[Ints] = (
+            counts,
+            work.one_items.ravel(),
+            work.tile_items.ravel(),
+            work.listed,
+            work.merge_tokens,
+            work.merge_start,
+            work.merge_slots,
+            work.segments.ravel(),
+        )
+        used = starts[len(parts) - 1] + len(parts[-1])
+        host = staging.take(used)
+        array = host.numpy()
+        for start, part in zip(starts[:-1], parts, strict=True):
+            array[start : start + len(part)] = part
+        self.buffer[:used].copy_(host, non_blocking=True)
+        staging.sent()
+
+
+@dataclass(frozen=True, slots=True)
+class TritonBatch(AttentionBatch):
+    """A prepared batch. The tensors of the base class are those of the batch, on the CPU."""
+
+    work: WorkTensors = field(kw_only=True)
+    tile_rows: int = field(kw_only=True)
+    """Queries times heads that a tile of queries has, as the tile kernel was sized."""
+
+
+class GraphWork:
+    """Implements GraphBuffers."""
+
+    def __init__(self, limits: GraphLimits, work: WorkTensors, tile_rows: int) -> None:
+        self._limits = limits
+        self.work = work
+        self.tile_rows = tile_rows
+
+    @property
+    def limits(self) -> GraphLimits:
+        return self._limits
+
+    def fits(self, batch: AttentionBatch) -> bool:
+        """Whether every row has one token and the batch is within the limits."""
+        rows, segments, shared_rows = batch.num_rows, len(batch.segments), 0
+        if batch.shared is not None:
+            segments += shared_segments(batch.shared)
+            shared_rows = len(batch.shared.rows)
+        return (
+            rows <= self._limits.rows
+            and segments <= self._limits.segments
+            and shared_rows <= self._limits.shared_rows
+            and bool((np.diff(batch.query_start.numpy()) == 1).all())
+        )
+
+
+def shared_segments(shared: SharedParts) -> int:
+    """How many there are, and copies of those of parts that only one row reads."""
+    readers = np.diff(shared.row_start.numpy())
+    lengths = np.diff(shared.segment_start.numpy())
+    return int(lengths.sum() + lengths[readers == 1].sum())
+
+
+class Staging:
+    """Host memory from which lists are copied, page-locked for CUDA.
+
+    Two buffers take turns: while one is copied, the next step's list goes into the other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._buffers = [self._host(0), self._host(0)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def take(self, size: int) -> Tensor:
+        """An int32 tensor [size] to write to, once its last contents have been copied."""
+        self._turn = 1 - self._turn
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()
+        if len(self._buffers[self._turn]) < size:
+            self._buffers[self._turn] = self._host(size * 3 // 2)
+        return self._buffers[self._turn][:size]
+
+    def sent(self) -> None:
+        """The copy of what was taken last is in the stream."""
+        if self._cuda:
+            event = self._copied[self._turn]
+            if event is None:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._copied[self._turn] = event
+
+    def _host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=self._cuda)

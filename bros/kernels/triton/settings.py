@@ -1,0 +1,129 @@
+"""Launch configurations per device: defaults, overridden by what was tuned on such a device.
+
+tuned/DEVICE.json, where DEVICE is the device's name with underscores, has
+
+    {"device": ..., "programs_per_processor": {"one": 4, "tile": 1},
+     "launches": [{"kind": "one", "element_bytes": 2, "head_dim": 128, "rows": 16,
+                   "block_m": 16, "block_n": 64, "warps": 4, "stages": 3}, ...]}
+
+kind: `one` for rows of one token, `tile` for tiles of queries. rows: queries times heads of a
+program, a power of two; head_dim is rounded up to one as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from bros.core.errors import ConfigError
+
+Kind = Literal["one", "tile"]
+
+_TILE_BYTES = 16384  # of K or V per stage, by default
+_INTERPRETED, _HOPPER = 0, 9  # major versions
+
+
+class Shape(NamedTuple):
+    """What a launch configuration depends on. rows may be cut to Launch.block_m."""
+
+    kind: Kind
+    element_bytes: int
+    head_dim: int
+    rows: int
+
+
+class Launch(NamedTuple):
+    """block_m: query rows of a program; block_n: keys per tile."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """processors: multiprocessors; programs: how many of them run on one at once, per kind."""
+
+    device: str
+    processors: int
+    major: int
+    programs: Mapping[Kind, int] = field(default_factory=lambda: {"one": 4, "tile": 1})
+    tuned: Mapping[Shape, Launch] = field(default_factory=dict)
+
+    def launch(self, shape: Shape) -> Launch:
+        """The tuned configuration, or else a default that fits into shared memory."""
+        return self.tuned.get(shape) or self.default(shape)
+
+    def default(self, shape: Shape) -> Launch:
+        """A configuration without spilled registers (at head_dim 256, fp32 with a 16-bit cache
+        spills a few), with the shared memory of a few programs per processor."""
+        if self.major == _INTERPRETED:
+            return Launch(shape.rows, 64, 4, 1)
+        stages = 3 if self.major >= _HOPPER else 2
+        if shape.element_bytes > 2:
+            # Without matrix units, so that fp32 stays fp32: registers are what limits the tile.
+            rows = shape.rows if shape.kind == "one" else 16
+            return Launch(rows, 16 if shape.head_dim > 64 else 32, 8, stages)
+        keys = min(128, max(16, _TILE_BYTES // (shape.head_dim * shape.element_bytes)))
+        if shape.kind == "one":
+            return Launch(shape.rows, keys, 4 if shape.rows <= 32 else 8, stages)
+        wide = shape.rows > 64 or shape.head_dim > 128
+        return Launch(shape.rows, min(keys, 64), 8 if wide else 4, stages)
+
+
+def settings_for(device: torch.device) -> Settings:
+    """Settings of a CUDA device, with what was tuned for its name; a tiny device for the CPU,
+    where kernels are interpreted."""
+    if device.type != "cuda":
+        return Settings("interpreter", 4, _INTERPRETED)
+    properties = torch.cuda.get_device_properties(device)
+    name = properties.name
+    settings = Settings(name, properties.multi_processor_count, properties.major)
+    file = resources.files(__package__).joinpath("tuned", file_name(name))
+    return with_tuned(settings, file.read_text("utf-8")) if file.is_file() else settings
+
+
+def file_name(device: str) -> str:
+    """Of the configurations tuned for a device of that name."""
+    return "".join(c if c.isalnum() or c in "-." else "_" for c in device) + ".json"
+
+
+def with_tuned(settings: Settings, text: str) -> Settings:
+    """Settings with the contents of a file. Raises ConfigError if it is not as it should be."""
+    try:
+        data = json.loads(text)
+        tuned = dict(_entry(entry) for entry in data["launches"])
+        programs: dict[Kind, int] = {
+            "one": int(data["programs_per_processor"]["one"]),
+            "tile": int(data["programs_per_processor"]["tile"]),
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"Launch configurations of {settings.device} cannot be read: {error!r}"
+        ) from error
+    return Settings(settings.device, settings.processors, settings.major, programs, tuned)
+
+
+def as_json(settings: Settings) -> str:
+    """The contents of the file that with_tuned reads."""
+    launches = [
+        {**shape._asdict(), **launch._asdict()} for shape, launch in sorted(settings.tuned.items())
+    ]
+    data = {
+        "device": settings.device,
+        "programs_per_processor": dict(settings.programs),
+        "launches": launches,
+    }
+    return json.dumps(data, indent=1) + "\n"
+
+
+def _entry(entry: Mapping[str, Any]) -> tuple[Shape, Launch]:
+    kind: Kind = {"one": "one", "tile": "tile"}[entry["kind"]]  # type: ignore[assignment]
+    shape = Shape(kind, *(int(entry[name]) for name in Shape._fields[1:]))
+    return shape, Launch(*(int(entry[name]) for name in Launch._fields))
