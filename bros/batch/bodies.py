@@ -7,13 +7,15 @@
 
 The transaction excludes the one that removes bodies nobody refers to, so that neither sees half
 of the other's work. What a crash leaves is a temporary file, or a body without a record; both are
-removed by `sweep`.
+removed by `sweep`. A temporary file is locked for as long as somebody works on it, and the lock of
+a process that is gone is gone with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import tempfile
@@ -22,17 +24,13 @@ from pathlib import Path
 
 from bros.batch.errors import StoreFullError
 
-_STALE_S = 86_400
-"""Age of temporary files that nobody can still be writing."""
-
 
 class BodyWriter:
     """A body while it is written; not part of anything until `Bodies.place`."""
 
     def __init__(self, folder: Path) -> None:
         with disk_full_explained():
-            handle, name = tempfile.mkstemp(dir=folder)
-        self.path = Path(name)
+            handle, self.path = _locked(folder)
         self._file = os.fdopen(handle, "wb")
         self._hash = hashlib.sha256()
         self.num_bytes = 0
@@ -53,7 +51,6 @@ class BodyWriter:
         with disk_full_explained():
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._file.close()
 
     def discard(self) -> None:
         """Forget it, unless it has been placed. May be called at any time, repeatedly."""
@@ -92,18 +89,19 @@ class Bodies:
             _sync_folder(path.parent)
             _sync_folder(self._folder)
 
-    def sweep(self, is_used: Callable[[str], bool], now: float) -> int:
+    def sweep(self, is_used: Callable[[str], bool]) -> int:
         """Remove bodies that nobody uses; returns how many. Within a transaction that excludes
-        those of `place`. now: Unix seconds."""
+        those of `place`."""
         removed = 0
         for path in self._folder.glob("[0-9a-f][0-9a-f]/*"):
             if not is_used(path.name):
                 path.unlink(missing_ok=True)
                 removed += 1
         for path in self._tmp.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < now - _STALE_S:
-                    path.unlink()
+            # Not if it is being written, by this process or another one.
+            with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
         return removed
 
 
@@ -116,6 +114,16 @@ def disk_full_explained() -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreFullError("there is no room on the disk of --data-dir") from error
         raise
+
+
+def _locked(folder: Path) -> tuple[int, Path]:
+    """A new file, open for writing, that is locked until it is closed."""
+    while True:
+        handle, name = tempfile.mkstemp(dir=folder)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle, Path(name)
+        os.close(handle)  # somebody has swept it before it was locked
 
 
 def _sync_folder(folder: Path) -> None:

@@ -109,7 +109,7 @@ class FileStore:
         with self._database.write(alone=True) as connection:
             connection.execute(sa.delete(FILES).where(FILES.c.expires_at <= int(now)))
             used = _used(connection)
-            self.bodies.sweep(used.__contains__, now)
+            self.bodies.sweep(used.__contains__)
 
 
 def has_id(table: sa.Table, value: str) -> sa.ColumnElement[bool]:

@@ -6,17 +6,18 @@ import errno
 import hashlib
 import os
 import resource
+import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bros.batch.bodies import Bodies, disk_full_explained
 from bros.batch.errors import StoreFullError
-
-DAY_S = 86_400.0
 
 
 def files_under(folder: Path) -> set[Path]:
@@ -73,23 +74,63 @@ def test_a_sweep_removes_what_nobody_uses_and_nothing_else(tmp_path: Path) -> No
     used, unused = place(bodies, b"used"), place(bodies, b"unused")
     other = tmp_path / "README"
     other.write_text("not ours")
-    with bodies.new() as written_now, bodies.new() as stale:
-        begun_s = stale.path.stat().st_mtime
-        os.utime(written_now.path, (begun_s, begun_s + 2 * DAY_S))
-        assert bodies.sweep({used}.__contains__, begun_s + DAY_S + 1) == 1
-        assert files_under(tmp_path) == {
-            bodies.path(used).relative_to(tmp_path),
-            written_now.path.relative_to(tmp_path),
-            other.relative_to(tmp_path),
-        }
+    assert bodies.sweep({used}.__contains__) == 1
+    assert files_under(tmp_path) == {
+        bodies.path(used).relative_to(tmp_path),
+        other.relative_to(tmp_path),
+    }
     assert not bodies.path(unused).exists()
 
 
-def test_a_day_old_body_that_is_still_being_written_stays(tmp_path: Path) -> None:
-    bodies = Bodies(tmp_path)
+@pytest.mark.multiprocess
+def test_what_a_killed_process_was_writing_is_swept_by_the_next(tmp_path: Path) -> None:
+    write = f"""
+import os, signal
+from pathlib import Path
+from bros.batch.bodies import Bodies
+with Bodies(Path({str(tmp_path)!r})).new() as writer:
+    writer.write(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", write]).returncode == -signal.SIGKILL
+    assert len(files_under(tmp_path)) == 1
+    Bodies(tmp_path).sweep(lambda digest: True)
+    assert files_under(tmp_path) == set()
+
+
+def test_what_is_being_written_stays_until_it_is_placed(tmp_path: Path) -> None:
+    bodies, of_another_server = Bodies(tmp_path), Bodies(tmp_path)
+
+    def sweep() -> None:
+        of_another_server.sweep(lambda digest: True)
+
     with bodies.new() as writer:
-        bodies.sweep(lambda digest: False, writer.path.stat().st_mtime + DAY_S)
-        assert writer.path.exists()
+        sweep()
+        writer.write(b"content")
+        sweep()
+        writer.finish()
+        sweep()
+        bodies.place(writer)
+        sweep()
+    assert bodies.path(writer.digest).read_bytes() == b"content"
+
+
+def test_a_file_that_is_swept_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies, make, swept = Bodies(tmp_path), tempfile.mkstemp, list[str]()
+
+    def make_and_sweep(*args: Any, **kwargs: Any) -> tuple[int, str]:
+        made = make(*args, **kwargs)
+        if not swept:
+            swept.append(made[1])
+            bodies.sweep(lambda digest: True)
+        return made
+
+    monkeypatch.setattr(tempfile, "mkstemp", make_and_sweep)
+    digest = place(bodies, b"content")
+    assert not Path(swept[0]).exists()
+    assert bodies.path(digest).read_bytes() == b"content"
 
 
 def fail_with(number: int) -> Callable[..., object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -151,15 +150,14 @@ def test_a_sweep_forgets_what_is_over_and_what_crashes_have_left(store: Store) -
     store.put_file(b"over", file_id="file-2", expires_at=NOW + 10)
     store.put_file(b"kept", file_id="file-3", expires_at=NOW + 10)
     bodies = store.files.bodies
-    with bodies.new() as orphan, bodies.new() as stale, bodies.new() as fresh:
+    with bodies.new() as orphan, bodies.new() as written:
         orphan.write(b"orphan")
         orphan.finish()
         bodies.place(orphan)
-        for writer, written_at in ((stale, NOW - 90_000), (fresh, NOW)):
-            os.utime(writer.path, (written_at, written_at))
+        written.path.with_name("left").write_bytes(b"by a process that was killed")
         store.files.sweep(NOW + 10)
         assert store.bodies() == {kept.digest}
-        assert store.unplaced() == [fresh.path]
+        assert store.unplaced() == [written.path]
     assert store.query("SELECT id FROM files") == [("file-1",)]
 
 
