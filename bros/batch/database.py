@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from bros.batch.errors import StoreError, StoreFullError
+from bros.batch.errors import StoreError, StoreFullError, StoreUnavailableError
 from bros.core.errors import ConfigError
 
 _BUSY_S = 30
@@ -25,6 +27,19 @@ _POSTGRES_SETTINGS = {"connect_timeout": 10, "keepalives_idle": 10, "tcp_user_ti
 _LOCK = 0x62726F73  # any number that all servers of a store agree on
 _DISK_FULL = "53100"  # PostgreSQL's SQLSTATE
 
+_MAY_PASS = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_PROTOCOL,  # many processes open it at once
+        sqlite3.SQLITE_CANTOPEN,  # too many open files
+        sqlite3.SQLITE_IOERR,  # also of a full disk
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_INTERRUPT,
+    }
+)
+"""Of SQLite, which calls everything else operational, too: a table that is not there, for one."""
+
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
@@ -33,21 +48,26 @@ class Database:
 
     def __init__(self, engine: sa.Engine) -> None:
         """Made by `open_database`."""
-        self._engine = engine
+        self._engine = self._reader = engine
         self._is_sqlite = engine.dialect.name == "sqlite"
+        if not self._is_sqlite:
+            # Else each statement would see what others have stored by then.
+            self._reader = engine.execution_options(
+                isolation_level="REPEATABLE READ", postgresql_readonly=True
+            )
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A consistent view. Raises StoreError."""
-        with _explained(), self._engine.connect() as connection, connection.begin():
+        """All statements see what was stored when the first one ran. Raises StoreError."""
+        with _explained(), self._reader.connect() as connection, connection.begin():
             yield connection
 
     @contextlib.contextmanager
     def write(self, *, alone: bool = False) -> Iterator[sa.Connection]:
         """A transaction: all of it is stored when the block ends, or nothing if it raises.
 
-        alone: no other such block runs at the same time, in any process. Raises StoreFullError
-        or StoreError.
+        alone: no other such block runs at the same time, in any process. Raises StoreFullError,
+        StoreUnavailableError if it may work later, or StoreError if it will not.
         """
         with _explained(), self._engine.connect() as connection:
             writing = connection.execution_options(writes=True)
@@ -55,6 +75,14 @@ class Database:
                 if alone and not self._is_sqlite:
                     writing.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
                 yield writing
+
+    def time(self, now: float) -> float:
+        """Unix seconds on the clock of the database's server; `now` if it has none of its own."""
+        if self._is_sqlite:
+            return now
+        clock = sa.extract("epoch", sa.func.clock_timestamp())
+        with self.read() as connection:
+            return float(connection.execute(sa.select(clock)).scalar_one())
 
     def close(self) -> None:
         self._engine.dispose()
@@ -68,7 +96,8 @@ def open_database(url: str | None, folder: Path) -> Database:
     engine = _engine(url, folder)
     try:
         database = Database(engine)
-        _migrate(database)
+        with _alone_in(folder) if url is None else contextlib.nullcontext():
+            _migrate(database)
         return database
     except (StoreError, StoreFullError) as error:
         engine.dispose()
@@ -120,6 +149,15 @@ def _set_up_sqlite(engine: sa.Engine) -> None:
     sa.event.listen(engine, "begin", on_begin)
 
 
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other process makes a database here meanwhile. SQLite does not wait for its own lock
+    when a new one becomes WAL."""
+    with (folder / "jobs.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _migrate(database: Database) -> None:
     config = alembic.config.Config()
     config.set_main_option("script_location", "bros.batch:migrations")
@@ -142,6 +180,17 @@ def _explained() -> Iterator[None]:
         full = getattr(error.orig, "sqlstate", None) == _DISK_FULL or "disk is full" in reason
         if full:
             raise StoreFullError("the disk of the store is full") from error
-        raise StoreError(f"the store cannot be used: {reason}") from error
+        kind = StoreUnavailableError if _may_pass(error) else StoreError
+        raise kind(f"the store cannot be used: {reason}") from error
     except sa.exc.TimeoutError as error:
-        raise StoreError("the store cannot be used: all connections to it are busy") from error
+        busy = "the store cannot be used: all connections to it are busy"
+        raise StoreUnavailableError(busy) from error
+
+
+def _may_pass(error: sa.exc.DBAPIError) -> bool:
+    """Whether the same transaction may work later."""
+    code = getattr(error.orig, "sqlite_errorcode", None)
+    if code is not None:
+        return code & 0xFF in _MAY_PASS  # the rest of the number says more of the same
+    # PostgreSQL: lost connections, deadlocks, timeouts, a server that starts, stops or is full.
+    return error.connection_invalidated or isinstance(error, sa.exc.OperationalError)

@@ -13,6 +13,10 @@ class StoreError(BrosError):
     """The store cannot be opened or used."""
 
 
+class StoreUnavailableError(StoreError):
+    """It cannot be reached or is busy; what was asked of it may work later."""
+
+
 class QuotaError(BrosError):
     """A tenant has as much queued as it may (HTTP 429)."""
 

@@ -28,21 +28,13 @@ from bros.batch.objects import (
     StoredFile,
     TokenUsage,
 )
-from bros.batch.records import batch_of, errors_json
+from bros.batch.records import batch_of, errors_json, get_batch, move_batch, set_batch
 from bros.batch.schema import BATCHES, ROWS
-from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.errors import InvalidRequestError
 
 _INSERTED_AT_ONCE = 5_000
 _CANCELLABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
-_STAMPS = {
-    BatchStatus.FAILED: "failed_at",
-    BatchStatus.IN_PROGRESS: "in_progress_at",
-    BatchStatus.FINALIZING: "finalizing_at",
-    BatchStatus.COMPLETED: "completed_at",
-    BatchStatus.EXPIRED: "expired_at",
-    BatchStatus.CANCELLING: "cancelling_at",
-    BatchStatus.CANCELLED: "cancelled_at",
-}
+_CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
 
 
 class BatchStore:
@@ -83,7 +75,7 @@ class BatchStore:
     def get(self, tenant: str, batch_id: str) -> Batch:
         """Raises NotFoundError."""
         with self._database.read() as connection:
-            return _get(connection, batch_id, tenant)
+            return get_batch(connection, batch_id, tenant)
 
     def page(self, tenant: str, page: Page) -> tuple[list[Batch], bool]:
         """(batches, whether there are more). Raises NotFoundError for an unknown `after`."""
@@ -93,7 +85,10 @@ class BatchStore:
         return [batch_of(row) for row in rows[: page.limit]], len(rows) > page.limit
 
     def cancel(self, tenant: str, batch_id: str, now: float) -> Batch:
-        """Its owner winds it up. Raises NotFoundError, InvalidRequestError if it is too late."""
+        """Its owner winds it up; one that is being wound up as expired or failed stays as it is.
+
+        Raises NotFoundError, InvalidRequestError if it is too late.
+        """
         with self._database.write() as connection:
             connection.execute(
                 sa.update(BATCHES)
@@ -101,8 +96,8 @@ class BatchStore:
                 .where(BATCHES.c.status.in_(_CANCELLABLE), BATCHES.c.outcome.is_(None))
                 .values(status=BatchStatus.CANCELLING.value, cancelling_at=int(now))
             )
-            batch = _get(connection, batch_id, tenant)
-        if batch.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
+            batch = get_batch(connection, batch_id, tenant)
+        if batch.status not in (*_CANCELLABLE, *_CANCELLED):
             raise InvalidRequestError(
                 f"A batch that is {batch.status} cannot be cancelled.",
                 param="batch_id",
@@ -116,6 +111,11 @@ class BatchStore:
             return {status: count for status, count in connection.execute(query)}
 
     # Leases
+
+    def time(self, now: float) -> float:
+        """What time it is for leases, in Unix seconds: the database's, so that the clocks of
+        servers that share it may differ. A file is of one machine, which has one clock: `now`."""
+        return self._database.time(now)
 
     def claim(
         self,
@@ -219,13 +219,13 @@ class BatchStore:
                     f"batches that is more than the {max_tokens} that may be queued."
                 )
                 error = LineError("token_limit_exceeded", message)
-                _move(connection, lease, BatchStatus.FAILED, now, errors=errors_json([error]))
-                return _get(connection, lease.batch_id)
+                move_batch(connection, lease, BatchStatus.FAILED, now, errors=errors_json([error]))
+                return get_batch(connection, lease.batch_id)
             for begin in range(0, len(rows), _INSERTED_AT_ONCE):
                 chunk = rows[begin : begin + _INSERTED_AT_ONCE]
                 values = [{"batch_id": batch.id, **asdict(row)} for row in chunk]
                 connection.execute(sa.insert(ROWS), values)
-            _move(
+            move_batch(
                 connection,
                 lease,
                 BatchStatus.IN_PROGRESS,
@@ -234,13 +234,37 @@ class BatchStore:
                 total=len(rows),
                 enqueued_tokens=tokens,
             )
-            return _get(connection, lease.batch_id)
+            return get_batch(connection, lease.batch_id)
 
     def fail(self, lease: Lease, errors: Sequence[LineError], now: float) -> None:
         """The input is not valid; none of it is run."""
         with self._database.write() as connection:
             if self._held(connection, lease).status is BatchStatus.VALIDATING:
-                _move(connection, lease, BatchStatus.FAILED, now, errors=errors_json(errors))
+                move_batch(connection, lease, BatchStatus.FAILED, now, errors=errors_json(errors))
+
+    def note_fault(self, lease: Lease, error: LineError, most: int, now: float) -> None:
+        """Work on the batch ended unexpectedly; after `most` times without a stored row in between
+        the batch fails.
+
+        If it has rows it is wound up first, so that what is done is kept. One that is being wound
+        up already stays as it is: there is nothing that could take the place of its files.
+        """
+        with self._database.write() as connection:
+            batch = self._held(connection, lease)
+            faults = connection.execute(
+                sa.update(BATCHES)
+                .where(BATCHES.c.id == batch.id)
+                .values(faults=BATCHES.c.faults + 1)
+                .returning(BATCHES.c.faults)
+            ).scalar_one()
+            if faults < most or batch.outcome is not None:
+                return
+            failed, errors = BatchStatus.FAILED, errors_json([error])
+            if batch.status is BatchStatus.VALIDATING:
+                move_batch(connection, lease, failed, now, errors=errors)
+            elif batch.status is BatchStatus.IN_PROGRESS:
+                wound_up = {"outcome": failed.value, "finalizing_at": int(now)}
+                set_batch(connection, lease, errors=errors, **wound_up)
 
     def pending(self, batch_id: str, after_rank: int, limit: int) -> list[RowRef]:
         """Rows without an outcome, in the order of execution."""
@@ -282,6 +306,7 @@ class BatchStore:
                     cached_tokens=BATCHES.c.cached_tokens + usage.cached_tokens,
                     output_tokens=BATCHES.c.output_tokens + usage.output_tokens,
                     expected_at=expected_at,
+                    faults=0,
                 )
             )
 
@@ -296,9 +321,9 @@ class BatchStore:
             if batch.outcome is not None:
                 return batch.outcome
             if outcome is BatchStatus.COMPLETED:
-                _move(connection, lease, BatchStatus.FINALIZING, now, outcome=outcome.value)
+                move_batch(connection, lease, BatchStatus.FINALIZING, now, outcome=outcome.value)
             else:
-                _set(connection, lease, outcome=outcome.value, finalizing_at=int(now))
+                set_batch(connection, lease, outcome=outcome.value, finalizing_at=int(now))
             return outcome
 
     def results(self, batch_id: str, *, ok: bool, page: int = 50) -> Iterator[tuple[str, str]]:
@@ -337,7 +362,7 @@ class BatchStore:
                 if made is not None:
                     self._files.insert(connection, *made)
             connection.execute(sa.delete(ROWS).where(ROWS.c.batch_id == batch.id))
-            _move(
+            move_batch(
                 connection,
                 lease,
                 outcome,
@@ -361,30 +386,6 @@ class BatchStore:
         if row is None:
             raise LeaseLostError(f"{lease.batch_id} has another owner now")
         return batch_of(row)
-
-
-def _move(
-    connection: sa.Connection, lease: Lease, status: BatchStatus, now: float, **values: object
-) -> None:
-    """To another status, at a time that the batch remembers."""
-    _set(connection, lease, **{"status": status.value, _STAMPS[status]: int(now), **values})
-
-
-def _set(connection: sa.Connection, lease: Lease, **values: object) -> None:
-    of_batch = BATCHES.c.id == lease.batch_id
-    connection.execute(sa.update(BATCHES).where(of_batch).values(values))
-
-
-def _get(connection: sa.Connection, batch_id: str, tenant: str | None = None) -> Batch:
-    query = sa.select(BATCHES).where(has_id(BATCHES, batch_id))
-    if tenant is not None:
-        query = query.where(BATCHES.c.tenant == tenant)
-    row = connection.execute(query).first()
-    if row is None:
-        raise NotFoundError(
-            f"There is no batch {batch_id[:100]!r}.", param="batch_id", code="batch_not_found"
-        )
-    return batch_of(row)
 
 
 def _of(owner: str) -> sa.ColumnElement[bool]:

@@ -3,13 +3,14 @@
 ```
  created ─▶ validating ─▶ in_progress ─▶ finalizing ─▶ completed
                 │              │    └────────────────▶ expired
-                │              └──▶ cancelling ──────▶ cancelled
+                │              ├──▶ cancelling ──────▶ cancelled
+                │              └──▶ failed, if the server fails at it
                 ├──▶ cancelling, expired
                 └──▶ failed
 ```
 
-A batch that is cancelling or out of time is wound up the same way as one that is done: what was
-answered is in the output file, everything else in the error file.
+A batch with rows that is cancelling, out of time or failed is wound up the same way as one that is
+done: what was answered is in the output file, everything else in the error file.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ FILES = sa.Table(
 )
 
 # served_model: of the servers that may run its rows. outcome: the final status that a batch is
-# wound up to. enqueued_tokens: what it counts for in
-# its tenant's quota. lease_*: see Lease; lease_until is a Unix time.
+# wound up to. enqueued_tokens: what it counts for in its tenant's quota. lease_*: see Lease;
+# lease_until is a Unix time. faults: unexpected ends of work on it since a row was stored.
 BATCHES = sa.Table(
     "batches",
     METADATA,
@@ -68,6 +68,7 @@ BATCHES = sa.Table(
     sa.Column("lease_owner", sa.Text),
     sa.Column("lease_epoch", _BIG, nullable=False, server_default="0"),
     sa.Column("lease_until", sa.Float, nullable=False, server_default="0"),
+    sa.Column("faults", _BIG, nullable=False, server_default="0"),
 )
 
 # Only while a batch is open: the files take over when it is wound up.

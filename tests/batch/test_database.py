@@ -14,7 +14,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from bros.batch.database import Database, open_database
-from bros.batch.errors import StoreError, StoreFullError
+from bros.batch.errors import StoreError, StoreFullError, StoreUnavailableError
 from bros.batch.schema import METADATA
 from bros.core.errors import ConfigError
 from support.batch_store import NOW, Store, full_disk, open_store
@@ -54,6 +54,16 @@ def test_many_processes_may_open_a_new_store_at_once(new_url: NewUrl, tmp_path: 
         list(threads.map(open_and_use, range(6)))
     with open_store(url, tmp_path) as store:
         assert count_files(store) == 6
+
+
+def test_a_store_of_the_first_version_is_brought_to_this_one(store: Store) -> None:
+    batch = store.put_batch()
+    with store.database.write() as connection:
+        connection.execute(sa.text("ALTER TABLE batches DROP COLUMN faults"))
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
+    with store.again() as other:
+        assert other.batches.get("ann", batch.id) == batch
+        assert other.query("SELECT faults FROM batches") == [(0,)]
 
 
 def test_a_store_of_a_newer_version_is_refused_and_left_alone(store: Store) -> None:
@@ -112,13 +122,70 @@ def test_a_block_that_raises_stores_nothing(store: Store) -> None:
         connection.execute(sa.delete(METADATA.tables["files"]))
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
         raise KeyError
-    assert store.query("SELECT version_num FROM alembic_version") == [("0001",)]
+    assert store.query("SELECT version_num FROM alembic_version") == [("0002",)]
 
 
 def test_a_faulty_statement_is_a_store_error_on_one_line(store: Store) -> None:
     with pytest.raises(StoreError) as failed:
         store.query("SELECT * FROM nothing")
     assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT * FROM nothing",
+        "SELEKT 1",
+        "INSERT INTO stores (id) SELECT id FROM stores",
+        "INSERT INTO stores (id) VALUES (NULL)",
+    ],
+)
+def test_what_stays_wrong_is_told_from_what_may_pass(store: Store, statement: str) -> None:
+    with pytest.raises(StoreError) as failed, store.database.write() as connection:
+        connection.exec_driver_sql(statement)
+    assert not isinstance(failed.value, StoreUnavailableError)
+
+
+def test_a_damaged_database_stays_wrong(tmp_path: Path) -> None:
+    with open_store(None, tmp_path) as store:
+        store.put_file()
+    path = tmp_path / "jobs.db"
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + bytes(len(content) - 100))
+    database = Database(sa.create_engine(f"sqlite:///{path}"))
+    with pytest.raises(StoreError) as failed, database.read() as connection:
+        connection.exec_driver_sql("SELECT * FROM files")
+    assert not isinstance(failed.value, StoreUnavailableError)
+    database.close()
+
+
+def test_a_lock_of_somebody_else_may_pass(tmp_path: Path) -> None:
+    with open_store(None, tmp_path) as store, store.database.write():
+        impatient = Database(
+            sa.create_engine(f"sqlite:///{tmp_path / 'jobs.db'}", connect_args={"timeout": 0})
+        )
+        with pytest.raises(StoreUnavailableError), impatient.write() as connection:
+            connection.execute(sa.delete(METADATA.tables["files"]))
+        impatient.close()
+
+
+def test_time_is_the_one_of_the_server_of_the_database_if_it_has_one(store: Store) -> None:
+    if store.url is None:
+        assert store.batches.time(NOW) == NOW
+        return
+    ((before,),) = store.query("SELECT extract(epoch FROM clock_timestamp())::float")
+    assert isinstance(before, float)
+    assert before <= store.batches.time(NOW) < before + 60
+
+
+def test_a_reader_sees_one_moment(store: Store) -> None:
+    count = sa.text("SELECT count(*) FROM files")
+    with store.database.read() as connection:
+        assert connection.execute(count).scalar_one() == 0
+        with store.again() as other:
+            other.put_file()
+        assert connection.execute(count).scalar_one() == 0
+    assert count_files(store) == 1
 
 
 def test_blocks_that_run_alone_do_not_overlap(store: Store) -> None:
@@ -145,7 +212,7 @@ def test_too_few_connections_are_a_store_error(tmp_path: Path) -> None:
     url, pool = f"sqlite:///{tmp_path / 'jobs.db'}", {"pool_size": 1, "max_overflow": 0}
     engine = sa.create_engine(url, pool_timeout=0.01, **pool)  # type: ignore[arg-type]
     database = Database(engine)
-    with database.read(), pytest.raises(StoreError), database.read():
+    with database.read(), pytest.raises(StoreUnavailableError), database.read():
         pass
     database.close()
 
@@ -171,3 +238,28 @@ def test_a_lost_connection_is_replaced(store: Store) -> None:
             " AND backend_type = 'client backend'"
         )
     assert store.files.get("ann", file.id, NOW) == file
+
+
+@pytest.mark.parametrize("new_url", [ON_POSTGRES], indirect=True)
+@pytest.mark.parametrize(
+    ("statement", "may_pass"),
+    [
+        ("SELECT pg_terminate_backend(pg_backend_pid())", True),
+        ("DO $$ BEGIN RAISE 'deadlock' USING ERRCODE = '40P01'; END $$", True),
+        ("DO $$ BEGIN RAISE 'too many connections' USING ERRCODE = '53300'; END $$", True),
+        ("DO $$ BEGIN RAISE 'canceled' USING ERRCODE = '57014'; END $$", True),
+        ("DO $$ BEGIN RAISE 'corrupted' USING ERRCODE = 'XX001'; END $$", False),
+        ("DO $$ BEGIN RAISE 'not allowed' USING ERRCODE = '42501'; END $$", False),
+    ],
+)
+def test_what_may_pass_on_postgresql(store: Store, statement: str, may_pass: bool) -> None:
+    with pytest.raises(StoreError) as failed, store.database.write() as connection:
+        connection.exec_driver_sql(statement)
+    assert isinstance(failed.value, StoreUnavailableError) is may_pass
+
+
+def test_a_server_that_is_not_there_may_come(tmp_path: Path) -> None:
+    database = Database(sa.create_engine("postgresql+psycopg://user@/name?host=/nowhere"))
+    with pytest.raises(StoreUnavailableError), database.read():
+        pass
+    database.close()

@@ -162,15 +162,28 @@ def refused_to_cancel(store: Store) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("status", [BatchStatus.COMPLETED, BatchStatus.EXPIRED])
-def test_it_is_too_late_to_cancel_what_is_wound_up_or_over(
-    store: Store, status: BatchStatus
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_who_cancels_a_batch_that_expires_just_now_is_told_how_far_it_is(
+    store: Store, has_rows: bool
 ) -> None:
+    store.put_batch()
+    lease = claim(store)
+    if has_rows:
+        admit(store, lease)
+    store.batches.wind_up(lease, BatchStatus.EXPIRED, NOW + 2)
+    before = store.batches.get("ann", "batch_1")
+    assert before.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+    assert store.batches.cancel("ann", "batch_1", NOW + 3) == before
+    store.batches.finish(lease, BatchStatus.EXPIRED, None, None, NOW + 4)
+    assert "expired" in refused_to_cancel(store)
+
+
+def test_it_is_too_late_to_cancel_what_is_done(store: Store) -> None:
     lease = started(store)
-    store.batches.wind_up(lease, status, NOW + 2)
-    refused_to_cancel(store)
-    store.batches.finish(lease, status, None, None, NOW + 3)
-    assert status.value in refused_to_cancel(store)
+    store.batches.wind_up(lease, BatchStatus.COMPLETED, NOW + 2)
+    assert "finalizing" in refused_to_cancel(store)
+    store.batches.finish(lease, BatchStatus.COMPLETED, None, None, NOW + 3)
+    assert "completed" in refused_to_cancel(store)
 
 
 def test_a_failed_batch_cannot_be_cancelled(store: Store) -> None:
@@ -276,6 +289,60 @@ def test_a_batch_in_progress_cannot_fail(store: Store) -> None:
     before = store.batches.get("ann", "batch_1")
     store.batches.fail(lease, [LineError("empty_file", "No.")], NOW)
     assert store.batches.get("ann", "batch_1") == before
+
+
+# Faults
+
+FAULT = LineError("internal_error", "The server failed.")
+
+
+def note_faults(store: Store, lease: Lease, times: int) -> Batch:
+    for _ in range(times):
+        store.batches.note_fault(lease, FAULT, 3, NOW + 5)
+    return store.batches.get("ann", "batch_1")
+
+
+def test_an_input_that_cannot_be_checked_fails_in_the_end(store: Store) -> None:
+    before = store.put_batch()
+    lease = claim(store)
+    assert note_faults(store, lease, 2) == before
+    failed = note_faults(store, lease, 1)
+    assert (failed.status, failed.failed_at) == (BatchStatus.FAILED, NOW + 5)
+    assert failed.errors == (FAULT,)
+    assert note_faults(store, lease, 1) == failed
+
+
+def test_a_batch_that_cannot_be_run_is_wound_up_as_failed(store: Store) -> None:
+    lease = started(store)
+    store.batches.commit(lease, [outcome(1)], None)
+    before = store.batches.get("ann", "batch_1")
+    assert note_faults(store, lease, 2) == before
+    failing = note_faults(store, lease, 1)
+    assert (failing.status, failing.outcome) == (BatchStatus.IN_PROGRESS, BatchStatus.FAILED)
+    assert store.batches.cancel("ann", "batch_1", NOW + 6) == failing
+    failed = ended(store, BatchStatus.EXPIRED, lease)  # it is too late for that
+    assert (failed.status, failed.errors, failed.failed_at) == ("failed", (FAULT,), NOW + 3)
+    assert counts(failed) == (3, 1, 2)
+
+
+def test_a_row_that_was_stored_shows_that_it_goes_on(store: Store) -> None:
+    lease = started(store)
+    for line in (1, 2):
+        assert note_faults(store, lease, 2).outcome is None
+        store.batches.commit(lease, [outcome(line)], None)
+    assert note_faults(store, lease, 2).outcome is None
+
+
+@pytest.mark.parametrize("status", [BatchStatus.COMPLETED, BatchStatus.CANCELLED])
+def test_what_is_wound_up_or_cancelled_does_not_fail(store: Store, status: BatchStatus) -> None:
+    lease = started(store)
+    if status is BatchStatus.CANCELLED:
+        store.batches.cancel("ann", "batch_1", NOW + 1)
+    else:
+        store.batches.wind_up(lease, status, NOW + 1)
+    before = store.batches.get("ann", "batch_1")
+    assert note_faults(store, lease, 5) == before
+    assert ended(store, status, lease).status is status
 
 
 # Outcomes

@@ -145,6 +145,7 @@ def test_a_batch_that_is_over_is_free_to_nobody(store: Store, outcome: BatchStat
 WRITES: dict[str, Callable[[Store, Lease], object]] = {
     "admit": admit,
     "fail": lambda store, lease: store.batches.fail(lease, [LineError("x", "y")], NOW),
+    "note_fault": lambda store, lease: store.batches.note_fault(lease, LineError("x", "y"), 1, NOW),
     "commit": lambda store, lease: store.batches.commit(
         lease, [RowOutcome(2, True, "{}")], NOW + 5
     ),

@@ -44,7 +44,7 @@ MAX_TOKENS = 100  # two of the first batches' 45, and 10 more
 # The diagram in objects.py.
 EDGES = {
     S.VALIDATING: {S.IN_PROGRESS, S.FAILED, S.CANCELLING, S.EXPIRED},
-    S.IN_PROGRESS: {S.FINALIZING, S.CANCELLING, S.EXPIRED},
+    S.IN_PROGRESS: {S.FINALIZING, S.CANCELLING, S.EXPIRED, S.FAILED},
     S.FINALIZING: {S.COMPLETED},
     S.CANCELLING: {S.CANCELLED},
 }
@@ -71,6 +71,7 @@ class ModelBatch:
     tokens: int = 0
     total: int = 0
     failed: int = 0
+    faults: int = 0
     done: list[RowOutcome] = field(default_factory=list)
     rows: dict[int, RowOutcome | None] = field(default_factory=dict)
     files: tuple[str | None, str | None] = (None, None)
@@ -166,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         if batch.status in (S.VALIDATING, S.IN_PROGRESS) and batch.outcome is None:
             batch.status = S.CANCELLING
-        if batch.status in (S.CANCELLING, S.CANCELLED):
+        if batch.status in (S.VALIDATING, S.IN_PROGRESS, S.CANCELLING, S.CANCELLED):
             assert self.store.batches.cancel(tenant, name, self.now).status is batch.status
         else:
             with pytest.raises(InvalidRequestError):
@@ -269,6 +270,21 @@ class StoreMachine(RuleBasedStateMachine):
             batch.status = S.FAILED
 
     @precondition(lambda self: self.leases)
+    @rule(pick=picks)
+    def work_ends_unexpectedly(self, pick: int) -> None:
+        lease, batch = self.pick(pick)
+        error = LineError("internal_error", "The server failed.")
+        self.write(lease, lambda: self.store.batches.note_fault(lease, error, 2, self.now))
+        if batch is None:
+            return
+        batch.faults += 1
+        if batch.faults >= 2 and batch.outcome is None:
+            if batch.status is S.VALIDATING:
+                batch.status = S.FAILED
+            elif batch.status is S.IN_PROGRESS:
+                batch.outcome = S.FAILED
+
+    @precondition(lambda self: self.leases)
     @rule(pick=picks, given=outcomes)
     def commit(self, pick: int, given: list[tuple[int, bool, int]]) -> None:
         lease, batch = self.pick(pick)
@@ -279,6 +295,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.write(lease, lambda: self.store.batches.commit(lease, made, None))
         if batch is None or batch.outcome is not None:
             return
+        batch.faults = 0
         for outcome in made:
             if outcome.line in batch.rows and batch.rows[outcome.line] is None:
                 batch.rows[outcome.line] = outcome

@@ -342,6 +342,18 @@ async def test_expiry_gives_partial_results(half_done: tuple[BatchServer, Batch]
         await server.client.batches.cancel(batch.id)
 
 
+async def test_cancel_while_it_expires(half_done: tuple[BatchServer, Batch]) -> None:
+    """Who cancels just then learns how far it is, as whoever cancels twice"""
+    server, batch = half_done
+    with server.full():  # so that it stays where it is
+        server.clock.advance(DAY_S)
+        server.wake()
+        await until(lambda: bool(server.store.batches.get("", batch.id).outcome))
+        found = await server.client.batches.cancel(batch.id)
+        assert (found.id, found.status, found.cancelling_at) == (batch.id, "in_progress", None)
+    assert (await server.wait(batch)).status == "expired"
+
+
 async def test_window_that_ends_while_no_server_runs(tmp_path: Path) -> None:
     """completion_window honoured as a deadline, also of a batch that nobody has begun"""
     async with batch_server(tmp_path, idle=True) as server:

@@ -1,0 +1,15 @@
+"""How often work on a batch came to an unexpected end."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+
+_BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
+
+def upgrade() -> None:
+    op.add_column("batches", sa.Column("faults", _BIG, nullable=False, server_default="0"))
