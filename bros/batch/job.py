@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bros.batch.bodies import BodyWriter
-from bros.batch.errors import LeaseLostError, RowInterruptedError, StoreError, StoreFullError
-from bros.batch.errors import RowPostponedError as Postponed
+from bros.batch.errors import (
+    LeaseLostError,
+    RowInterruptedError,
+    RowPostponedError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from bros.batch.files import FileStore
 from bros.batch.jobs import BatchStore
 from bros.batch.objects import (
@@ -30,6 +35,7 @@ from bros.batch.objects import (
 from bros.batch.pacing import JobPace, RowCounts, Throughput
 from bros.batch.rows import BadRowError, RowHandler, error_line, parse_row, reply_line
 from bros.batch.slots import Slots
+from bros.batch.suspects import MOST_INTERRUPTIONS, Company
 from bros.batch.validation import check_input
 from bros.core.clock import Clock
 from bros.core.ids import IdGenerator
@@ -49,10 +55,6 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 10.0
 
 _LAST_WORDS_S = 3.0
 """How long outcomes may still be stored when the server ends; the rows would be run again."""
-
-_SUSPECT_AFTER, _MOST_INTERRUPTIONS = 2, 8
-"""A row that was running so many times when the engine died runs alone with its like from then on,
-and is given up in the end: it may be what the engine dies of."""
 
 
 class StopReason(enum.Enum):
@@ -78,7 +80,7 @@ class Workshop:
     throughput: Throughput
     model: str
     counts: RowCounts
-    suspects: asyncio.Lock
+    company: Company
     validating: asyncio.Lock
     max_queued_tokens: int
     group_prefixes: bool = True
@@ -90,11 +92,14 @@ class Workshop:
         return await loop.run_in_executor(self.threads, lambda: work(*args, **kwargs))
 
     async def persist(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The same, for what must not be lost: until the store takes it."""
+        """The same, for what must not be lost: until the store can take it.
+
+        Raises StoreError if it never will, and what else `work` raises.
+        """
         for pause_s in _pauses():
             try:
                 return await self.io(work, *args, **kwargs)
-            except (StoreError, StoreFullError) as error:
+            except (StoreUnavailableError, StoreFullError) as error:
                 logger.warning("will be tried again in %.1f s: %s", pause_s, error)
             await asyncio.sleep(pause_s)
         raise AssertionError("pauses never end")
@@ -251,14 +256,13 @@ class Job:
         except (BadRowError, OSError):
             line = error_line(row_id, ref.custom_id, "damaged_file", "The input file is damaged.")
             return RowOutcome(ref.line, False, line)
-        for interruptions, pause_s in enumerate(_pauses(), start=1):
-            alone = shop.suspects if interruptions > _SUSPECT_AFTER else contextlib.nullcontext()
+        for attempt, pause_s in enumerate(_pauses(), start=1):
             try:
-                async with alone:
+                async with shop.company.admitted(interruptions=attempt - 1):
                     reply = await self._answer(row.body, request_id)
             except RowInterruptedError as error:
                 shop.counts.interrupted += 1
-                if interruptions >= _MOST_INTERRUPTIONS:
+                if attempt >= MOST_INTERRUPTIONS:
                     line = error_line(row_id, ref.custom_id, "engine_error", str(error))
                     return RowOutcome(ref.line, False, line)
                 await asyncio.sleep(pause_s)
@@ -278,7 +282,7 @@ class Job:
                     tenant=self.batch.tenant,
                     due_in_s=self.pace.due_in_s(shop.clock.now(), shop.slots.used),
                 )
-            except Postponed as error:
+            except RowPostponedError as error:
                 await asyncio.sleep(min(error.retry_after_s, pause_s))
         raise AssertionError("pauses never end")
 
@@ -344,6 +348,10 @@ _UNFINISHED = {
     BatchStatus.CANCELLED: (
         "batch_cancelled",
         "This request was not executed because the batch was cancelled.",
+    ),
+    BatchStatus.FAILED: (
+        "batch_failed",
+        "This request was not executed because the batch failed.",
     ),
 }
 

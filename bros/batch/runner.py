@@ -18,14 +18,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from bros.batch.errors import StoreError, StoreFullError
+from bros.batch.errors import (
+    LeaseLostError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from bros.batch.files import FileStore
 from bros.batch.job import Job, StopReason, Workshop
 from bros.batch.jobs import BatchStore
-from bros.batch.objects import Batch, BatchStatus, Lease
+from bros.batch.objects import Batch, BatchStatus, Lease, LineError
 from bros.batch.pacing import RowCounts, Throughput, expected_end_s
 from bros.batch.rows import RowHandler
 from bros.batch.slots import Slots
+from bros.batch.suspects import Company
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError
 from bros.core.ids import IdGenerator
@@ -47,6 +53,13 @@ _THREADS = 6
 
 _LEAVE_S = 5.0
 """How long jobs may take to stop."""
+
+_MOST_FAULTS = 3
+_FAULT = LineError(
+    "internal_error",
+    "The server failed at this batch again and again, for reasons that are in its log and, as far "
+    "as is known, not in the batch.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +111,7 @@ class BatchRunner:
             throughput=Throughput(),
             model=settings.model,
             counts=RowCounts(),
-            suspects=asyncio.Lock(),
+            company=Company(),
             validating=asyncio.Lock(),
             max_queued_tokens=settings.max_queued_tokens,
             group_prefixes=settings.group_prefixes,
@@ -135,21 +148,24 @@ class BatchRunner:
             await asyncio.shield(asyncio.ensure_future(self._leave()))
 
     async def _tend(self) -> None:
-        shop, now = self._shop, self._now()
+        shop, began_s = self._shop, self._now()
         lease_s = self._settings.lease_s
+        until_s = began_s + lease_s  # not later than the store has it, which is asked now
         for job, _ in self._jobs.values():
-            if now >= job.batch.expires_at:  # its own timer stands still while the machine sleeps
+            # Its own timer stands still while the machine sleeps.
+            if began_s >= job.batch.expires_at:
                 job.stop(StopReason.EXPIRED)
         try:
+            now = await shop.io(shop.store.time, began_s)
             if self._jobs:
                 ids, expected = list(self._jobs), self._expectations()
                 held = await shop.io(shop.store.renew, self._owner, ids, now, lease_s, expected)
-                self._look_after(held, now + lease_s)
+                self._look_after(held, until_s)
             # One after the other, so that servers that share a store share what is in it.
             most = max(1, _AT_ONCE - len(self._jobs))
             model = self._settings.model
             claimed = await shop.io(shop.store.claim, self._owner, now, lease_s, most, model)
-        except (StoreError, StoreFullError) as error:
+        except (StoreUnavailableError, StoreFullError) as error:
             logger.warning("the batch jobs have to wait: %s", error)
             return
         except Exception:
@@ -157,7 +173,7 @@ class BatchRunner:
             return
         for lease, batch in claimed:
             if batch.id not in self._jobs:  # else the next claim begins when that one has ended
-                self._begin(lease, batch, now + lease_s)
+                self._begin(lease, batch, until_s)
 
     def _look_after(self, held: Mapping[Lease, BatchStatus], until_s: float) -> None:
         for job, _ in self._jobs.values():
@@ -182,9 +198,19 @@ class BatchRunner:
             await job.run()
         except Exception:
             # Its lease runs out, and whoever claims it tries again.
-            logger.exception("%s failed; it will be tried again", job.batch.id)
+            logger.exception("work on %s ended unexpectedly", job.batch.id)
+            await self._note_fault(job)
         finally:
             del self._jobs[job.batch.id]
+
+    async def _note_fault(self, job: Job) -> None:
+        store = self._shop.store
+        try:
+            await self._shop.io(store.note_fault, job.lease, _FAULT, _MOST_FAULTS, self._now())
+        except LeaseLostError:
+            pass  # whoever has it now tries again
+        except Exception:
+            logger.exception("that could not be recorded")
 
     async def _leave(self) -> None:
         """Stop all jobs, store what they came to, and let others take over."""
@@ -212,6 +238,9 @@ class BatchRunner:
                 best_effort = (await self._load()).by_class.get(ServiceClass.BE)
             except EngineDeadError:
                 continue
+            except Exception:
+                logger.exception("what the engine is doing is not known")
+                continue
             if best_effort is not None:
                 spare = max(_LEAST_ROWS, best_effort.running // 2) - best_effort.waiting
                 # Also beside many others that wait: then as many as it began with.
@@ -223,8 +252,10 @@ class BatchRunner:
         while True:
             try:
                 await self._shop.io(self._shop.files.sweep, self._now())
-            except (StoreError, StoreFullError, OSError) as error:
+            except (StoreUnavailableError, StoreFullError) as error:
                 logger.warning("old files could not be removed: %s", error)
+            except Exception:
+                logger.exception("old files could not be removed")
             await asyncio.sleep(_SWEEP_S)
 
     def _expectations(self) -> dict[str, int]:

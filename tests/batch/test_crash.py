@@ -198,3 +198,23 @@ def test_connections_to_the_database_may_break_at_any_time(
         assert runs(site.log()).keys() == site.results(batch_id).keys()
         assert site.num_leases(batch_id) == 1
         site.check_nothing_else_is_left()
+
+
+def test_servers_whose_clocks_differ_run_no_row_twice(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    """The leases are on the clock of the database, which is one for all."""
+    with (
+        open_store(postgres.new_url(), tmp_path) as store,
+        contextlib.closing(Site(store, tmp_path / "log")) as site,
+    ):
+        batches = [site.submit(60) for _ in range(3)]
+        workers = [
+            site.started(Orders(seed=number, row_s=0.3, skew_s=skew_s))
+            for number, skew_s in enumerate((0.0, 3600.0, -3600.0))
+        ]
+        site.wait_until_done()
+        for worker in workers:
+            stop(worker, signal.SIGTERM)
+        assert set(runs(site.log()).values()) == {1}
+        assert [site.num_leases(batch_id) for batch_id in batches] == [1, 1, 1]

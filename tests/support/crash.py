@@ -47,12 +47,14 @@ _REFUSED_EVERY, _TROUBLE = 10, 0.02
 @dataclass(frozen=True, kw_only=True)
 class Orders:
     """What a worker is told. row_s: longest time of a row. ahead_s: how much later it is for this
-    worker than for one without. max_rows: most rows at a time. dies_at: it kills itself at this
+    worker, and its database, than for one without. skew_s: how wrong its own clock is beside the
+    real one of its database. max_rows: most rows at a time. dies_at: it kills itself at this
     transaction, counted from 1, before or after it is committed."""
 
     seed: int
     row_s: float
     ahead_s: float = 0.0
+    skew_s: float | None = None
     lease_s: float = 15.0
     poll_s: float = 0.05
     max_rows: int = 16
@@ -136,6 +138,13 @@ class _DoomedDatabase:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class _LaterStore(BatchStore):
+    """The clock of its database is the one of whoever asks."""
+
+    def time(self, now: float) -> float:
+        return now
+
+
 class _Later(SystemClock):
     """Unix time begins when tests do, and is further on for some."""
 
@@ -153,11 +162,11 @@ def _work(url: str | None, folder: Path, log: Path, began_s: float, orders: Orde
 
 
 async def _run(store: Store, handler: ScriptedRows, began_s: float, orders: Orders) -> None:
-    files, batches = store.files, store.batches
+    database, files = store.database, store.files
     if orders.dies_at is not None:
-        doomed = cast(Database, _DoomedDatabase(store.database, *orders.dies_at))
-        files = FileStore(doomed, Bodies(store.folder / "bodies"))
-        batches = BatchStore(doomed, files)
+        database = cast(Database, _DoomedDatabase(store.database, *orders.dies_at))
+        files = FileStore(database, Bodies(store.folder / "bodies"))
+    batches = _LaterStore(database, files) if orders.skew_s is None else store.batches
     settings = RunnerSettings(
         model="",
         max_queued_tokens=10**9,
@@ -165,7 +174,8 @@ async def _run(store: Store, handler: ScriptedRows, began_s: float, orders: Orde
         max_rows=orders.max_rows,
         poll_s=orders.poll_s,
     )
-    clock, ids = _Later(began_s, orders.ahead_s), IdGenerator(random.SystemRandom())
+    clock = _Later(began_s, orders.ahead_s + (orders.skew_s or 0.0))
+    ids = IdGenerator(random.SystemRandom())
     runner = BatchRunner(batches, files, handler, _idle, clock, ids, settings)
     running = asyncio.ensure_future(runner.run())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
