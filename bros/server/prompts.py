@@ -12,6 +12,7 @@ from bros.server.protocol import ChatMessage
 from bros.server.state import ServerState
 
 _RESERVED = ("messages", "self")
+_MESSAGE_CHARS, _UNKNOWN_CHARS = 40, 10_000
 
 
 async def encode_text(
@@ -41,9 +42,9 @@ async def encode_chat(
             raise InvalidRequestError(
                 f"'chat_template_kwargs' must not contain {name!r}.", param="chat_template_kwargs"
             )
-    plain = [_plain(message) for message in messages]
 
     def apply() -> list[int]:
+        plain = [_plain(message) for message in messages]
         text = state.tokenizer.render_chat(plain, **kwargs)
         try:
             return state.tokenizer.encode(text, add_special_tokens=False, limit=limit)
@@ -52,8 +53,10 @@ async def encode_chat(
                 error.prompt_tokens, error.max_model_len, "messages", exact=False
             ) from None
 
-    # Written out, because any field of a message may end up in the prompt.
-    return await offload.run(state, apply, len(repr((plain, kwargs))))
+    size = sum(_MESSAGE_CHARS + len(message.content or "") for message in messages)
+    if kwargs or any(message.model_extra for message in messages):
+        size += _UNKNOWN_CHARS  # all of it may end up in the prompt
+    return await offload.run(state, apply, size)
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+import anyio.to_thread
 
 from bros.batch.errors import RowInterruptedError, RowPostponedError
 from bros.batch.objects import TokenUsage
@@ -29,8 +30,10 @@ class RowAnswers:
     """A RowHandler."""
 
     def __init__(self, state: ServerState) -> None:
-        # With a thread of their own for long prompts, for which live requests never wait.
+        # With a thread of their own for long prompts, for which live requests never wait, and one
+        # for checks: those of a row of some megabytes take longer than a stream should wait.
         self._state = replace(state, threads=anyio.CapacityLimiter(1))
+        self._checks = anyio.CapacityLimiter(1)
 
     def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
         call = CALLS[endpoint](self._state, body)
@@ -44,7 +47,9 @@ class RowAnswers:
         if not state.engine.alive:
             raise RowPostponedError("The engine is not running.", _UNTIL_BACK_S)
         try:
-            call = CALLS[endpoint](state, body)
+            call = await anyio.to_thread.run_sync(
+                CALLS[endpoint], state, body, abandon_on_cancel=True, limiter=self._checks
+            )
             exchange = Exchange(
                 state,
                 call,

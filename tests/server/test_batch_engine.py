@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
+from openai.types import Batch
 
-from bros.batch import job
+from bros.batch import job, runner
+from bros.batch.errors import StoreError
 from bros.batch.objects import DAY_S
 from bros.core.errors import OverloadedError, QueueFullError
+from bros.core.interfaces import ClassStats, EngineStats
 from bros.core.request import ServiceClass
+from bros.server.calls import CALLS, Call
+from bros.server.protocol import ChatMessage
+from bros.server.rows import RowAnswers
+from bros.server.state import ServerState
 from support.batch_server import (
     ANSWER,
     ANSWER_TOKENS,
+    CHAT,
+    COMPLETIONS,
     BatchServer,
     batch_server,
+    chat_row,
     counts,
     row,
     until,
+    working,
 )
+
+LEASE_S = 15.0
 
 
 @pytest.fixture
@@ -122,7 +137,21 @@ async def test_a_row_the_engine_dies_of_is_given_up(server: BatchServer) -> None
     assert line["error"]["code"] == "engine_error"
     results = await server.results(done.output_file_id)
     assert results.keys() == {f"row-{i}" for i in range(30) if i != 7}
-    assert server.engine.prompts["poison"] == server.engine.deaths <= 8
+    assert server.engine.prompts["poison"] == server.engine.deaths <= 4
+
+
+async def test_rows_beside_many_the_engine_dies_of_get_through(server: BatchServer) -> None:
+    """However often it dies, nobody is given up who was merely there"""
+    server.engine.poison = "poison"
+    poisoned = {3, 4, 5, 11, 12, 20, 29, 30}
+    rows = [row(i, f"{'poison' if i in poisoned else 'fine'}-{i}") for i in range(40)]
+    done = await server.wait(await server.submit(*rows))
+    assert done.request_counts == counts(40, 32, 8)
+    errors = await server.results(done.error_file_id)
+    assert errors.keys() == {f"row-{i}" for i in poisoned}
+    assert server.engine.deaths <= 4 * len(poisoned)
+    fine = [times for name, times in server.engine.prompts.items() if "fine" in name]
+    assert max(fine) <= 3
 
 
 async def test_two_rows_the_engine_dies_of(server: BatchServer) -> None:
@@ -175,6 +204,142 @@ async def test_a_row_that_breaks_the_server_is_an_error(
     assert line["response"]["status_code"] == 500
     assert line["response"]["body"]["error"]["code"] == "internal_error"
     assert "a bug" not in str(line) and "a bug" in caplog.text
+
+
+# Faults of ours
+
+
+async def given_up(server: BatchServer, batch: Batch, faults: Callable[[], int]) -> Batch:
+    """The batch, which is tried again whenever its lease has run out, but not for ever."""
+    for number in (1, 2, 3):
+        await until(lambda number=number: faults() == number)
+        await until(lambda: not jobs_at_work())
+        server.clock.advance(LEASE_S)
+        server.wake()
+    return await server.wait(batch, "failed")
+
+
+def jobs_at_work() -> list[str]:
+    names = (task.get_name() for task in asyncio.all_tasks())
+    return [name for name in names if name.startswith("batch_")]
+
+
+async def test_a_check_that_breaks_the_server_is_given_up(
+    server: BatchServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`failed` also means a system failure, with `errors` filled; our log says what it was"""
+    checks = []
+
+    def broken(self: RowAnswers, endpoint: str, body: dict[str, Any]) -> None:
+        checks.append(body)
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowAnswers, "check", broken)
+        failed = await given_up(server, await server.submit(row(1)), lambda: len(checks))
+    assert failed.errors is not None and failed.errors.data is not None
+    (error,) = failed.errors.data
+    assert (error.code, error.line, error.param) == ("internal_error", None, None)
+    assert "a bug" not in str(error.message)
+    assert "RuntimeError: a bug" in caplog.text and "Traceback" in caplog.text
+    assert (failed.output_file_id, failed.error_file_id) == (None, None)
+    assert len(checks) == 3
+    again = await server.wait(await server.submit(row(1)))  # others are none the worse
+    assert again.status == "completed"
+
+
+async def test_a_job_on_a_broken_store_is_given_up(
+    server: BatchServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was answered before is in the output file, the rest in the error file"""
+    server.engine.held = "held"
+    batch = await server.submit(*(row(i, "quick" if i < 3 else "held") for i in range(5)))
+    await server.wait_done(batch, 3)
+    tries = []
+
+    def broken(*_: object) -> None:
+        tries.append(1)
+        raise StoreError("the store cannot be used: no such table: rows")
+
+    monkeypatch.setattr(server.store.batches, "commit", broken)
+    server.engine.release.set()
+    failed = await given_up(server, batch, lambda: len(tries))
+    assert failed.request_counts == counts(5, 3, 2)
+    assert failed.errors is not None and failed.errors.data is not None
+    assert [error.code for error in failed.errors.data] == ["internal_error"]
+    assert (await server.results(failed.output_file_id)).keys() == {"row-0", "row-1", "row-2"}
+    errors = await server.results(failed.error_file_id)
+    assert errors.keys() == {"row-3", "row-4"}
+    assert {line["error"]["code"] for line in errors.values()} == {"batch_failed"}
+    assert "no such table" in caplog.text and "tried again" not in caplog.text
+
+
+async def test_an_engine_that_gives_no_figures_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """How many rows run follows from them"""
+    monkeypatch.setattr(runner, "_WATCH_S", 0.001)
+    async with batch_server(tmp_path) as server:
+        server.engine.held, server.engine.bug = "row", RuntimeError("a bug")
+        await server.submit(*(row(i) for i in range(40)))
+        await until(lambda: server.engine.waiting == 16 and "a bug" in caplog.text)
+        server.engine.figures = EngineStats(by_class={ServiceClass.BE: ClassStats(running=16)})
+        server.engine.bug = None
+        await until(lambda: server.engine.waiting == 40)
+
+
+async def test_files_are_swept_after_a_sweep_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "_SWEEP_S", 0.001)
+    async with batch_server(tmp_path, idle=True) as server:
+        orphan = server.store.files.bodies.path("ab" * 32)
+        orphan.parent.mkdir()
+        orphan.write_bytes(b"orphan")
+        with monkeypatch.context() as patch:
+            patch.setattr(server.store.files, "sweep", lambda now: 1 / 0)
+            async with working(server.live):
+                await until(lambda: "ZeroDivisionError" in caplog.text)
+                patch.undo()
+                await until(lambda: not orphan.exists())
+
+
+# A row of some megabytes
+
+
+async def test_the_event_loop_does_not_wait_for_the_check_of_a_row(
+    server: BatchServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for that of the input nor for that of each row"""
+    on_loop, make = [], CALLS[COMPLETIONS]
+    loop_thread = threading.get_ident()
+
+    def call(state: ServerState, fields: Mapping[str, Any]) -> Call:
+        on_loop.append(threading.get_ident() == loop_thread)
+        return make(state, fields)
+
+    monkeypatch.setitem(cast(dict[str, Any], CALLS), COMPLETIONS, call)
+    done = await server.wait(await server.submit(row(1)))
+    assert done.request_counts == counts(1, 1, 0)
+    assert on_loop == [False, False]
+
+
+@pytest.mark.parametrize("message", [{"content": "x" * 3000}, {"content": "x", "extra": "?"}])
+async def test_the_event_loop_does_not_wait_for_the_template_of_a_row(
+    server: BatchServer, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
+) -> None:
+    """Neither for what is made of each message before"""
+    on_loop, dump = [], ChatMessage.model_dump
+    loop_thread = threading.get_ident()
+
+    def noted(self: ChatMessage) -> dict[str, Any]:
+        on_loop.append(threading.get_ident() == loop_thread)
+        return dump(self)
+
+    monkeypatch.setattr(ChatMessage, "model_dump", noted)
+    line = chat_row(1, messages=[{"role": "user", **message}] * 2)
+    await server.wait(await server.submit(line, endpoint=CHAT))
+    assert on_loop == [False, False]
 
 
 # A store without room

@@ -18,7 +18,7 @@ from openai.types import Batch, BatchRequestCounts, FileObject
 from bros.batch.store import Store, open_store
 from bros.core.clock import ManualClock
 from bros.core.errors import EngineDeadError
-from bros.core.interfaces import EngineClient
+from bros.core.interfaces import EngineClient, EngineStats
 from bros.core.request import EngineRequest, RequestOutput
 from bros.engine.tokenizer import Tokenizer
 from support.scripted_server import LiveServer, ScriptedEngine, live_server
@@ -41,13 +41,15 @@ class RowEngine(ScriptedEngine):
     """Dies of some prompts, is back at once, and lets some prompts wait.
 
     Tests set: `poison`, what a prompt has in it that the engine dies of, with everything that
-    runs; `held`, the same for prompts that wait until `release` is set.
+    runs; `held`, the same for prompts that wait until `release` is set; `bug`, raised instead of
+    figures.
     """
 
     def __init__(self, tokenizer: Tokenizer, clock: ManualClock) -> None:
         super().__init__(tokenizer, clock)
         self.poison: str | None = None
         self.held: str | None = None
+        self.bug: Exception | None = None
         self.deaths = 0
         self.waiting = 0
 
@@ -59,6 +61,11 @@ class RowEngine(ScriptedEngine):
     def die(self) -> None:
         """All that runs is lost; whoever comes then finds a new engine."""
         self.deaths += 1
+
+    async def stats(self) -> EngineStats:
+        if self.bug is not None:
+            raise self.bug
+        return await super().stats()
 
     async def _run(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
         prompt, life = self.prompt(request), self.deaths
