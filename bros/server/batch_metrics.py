@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -14,11 +14,12 @@ from bros.batch.pacing import RowCounts
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """by_status: batches in the store. rows: of this process. in_flight: with the engine now."""
+    """by_status: batches in the store; None if it does not answer. rows: of this process.
+    in_flight: with the engine now."""
 
-    by_status: Mapping[str, int] = field(default_factory=dict)
-    rows: RowCounts = field(default_factory=RowCounts)
-    in_flight: int = 0
+    by_status: Mapping[str, int] | None
+    rows: RowCounts
+    in_flight: int
 
 
 class BatchCollector(Collector):
@@ -30,10 +31,17 @@ class BatchCollector(Collector):
         figures = self.figures
         if figures is None:
             return
-        batches = GaugeMetricFamily("bros_batches", "Batches in the store", labels=("status",))
-        for status in BatchStatus:
-            batches.add_metric((status.value,), figures.by_status.get(status.value, 0))
-        yield batches
+        by_status = figures.by_status
+        yield GaugeMetricFamily(
+            "bros_batch_store_up",
+            "Whether the store of batches answers; bros_batches is missing if not",
+            by_status is not None,
+        )
+        if by_status is not None:
+            batches = GaugeMetricFamily("bros_batches", "Batches in the store", labels=("status",))
+            for status in BatchStatus:
+                batches.add_metric((status.value,), by_status.get(status.value, 0))
+            yield batches
         rows = CounterMetricFamily(
             "bros_batch_rows",
             "Rows of batches that this server has answered; interrupted: attempts that were "

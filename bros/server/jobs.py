@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +18,20 @@ from bros.batch.runner import BatchRunner
 T = TypeVar("T")
 
 
+class BatchCounts:
+    """How many batches there are. While the database hangs, one thread waits for it, however often
+    somebody asks and gives up."""
+
+    def __init__(self) -> None:
+        self._asked: asyncio.Future[Mapping[str, int]] | None = None
+
+    async def by_status(self, store: BatchStore) -> Mapping[str, int]:
+        """Raises StoreError."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(anyio.to_thread.run_sync(store.count_by_status))
+        return await asyncio.shield(self._asked)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jobs:
     """max_open: unfinished batches that one tenant may have."""
@@ -25,6 +40,7 @@ class Jobs:
     batches: BatchStore
     runner: BatchRunner
     max_open: int
+    counts: BatchCounts = field(default_factory=BatchCounts)
     threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
 
     @classmethod

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bros.batch.errors import StoreUnavailableError
+from bros.server.routes import service
 from support.batch_server import BatchServer, batch_server, jsonl, row, until
 from support.scripted_server import assert_envelope
 
@@ -85,9 +89,28 @@ async def test_a_job_on_a_full_disk_waits_for_room(
         assert server.unplaced() == []
 
 
+@contextlib.contextmanager
+def out_of_reach(server: BatchServer, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The store can be neither read nor written for the sake of rows while the block lasts."""
+    is_back = threading.Event()
+
+    def unreachable(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if not is_back.is_set():
+                raise StoreUnavailableError("the store cannot be reached")
+            return work(*args)
+
+        return call
+
+    for name in ("pending", "commit"):
+        patch.setattr(server.store.batches, name, unreachable(getattr(server.store.batches, name)))
+    yield
+    is_back.set()
+
+
 @pytest.mark.slow
-async def test_a_job_waits_for_a_store_that_is_out_of_order(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_a_job_waits_for_a_store_that_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also when it is about to read more rows from it."""
     rows_at_once, num_rows = 256, 300
@@ -95,18 +118,45 @@ async def test_a_job_waits_for_a_store_that_is_out_of_order(
         server.engine.held = "row"
         batch = await server.submit(*map(row, range(num_rows)))
         await until(lambda: server.engine.waiting > 0)
-        with server.store.database.write() as connection:
-            connection.exec_driver_sql("ALTER TABLE rows RENAME TO elsewhere")
-        server.engine.release.set()
-        await until(lambda: len(server.engine.submitted) == rows_at_once)
-        tried = caplog.text.count("tried again")
-        # It says so for the outcomes and, then at the latest, for the rows.
-        await until(lambda: caplog.text.count("tried again") >= tried + 2)
-        with server.store.database.write() as connection:
-            connection.exec_driver_sql("ALTER TABLE elsewhere RENAME TO rows")
+        with out_of_reach(server, monkeypatch):
+            server.engine.release.set()
+            await until(lambda: len(server.engine.submitted) == rows_at_once)
+            tried = caplog.text.count("tried again")
+            # It says so for the outcomes and, then at the latest, for the rows.
+            await until(lambda: caplog.text.count("tried again") >= tried + 2)
         batch = await server.wait(batch, "completed")
         assert len(await server.results(batch.output_file_id)) == num_rows
         assert set(server.engine.prompts.values()) == {1}
+
+
+async def test_metrics_do_not_wait_for_a_database_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say so; and however often they are asked for, one thread waits"""
+    monkeypatch.setattr(service, "_STATS_TIMEOUT_S", 0.05)
+    goes_on, asked = threading.Event(), []
+    async with batch_server(tmp_path, idle=True) as server:
+        count = server.store.batches.count_by_status
+
+        def hangs() -> Mapping[str, int]:
+            asked.append(1)
+            goes_on.wait(60)
+            return count()
+
+        monkeypatch.setattr(server.store.batches, "count_by_status", hangs)
+        try:
+            for _ in range(3):
+                lines = (await server.http.get("/metrics")).text.splitlines()
+                assert "bros_batch_store_up 0.0" in lines
+                assert "bros_batch_rows_in_flight 0.0" in lines
+                assert not any(line.startswith("bros_batches{") for line in lines)
+            assert len(asked) == 1
+        finally:
+            goes_on.set()
+        await server.submit(row(1))
+        lines = (await server.http.get("/metrics")).text.splitlines()
+        assert "bros_batch_store_up 1.0" in lines
+        assert 'bros_batches{status="validating"} 1.0' in lines
 
 
 def body_of(server: BatchServer, content: bytes) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.resources
 import json
+from collections.abc import Mapping
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from bros.server.replies import Health, Version
 from bros.server.state import ServerState
 
 _STATS_TIMEOUT_S = 5.0
-"""A scrape must not hang because a step takes long."""
+"""A scrape must not hang because a step takes long, or the database of batches does."""
 
 _PAGE_HEADERS = {
     "content-security-policy": (
@@ -65,9 +66,10 @@ async def _batches(state: ServerState) -> BatchFigures | None:
     if jobs is None:
         return None
     try:
-        by_status = await jobs.io(jobs.batches.count_by_status)
-    except BrosError:
-        by_status = {}
+        asking = jobs.counts.by_status(jobs.batches)
+        by_status: Mapping[str, int] | None = await asyncio.wait_for(asking, _STATS_TIMEOUT_S)
+    except (BrosError, TimeoutError):
+        by_status = None
     return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
 
 
