@@ -24,7 +24,7 @@ from bros.batch.client import (
     RemoteBatch,
     batch_client,
 )
-from bros.batch.flags import DEFAULT_URL, URL_VARIABLE
+from bros.batch.flags import DEFAULT_URL
 from bros.batch.objects import MAX_LINE_BYTES, BatchStatus
 from bros.batch.output import STDOUT, expanded, writable, write_out, write_whole
 from bros.batch.tables import batch_block, batch_table
@@ -32,7 +32,7 @@ from bros.batch.watching import Patience, Pause, wait_for_end
 from bros.batch.window import parse_window
 from bros.batch.words import counts, ending, printable, problem, status_words
 from bros.core.clock import Clock
-from bros.core.config_sources import given_flags, load_config
+from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
 from bros.core.errors import BrosError, ConfigError, InvalidRequestError
 from bros.core.flag_values import whole
 
@@ -63,8 +63,7 @@ def run_batch(
     pause: lets seconds pass. transport: instead of the network. out, err: standard output and
     error. Raises ConfigError for wrong usage, BrosError for other errors, KeyboardInterrupt.
     """
-    own = {name: text for name, text in environ.items() if name != URL_VARIABLE}
-    config = load_config(given_flags(args), own, warn)
+    config = load_config(given_flags(args), environ, warn)
     url = args.batch_url or environ.get(URL_VARIABLE) or DEFAULT_URL
     with batch_client(url, config.server.api_key, transport) as client:
         command = _Command(
@@ -129,7 +128,7 @@ class _Command:
             self._say(f"See how it goes: {self._hint('status', batch)} --wait", style="dim")
             return 0
         batch = self._wait(batch)
-        if target is not None and batch.status != BatchStatus.FAILED:
+        if target is not None and _has_results(batch):
             self._fetch(batch.output_file_id, target, self._patience())
             self._say_failed(batch)
         elif batch.output_file_id is not None or batch.error_file_id is not None:
@@ -165,7 +164,8 @@ class _Command:
         elif batch.has_ended:
             self._say(ending(batch))
         else:
-            self._say(f"{printable(batch.id)} is being cancelled: {counts(batch)}")
+            what = "being cancelled" if batch.status == BatchStatus.CANCELLING else "ending already"
+            self._say(f"{printable(batch.id)} is {what}: {counts(batch)}")
         if not batch.has_ended or batch.status == BatchStatus.CANCELLED:
             return 0
         return _outcome(batch)
@@ -181,7 +181,7 @@ class _Command:
                 f"{printable(batch.id)} has not ended, it is {status_words(batch)}: "
                 f"{counts(batch)}. Wait for it: {self._hint('status', batch)} --wait"
             )
-        if batch.status == BatchStatus.FAILED:
+        if not _has_results(batch):
             self._say_ending(batch)
             return NOT_COMPLETED
         self._fetch(batch.output_file_id, target)
@@ -189,7 +189,7 @@ class _Command:
             self._fetch(batch.error_file_id, errors)
         status = _outcome(batch)
         if status:
-            self._say(ending(batch))
+            self._say_ending(batch)
             if errors is None:
                 self._say_failed(batch)
         return status
@@ -297,6 +297,12 @@ def _wide(console: Console) -> Console:
     if not console.is_terminal:
         console.width = _WIDTH
     return console
+
+
+def _has_results(batch: RemoteBatch) -> bool:
+    """Of a batch that has ended. One that failed has some only if the server failed at it."""
+    has_files = batch.output_file_id is not None or batch.error_file_id is not None
+    return has_files or batch.status != BatchStatus.FAILED
 
 
 def _outcome(batch: RemoteBatch) -> int:

@@ -266,6 +266,12 @@ def test_cancel_asks_and_may_wait(desk: Desk) -> None:
     assert "batch_1 cancelled: 2 of 3 rows succeeded" in ran.err
 
 
+def test_cancel_of_a_batch_that_is_ending_in_another_way_says_so(desk: Desk) -> None:
+    batch = desk.fake.add(**RUNNING)
+    desk.fake.before = lambda request: httpx.Response(200, json=batch)
+    assert desk.run("cancel", "batch_1").err == "batch_1 is ending already: 0 of 3 rows done\n"
+
+
 def test_batch_that_is_cancelled_before_it_began_has_nothing(desk: Desk, tmp_path: Path) -> None:
     desk.fake.add(status="cancelled")
     ran = desk.run("results", "batch_1", "-o", str(tmp_path / "out"))
@@ -334,6 +340,15 @@ def test_results_of_a_failed_batch_are_its_errors(desk: Desk, tmp_path: Path) ->
     assert (ran.status, ran.out) == (NOT_COMPLETED, "")
     assert "line 3: invalid_json_line: Not JSON." in ran.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_failed_at_a_batch_has_what_it_did_before(desk: Desk, tmp_path: Path) -> None:
+    desk.fake.add(**SOME_FAILED | {"status": "failed", "errors": INVALID["errors"]})
+    ran = desk.run("results", "batch_1", "-o", str(tmp_path / "out"))
+    assert ran.status == NOT_COMPLETED
+    assert "batch_1 failed: 2 errors, 2 of 3 rows succeeded, 1 failed or not run\n" in ran.err
+    assert "invalid_json_line: Not JSON." in ran.err
+    assert (tmp_path / "out").read_bytes() == OUTPUT
 
 
 def test_two_results_in_one_file_are_refused(desk: Desk, tmp_path: Path) -> None:

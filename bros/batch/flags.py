@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from bros.core.config_sources import URL_VARIABLE
+
 TEXTS = (  # help, usage, description
     "submit batches of requests to a running server and fetch what came of them",
     "bros batch {submit,status,list,cancel,results} ...",
@@ -30,7 +32,6 @@ exit status:
   130  Ctrl-C; a batch that was submitted goes on
 """
 DEFAULT_URL = "http://127.0.0.1:8000"
-URL_VARIABLE = "BROS_URL"
 DEFAULT_WINDOW = "24h"
 DEFAULT_LIMIT = "20"
 

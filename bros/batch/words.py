@@ -76,7 +76,7 @@ def ending(batch: RemoteBatch) -> str:
     """What came of a batch that has ended."""
     what = outcome(batch)
     if batch.status == BatchStatus.FAILED:
-        what = f"{plural(len(batch.errors), 'error')}, nothing was run"
+        what = f"{plural(len(batch.errors), 'error')}, {what}"
     return f"{printable(batch.id)} {status_words(batch)}: {what}"
 
 

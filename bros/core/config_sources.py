@@ -23,6 +23,8 @@ from bros.core.errors import ConfigError
 PREFIX = "BROS_"
 FILE_VARIABLE = PREFIX + "CONFIG"
 FILE_FLAG = "--config"
+URL_VARIABLE = PREFIX + "URL"
+"""Where the server is, for commands that ask one; no option, but nothing unknown either."""
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text in quotes"}
 
@@ -186,13 +188,14 @@ def _from_environ(
     values = {}
     for variable in sorted(environ):
         text = environ[variable]
-        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or not text:
+        known = variable in (FILE_VARIABLE, URL_VARIABLE)
+        if not variable.startswith(PREFIX) or known or not text:
             continue
         if variable in by_variable:
             option = by_variable[variable]
             values[option.name] = option.from_text(variable, text)
         else:
-            near = near_matches(variable, [*by_variable, FILE_VARIABLE])
+            near = near_matches(variable, [*by_variable, FILE_VARIABLE, URL_VARIABLE])
             warn(f"{variable} is not an option and has no effect{near}")
     return values
 

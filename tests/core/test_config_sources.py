@@ -176,6 +176,10 @@ def test_unknown_variable_is_warned_about_not_refused() -> None:
     assert warnings[1].startswith("BROS_SERVICE_HOST is not an option")
 
 
+def test_variable_of_other_commands_is_no_option_and_not_unknown() -> None:
+    assert load(environ={"BROS_URL": "http://host:8000"}) == Config()
+
+
 def test_empty_variable_counts_as_not_set() -> None:
     assert load(environ={"BROS_PORT": "", "BROS_API_KEY": "", "BROS_CONFIG": ""}) == Config()
 
