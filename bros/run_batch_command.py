@@ -55,9 +55,14 @@ def run_batch_here(
         raise ConfigError(f"{target} cannot be written: no such folder, or it is one")
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input; the answers need another file")
-    partial = target.with_name(f"{target.name}.partial")
-    with _alone(partial):
-        return _run_to_end(config, source, target, partial, endpoint, clock, console)
+    with _alone(_partial(target)):
+        wanted = Wanted(source, endpoint, served_name(config))
+        return _run_to_end(config, wanted, target, clock, console)
+
+
+def _partial(target: Path) -> Path:
+    """The folder of what is done, until all of it is."""
+    return target.with_name(f"{target.name}.partial")
 
 
 @contextlib.contextmanager
@@ -72,32 +77,6 @@ def _alone(partial: Path) -> Iterator[None]:
         yield
 
 
-def _run_to_end(
-    config: Config,
-    source: Path,
-    target: Path,
-    partial: Path,
-    endpoint: str,
-    clock: Clock,
-    console: Console,
-) -> int:
-    store = open_store(partial)
-    try:
-        store.batches.release()  # of a run that was killed
-        model = served_name(config)
-        wanted = Wanted(source, endpoint, model)
-        batch = _begun(store, wanted, partial) or begin(store, wanted, clock)
-        if not batch.status.is_final:
-            asyncio.run(_run(config, store, batch, clock, console))
-            batch = store.batches.get(_TENANT, batch.id)
-        return _conclude(store, batch, target, partial, console)
-    except KeyboardInterrupt:
-        console.print("Interrupted; the same command goes on where it was.", highlight=False)
-        raise
-    finally:
-        store.close()
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What is to be run, and by which model."""
@@ -105,6 +84,27 @@ class Wanted:
     source: Path
     endpoint: str
     model: str
+
+
+def _run_to_end(
+    config: Config, wanted: Wanted, target: Path, clock: Clock, console: Console
+) -> int:
+    partial = _partial(target)
+    store = open_store(partial)
+    try:
+        store.batches.release()  # of a run that was killed
+        batch = _begun(store, wanted, partial) or begin(store, wanted, clock)
+        if not batch.status.is_final:
+            asyncio.run(_run(config, store, batch, clock, console))
+            batch = store.batches.get(_TENANT, batch.id)
+        status = _conclude(store, batch, target, console)
+        shutil.rmtree(partial)
+        return status
+    except KeyboardInterrupt:
+        console.print("Interrupted; the same command goes on where it was.", highlight=False)
+        raise
+    finally:
+        store.close()
 
 
 def _begun(store: Store, wanted: Wanted, partial: Path) -> Batch | None:
@@ -185,20 +185,18 @@ async def _run(config: Config, store: Store, batch: Batch, clock: Clock, console
             stopped.set()
 
 
-def _conclude(store: Store, batch: Batch, target: Path, partial: Path, console: Console) -> int:
+def _conclude(store: Store, batch: Batch, target: Path, console: Console) -> int:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     shown = _shown(batch)
-    if batch.status is BatchStatus.FAILED:
+    if batch.status is not BatchStatus.COMPLETED:
         say(ending(shown))
         for error in shown.errors:
             say(f"  {problem(error)}")
-        shutil.rmtree(partial)
-        return NOT_COMPLETED
-    _write(target, _in_order(store, batch))
-    say(f"{counts(shown)}; wrote {target}")
-    shutil.rmtree(partial)
+    if batch.total:
+        _write(target, _in_order(store, batch))
+        say(f"{counts(shown)}; wrote {target}")
     if batch.status is not BatchStatus.COMPLETED:
         return NOT_COMPLETED
     return SOME_ROWS_FAILED if batch.failed else 0

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from bros.batch.errors import StoreError
+from bros.batch.jobs import BatchStore
 from bros.batch.objects import BatchStatus, RowOutcome, RowRef
 from bros.batch.rows import RowReply, reply_line
 from bros.batch.store import open_store
@@ -154,6 +156,25 @@ def test_an_engine_that_ends_ends_the_run(
     assert "The engine has ended; the same command goes on" in capsys.readouterr().err
     assert run(model, "in.jsonl", "out.jsonl") == 0
     assert len(lines(folder / "out.jsonl")) == 2
+
+
+def test_what_is_answered_is_written_even_if_the_rest_cannot_be(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(folder, write(folder / "in.jsonl", row(1), row(2)), model)
+
+    def broken(*_: object) -> None:
+        raise StoreError("the store cannot be used: a page is damaged")
+
+    monkeypatch.setattr(BatchStore, "pending", broken)
+    assert run(model, "in.jsonl", "out.jsonl", "--batch-lease", "1") == 4
+    answered, lost = lines(folder / "out.jsonl")
+    assert answered["response"]["body"] == {"made": "before"}
+    assert (lost["custom_id"], lost["error"]["code"]) == ("row-2", "batch_failed")
+    said = capsys.readouterr().err
+    assert "1 error, 1 of 2 rows succeeded, 1 failed or not run" in said
+    assert "internal_error" in said
+    assert not (folder / "out.jsonl.partial").exists()
 
 
 @pytest.mark.parametrize(
