@@ -1,4 +1,4 @@
-"""Builds the optional C++ kernels and packs profiles/; all else about it is in pyproject.toml.
+"""Builds the optional C++ kernels, packs profiles/ and csrc/*.cu; the rest is in pyproject.toml.
 
 Without a working compiler the package still installs, and runs on the reference kernels.
 """
@@ -63,7 +63,7 @@ class BuildKernels(build_ext):
 
 
 class BuildPackage(build_py):
-    """Puts profiles/ into the package, for installations without the source tree."""
+    """Puts what is read at run time into the package, for when there is no source tree."""
 
     def run(self) -> None:
         super().run()
@@ -73,6 +73,10 @@ class BuildPackage(build_py):
             folder = Path(self.build_lib, "bros", "_profiles", path.parent.name)
             self.mkpath(str(folder))
             self.copy_file(str(path), str(folder / path.name))
+        sources = Path(self.build_lib, "bros", "kernels", "_cuda")
+        self.mkpath(str(sources))
+        for path in sorted(Path("csrc").glob("*.cu")):  # compiled when they are first used
+            self.copy_file(str(path), str(sources / path.name))
 
 
 setup(

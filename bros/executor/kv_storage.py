@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from array import array
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,8 +35,38 @@ def blocks_in(memory_bytes: int, spec: ModelSpec, dtype: torch.dtype) -> int:
     return memory_bytes // block_bytes
 
 
+class KvMemory(Protocol):
+    """KV cache memory of one device, and copies of parts of it on the host.
+
+    layers[i] = (K, V), each [num_blocks, num_kv_heads, 16, head_dim] and zero at first.
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def layers(self) -> tuple[tuple[Tensor, Tensor], ...]: ...
+
+    def copy(self, copies: KvCopies) -> None:
+        """Begin a plan's copies; call it before anything of that plan is computed."""
+        ...
+
+    def wait_for_layer(self, layer: int) -> None:
+        """What is computed from now on may use this layer, and those before it.
+
+        Call it for the last one before a step that runs as a whole, such as a CUDA graph.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Give the memory back; the storage cannot be used afterwards."""
+        ...
+
+
 class KvStorage:
-    """layers[i] = (K, V), each [num_blocks, num_kv_heads, 16, head_dim] and zero at first.
+    """KvMemory on this machine's CPU, whose copies are done when `copy` returns.
+
+    layers[i] = (K, V), each [num_blocks, num_kv_heads, 16, head_dim] and zero at first.
 
     All of them lie in one anonymous memory map: the operating system hands out its zeroed pages
     on first write, so cache that is never used takes no memory and no time to allocate. Large
@@ -67,6 +98,9 @@ class KvStorage:
             rows, host_rows = self._rows_of(copies.back_device, copies.back_host)
             for kv, host in zip(self._rows, self._copies, strict=True):
                 kv.index_copy_(0, rows, host.index_select(0, host_rows))
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Nothing to wait for."""
 
     def _rows_of(self, slots: array[int], host_slots: array[int]) -> tuple[Tensor, Tensor]:
         """Of all heads, in the cache and in host memory."""
