@@ -9,7 +9,7 @@ from pathlib import Path
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.core.request import Slo
-from bros.engine.engine import Engine
+from bros.engine.engine import Engine, find_launcher
 from bros.engine.profiling import step_time_model
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
@@ -45,10 +45,7 @@ def build_engine(
     model = None
     if needs_cost_model(config):
         model = step_time_model(config, executor, info, clock, profiles, report)
-    return Engine(
-        build_scheduler(config, info, model),
-        executor,
-        clock,
-        info,
-        async_scheduling=config.async_scheduling,
-    )
+    ahead = config.async_scheduling
+    depth = 1 if find_launcher(executor, ahead) is None else 2
+    scheduler = build_scheduler(config, info, model, depth=depth)
+    return Engine(scheduler, executor, clock, info, async_scheduling=ahead)

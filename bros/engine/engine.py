@@ -24,8 +24,7 @@ logger = logging.getLogger("bros.engine")
 class Engine:
     """A scheduler and an executor on one thread. Deciding and doing meet only in `step`.
 
-    async_scheduling: "on" schedules the next step while one runs; "auto" does where the executor
-    can launch steps. Raises ConfigError for "on" where it cannot.
+    async_scheduling: as in EngineConfig; raises ConfigError for "on" where that cannot be.
     """
 
     def __init__(
@@ -41,12 +40,8 @@ class Engine:
         self._executor = executor
         self._clock = clock
         self.info = info
-        self._launcher: LaunchingExecutor | None = None
+        self._launcher = find_launcher(executor, async_scheduling)
         self._running: Running | None = None
-        if async_scheduling != "off" and isinstance(executor, LaunchingExecutor):
-            self._launcher = executor
-        elif async_scheduling == "on":
-            raise ConfigError("--async-scheduling on: only on a GPU, elsewhere steps take the host")
 
     @property
     def has_work(self) -> bool:
@@ -141,6 +136,16 @@ class Engine:
             trace = self.trace(output.request_id) if output.finish_reason else None
             if trace is not None:
                 logger.debug("%s", describe_trace(trace))
+
+
+def find_launcher(executor: Executor, async_scheduling: str) -> LaunchingExecutor | None:
+    """The executor, if steps are to be planned ahead of it: unless that is "off", where it can
+    launch them. Raises ConfigError for "on" if it cannot."""
+    if async_scheduling != "off" and isinstance(executor, LaunchingExecutor):
+        return executor
+    if async_scheduling == "on":
+        raise ConfigError("--async-scheduling on: only on a GPU; elsewhere steps take the host")
+    return None
 
 
 def describe_trace(trace: RequestTrace) -> str:

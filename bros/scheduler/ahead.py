@@ -50,4 +50,4 @@ def turn_behind(turn: Turn) -> Turn:
 
 
 def _has_more(state: RequestState) -> bool:
-    return not state.is_complete
+    return len(state.token_ids) < state.max_length  # is_complete, for every row of every step

@@ -52,8 +52,10 @@ def without_effect(flags: Sequence[str], policy: str) -> str:
     return f"{', '.join(flags)}: without effect, --policy {policy} has no use for it"
 
 
-def build_scheduler(config: EngineConfig, info: EngineInfo, model: CostModel | None) -> Scheduler:
-    """A scheduler for an engine with `info`.
+def build_scheduler(
+    config: EngineConfig, info: EngineInfo, model: CostModel | None, *, depth: int = 1
+) -> Scheduler:
+    """A scheduler for an engine with `info`. depth: steps that it has under way at once, 1 or 2.
 
     Raises ConfigError if options do not go together. `model` may be None unless the policy
     needs_cost_model.
@@ -76,7 +78,7 @@ def build_scheduler(config: EngineConfig, info: EngineInfo, model: CostModel | N
         prefixes=_prefix_cache(config, info, model),
     )
     return Scheduler(
-        _policy(config, kv, model, counters),
+        _policy(config, kv, model, counters, depth),
         kv,
         limits,
         info.default_slo,
@@ -95,7 +97,8 @@ def _copies_kv(config: EngineConfig, model: CostModel | None) -> bool:
     if model is None:
         return True
     computing_s = model.prefill_seconds(2 * _MANY_TOKENS) - model.prefill_seconds(_MANY_TOKENS)
-    return 2 * model.swap_token_s <= computing_s / _MANY_TOKENS
+    swapping_s = model.swap_out_token_s + model.swap_token_s
+    return swapping_s <= computing_s / _MANY_TOKENS
 
 
 def _prefix_cache(
@@ -119,6 +122,7 @@ def _policy(
     kv: KvCacheManager,
     model: CostModel | None,
     counters: Mapping[ServiceClass, ClassCounters],
+    depth: int,
 ) -> Policy:
     bounds = Bounds(rows=config.max_num_seqs, tokens=config.max_batch_tokens)
     for kind in _ORDER_POLICIES:
@@ -138,6 +142,7 @@ def _policy(
         be_max_wait_s=config.be_max_wait,
         late=config.late,
         growth=config.batch_growth,
+        depth=depth,
         rules=Rules.paper() if config.packing == "paper" else Rules(),
     )
 

@@ -190,16 +190,17 @@ class RequestState:
 
     def add_output(self, token_id: int, now: float) -> FinishReason | None:
         """Take in a token sampled at `now`; says why the request is finished, if it is."""
-        if self.is_pending:
-            self.token_ids[-1] = token_id
+        tokens = self.token_ids
+        if tokens[-1] == PENDING:
+            tokens[-1] = token_id
         else:
-            self.token_ids.append(token_id)
+            tokens.append(token_id)
         if self.running:  # else it has to start over meanwhile, and has a deadline for that
             self.late = False
             self.deadline_s = self.paced_deadline_s(_MAX_GAP)
         if token_id in self.stop_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.is_complete else None
+        return FinishReason.LENGTH if len(tokens) >= self.max_length else None
 
     def paced_deadline_s(self, max_gap: float, last_s: float | None = None) -> float:
         """An interval after the last token, or later if the request is ahead of its mean pace.

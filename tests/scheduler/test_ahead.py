@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bros.core.clock import ManualClock
 from bros.core.config import KV_FIND, KV_LAYOUTS, POLICIES, PREFIX_CACHE
 from bros.core.plan import PENDING, Chunk, SampledToken, StepPlan
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, SamplingParams, Slo
+from bros.core.request import EngineRequest, FinishReason, RequestOutput, Slo
 from bros.engine.engine import Engine
 from support.device_model import Device
 from support.late_executor import LateExecutor
@@ -96,7 +96,8 @@ class Run:
     ) -> None:
         chosen = {"prefix_cache": "class-aware", **options}
         self.scheduler = make_scheduler(
-            policy, blocks=blocks, block_size=SIZE, host_blocks=host_blocks, **chosen  # type: ignore[arg-type]
+            policy, blocks=blocks, block_size=SIZE, host_blocks=host_blocks,
+            depth=2 if overlap else 1, **chosen,  # type: ignore[arg-type]
         )  # fmt: skip
         self.clock = ManualClock()
         self.plans: list[StepPlan] = []
@@ -565,7 +566,12 @@ def test_best_effort_work_fills_steps_as_it_does_without_overlap_and_nobody_is_l
     assert len(late.plans) < 1.1 * len(plain.plans)
 
 
-def test_params_are_as_asked() -> None:
-    """What the tests above take for granted of the request factory."""
-    assert request("a", 2, frequency_penalty=1.0).sampling.needs_history
-    assert not SamplingParams().needs_history
+def test_who_comes_waits_no_longer_for_two_steps_than_for_one_otherwise() -> None:
+    """A step with best-effort work in it may take half of the 0.4 s to a first token."""
+    for overlap in (False, True):
+        run = Run(overlap=overlap, blocks=4000, max_batch_tokens=400)
+        run.submit("be", 900, BE, max_tokens=1)
+        run.submit("more", [7] * 900, BE, max_tokens=1)
+        run.steps(4)
+        longest_s = max(map(plan_seconds, run.plans))
+        assert (1 + overlap) * longest_s == pytest.approx(0.2, rel=0.1)

@@ -51,6 +51,7 @@ def make_scheduler(
     max_model_len: int | None = None,
     host_blocks: int = 0,
     model: CostModel = MODEL,
+    depth: int = 1,
     **options: object,
 ) -> Scheduler:
     """options: fields of EngineConfig. Prompts share nothing unless told to: most begin alike."""
@@ -69,7 +70,7 @@ def make_scheduler(
         policy=policy,
         host_blocks=host_blocks,
     )
-    return build_scheduler(config, info, model)
+    return build_scheduler(config, info, model, depth=depth)
 
 
 def request(

@@ -59,7 +59,8 @@ _LAXITY = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrosSettings:
-    """The policy's options, see EngineConfig. ttft_s, tpot_s: objectives of usual requests."""
+    """The policy's options, see EngineConfig. ttft_s, tpot_s: objectives of usual requests.
+    depth: steps that are under way at once, and that a newcomer has to wait for."""
 
     rows: int
     tokens: int
@@ -70,6 +71,7 @@ class BrosSettings:
     be_max_wait_s: float = 30.0
     late: str = "renew"
     growth: str = "tcp"
+    depth: int = 1
     rules: Rules = Rules()
 
     @property
@@ -253,7 +255,7 @@ class BrosPolicy:
         if self._tight:
             ttft_s = min(max(self._tight[0][1], settings.ttft_s / 2), settings.ttft_s)
             wait_s = settings.rt_wait * ttft_s
-        wait_s = min(wait_s, max(self._wait_for_prompt_s(running), wait_s / 2))
+        wait_s = min(wait_s, max(self._wait_for_prompt_s(running), wait_s / 2)) / settings.depth
         intervals = (state.slo.tpot_s for state in running if state.slo.tpot_s is not None)
         return min(wait_s, max(min(intervals, default=wait_s), settings.tpot_s / 2))
 
