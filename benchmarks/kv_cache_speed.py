@@ -11,8 +11,9 @@ Some rows are several operations on a block, which are not told apart: whoever i
 loses it, gets slots on the host for copies, and it is filled by the other one. The second column
 says how many there are; times are for all of them together.
 
-At most 10 microseconds per block are asked for; the exit status is 1 if an operation takes
-longer. Run it with nothing else on the machine.
+At most 10 microseconds per operation are asked for, and rows are held to that as a whole, however
+many operations they are; the exit status is 1 if one takes longer. Run it with nothing else on the
+machine.
 """
 
 from __future__ import annotations

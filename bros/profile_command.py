@@ -92,6 +92,13 @@ def _show(measured: Measured) -> None:
         assert error is not None
         rows.append((name, str(len(samples)), f"{error.mape:.1%}", f"{error.max:.1%}"))
     print_table(_title(profile), ("", "steps", "mean error", "largest"), rows)
+    if measured.copies:
+        model = profile.model
+        print(
+            f"Copies of KV to the host take {model.swap_out_token_s * 1e6:.2f} µs per token and "
+            f"{model.swap_out_constant_s * 1e3:.1f} ms in a step with any; those back "
+            f"{model.swap_token_s * 1e6:.2f} µs and {model.swap_constant_s * 1e3:.1f} ms."
+        )
     if profile.held_out is not None and profile.held_out.mape > MAX_STORED_ERROR:
         print(
             "The times vary a lot. If the machine was busy, measure again when it is not, or "

@@ -12,11 +12,12 @@ from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo, Executor
+from bros.engine.copy_timing import COPIED_TOKENS, OVERLAPPED_TOKENS, measure_copies
 from bros.engine.step_grid import StepLimits, full_grid, quick_grid, random_steps
 from bros.engine.step_timing import Progress, measure_steps
 from bros.executor.layers.linear import token_padding
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.fitting import Fit, Sample, fit
+from bros.scheduler.fitting import CopySample, Fit, Sample, fit, with_copies
 from bros.scheduler.profiles import (
     MEASURED,
     QUICK,
@@ -35,6 +36,7 @@ MAX_STORED_ERROR = 0.10
 
 _QUICK_REPEATS, _QUICK_LIMIT_S = 2, 10.0
 _QUICK_TOKENS, _QUICK_GPU_TOKENS = 256, 4096
+_QUICK_COPIES_S, _COPIES_S = 2.0, 30.0
 _HELD_OUT_STEPS = 60
 
 
@@ -89,7 +91,8 @@ def step_time_model(
 def quick_profile(
     config: EngineConfig, executor: Executor, info: EngineInfo, clock: Clock
 ) -> Profile:
-    """Measured in seconds, with about thirty steps of up to 256 tokens, or 4096 on a GPU."""
+    """Measured in seconds, with about thirty steps of up to 256 tokens, or 4096 on a GPU,
+    and a few with copies of KV."""
     limits = StepLimits.of(config, info)
     limits = dataclasses.replace(limits, tokens=_quick_tokens(config, info))
     samples = measure_steps(
@@ -102,7 +105,24 @@ def quick_profile(
         time_limit_s=_QUICK_LIMIT_S,
     )
     fitting = fit(samples, token_padding(info.device))
-    return _profile(QUICK, profile_key(config, info), fitting, samples, clock)
+    copies = _copies(executor, info, clock, _QUICK_REPEATS, _QUICK_COPIES_S)
+    return _profile(QUICK, config, info, fitting, samples, copies, clock)
+
+
+def _copies(
+    executor: Executor, info: EngineInfo, clock: Clock, repeats: int, time_limit_s: float
+) -> list[CopySample]:
+    overlap = _overlaps(info)
+    sizes = OVERLAPPED_TOKENS if overlap else COPIED_TOKENS
+    return measure_copies(
+        executor, info, clock,
+        repeats=repeats, sizes=sizes, overlap=overlap, time_limit_s=time_limit_s,
+    )  # fmt: skip
+
+
+def _overlaps(info: EngineInfo) -> bool:
+    """Whether copies of KV run beside the computation."""
+    return info.device != "cpu"
 
 
 def _quick_tokens(config: EngineConfig, info: EngineInfo) -> int:
@@ -113,11 +133,12 @@ def _quick_tokens(config: EngineConfig, info: EngineInfo) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A full profile with the measurements behind it: those fitted to, and the others."""
+    """A full profile with the measurements behind it: those fitted to, the others, and copies."""
 
     profile: Profile
     fitted: tuple[Sample, ...]
     held_out: tuple[Sample, ...]
+    copies: tuple[CopySample, ...]
 
 
 def full_profile(
@@ -141,20 +162,25 @@ def full_profile(
         executor, info, limits, [*grid, *others], clock, repeats=repeats, progress=progress
     )
     fitted, held_out = samples[: len(grid)], samples[len(grid) :]
-    key = profile_key(config, info)
-    profile = _profile(
-        MEASURED, key, fit(fitted, token_padding(info.device), held_out), fitted, clock
-    )
-    return Measured(profile, tuple(fitted), tuple(held_out))
+    copies = _copies(executor, info, clock, repeats, _COPIES_S)
+    fitting = fit(fitted, token_padding(info.device), held_out)
+    profile = _profile(MEASURED, config, info, fitting, fitted, copies, clock)
+    return Measured(profile, tuple(fitted), tuple(held_out), tuple(copies))
 
 
 def _profile(
-    kind: str, key: ProfileKey, fitting: Fit, samples: Sequence[Sample], clock: Clock
+    kind: str,
+    config: EngineConfig,
+    info: EngineInfo,
+    fitting: Fit,
+    samples: Sequence[Sample],
+    copies: Sequence[CopySample],
+    clock: Clock,
 ) -> Profile:
     return Profile(
-        key=key,
+        key=profile_key(config, info),
         kind=kind,
-        model=fitting.model,
+        model=with_copies(fitting.model, copies, _overlaps(info)),
         versions=versions(),
         date=iso_date(clock),
         steps=len(samples),

@@ -147,9 +147,9 @@ class Allocator:
         slots = stacks.slots(block, side, height - count, height)
         self._cache.stop_filling(victim.number)
         for run in self.pop(victim, block, count):
-            own = slots[len(slots) - run[1] :]
-            del slots[len(slots) - run[1] :]
-            self._checkpoints.give_up(victim, run, own)
+            count -= run[1]
+            self._checkpoints.give_up(victim, run, slots[count:] if count else slots)
+            del slots[count:]
 
     def pop(self, holding: Holding, block: int, count: int) -> list[Run]:
         """Take away its last tokens in a block; which these are, the top of the stack first."""
@@ -178,6 +178,8 @@ class Allocator:
     def _take_free(self, todo: _Placing, *, anything: bool = False) -> None:
         """Free blocks, and as many of the prefix cache as it may have."""
         stacks, holding, size = self._stacks, todo.holding, self._stacks.block_size
+        if not todo.count or not (stacks.num_free or self._cache.num_idle):
+            return
         wanted = -(-todo.count // size)
         while stacks.num_free < wanted and self._evict(todo.side, anything):
             pass

@@ -105,6 +105,16 @@ class KvCacheManager:
         """
         return self._room.available(side, match.idle_nodes)
 
+    def num_free_slots(self, request_id: str, side: Side, match: Match = NO_MATCH) -> int:
+        """Tokens, missing ones included, that a request gets without anybody losing any.
+
+        match: what it begins with, if it is not here yet.
+        """
+        holding = self._by_id.get(request_id)
+        tail = holding.tail if holding is not None else -1
+        room = self._stacks.room(tail) if tail >= 0 else 0
+        return room + self.num_available_blocks(side, match) * self.block_size
+
     def num_evicted_blocks(self, side: Side) -> int:
         """Blocks that the prefix cache had to give up so far for requests of a side."""
         return self._room.evicted[side]

@@ -107,7 +107,7 @@ class PrefixCache:
 
     def num_evictable(self, real_time: bool, but: Sequence[Node] = ()) -> int:
         """Idle blocks that a request of a class may have, beside some that it takes as they are."""
-        idle, kept = self.num_idle - len(but), 0
+        idle, kept = self._idle[True] + self._idle[False] - len(but), 0
         if self._by_class and not real_time:
             kept = min(self._idle[True] - sum(map(self._group, but)), self._protected)
         return idle - kept

@@ -212,6 +212,7 @@ def _cost_model(shape: Architecture, gpus: Gpus, reached: Efficiency) -> CostMod
     reduces = 2 * shape.layers if gpus.count > 1 else 0
     sent = 2 * (gpus.count - 1) / gpus.count * shape.hidden * _BYTES
     head_size = shape.heads * shape.head_dim
+    swap_token_s = _rounded(shape.kv_bytes / (gpus.host_bandwidth * gpus.count))
     return CostModel(
         constant_s=_rounded(gpus.overhead_s + reading_s + reduces * reached.all_reduce_s),
         token_s=_rounded(reduces * sent / gpus.link_bandwidth),
@@ -220,7 +221,8 @@ def _cost_model(shape: Architecture, gpus: Gpus, reached: Efficiency) -> CostMod
         pair_s=_rounded(4 * shape.layers * head_size / (flops * reached.prompt_attention)),
         context_s=_rounded(shape.kv_bytes / (bandwidth * reached.decode_attention)),
         hinges=((round(reading_s / product_s), _rounded(product_s)),),
-        swap_token_s=_rounded(shape.kv_bytes / (gpus.host_bandwidth * gpus.count)),
+        swap_token_s=swap_token_s,
+        swap_out_token_s=swap_token_s,
     )
 
 

@@ -7,7 +7,8 @@
             + pair_s   x chunk x context pairs      attention of prompt chunks
             + context_s x context of decode rows    attention of decode rows, with
             + unique_context_s x unique context     shared prefixes read once
-    swap(K) = swap_constant_s + swap_token_s x K    copies of checkpointed tokens
+    swap(step) = swap_constant_s + swap_token_s x tokens that are brought back, if any are
+               + swap_out_constant_s + swap_out_token_s x tokens that are copied out, if any are
 
 Swapping is added, or hidden behind the rest (max) where the device can overlap copies.
 A `StepLoad` holds the sums, so adding a candidate costs the same for every batch size.
@@ -32,6 +33,7 @@ class StepLoad:
         context         sum of context + 1 over decode rows
         unique_context  the same without what rows share with rows before them
         swap_tokens     tokens copied between host and device for this step
+        swap_out_tokens how many of these go to the host
     """
 
     __slots__ = (
@@ -39,6 +41,7 @@ class StepLoad:
         "decode_rows",
         "pairs",
         "samples",
+        "swap_out_tokens",
         "swap_tokens",
         "tokens",
         "unique_context",
@@ -52,6 +55,12 @@ class StepLoad:
         self.context = 0
         self.unique_context = 0
         self.swap_tokens = 0
+        self.swap_out_tokens = 0
+
+    def copy_out(self, tokens: int) -> None:
+        """So many more tokens are copied to the host; fewer if negative."""
+        self.swap_tokens += tokens
+        self.swap_out_tokens += tokens
 
     def add(
         self, tokens: int, context: int, sampled: bool, shared: int = 0, swapped: int = 0
@@ -106,7 +115,8 @@ class CostModel:
     slope may be negative as long as no sum of token_s and slopes is.
     padding: (limit, multiple) pairs with rising limits: up to `limit` tokens, a step costs as
     much as the next multiple; above the last limit its multiple goes on.
-    overlap_swap: copies run beside the computation.
+    swap_out_*, swap_*: of copies to the host, and back. overlap_swap: they run beside the
+    computation.
     """
 
     constant_s: float
@@ -119,6 +129,8 @@ class CostModel:
     padding: tuple[tuple[int, int], ...] = ()
     swap_constant_s: float = 0.0
     swap_token_s: float = 0.0
+    swap_out_constant_s: float = 0.0
+    swap_out_token_s: float = 0.0
     overlap_swap: bool = False
     _limits: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
     _known: dict[int, float] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -147,8 +159,17 @@ class CostModel:
         )
         if load.swap_tokens == 0:
             return computing
-        swapping = self.swap_constant_s + self.swap_token_s * load.swap_tokens
+        swapping = self.swap_seconds(load)
         return max(computing, swapping) if self.overlap_swap else computing + swapping
+
+    def swap_seconds(self, load: StepLoad) -> float:
+        """The copies of a step alone."""
+        out, seconds = load.swap_out_tokens, 0.0
+        if out:
+            seconds = self.swap_out_constant_s + self.swap_out_token_s * out
+        if back := load.swap_tokens - out:
+            seconds += self.swap_constant_s + self.swap_token_s * back
+        return seconds
 
     def decode_seconds(self, load: StepLoad) -> float:
         """The step if it held its decode rows alone; 0 if it has none."""

@@ -53,6 +53,15 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class CopySample:
+    """Copies of KV and the seconds that they took. out: to the host, else back."""
+
+    out: bool
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class FitError:
     """Relative errors, |predicted / measured - 1|: their mean and the largest one."""
 
@@ -108,6 +117,38 @@ def fit(
     else:
         outside = _error(_cross_validated(system, knots))
     return Fit(model, error_of(model, samples), outside)
+
+
+def with_copies(
+    model: CostModel, samples: Sequence[CopySample], overlap: bool = False
+) -> CostModel:
+    """The model with the times of copies; none for a direction that there are no samples of.
+
+    overlap: they run beside the computation.
+    """
+    out_constant_s, out_token_s = _line([sample for sample in samples if sample.out])
+    constant_s, token_s = _line([sample for sample in samples if not sample.out])
+    return dataclasses.replace(
+        model,
+        swap_constant_s=constant_s,
+        swap_token_s=token_s,
+        swap_out_constant_s=out_constant_s,
+        swap_out_token_s=out_token_s,
+        overlap_swap=overlap,
+    )
+
+
+def _line(samples: Sequence[CopySample]) -> tuple[float, float]:
+    """Constant and slope, neither negative. Absolute errors count: a step varies as much with
+    few copies as with many."""
+    tokens = np.array([sample.tokens for sample in samples], float)
+    seconds = np.array([sample.seconds for sample in samples], float)
+    if len(samples) == 0:
+        return 0.0, 0.0
+    if np.all(tokens == tokens[0]):
+        return 0.0, float(np.mean(seconds / tokens))
+    constant, slope = nnls(np.stack([np.ones(len(tokens)), tokens], axis=1), seconds)
+    return float(constant), float(slope)
 
 
 class _System:

@@ -52,6 +52,7 @@ class StepMemory:
     everybody's expected growth fits beside them, or if no best-effort request runs at all.
     prefill_seconds: see CostModel; None if nobody minds the time.
 
+    num_copied: tokens that are copied to the host for reservations so far.
     granted: request id -> (segments, slots) of its reservation. losses: requests that had to
     give up some of their tokens, and can not be in this step any more. restored: tokens that
     come back.
@@ -96,6 +97,20 @@ class StepMemory:
         self.losses: dict[str, Loss] = {}
         self.restored: dict[ServiceClass, int] = {cls: 0 for cls in ServiceClass}
         self.refusal = "memory"
+        self.num_copied = 0
+
+    def is_tight(self, num_rows: int, num_tokens: int) -> bool:
+        """False if so many rows and tokens, and all that is missing, fit without copies."""
+        if not self._kv.num_host_blocks:
+            return False
+        size = self._kv.block_size
+        missing = sum(state.num_missing for state in self._running)
+        wanted = num_rows + (num_tokens + missing) // size  # each row leaves one block unfilled
+        return self._kv.num_available_blocks(Side.RIGHT) < wanted
+
+    def free_slots(self, state: RequestState) -> int:
+        """Of a candidate's tokens, how many get slots that are nobody's."""
+        return self._kv.num_free_slots(state.request_id, state.side, state.match)
 
     def look_up(self, state: RequestState) -> bool:
         """Find what is cached of a newcomer's prompt; False if it should wait for more of it."""
@@ -173,6 +188,7 @@ class StepMemory:
             total = self.losses.setdefault(name, Loss())
             total.tokens += lost.tokens
             total.copied += lost.copied
+            self.num_copied += lost.copied
 
     def _admit(self, state: RequestState, num_tokens: int) -> bool:
         """A newcomer must fit with all it has to compute, and nobody overtakes one that waits.

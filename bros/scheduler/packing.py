@@ -81,6 +81,9 @@ class _Packer(Generic[C]):
         self._filler_waits = False
         self._replaced = False
         self._owes = False
+        # Whether others may lose memory to this step, so that copies have to be expected.
+        self._tight = predictor is not None and memory.is_tight(bounds.rows, bounds.tokens)
+        self._urgent_copied = 0
         self._safety_factor = predictor.safety_factor if predictor else 1.0
         self._rare_share = self._safety_factor / predictor.rare_factor if predictor else 1.0
 
@@ -126,6 +129,7 @@ class _Packer(Generic[C]):
         self._tokens_left += kept
         packing.num_urgent = len(packing.selected)
         packing.urgent_s = packing.seconds
+        self._urgent_copied = packing.load.swap_out_tokens
         return go_on
 
     def fill(self, candidates: Iterable[C]) -> None:
@@ -180,6 +184,7 @@ class _Packer(Generic[C]):
         for candidate, num_tokens in packing.selected[: packing.num_urgent]:
             sampled = num_tokens == candidate.remaining
             load.add(num_tokens, candidate.num_cached, sampled, swapped=candidate.num_missing)
+        load.copy_out(self._urgent_copied)
         packing.urgent_s = self._predictor.safe_seconds(load)
 
     def _take_one_urgent(self, candidate: C) -> str | None:
@@ -222,15 +227,22 @@ class _Packer(Generic[C]):
     def _take_row(self, candidate: C, limit_s: float) -> str | None:
         """The same as `_take` for a decode row, which asks for the time once; why not, if not."""
         assert self._predictor is not None
-        packing = self.packing
-        packing.load.add_row(candidate.num_cached, candidate.num_missing)
-        seconds = self._predictor.safe_seconds(packing.load)
+        packing, load = self.packing, self.packing.load
+        copied = self._copies_for(candidate, 1) if self._tight else 0
+        load.add_row(candidate.num_cached, candidate.num_missing)
+        if copied:
+            load.copy_out(copied)
+        seconds = self._predictor.safe_seconds(load)
         if seconds <= limit_s and self._memory.reserve(candidate, 1):
             packing.selected.append((candidate, 1))
+            if self._memory.num_copied != load.swap_out_tokens:
+                self._count_copies()
+                seconds = self._predictor.safe_seconds(load)
             packing.seconds = seconds
             self._tokens_left -= 1
             return None
-        packing.load.remove_row(candidate.num_cached, candidate.num_missing)
+        load.copy_out(-copied)
+        load.remove_row(candidate.num_cached, candidate.num_missing)
         reason = self._memory.refusal if seconds <= limit_s else "time"
         return self._pass_over(candidate, reason)
 
@@ -299,13 +311,25 @@ class _Packer(Generic[C]):
     def _seconds_with(self, candidate: C, num_tokens: int) -> float:
         """The step with `num_tokens` more of a candidate, on the safe side."""
         assert self._predictor is not None
-        load, context = self.packing.load, candidate.num_cached
-        missing = candidate.num_missing
+        load, context, missing = self.packing.load, candidate.num_cached, candidate.num_missing
         sampled = num_tokens == candidate.remaining
+        copied = self._copies_for(candidate, num_tokens) if self._tight else 0
         load.add(num_tokens, context, sampled, swapped=missing)
+        load.copy_out(copied)
         seconds = self._predictor.safe_seconds(load)
+        load.copy_out(-copied)
         load.remove(num_tokens, context, sampled, swapped=missing)
         return seconds
+
+    def _copies_for(self, candidate: C, num_tokens: int) -> int:
+        """About how many tokens of others are copied to the host to make room for it."""
+        free = self._memory.free_slots(candidate)
+        return max(0, candidate.num_missing + num_tokens - free)
+
+    def _count_copies(self) -> None:
+        """The copies that reservations have really caused, instead of what was expected."""
+        load = self.packing.load
+        load.copy_out(self._memory.num_copied - load.swap_out_tokens)
 
     def _finish_s(self, candidate: C, num_tokens: int) -> float:
         """When its token would be there: after this step, or after the rest of its prompt."""
@@ -338,9 +362,9 @@ class _Packer(Generic[C]):
         self._tokens_left -= num_tokens
         if self._predictor is not None:
             complete = num_tokens == candidate.remaining
-            packing.load.add(
-                num_tokens, candidate.num_cached, complete, swapped=candidate.num_missing
-            )
+            missing = candidate.num_missing
+            packing.load.add(num_tokens, candidate.num_cached, complete, swapped=missing)
+            self._count_copies()
             packing.seconds = self._predictor.safe_seconds(packing.load)
 
     def _replace(self, candidate: C, limit_s: float) -> bool:
@@ -355,7 +379,7 @@ class _Packer(Generic[C]):
         waiting = packing.selected[index][0]
         if index < 1 or waiting.remaining > 1 or not (waiting.running and candidate.running):
             return False
-        packing.load.remove_row(waiting.num_cached, waiting.num_missing)
+        packing.load.remove_row(waiting.num_cached)  # what comes back for it does so in any case
         num_tokens = self._chunk_within(candidate, limit_s)
         after_s = self._seconds_with(candidate, num_tokens) + self._bounds.tbar_s
         on_time = self._now + after_s <= waiting.deadline_s
@@ -369,7 +393,7 @@ class _Packer(Generic[C]):
             self._tokens_left += 1
             self._select(candidate, num_tokens)
             return True
-        packing.load.add_row(waiting.num_cached, waiting.num_missing)
+        packing.load.add_row(waiting.num_cached)
         return False
 
     def _why_full(self) -> str:

@@ -158,6 +158,9 @@ class _Fields:
         what = "a number that is not negative"
         return float(self._take(name, what, lambda value: _is_number(value) and value >= 0))
 
+    def number_or(self, name: str, default: float) -> float:
+        return self.number(name) if name in self._content else default
+
     def texts(self, name: str) -> dict[str, str]:
         value = self._take(name, "an object of texts", _is_texts)
         return dict(value)
@@ -257,6 +260,7 @@ def _fit_error(fields: _Fields | None) -> FitError | None:
 
 def _cost_model(fields: _Fields) -> CostModel:
     hinges, padding = fields.pairs("hinges"), fields.pairs("padding")
+    swap_constant_s, swap_token_s = fields.number("swap_constant_s"), fields.number("swap_token_s")
     model = CostModel(
         constant_s=fields.number("constant_s"),
         token_s=fields.number("token_s"),
@@ -266,8 +270,11 @@ def _cost_model(fields: _Fields) -> CostModel:
         unique_context_s=fields.number("unique_context_s"),
         hinges=tuple((knot, float(slope)) for knot, slope in hinges),
         padding=padding,
-        swap_constant_s=fields.number("swap_constant_s"),
-        swap_token_s=fields.number("swap_token_s"),
+        swap_constant_s=swap_constant_s,
+        swap_token_s=swap_token_s,
+        # Older profiles have one time for both directions.
+        swap_out_constant_s=fields.number_or("swap_out_constant_s", swap_constant_s),
+        swap_out_token_s=fields.number_or("swap_out_token_s", swap_token_s),
         overlap_swap=fields.flag("overlap_swap"),
     )
     fields.end()

@@ -57,6 +57,20 @@ class Reservations(Protocol[_C]):
         """Why the last reservation was refused: "memory", or "rows" if too many hold some."""
         ...
 
+    def is_tight(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether a step of so many rows and tokens may cause copies to the host."""
+        ...
+
+    def free_slots(self, candidate: _C) -> int:
+        """Tokens of a candidate, missing ones included, for which nobody else's are copied to the
+        host; for the others about as many are."""
+        ...
+
+    @property
+    def num_copied(self) -> int:
+        """Tokens that reservations so far have caused to be copied to the host."""
+        ...
+
     def may_cancel(self, candidate: _C) -> bool:
         """False if others lost memory for its reservation, so that it stays."""
         ...

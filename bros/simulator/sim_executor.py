@@ -114,5 +114,7 @@ def load_of(plan: StepPlan) -> StepLoad:
     load.context = load.unique_context = context
     load.pairs = pairs
     load.samples = samples
-    load.swap_tokens = len(plan.copies) if plan.copies is not None else 0
+    if plan.copies is not None:
+        load.swap_tokens = len(plan.copies)
+        load.swap_out_tokens = len(plan.copies.out_device)
     return load

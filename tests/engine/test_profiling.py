@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo
+from bros.engine.copy_timing import COPIED_TOKENS, OVERLAPPED_TOKENS, measure_copies
 from bros.engine.profiling import full_profile, profile_key, quick_profile, step_time_model
 from bros.engine.step_grid import (
     StepLimits,
@@ -25,9 +27,9 @@ from bros.engine.step_grid import (
 )
 from bros.engine.step_timing import measure_steps
 from bros.executor.layers.linear import token_padding
-from bros.scheduler.cost_model import CostModel
-from bros.scheduler.fitting import StepShape, error_of
-from bros.scheduler.profiles import MEASURED, QUICK, find_profile, load_profile
+from bros.scheduler.cost_model import CostModel, StepLoad
+from bros.scheduler.fitting import StepShape, error_of, with_copies
+from bros.scheduler.profiles import MEASURED, QUICK, Profile, find_profile, load_profile
 from support.planted import PlantedExecutor
 
 INFO = EngineInfo(
@@ -220,6 +222,83 @@ def test_a_full_profile_predicts_random_steps_despite_noise() -> None:
     assert profile.held_out.mape < 0.04
     assert 512 < profile.max_step_tokens <= 1024
     assert profile.date.startswith("2023-11-14T")
+
+
+COPYING = dataclasses.replace(
+    MODEL,
+    swap_constant_s=0.0004,
+    swap_token_s=1.5e-5,
+    swap_out_constant_s=0.001,
+    swap_out_token_s=2.5e-5,
+)
+
+
+@pytest.mark.parametrize(("host_blocks", "blocks"), [(4000, 1456), (40, 1456), (4000, 50)])
+def test_copies_are_measured_in_both_directions(host_blocks: int, blocks: int) -> None:
+    info = dataclasses.replace(INFO, num_host_kv_blocks=host_blocks, num_kv_blocks=blocks)
+    clock = ManualClock()
+    began = clock.now()
+    samples = measure_copies(PlantedExecutor(COPYING, info, clock), info, clock, repeats=2)
+    assert clock.now() - began < 2.0
+    most = 16 * min(host_blocks, blocks - 1)
+    assert {sample.tokens for sample in samples} == {min(n, most) for n in COPIED_TOKENS}
+    for sample in samples:
+        load = StepLoad()
+        load.swap_tokens = sample.tokens
+        load.swap_out_tokens = sample.tokens if sample.out else 0
+        assert sample.seconds == pytest.approx(COPYING.swap_seconds(load))
+    assert with_copies(MODEL, samples).swap_token_s == pytest.approx(1.5e-5)
+
+
+def test_copies_that_run_beside_a_step_are_measured_once_they_take_longer() -> None:
+    """28 ms hide the smallest number in one direction, and the two smaller in the other."""
+    info = dataclasses.replace(INFO, num_kv_blocks=5000, num_host_kv_blocks=5000)
+    planted = dataclasses.replace(
+        MODEL, swap_token_s=4e-6, swap_out_token_s=1e-6, overlap_swap=True
+    )
+    clock = ManualClock()
+    executor = PlantedExecutor(planted, info, clock)
+    samples = measure_copies(
+        executor, info, clock, repeats=2, sizes=OVERLAPPED_TOKENS, overlap=True
+    )
+    assert {(s.out, s.tokens) for s in samples} == {(False, 16384), (False, 65536), (True, 65536)}
+    model = with_copies(MODEL, samples, overlap=True)
+    assert model.swap_token_s == pytest.approx(4e-6)
+    assert model.swap_out_token_s == pytest.approx(1e-6)
+    assert model.overlap_swap
+
+
+def test_profiles_tell_how_long_copies_take() -> None:
+    info = dataclasses.replace(INFO, num_host_kv_blocks=1000)
+    clock, config = ManualClock(), EngineConfig(max_batch_tokens=64)
+    executor = PlantedExecutor(COPYING, info, clock)
+    quick = quick_profile(config, executor, info, clock)
+    full = full_profile(config, executor, info, clock, repeats=1, progress=lambda *_: None)
+    for model in (quick.model, full.profile.model):
+        for name in ("swap_constant_s", "swap_token_s", "swap_out_constant_s", "swap_out_token_s"):
+            assert getattr(model, name) == pytest.approx(getattr(COPYING, name))
+    assert len(full.copies) == 6
+    assert Profile.from_json(quick.to_json()) == quick
+
+
+def test_without_memory_or_time_for_copies_none_are_measured() -> None:
+    clock = ManualClock()
+    executor = PlantedExecutor(COPYING, INFO, clock)
+    assert measure_copies(executor, INFO, clock, repeats=3) == []
+    assert executor.shapes == []
+    info = dataclasses.replace(INFO, num_host_kv_blocks=1000)
+    executor = PlantedExecutor(slower(100.0), info, clock)
+    began = clock.now()
+    assert measure_copies(executor, info, clock, repeats=3, time_limit_s=4.0) == []
+    assert clock.now() - began < 4.0
+
+
+def test_disturbed_moments_do_not_count_for_copies() -> None:
+    info = dataclasses.replace(INFO, num_host_kv_blocks=1000)
+    clock, factors = ManualClock(), itertools.cycle([1.0, 1.0, 1.0, 1.0, 3.0])
+    executor = PlantedExecutor(COPYING, info, clock, lambda: next(factors))
+    model = with_copies(MODEL, measure_copies(executor, info, clock, repeats=9))
+    assert model.swap_out_token_s == pytest.approx(COPYING.swap_out_token_s)
 
 
 class Case:

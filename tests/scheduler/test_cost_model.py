@@ -22,6 +22,8 @@ MODEL = CostModel(
     padding=((16, 1), (128, 8), (256, 16)),
     swap_constant_s=0.001,
     swap_token_s=2e-5,
+    swap_out_constant_s=0.002,
+    swap_out_token_s=3e-5,
 )
 
 Chunk = tuple[int, int, bool, int, int]
@@ -58,6 +60,7 @@ def evaluated(batch: list[Chunk]) -> dict[str, float]:
         "context": sum(context + 1 for _, context, *_ in decodes),
         "unique_context": sum(context + 1 - shared for _, context, _, shared, _ in decodes),
         "swap_tokens": sum(swapped for *_, swapped in batch),
+        "swap_out_tokens": 0,
     }
 
 
@@ -130,6 +133,24 @@ def test_copies_are_added_or_run_beside() -> None:
     overlapping = replace(MODEL, overlap_swap=True)
     assert overlapping.seconds(load) == pytest.approx(still)
     assert replace(overlapping, swap_token_s=1.0).seconds(load) == pytest.approx(100.001)
+
+
+@given(st.lists(chunks(), min_size=1, max_size=5), st.integers(1, 500), st.integers(1, 500))
+def test_copies_to_the_host_have_their_own_time_and_can_be_taken_back(
+    batch: list[Chunk], first: int, second: int
+) -> None:
+    load, without = load_of(*batch), MODEL.seconds(load_of(*batch))
+    before = sums(load)
+    load.copy_out(first)
+    load.copy_out(second)
+    expected = without + 0.002 + 3e-5 * (first + second)
+    assert MODEL.seconds(load) == pytest.approx(expected)
+    predictor = StepTimePredictor(MODEL)
+    assert predictor.seconds(load) == pytest.approx(expected)
+    assert predictor.safe_seconds(load) == pytest.approx(predictor.safety_factor * expected)
+    load.copy_out(-second)
+    load.copy_out(-first)
+    assert sums(load) == before
 
 
 def test_decode_rows_alone_are_the_whole_step_if_there_is_nothing_else() -> None:

@@ -15,6 +15,7 @@ from bros.scheduler.cost_model import CostModel
 from bros.scheduler.fitting import (
     MAX_KNOTS,
     ChunkShape,
+    CopySample,
     Sample,
     StepShape,
     error_of,
@@ -22,6 +23,7 @@ from bros.scheduler.fitting import (
     load_of,
     nnls,
     relative_errors,
+    with_copies,
 )
 
 PADDING = ((16, 1), (128, 8), (256, 16), (512, 32))
@@ -149,6 +151,42 @@ def test_errors_are_relative_and_signed() -> None:
 def test_times_that_cannot_be_are_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="not positive"):
         fit([Sample((ChunkShape(1, 0, True),), seconds)])
+
+
+def copies(
+    constant_s: float, token_s: float, out: bool, rng: random.Random, noise_s: float = 0.0
+) -> list[CopySample]:
+    return [
+        CopySample(out, n, max(constant_s + token_s * n + rng.gauss(0.0, noise_s), 0.0))
+        for n in (256, 1024, 2048)
+    ]
+
+
+def test_times_of_copies_are_recovered_for_each_direction() -> None:
+    rng = random.Random(0)
+    samples = copies(0.001, 2e-5, True, rng) + copies(0.0005, 1e-5, False, rng)
+    model = with_copies(PLANTED, samples)
+    assert model.swap_out_constant_s == pytest.approx(0.001)
+    assert model.swap_out_token_s == pytest.approx(2e-5)
+    assert model.swap_constant_s == pytest.approx(0.0005)
+    assert model.swap_token_s == pytest.approx(1e-5)
+    assert model.prefill_seconds(100) == PLANTED.prefill_seconds(100)
+    one_size = with_copies(PLANTED, samples[:1])
+    assert one_size.swap_out_constant_s == 0.0
+    assert one_size.swap_out_token_s == pytest.approx(0.001 / 256 + 2e-5)
+    assert (one_size.swap_constant_s, one_size.swap_token_s) == (0.0, 0.0)
+    assert with_copies(PLANTED, []) == PLANTED
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_that_vary_change_the_time_of_many_copies_little(seed: int) -> None:
+    rng = random.Random(seed)
+    samples = copies(0.001, 2e-5, True, rng, 0.002) + copies(0.0, 2e-5, False, rng, 0.002)
+    model = with_copies(PLANTED, samples)
+    assert model.swap_out_constant_s + 2048 * model.swap_out_token_s == pytest.approx(
+        0.001 + 2048 * 2e-5, abs=0.006
+    )
+    assert min(model.swap_constant_s, model.swap_token_s) >= 0.0
 
 
 matrices = st.tuples(st.integers(1, 8), st.integers(1, 5)).flatmap(

@@ -88,6 +88,44 @@ def test_growth_does_not_keep_out_real_time_requests_nor_the_first_best_effort_o
     assert memory.reserve(state(1, BE, 8), 8)
 
 
+# Copies
+
+
+@given(
+    blocks=st.integers(8, 20),
+    host=st.integers(0, 20),
+    held=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    asked=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+)
+def test_copies_are_foreseen_before_they_are_made(
+    blocks: int, host: int, held: list[int], asked: list[int]
+) -> None:
+    """Of best-effort victims, who lose just what is wanted, and had no copies before."""
+    holders = [state(100 + i, BE, n, cached=n) for i, n in enumerate(held)]
+    newcomers = [state(i, RT, n) for i, n in enumerate(asked)]
+    states = [*holders, *newcomers]
+    kv = KvCacheManager(blocks, SIZE, num_host_blocks=host)
+    if any(kv.append(s.request_id, s.num_cached, Side.RIGHT) is None for s in holders):
+        return
+    by_id = {each.request_id: each for each in states}
+    memory = StepMemory(
+        kv, Prefixes(kv, {cls: ClassCounters() for cls in ServiceClass}), holders, by_id, 0.0,
+        max_holders=100, newcomers_preempt=True,
+    )  # fmt: skip
+    tight, granted = memory.is_tight(len(newcomers), sum(asked)), 0
+    for newcomer in newcomers:
+        before, free = memory.num_copied, memory.free_slots(newcomer)
+        if memory.reserve(newcomer, newcomer.remaining):
+            granted += 1
+            copied = memory.num_copied - before
+            assert copied <= max(0, newcomer.remaining - free)
+            assert not copied or tight
+    copies = kv.take_copies()
+    assert memory.num_copied == (len(copies.out_device) if copies else 0)
+    if not host:
+        assert not tight and memory.num_copied == 0
+
+
 # Who may come in
 
 

@@ -82,6 +82,8 @@ models = st.builds(
     padding=st.sampled_from([(), ((16, 1), (128, 8))]),
     swap_constant_s=coefficient,
     swap_token_s=coefficient,
+    swap_out_constant_s=coefficient,
+    swap_out_token_s=coefficient,
     overlap_swap=st.booleans(),
 )
 profiles = st.builds(
@@ -111,6 +113,20 @@ profiles = st.builds(
 @given(profiles)
 def test_json_and_back_is_the_same(profile: Profile) -> None:
     assert Profile.from_json(profile.to_json()) == profile
+
+
+@given(profiles)
+def test_older_ones_have_one_time_for_copies_in_both_directions(profile: Profile) -> None:
+    content = json.loads(profile.to_json())
+    for name in ("swap_out_constant_s", "swap_out_token_s"):
+        del content["coefficients"][name]
+    model = dataclasses.replace(
+        profile.model,
+        swap_out_constant_s=profile.model.swap_constant_s,
+        swap_out_token_s=profile.model.swap_token_s,
+    )
+    expected = dataclasses.replace(profile, model=model)
+    assert Profile.from_json(json.dumps(content)) == expected
 
 
 def test_json_is_short_enough_to_read() -> None:

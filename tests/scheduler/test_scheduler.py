@@ -345,10 +345,11 @@ def test_stats_count_by_class() -> None:
 @pytest.mark.parametrize(
     ("changes", "copies"),
     [
-        ({"swap_token_s": 1e-5}, True),
-        ({"swap_token_s": 1e-3}, False),
+        ({"swap_token_s": 1e-5, "swap_out_token_s": 1e-5}, True),
+        ({"swap_token_s": 1e-3, "swap_out_token_s": 1e-3}, False),
+        ({"swap_token_s": 1e-5, "swap_out_token_s": 2e-3}, False),
         # What a token takes once products are compute-bound is in the hinges.
-        ({"swap_token_s": 1e-4, "token_s": 1e-6, "hinges": ((64, 1e-3),)}, True),
+        ({"swap_out_token_s": 1e-4, "token_s": 1e-6, "hinges": ((64, 1e-3),)}, True),
     ],
 )
 def test_kv_is_copied_only_where_that_is_faster_than_computing_it(

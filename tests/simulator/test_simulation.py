@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections import Counter
@@ -9,7 +10,7 @@ from collections import Counter
 import pytest
 
 from bros.core.clock import ManualClock
-from bros.core.config import POLICIES
+from bros.core.config import KV_LAYOUTS, POLICIES
 from bros.core.errors import ConfigError
 from bros.core.plan import StepPlan
 from bros.core.request import FinishReason, ServiceClass, Slo
@@ -204,6 +205,34 @@ def test_executor_takes_the_time_that_the_model_says() -> None:
         for chunk in plan.chunks:
             load.add(len(chunk.token_ids), chunk.start, chunk.sample is not None)
         assert seconds == 1.5 * STEPS.seconds(load)
+
+
+COPYING = dataclasses.replace(
+    STEPS,
+    swap_constant_s=2e-4,
+    swap_token_s=3e-6,
+    swap_out_constant_s=4e-4,
+    swap_out_token_s=8e-6,
+)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("layout", KV_LAYOUTS)
+def test_steps_with_copies_take_what_was_predicted(layout: str, overlap: bool) -> None:
+    """Of all that scheduler and device know in common, copies in both directions are part."""
+    steps = dataclasses.replace(COPYING, overlap_swap=overlap)
+    result, observed = run(
+        scenario(
+            "bros", steps=steps, rate=8.0, be=BeLoad(8), kv_blocks=260, duration_s=20.0,
+            kv_layout=layout,
+        )
+    )  # fmt: skip
+    copies = [plan.copies for plan, _ in observed if plan.copies is not None]
+    assert sum(len(c.out_device) for c in copies) > 500
+    assert sum(len(c.back_device) for c in copies) > 500
+    stats = result.stats
+    assert stats.step_s == pytest.approx(stats.predicted_s)
+    assert stats.step_error_s == pytest.approx(0.0, abs=1e-9)
 
 
 def test_noise_has_mean_one_and_the_deviation_asked_for() -> None:

@@ -48,12 +48,23 @@ def blocks_for(item: Item, num_tokens: int) -> int:
 
 
 class Blocks:
-    """Plain block counts. sticky: names whose reservations cannot be given back."""
+    """Plain block counts. sticky: names whose reservations cannot be given back.
+
+    others: tokens that others hold and may lose when no block is free, and how many of them have
+    no copy on the host yet.
+    """
 
     refusal = "memory"
 
-    def __init__(self, free: int = 10**6, sticky: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        free: int = 10**6,
+        sticky: frozenset[str] = frozenset(),
+        others: tuple[int, int] = (0, 0),
+    ) -> None:
         self.free = free
+        self.others, self.without_copy = others
+        self.num_copied = 0
         self.reserved: dict[str, int] = {}
         self._sticky = sticky
 
@@ -64,10 +75,24 @@ class Blocks:
         assert num_tokens >= 1 and item.name not in self.reserved
         needed = blocks_for(item, num_tokens)
         if needed > self.free:
-            return False
+            lost = max(0, item.num_missing + num_tokens - self.free_slots(item))
+            if lost > self.others:
+                return False
+            self.others -= lost
+            copied = min(lost, self.without_copy)
+            self.without_copy -= copied
+            self.num_copied += copied
+            needed = self.free
         self.free -= needed
         self.reserved[item.name] = needed
         return True
+
+    def is_tight(self, num_rows: int, num_tokens: int) -> bool:
+        return self.others > 0
+
+    def free_slots(self, item: Item) -> int:
+        """In its last block and in free ones."""
+        return -item.num_cached % BLOCK_SIZE + self.free * BLOCK_SIZE
 
     def may_cancel(self, item: Item) -> bool:
         return item.name not in self._sticky

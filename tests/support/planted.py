@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from bros.core.clock import ManualClock
 from bros.core.interfaces import EngineInfo
-from bros.core.plan import SEGMENT_WIDTH, SampledToken, StepPlan, StepResult
+from bros.core.plan import SEGMENT_WIDTH, KvCopies, SampledToken, StepPlan, StepResult
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.fitting import ChunkShape, StepShape, load_of
 
@@ -41,11 +41,13 @@ class PlantedExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         shape = shape_of(plan)
         self.shapes.append(shape)
+        load = load_of(shape)
         if plan.copies is not None:
-            size = self._info.block_size
-            self._written.update(slot // size for slot in plan.copies.back_device)
+            self._check_copies(plan.copies, plan)
+            load.swap_tokens = len(plan.copies)
+            load.swap_out_tokens = len(plan.copies.out_device)
         self._check(plan)
-        self._clock.advance(self._model.seconds(load_of(shape)) * self._noise())
+        self._clock.advance(self._model.seconds(load) * self._noise())
         return StepResult(
             plan.step,
             tuple(SampledToken(c.request_id, 0) for c in plan.chunks if c.sample is not None),
@@ -53,6 +55,21 @@ class PlantedExecutor:
 
     def close(self) -> None:
         pass
+
+    def _check_copies(self, copies: KvCopies, plan: StepPlan) -> None:
+        size = self._info.block_size
+        self._written.update(slot // size for slot in copies.back_device)
+        assert len(copies.out_device) == len(copies.out_host)
+        assert len(copies.back_device) == len(copies.back_host)
+        device = [*copies.out_device, *copies.back_device]
+        host = [*copies.out_host, *copies.back_host]
+        own = [slot for chunk in plan.chunks for slot in chunk.slots]
+        for slots, blocks in (
+            ([*device, *own], self._info.num_kv_blocks),
+            (host, self._info.num_host_kv_blocks),
+        ):
+            assert len(slots) == len(set(slots))
+            assert all(0 <= slot < blocks * size for slot in slots)
 
     def _check(self, plan: StepPlan) -> None:
         size = self._info.block_size
