@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from bros.core.plan import SampledToken, SampleSpec
 from bros.executor.device_sampler import draw
 from bros.executor.sampler import Sampler, why_no_token
+from bros.executor.staging import CopyEvent
 
 Asked = tuple[str, SampleSpec]
 """Who wants a token, and how it is chosen."""
@@ -56,38 +58,81 @@ class DeviceChooser:
 
     def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
         """See Chooser."""
-        if not asked:
-            return ()
+        return self.begin(logits, asked).finish()
+
+    def begin(self, logits: Tensor, asked: Sequence[Asked]) -> Choice:
+        """Choose what the device can choose; the host does not wait for it."""
         others = [row for row, (_, spec) in enumerate(asked) if not _is_plain(spec)]
+        tokens = found = None
+        if len(others) < len(asked):
+            peaks, tokens = self._plain(logits, asked)
+            found = _sent(torch.stack((tokens, peaks.view(torch.int32))))
+        rows = None
+        if others:
+            every = len(others) == len(asked)
+            rows = _sent(logits if every else logits.index_select(0, _rows(others, logits)))
+        done = None
+        if logits.is_cuda:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return Choice(asked, others, tokens, found, rows, done, self._on_host)
+
+    @staticmethod
+    def _plain(logits: Tensor, asked: Sequence[Asked]) -> tuple[Tensor, Tensor]:
+        """Peaks (fp32) and tokens (int32) of all rows, also of those whose spec is not plain."""
+        peaks, best = logits.max(dim=1)  # of equals the first; NaN anywhere in a row is its peak
+        tokens = best.int()
         drawn = [
             row for row, (_, spec) in enumerate(asked) if not spec.params.greedy and _is_plain(spec)
         ]
-        tokens = list(self._plain(logits, asked, drawn)) if len(others) < len(asked) else []
-        if not others:
-            return tuple(tokens)
-        rows = logits if not tokens else logits.index_select(0, _rows(others, logits))
-        chosen = self._on_host(_to_host(rows), [asked[row] for row in others])
-        if not tokens:
-            return chosen
-        for row, token in zip(others, chosen, strict=True):
-            tokens[row] = token
-        return tuple(tokens)
-
-    def _plain(
-        self, logits: Tensor, asked: Sequence[Asked], drawn: Sequence[int]
-    ) -> Sequence[SampledToken]:
-        """Of all rows, but only those with a plain spec get the token they ask for."""
-        peaks, best = logits.max(dim=1)  # of equals the first; NaN anywhere in a row is its peak
-        tokens = best.int()
         if drawn:
-            rows = _rows(drawn, logits)
             specs = [asked[row][1] for row in drawn]
-            scores = logits if len(drawn) == len(asked) else logits.index_select(0, rows)
-            tokens.index_copy_(0, rows, draw(scores, peaks.index_select(0, rows), specs).int())
-        ids, peak_bits = _to_host(torch.stack((tokens, peaks.view(torch.int32))))
-        values = peak_bits.view(torch.float32)
-        found = zip(asked, ids.tolist(), values.tolist(), strict=True)
-        return [_sampled(name, token, peak) for (name, _), token, peak in found]
+            if len(drawn) == len(asked):
+                return peaks, draw(logits, peaks, specs).int()
+            rows = _rows(drawn, logits)
+            scores, their_peaks = logits.index_select(0, rows), peaks.index_select(0, rows)
+            tokens.index_copy_(0, rows, draw(scores, their_peaks, specs).int())
+        return peaks, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens of a step that are chosen or about to be.
+
+    others: rows that the host chooses; tokens: int32 [rows] on the device, right for all but
+    them; found, rows: the copies on their way to the host, complete once `done` has happened.
+    """
+
+    asked: Sequence[Asked]
+    others: Sequence[int]
+    tokens: Tensor | None
+    found: Tensor | None
+    rows: Tensor | None
+    done: CopyEvent | None
+    on_host: HostChooser
+
+    def wait(self) -> None:
+        """For the device."""
+        if self.done is not None:
+            self.done.synchronize()
+
+    def finish(self) -> tuple[SampledToken, ...]:
+        """Wait for the device, and choose what it could not."""
+        self.wait()
+        chosen: list[SampledToken] = []
+        if self.found is not None:
+            ids, peak_bits = self.found
+            values = peak_bits.view(torch.float32).tolist()
+            found = zip(self.asked, ids.tolist(), values, strict=True)
+            chosen = [_sampled(name, token, peak) for (name, _), token, peak in found]
+        if self.rows is None:
+            return tuple(chosen)
+        others = self.on_host(self.rows, [self.asked[row] for row in self.others])
+        if not chosen:
+            return others
+        for row, token in zip(self.others, others, strict=True):
+            chosen[row] = token
+        return tuple(chosen)
 
 
 def _sampled(request_id: str, token: int, peak: float) -> SampledToken:
@@ -111,10 +156,10 @@ def _rows(rows: Sequence[int], logits: Tensor) -> Tensor:
     return torch.tensor(rows, device=logits.device)
 
 
-def _to_host(values: Tensor) -> Tensor:
+def _sent(values: Tensor) -> Tensor:
+    """A copy on the host, which may still be under way."""
     if not values.is_cuda:
-        return values
+        return values.clone()
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
     return host

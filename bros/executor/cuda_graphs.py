@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bros.executor.feed import Pending, fill_in
 from bros.executor.inputs import StepInputs
 from bros.executor.models.decoder import Decoder, LayerCache
 from bros.executor.staging import Staging
@@ -81,6 +82,7 @@ class _Recording:
 class StepGraphs:
     """Graphs of one decoder over its KV caches."""
 
+    @torch.inference_mode()
     def __init__(
         self,
         decoder: Decoder,
@@ -103,7 +105,7 @@ class StepGraphs:
         self._layout = layout
         self._device = device
         self._staging = Staging(device)
-        self._inputs = torch.empty(3, buckets[-1], dtype=torch.int32, device=device)
+        self._inputs = torch.empty(4, buckets[-1], dtype=torch.int32, device=device)
         self._logits = torch.empty(buckets[-1], vocab_size, device=device)
         self._write_inputs(())
         self._plain: list[_Recording] = []
@@ -125,12 +127,17 @@ class StepGraphs:
             return recordings[at]
         return None
 
-    def run(self, recording: _Recording, inputs: StepInputs) -> Tensor:
+    def run(
+        self, recording: _Recording, inputs: StepInputs, pending: Pending | None = None
+    ) -> Tensor:
         """fp32 logits [rows, vocab], in a buffer that the next call overwrites.
 
         inputs: on the host; attention is not prepared yet.
         """
-        self._write_inputs((inputs.token_ids, inputs.positions, inputs.slots))
+        known = (inputs.token_ids, inputs.positions, inputs.slots)
+        self._write_inputs(known if pending is None else (*known, pending.sources))
+        if pending is not None:
+            fill_in(self._inputs[0], pending.tokens, self._inputs[3])
         self._prepare(inputs, recording.buffers)
         recording.replay()
         return self._logits[: inputs.attention.num_rows]
@@ -139,10 +146,10 @@ class StepGraphs:
         self._kernels.prepare(inputs.attention, self._layout, self._device, buffers)
 
     def _write_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """token_ids, positions and slots [rows] each, and padding after them."""
+        """token_ids, positions, slots and sources [rows] each, and padding after them."""
         host = self._staging.take(self._inputs.numel()).view(self._inputs.shape)
         host[:2] = 0
-        host[2] = -1
+        host[2:] = -1
         for row, tensor in zip(host, tensors, strict=False):
             row[: len(tensor)] = tensor
         self._inputs.copy_(host, non_blocking=True)
@@ -154,7 +161,7 @@ class StepGraphs:
         if buffers is None:
             raise RuntimeError(f"{self._kernels.name} kernels cannot be recorded")
         batch = _rows_without_context(rows)
-        token_ids, positions, slots = (row[:rows] for row in self._inputs)
+        token_ids, positions, slots = (row[:rows] for row in self._inputs[:3])
         prepared = self._kernels.prepare(batch, self._layout, self._device, buffers)
         sample_rows = torch.arange(rows, dtype=torch.int32, device=self._device)
         inputs = StepInputs(token_ids, positions, slots, prepared, sample_rows, ())

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, SharedParts
-from bros.kernels.parts import offsets, ranges
+from bros.kernels.parts import offsets
 
 MIN_SHARED_BLOCKS = 4
 """Shorter common prefixes stay with their rows: a part of its own costs each row of it a merge."""
@@ -49,11 +48,8 @@ def group_shared(
     rows = _candidates(start, segments, block_size, min_blocks)
     if not len(rows):
         return batch
-    blocks = _leading_blocks(rows, start, segments, block_size)
-    keys = [row.tobytes() for row in blocks]  # bytes sort much faster than arrays of a table
-    order = sorted(range(len(rows)), key=keys.__getitem__)
-    rows, blocks = rows[order], blocks[order]
-    parts = _parts(np.argmax(blocks[1:] != blocks[:-1], axis=1), min_blocks)
+    rows, common = _sorted_rows(rows, start, segments, block_size)
+    parts = _parts(common, min_blocks)
     return _regrouped(batch, rows, parts) if parts else batch
 
 
@@ -68,20 +64,31 @@ def _candidates(start: _Ints, segments: _Ints, block_size: int, min_blocks: int)
     return found
 
 
-def _leading_blocks(rows: _Ints, start: _Ints, segments: _Ints, block_size: int) -> _Ints:
-    """[rows, longest + 1]: the blocks of each row; what is not a full block, or beyond the last,
-    is a number that no other row has."""
+def _sorted_rows(
+    rows: _Ints, start: _Ints, segments: _Ints, block_size: int
+) -> tuple[_Ints, _Ints]:
+    """The rows sorted by their blocks, and how many each has in common with the one after it.
+
+    What follows a row in the list of segments is sorted with it, which saves filling it up; that
+    it is not the row's is seen to afterwards.
+    """
+    full = segments[:, 2] - segments[:, 1] == block_size
+    alone = np.arange(-len(segments), 0, dtype=np.int32)  # equal to no block, nor to each other
+    blocks = np.where(full, segments[:, 0], alone)
     lengths = (start[1:] - start[:-1])[rows]
-    blocks = np.empty((len(rows), int(lengths.max()) + 1), np.int32)
-    blocks[:] = -1 - np.arange(len(rows), dtype=np.int32)[:, None]
-    own = segments[ranges(start[rows], lengths)]
-    into = np.arange(blocks.shape[1]) < lengths[:, None]
-    alone = np.repeat(blocks[:, -1], lengths)
-    blocks[into] = np.where(own[:, 2] - own[:, 1] == block_size, own[:, 0], alone)
-    return blocks
+    width = int(np.partition(lengths, -2)[-2])  # two rows have no more in common
+    places: _Ints = np.add.outer(start[rows], np.arange(width, dtype=np.int32))
+    table = blocks.take(places, mode="clip")
+    keys = [row.tobytes() for row in table]  # bytes sort much faster than rows of a table
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    table, lengths = table[order], lengths[order]
+    differs = table[1:] != table[:-1]
+    common = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+    shorter = np.minimum(lengths[1:], lengths[:-1])
+    return rows[order], np.minimum(common, shorter).astype(np.int32)
 
 
-def _parts(common: NDArray[np.intp], min_blocks: int) -> list[_Part]:
+def _parts(common: _Ints, min_blocks: int) -> list[_Part]:
     """common[i]: what sorted rows i and i + 1 have in common, in blocks. Outer parts come first."""
     parts = []
     todo = [(0, len(common) + 1, 0)]  # rows [first, end) have `lo` blocks in parts already
@@ -100,27 +107,24 @@ def _parts(common: NDArray[np.intp], min_blocks: int) -> list[_Part]:
 def _regrouped(batch: AttentionBatch, rows: _Ints, parts: list[_Part]) -> AttentionBatch:
     """rows: sorted as for `parts`. The segments of parts are left out of those of the rows."""
     start, segments = batch.segment_start.numpy(), batch.segments.numpy()
-    covered = np.zeros(batch.num_rows, np.int32)  # leading segments that are in parts
-    for first, end, _, hi in parts:
-        members = rows[first:end]
-        covered[members] = np.maximum(covered[members], hi)
-    lengths = np.diff(start) - covered
-    firsts = np.array([start[rows[part.first]] + part.lo for part in parts], np.int32)
-    sizes = np.array([part.hi - part.lo for part in parts], np.int32)
-    counts = np.array([part.end - part.first for part in parts], np.int32)
-    shared = SharedParts(
-        row_start=_tensor(offsets(counts)),
-        rows=_tensor(np.concatenate([np.sort(rows[first:end]) for first, end, _, _ in parts])),
-        segment_start=_tensor(offsets(sizes)),
-        segments=_tensor(segments[ranges(firsts, sizes)]),
-    )
+    own = start[:-1].copy()  # where what is not in parts begins
+    counts, sizes, shared = [], [], []
+    for first, end, lo, hi in parts:
+        begin = int(start[rows[first]])
+        own[rows[first:end]] = start[rows[first:end]] + hi  # inner parts come after outer ones
+        counts.append(end - first)
+        sizes.append(hi - lo)
+        shared.append(segments[begin + lo : begin + hi])
+    pieces = [segments[a:b] for a, b in zip(own.tolist(), start[1:].tolist(), strict=True)]
+    members = [np.sort(rows[first:end]) for first, end, _, _ in parts]
     return AttentionBatch(
         batch.query_start,
-        _tensor(offsets(lengths)),
-        _tensor(segments[ranges(start[:-1] + covered, lengths)]),
-        shared,
+        torch.from_numpy(offsets(start[1:] - own)),
+        torch.from_numpy(np.concatenate(pieces)),
+        SharedParts(
+            row_start=torch.from_numpy(offsets(np.array(counts, np.int32))),
+            rows=torch.from_numpy(np.concatenate(members)),
+            segment_start=torch.from_numpy(offsets(np.array(sizes, np.int32))),
+            segments=torch.from_numpy(np.concatenate(shared)),
+        ),
     )
-
-
-def _tensor(values: _Ints) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values))

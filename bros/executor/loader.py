@@ -14,17 +14,20 @@ import torch
 from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EngineInfo
-from bros.executor.choosing import Chooser, DeviceChooser, HostChooser
+from bros.executor.choosing import DeviceChooser, HostChooser
 from bros.executor.cuda_graphs import CudaRecorder, GraphSizes, StepGraphs
+from bros.executor.cuda_kv_storage import Buffers, cuda_kv_storage
 from bros.executor.feed import InputFeed
 from bros.executor.gpu_memory import largest_step, measure_use
 from bros.executor.kv_storage import (
     DTYPES,
     KV_BLOCK_SIZE,
+    KvMemory,
     KvStorage,
     blocks_in,
     bytes_per_block,
 )
+from bros.executor.launching import LaunchingRunner
 from bros.executor.model_store import ModelFiles
 from bros.executor.models.build import build_decoder
 from bros.executor.models.decoder import Decoder
@@ -32,6 +35,7 @@ from bros.executor.models.spec import ModelSpec
 from bros.executor.random_weights import RandomWeights
 from bros.executor.runner import ModelRunner
 from bros.executor.sampler import Sampler
+from bros.executor.staging import Staging
 from bros.executor.target import (
     choose_target,
     device_name,
@@ -91,28 +95,26 @@ class _Loader:
         self._target = choose_target(config, cuda)
         self._device = self._target.device
         self._kernels_name = kernels_for(config, self._target, cuda)
-        self._kernels = select_kernels(self._kernels_name)
+        self._kernels = select_kernels(self._kernels_name, self._device)
         self._kv_dtype = kv_dtype_for(config, self._target)
         self._layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         # Only these kernels read what several rows share once.
         grouping = KV_BLOCK_SIZE if self._kernels_name == "triton" else None
-        self._feed = InputFeed(self._kernels, self._layout, self._device, grouping)
-        on_cpu = self._device.type == "cpu"
-        self._chooser: Chooser = HostChooser(Sampler()) if on_cpu else DeviceChooser(Sampler())
+        staging = None if self._device.type == "cpu" else Staging(self._device)
+        self._feed = InputFeed(self._kernels, self._layout, self._device, grouping, staging)
 
-    @torch.inference_mode()
     def load(self, name: str, eos_token_ids: tuple[int, ...]) -> tuple[ModelRunner, EngineInfo]:
         """name: what the model is called."""
         config, spec = self._config, self._spec
+        num_host_blocks = _num_host_blocks(config, spec, DTYPES[self._kv_dtype])
         num_blocks = self._asked_blocks()
         reach = _max_model_len(config, spec, num_blocks)
         decoder = self._decoder(reach)
         if num_blocks is None:
-            num_blocks = self._blocks_left(decoder, reach)
+            num_blocks = self._blocks_left(decoder, reach, num_host_blocks)
         max_model_len = _max_model_len(config, spec, num_blocks)
-        num_host_blocks = _num_host_blocks(config, spec, DTYPES[self._kv_dtype])
         kv = self._kv(num_blocks, num_host_blocks)
-        graphs = self._graphs(decoder, kv, max_model_len, num_blocks)
+        runner = self._runner(decoder, kv, self._graphs(decoder, kv, max_model_len, num_blocks))
         info = EngineInfo(
             model=name,
             weights=self._target.weights,
@@ -128,7 +130,7 @@ class _Loader:
             eos_token_ids=eos_token_ids,
             max_queue=config.max_queue,
         )
-        return ModelRunner(decoder, kv, self._feed, self._chooser, graphs=graphs), info
+        return runner, info
 
     def _asked_blocks(self) -> int | None:
         """None: as many as fit the GPU."""
@@ -139,6 +141,7 @@ class _Loader:
             return None
         return blocks_in(parse_bytes(memory or _CPU_KV_MEMORY), self._spec, DTYPES[self._kv_dtype])
 
+    @torch.inference_mode()
     def _decoder(self, max_positions: int) -> Decoder:
         try:
             return build_decoder(
@@ -149,11 +152,11 @@ class _Loader:
                 f"the model's weights in {self._target.weights} do not fit the memory of the GPU"
             ) from error
 
-    def _blocks_left(self, decoder: Decoder, max_length: int) -> int:
+    def _blocks_left(self, decoder: Decoder, max_length: int, num_host_blocks: int) -> int:
         """How many blocks fit what the largest step leaves of the GPU's memory."""
         config, dtype = self._config, DTYPES[self._kv_dtype]
         plan = largest_step(config.max_num_seqs, config.max_batch_tokens, max_length, KV_BLOCK_SIZE)
-        runner = ModelRunner(decoder, self._kv(1, 0), self._feed, self._chooser)
+        runner = self._runner(decoder, self._kv(1, 0), None)
         try:
             use = measure_use(runner, plan, self._device)
         except torch.OutOfMemoryError as error:
@@ -162,15 +165,25 @@ class _Loader:
                 "GPU beside the model; give less, or fewer --max-num-seqs"
             ) from error
         room = use.room(config.gpu_memory_utilization)
+        room -= Buffers().total_bytes(self._spec, dtype, num_host_blocks)
         if room < bytes_per_block(self._spec, dtype):
             raise use.explain(config.gpu_memory_utilization)
         return blocks_in(room, self._spec, dtype)
 
-    def _kv(self, num_blocks: int, num_host_blocks: int) -> KvStorage:
-        return KvStorage(self._spec, num_blocks, DTYPES[self._kv_dtype], num_host_blocks)
+    def _kv(self, num_blocks: int, num_host_blocks: int) -> KvMemory:
+        sizes = (self._spec, num_blocks, DTYPES[self._kv_dtype], num_host_blocks)
+        if self._device.type == "cpu":
+            return KvStorage(*sizes)
+        return cuda_kv_storage(*sizes, self._device)
+
+    def _runner(self, decoder: Decoder, kv: KvMemory, graphs: StepGraphs | None) -> ModelRunner:
+        if self._device.type == "cpu":
+            return ModelRunner(decoder, kv, self._feed, HostChooser(Sampler()))
+        chooser = DeviceChooser(Sampler())
+        return LaunchingRunner(decoder, kv, self._feed, chooser, graphs=graphs)
 
     def _graphs(
-        self, decoder: Decoder, kv: KvStorage, max_model_len: int, num_blocks: int
+        self, decoder: Decoder, kv: KvMemory, max_model_len: int, num_blocks: int
     ) -> StepGraphs | None:
         config = self._config
         if config.cuda_graphs == "off" or self._device.type != "cuda":

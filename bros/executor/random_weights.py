@@ -43,7 +43,8 @@ class RandomWeights:
     def copy_into(self, out: Tensor, name: str) -> None:
         device = self._drawn_on or out.device
         generator = torch.Generator(device)
-        generator.manual_seed(self._seed * 2**32 + zlib.crc32(name.encode()))
+        # Of a longer seed, some generators take 32 bits only.
+        generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         # Drawn in fp32: what is drawn in a shorter precision are other numbers, not rounded ones.
         values = torch.empty(out.shape, device=device)
         if values.dim() > 1:

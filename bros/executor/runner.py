@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from bros.core.plan import KvCopies, StepPlan, StepResult
+from bros.core.plan import StepPlan, StepResult
 from bros.executor.choosing import Chooser
 from bros.executor.cuda_graphs import StepGraphs
-from bros.executor.feed import InputFeed
+from bros.executor.feed import InputFeed, Pending
 from bros.executor.inputs import StepInputs, build_inputs
-from bros.executor.models.decoder import Decoder, LayerCache
-
-
-class KvMemory(Protocol):
-    """Where K and V lie."""
-
-    @property
-    def layers(self) -> Sequence[LayerCache]:
-        """(K, V) per layer, each [num_blocks, num_kv_heads, block_size, head_dim]."""
-        ...
-
-    def copy(self, copies: KvCopies) -> None:
-        """Begin to move KV between device and host; what is asked first is done first."""
-        ...
-
-    def clear(self) -> None:
-        """Give the memory back; it cannot be used afterwards."""
-        ...
+from bros.executor.kv_storage import KvMemory
+from bros.executor.models.decoder import Decoder
 
 
 class ModelRunner:
@@ -48,19 +31,13 @@ class ModelRunner:
         chooser: Chooser,
         *,
         graphs: StepGraphs | None = None,
-        wait_for_layer: Callable[[int], None] | None = None,
     ) -> None:
-        """graphs: replays decode steps that it has a recording for.
-
-        wait_for_layer: makes the device wait for what kv.copy still brings to a layer; None where
-        copies are done when kv.copy returns.
-        """
+        """graphs: replays the steps that it has a recording for."""
         self._decoder: Decoder | None = decoder
         self._kv = kv
         self._feed = feed
         self._chooser = chooser
         self._graphs = graphs
-        self._wait_for_layer = wait_for_layer
 
     @torch.inference_mode()
     def execute(
@@ -71,9 +48,7 @@ class ModelRunner:
         abandon: asked before each layer, or once before a step that is replayed; None is returned
         as soon as it says yes.
         """
-        if plan.copies is not None:
-            self._kv.copy(plan.copies)
-        inputs = self._feed.grouped(build_inputs(plan))
+        inputs = self._begin(plan)
         logits = self._forward(inputs, abandon)
         if logits is None:
             return None
@@ -82,7 +57,7 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Like execute, but returns the fp32 logits [chunks with a sample spec, vocab]."""
-        logits = self._forward(self._feed.grouped(build_inputs(plan)), None)
+        logits = self._forward(self._feed.grouped(build_inputs(plan)))
         assert logits is not None, "nobody asked for the step to be given up"
         return logits if self._graphs is None else logits.clone()
 
@@ -91,27 +66,34 @@ class ModelRunner:
         self._decoder = self._graphs = None
         self._kv.clear()
 
-    def _forward(self, inputs: StepInputs, abandon: Callable[[], bool] | None) -> Tensor | None:
+    def _begin(self, plan: StepPlan) -> StepInputs:
+        if plan.copies is not None:
+            self._kv.copy(plan.copies)
+        return self._feed.grouped(build_inputs(plan))
+
+    def _forward(
+        self,
+        inputs: StepInputs,
+        abandon: Callable[[], bool] | None = None,
+        pending: Pending | None = None,
+    ) -> Tensor | None:
+        """Logits, in a buffer that the next step overwrites if this one is replayed."""
         decoder, graphs = self._decoder, self._graphs
         assert decoder is not None, "the executor is closed"
         recording = None if graphs is None else graphs.fitting(inputs)
         if graphs is None or recording is None:
             hook = self._before_layer(abandon)
-            return decoder(self._feed(inputs), self._kv.layers, hook)
+            return decoder(self._feed(inputs, pending), self._kv.layers, hook)
         if abandon is not None and abandon():
             return None
-        if self._wait_for_layer is not None:
-            for layer in range(len(self._kv.layers)):
-                self._wait_for_layer(layer)
-        return graphs.run(recording, inputs)
+        self._kv.wait_for_layer(len(self._kv.layers) - 1)
+        return graphs.run(recording, inputs, pending)
 
-    def _before_layer(self, abandon: Callable[[], bool] | None) -> Callable[[int], bool] | None:
-        wait = self._wait_for_layer
-        if wait is None:
-            return None if abandon is None else lambda layer: abandon()
+    def _before_layer(self, abandon: Callable[[], bool] | None) -> Callable[[int], bool]:
+        wait_for_layer = self._kv.wait_for_layer
 
         def before_layer(layer: int) -> bool:
-            wait(layer)
+            wait_for_layer(layer)
             return abandon is not None and abandon()
 
         return before_layer

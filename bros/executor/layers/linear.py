@@ -44,14 +44,14 @@ class Linear(Protocol):
 
 
 class NativeLinear:
-    """F.linear on activations of the weights' dtype."""
+    """F.linear in the weights' dtype; activations that kernels give in another are rounded."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
 
 
 class PlainLinear:

@@ -1,0 +1,142 @@
+"""Choosing where the logits are against choosing row by row on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.plan import SampledToken, SampleSpec
+from bros.core.request import SamplingParams
+from bros.executor.choosing import Asked, DeviceChooser, HostChooser
+from bros.executor.device_sampler import draw
+from bros.executor.sampler import Sampler
+
+ON_HOST, ON_DEVICE = HostChooser(Sampler()), DeviceChooser(Sampler())
+
+
+def logits_of(rows: int, vocab: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    """No two alike, so that nothing depends on how sums are rounded."""
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.standard_normal((rows, vocab)).astype(np.float32) * spread)
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.0, 1e-30, 0.3, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.01]),
+    top_k=st.sampled_from([0, 0, 1, 3, 50, 10**6]),
+    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
+    logprobs=st.sampled_from([None, None, None, 2]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.3]),
+)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> SampleSpec:
+    params = draw(PARAMS)
+    return SampleSpec(
+        params,
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        output_index=draw(st.integers(0, 10**5)),
+        prompt_len=1,
+        token_ids=[3, 5, 3] if params.needs_history else (),
+        forbidden=draw(st.sampled_from([(), (), (), (0, 2)])),
+    )
+
+
+@given(
+    asked=st.lists(specs(), min_size=1, max_size=9),
+    vocab=st.sampled_from([7, 255, 256, 257, 1000]),
+    spread=st.sampled_from([0.01, 1.0, 5.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_device_chooses_what_the_host_chooses(
+    asked: list[SampleSpec], vocab: int, spread: float, seed: int
+) -> None:
+    logits = logits_of(len(asked), vocab, seed, spread)
+    before = logits.clone()
+    named = [(str(index), spec) for index, spec in enumerate(asked)]
+    assert ON_DEVICE(logits, named) == ON_HOST(logits, named)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.6, top_p=0.95),
+        SamplingParams(top_k=200, top_p=0.8),
+        SamplingParams(top_k=4000, min_p=0.001),
+    ],
+    ids=["plain", "nucleus", "top_k and top_p", "large top_k and min_p"],
+)
+def test_large_vocabularies(params: SamplingParams) -> None:
+    logits = logits_of(12, 50257, seed=1)
+    asked = [(str(i), SampleSpec(params, seed=5, output_index=i)) for i in range(12)]
+    assert ON_DEVICE(logits, asked) == ON_HOST(logits, asked)
+    assert len({token.token_id for token in ON_HOST(logits, asked)}) > 1
+
+
+def test_equal_logits_pass_top_k_together_and_the_first_wins_greedily() -> None:
+    logits = torch.zeros(1, 600)
+    logits[0, [500, 20, 300]] = 4.0
+    greedy = SampleSpec(SamplingParams(temperature=0.0), 0, 0)
+    assert ON_DEVICE(logits, [("a", greedy)])[0].token_id == 20
+    top = SampleSpec(SamplingParams(temperature=9.0, top_k=2), 0, 0)
+    rows = [(str(i), dataclasses.replace(top, output_index=i)) for i in range(40)]
+    drawn = {token.token_id for token in ON_DEVICE(logits.expand(40, -1), rows)}
+    assert drawn == {20, 300, 500}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits_fail_their_own_row(bad: float, temperature: float) -> None:
+    logits = logits_of(3, 300, seed=0)
+    logits[1, 100:200] = bad
+    if bad < 0:
+        logits[1] = bad
+    params = SamplingParams(temperature=temperature, top_p=0.9, top_k=5)
+    asked = [(name, SampleSpec(params, 1, 0)) for name in "abc"]
+    chosen = ON_DEVICE(logits, asked)
+    assert chosen == ON_HOST(logits, asked)
+    assert [token.error is None for token in chosen] == [True, False, True]
+
+
+def test_any_row_that_is_drawn_is_a_token_even_of_nothing_but_nan() -> None:
+    logits = torch.full((4, 257), float("nan"))
+    spec = SampleSpec(SamplingParams(top_p=0.5, top_k=3), 0, 0)
+    tokens = draw(logits, logits.max(dim=1).values, [spec] * 4)
+    assert all(0 <= token < 257 for token in tokens.tolist())
+
+
+def test_nobody_asked() -> None:
+    assert ON_DEVICE(torch.empty(0, 9), []) == ON_HOST(torch.empty(0, 9), []) == ()
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_the_device_has_the_tokens_that_need_no_host(plain: list[bool], rng: random.Random) -> None:
+    """What the next step may take from there, before anything has come to the host."""
+    choices = {
+        True: [SamplingParams(temperature=0.0), SamplingParams(top_k=4)],
+        False: [SamplingParams(logprobs=0), SamplingParams(logit_bias={3: 2.0})],
+    }
+    asked: list[Asked] = [
+        (str(row), SampleSpec(rng.choice(choices[is_plain]), seed=row, output_index=0))
+        for row, is_plain in enumerate(plain)
+    ]
+    logits = logits_of(len(asked), 300, rng.randrange(1000))
+    choice = ON_DEVICE.begin(logits, asked)
+    assert list(choice.others) == [row for row, is_plain in enumerate(plain) if not is_plain]
+    assert (choice.tokens is None) == (not any(plain))
+    finished: tuple[SampledToken, ...] = choice.finish()
+    assert finished == ON_HOST(logits, asked)
+    for row, is_plain in enumerate(plain):
+        if is_plain:
+            assert choice.tokens is not None and choice.tokens.dtype == torch.int32
+            assert int(choice.tokens[row]) == finished[row].token_id

@@ -1,0 +1,118 @@
+"""Recorded steps give what steps that are not recorded give. Recording is made up: on the CPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.core.plan import StepPlan
+from bros.executor.cuda_graphs import GraphSizes, buckets_for
+from bros.kernels.reference import ReferenceKernels
+from support.device_runners import BLOCK, Assembled, assemble, family_plans
+
+TOLERANCE = {"atol": 1e-4, "rtol": 0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "buckets"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 4)),
+        (5, (1, 2, 4, 8)),
+        (9, (1, 2, 4, 8, 16)),
+        (24, (1, 2, 4, 8, 16, 24)),
+        (26, (1, 2, 4, 8, 16, 24, 32)),
+        (4096, (1, 2, 4, *range(8, 257, 8))),
+    ],
+)
+def test_buckets(rows: int, buckets: tuple[int, ...]) -> None:
+    assert buckets_for(rows) == buckets
+
+
+@given(
+    rows=st.integers(1, 300),
+    length=st.integers(2, 10**5),
+    blocks=st.integers(1, 10**5),
+    bucket=st.integers(1, 256),
+)
+def test_what_a_recording_holds_is_bounded_by_requests_and_by_the_cache(
+    rows: int, length: int, blocks: int, bucket: int
+) -> None:
+    sizes = GraphSizes.of(rows, length, blocks, BLOCK, shares=True)
+    limits = sizes.limits(bucket, sharing=False)
+    assert limits.rows == bucket and limits.shared_rows == 0
+    assert limits.segments >= min(bucket * -(-length // BLOCK), blocks)
+    assert limits.segments <= 2 * blocks + 16 * rows
+    assert sizes.limits(bucket, sharing=True).shared_rows >= bucket
+
+
+def check_same(plain: Assembled, recorded: Assembled, plans: list[StepPlan]) -> None:
+    """Logits, chosen tokens, and every number in the cache: padding must not leave anything."""
+    for plan in plans:
+        logits = recorded.runner.logits(plan)
+        assert not logits.isnan().any()
+        torch.testing.assert_close(logits, plain.runner.logits(plan), **TOLERANCE)
+        assert recorded.runner.execute(plan) == plain.runner.execute(plan)
+    for one, other in zip(plain.kv.layers, recorded.kv.layers, strict=True):
+        for left, right in zip(one, other, strict=True):
+            torch.testing.assert_close(left, right, **TOLERANCE)
+
+
+@settings(max_examples=15)
+@given(
+    count=st.integers(1, 14),
+    groups=st.booleans(),
+    rng=st.randoms(use_true_random=False),
+)
+def test_recorded_steps_equal_others(count: int, groups: bool, rng: random.Random) -> None:
+    """Steps of any size after each other, so that buffers hold more than is meant."""
+    plans = family_plans(rng, count, kv_blocks=64)
+    check_same(assemble(), assemble(graph_rows=12, groups=groups), plans)
+
+
+def test_steps_without_a_recording_run_without() -> None:
+    """More rows than recorded, more segments than there is room for, prompts, and no sample."""
+    plans = family_plans(random.Random(0), 14, kv_blocks=64)
+    few_rows, few_segments = assemble(graph_rows=2), assemble(graph_rows=16, segments=10)
+    check_same(assemble(), few_rows, plans)
+    check_same(assemble(), few_segments, plans)
+    rows = [len(plan.chunks) for plan in plans if plan.num_tokens == len(plan.chunks)]
+    assert max(rows) > 2 and min(rows) <= 2
+    fitting = sum(count <= 2 for count in rows)
+    assert sum(few_rows.replays.counts) == 2 * fitting, "once for logits and once for tokens"
+    assert 0 < sum(few_segments.replays.counts) < 2 * len(rows)
+    [chunk] = plans[0].chunks
+    chunk.sample = None
+    result = few_rows.runner.execute(plans[0])
+    assert result is not None and result.samples == ()
+
+
+def test_shared_prefixes_have_recordings_of_their_own() -> None:
+    plans = family_plans(random.Random(3), 14, kv_blocks=64)
+    recorded = assemble(graph_rows=12, groups=True)
+    check_same(assemble(), recorded, plans)
+    plain = assemble(graph_rows=12)
+    assert len(recorded.replays.counts) == len(plain.replays.counts) + 2, "of 8 and of 16 rows"
+
+
+def test_a_recorded_step_is_given_up_before_it_begins() -> None:
+    plans = family_plans(random.Random(0), 3, kv_blocks=64)
+    recorded = assemble(graph_rows=4)
+    for plan in plans[:3]:
+        recorded.runner.execute(plan)
+    before = [[kv.clone() for kv in layer] for layer in recorded.kv.layers]
+    assert recorded.runner.execute(plans[3], lambda: True) is None
+    for layer, copies in zip(recorded.kv.layers, before, strict=True):
+        assert all(map(torch.equal, layer, copies))
+    asked = []
+    result = recorded.runner.execute(plans[3], lambda: bool(asked.append(1)))
+    assert result is not None and len(asked) == 1
+
+
+def test_kernels_that_cannot_be_recorded_say_so() -> None:
+    with pytest.raises(RuntimeError, match="reference kernels cannot be recorded"):
+        assemble(kernels=ReferenceKernels(), graph_rows=2)

@@ -1,0 +1,132 @@
+"""The same model gives the same tokens with any kernels, formats of weights and kind of runner."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from bros.core.config import EngineConfig
+from bros.core.interfaces import EngineInfo
+from bros.core.plan import StepPlan
+from bros.executor.loader import random_executor
+from bros.executor.models.spec import ModelSpec
+from bros.executor.random_weights import RandomWeights
+from bros.executor.runner import ModelRunner
+from bros.executor.target import CPU
+from bros.kernels.dispatch import select_kernels
+from support.device_runners import VOCAB, assemble, family_plans, tiny_spec
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
+}
+OPT = ModelSpec.from_config(
+    {
+        "architectures": ["OPTForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    }
+)
+CLOSE = {"atol": 1e-4, "rtol": 0}
+
+
+def loaded(spec: ModelSpec, **options: Any) -> tuple[ModelRunner, EngineInfo]:
+    config = EngineConfig(**{"device": "cpu", "kv_blocks": 64, "threads": 1, **options})
+    return random_executor(spec, config)
+
+
+def check_alike(
+    one: ModelRunner,
+    other: ModelRunner,
+    plans: Sequence[StepPlan],
+    closeness: dict[str, float] = CLOSE,
+) -> None:
+    """Logits, and tokens where the best two are further apart than the logits of the two are."""
+    compared = 0
+    for plan in plans:
+        left, right = one.logits(plan), other.logits(plan)
+        torch.testing.assert_close(left, right, **closeness)
+        best = left.topk(2).values
+        clear = best[:, 0] - best[:, 1] > 3 * closeness["atol"]
+        first, second = one.execute(plan), other.execute(plan)
+        assert first is not None and second is not None
+        for is_clear, a, b in zip(clear.tolist(), first.samples, second.samples, strict=True):
+            assert a == b or not is_clear
+            compared += is_clear
+    assert compared > len(plans)
+
+
+def test_a_random_executor_needs_no_files() -> None:
+    runner, info = loaded(tiny_spec(), kernels="reference", policy="fcfs")
+    assert (info.model, info.device) == ("random-LlamaForCausalLM", "cpu")
+    assert (info.num_kv_blocks, info.vocab_size, info.eos_token_ids) == (64, VOCAB, ())
+    assert runner.execute(family_plans(random.Random(0), 1, 64)[0]) is not None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_plain_weights_give_what_packed_ones_give(shape: str, kernels: str) -> None:
+    spec = tiny_spec(**SHAPES[shape])
+    packed, _ = loaded(spec, kernels=kernels)
+    check_alike(packed, assemble(spec).runner, family_plans(random.Random(1), 6, 64))
+
+
+def test_plain_weights_of_opt() -> None:
+    packed, _ = loaded(OPT)
+    check_alike(packed, assemble(OPT).runner, family_plans(random.Random(1), 4, 64))
+
+
+@pytest.mark.parametrize(("weights", "tolerance"), [("bf16", 0.3), ("fp16", 0.03)])
+@pytest.mark.parametrize("spec", [tiny_spec(), OPT], ids=["llama", "opt"])
+def test_half_precision_stays_close(spec: ModelSpec, weights: str, tolerance: float) -> None:
+    """Logits have a standard deviation of about 1."""
+    precise, half = assemble(spec).runner, assemble(spec, weights=weights, graph_rows=8).runner
+    for plan in family_plans(random.Random(2), 4, 64):
+        logits = half.logits(plan)
+        assert logits.dtype == torch.float32
+        error = (logits - precise.logits(plan)).abs().max().item()
+        assert 1e-5 < error < tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["loaded", "assembled", "recorded"])
+def test_triton_gives_what_the_cpu_kernels_give(build: str) -> None:
+    pytest.importorskip("triton")
+    builders: dict[str, Callable[[], ModelRunner]] = {
+        "loaded": lambda: loaded(tiny_spec(), kernels="triton")[0],
+        "assembled": lambda: assemble(kernels=select_kernels("triton", CPU), groups=True).runner,
+        "recorded": lambda: (
+            assemble(kernels=select_kernels("triton", CPU), graph_rows=4, groups=True).runner
+        ),
+    }
+    plans = family_plans(random.Random(5), 4, 64, most_decodes=3)
+    check_alike(loaded(tiny_spec())[0], builders[build](), plans)
+
+
+def test_random_weights_depend_on_name_shape_and_seed_alone() -> None:
+    weights = RandomWeights(3)
+    matrix = weights.dense("a.weight", (40, 50))
+    half = torch.empty(40, 50, dtype=torch.bfloat16)
+    RandomWeights(3).copy_into(half, "a.weight")
+    assert torch.equal(half, matrix.bfloat16())
+    assert not torch.equal(matrix, weights.dense("b.weight", (40, 50)))
+    assert not torch.equal(matrix, RandomWeights(4).dense("a.weight", (40, 50)))
+    assert matrix.std().item() == pytest.approx(50**-0.5, rel=0.1)
+    assert weights.dense("a.bias", (5000,)).std().item() == pytest.approx(0.02, rel=0.1)
+    assert 0.8 <= weights.dense("norm.weight", (100,)).min() < 1
+    assert torch.equal(RandomWeights(3, CPU).dense("a.weight", (40, 50)), matrix)
+    codes = weights.int4("a.weight", (40, 64))
+    torch.testing.assert_close(
+        codes.dequantize(), weights.dense("a.weight", (40, 64)), atol=0.05, rtol=0
+    )
+    assert weights.unread == frozenset()

@@ -1,0 +1,128 @@
+"""What --device, --weights, --kernels and --kv-dtype come to, on machines this one is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bros.core.config import EngineConfig
+from bros.core.errors import ConfigError
+from bros.executor.target import (
+    CPU,
+    Cuda,
+    Target,
+    choose_target,
+    device_name,
+    find_cuda,
+    kernels_for,
+    kv_dtype_for,
+)
+
+NO_GPU = Cuda("torch finds no GPU", triton=False)
+HOPPER = Cuda(None, triton=True, capability=(9, 0))
+TURING = Cuda(None, triton=True, capability=(7, 5))
+GPU = torch.device("cuda", 0)
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "cuda", "target"),
+    [
+        ({}, NO_GPU, Target(CPU, "fp32", packed=True)),
+        ({"device": "cpu"}, HOPPER, Target(CPU, "fp32", packed=True)),
+        ({"device": "cpu", "weights": "int4"}, HOPPER, Target(CPU, "int4", packed=True)),
+        ({}, HOPPER, Target(GPU, "bf16", packed=False)),
+        ({}, TURING, Target(GPU, "fp16", packed=False)),
+        ({"device": "cuda", "weights": "fp32"}, HOPPER, Target(GPU, "fp32", packed=False)),
+        ({"weights": "bf16"}, TURING, Target(GPU, "bf16", packed=False)),
+    ],
+)
+def test_device_and_precision(options: dict[str, Any], cuda: Cuda, target: Target) -> None:
+    assert choose_target(config(**options), cuda) == target
+
+
+def test_activations_have_the_precision_of_weights_on_a_gpu_only() -> None:
+    assert Target(GPU, "bf16", packed=False).dtype is torch.bfloat16
+    assert Target(CPU, "bf16", packed=True).dtype is torch.float32
+    assert Target(CPU, "int4", packed=True).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "cuda", "message"),
+    [
+        ({"device": "cuda"}, NO_GPU, "^--device cuda: torch finds no GPU"),
+        ({"weights": "fp16"}, NO_GPU, "^--weights fp16: only on a GPU"),
+        ({"device": "cpu", "weights": "fp16"}, HOPPER, "^--weights fp16: only on a GPU"),
+        ({"weights": "int4"}, HOPPER, "^--weights int4: only on a CPU"),
+    ],
+)
+def test_what_is_not_there_is_refused(options: dict[str, Any], cuda: Cuda, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_target(config(**options), cuda)
+
+
+@pytest.mark.parametrize("name", ["auto", "reference", "cpu", "triton"])
+def test_kernels_on_a_cpu_are_those_asked_for(name: str) -> None:
+    options = config(kernels=name)
+    assert kernels_for(options, choose_target(options, NO_GPU), NO_GPU) == name
+
+
+def test_kernels_on_a_gpu() -> None:
+    target = choose_target(config(), HOPPER)
+    assert kernels_for(config(), target, HOPPER) == "triton"
+    assert kernels_for(config(kernels="reference"), target, HOPPER) == "reference"
+    with pytest.raises(ConfigError, match="^--kernels cpu: these run on a CPU only"):
+        kernels_for(config(kernels="cpu"), target, HOPPER)
+    without = Cuda(None, triton=False, capability=(9, 0))
+    assert kernels_for(config(kernels="reference"), target, without) == "reference"
+    for name in ("auto", "triton"):
+        with pytest.raises(ConfigError, match=r"triton.*not installed; install bros\[cuda\]"):
+            kernels_for(config(kernels=name), target, without)
+
+
+@pytest.mark.parametrize(
+    ("options", "cuda", "dtype"),
+    [
+        ({}, NO_GPU, "fp32"),
+        ({"weights": "bf16"}, NO_GPU, "fp32"),
+        ({}, HOPPER, "bf16"),
+        ({"weights": "fp32"}, HOPPER, "fp32"),
+        ({"kv_dtype": "fp16"}, HOPPER, "fp16"),
+    ],
+)
+def test_the_cache_rounds_no_more_than_the_weights(
+    options: dict[str, Any], cuda: Cuda, dtype: str
+) -> None:
+    assert kv_dtype_for(config(**options), choose_target(config(**options), cuda)) == dtype
+
+
+def test_a_torch_without_cuda_is_told_apart_from_a_machine_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is a build without CUDA" in str(find_cuda().problem)
+
+    def no_driver() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system.\nPlease check")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
+    assert "Found no NVIDIA driver on your system; is the driver" in str(find_cuda().problem)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    assert "CUDA_VISIBLE_DEVICES" in str(find_cuda().problem)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = find_cuda()
+    assert found.problem is None and found.capability == (9, 0)
+
+
+def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert device_name(CPU) == "cpu"
+    assert device_name(GPU) == "NVIDIA H200"
