@@ -1,4 +1,4 @@
-"""The command line: bros serve, batch, chat, profile, simulate, bench and version."""
+"""The command line: bros serve, batch, chat, profile, doctor, simulate, bench and version."""
 
 from __future__ import annotations
 
@@ -48,7 +48,13 @@ _PROFILE = (
     "Measure how long steps of one model take on this machine and store a model "
     "of that with a picture of how well it fits. Have nothing else running.",
 )
-_COMMAND_FLAGS = ("--url", "--system", "--out", "--repeats")
+_DOCTOR = (
+    "say what this machine has and test the kernels on it, for some seconds",
+    "bros doctor [--json] [options]",
+    "Say what this machine has to compute with, what bros would use of it with these options, and "
+    "test that against the reference. The exit status is 0 if all of it works.",
+)
+_COMMAND_FLAGS = ("--url", "--system", "--out", "--repeats", "--json")
 INTERRUPTED = 130
 """What shells expect from a program ended by Ctrl-C."""
 
@@ -103,6 +109,11 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         from bros.profile_command import run_profile
 
         return run_profile(config, args.out, args.repeats, SystemClock())
+    if args.command == "doctor":
+        # Late, for the same reason.
+        from bros.doctor_command import run_doctor
+
+        return run_doctor(config.engine, args.json, SystemClock())
     if args.command == "run-batch":
         # Late, for the same reason.
         from bros.run_batch_command import run_batch_here
@@ -151,7 +162,7 @@ def _parser() -> _Parser:
     serve, chat = add("serve", _SERVE), add("chat", _CHAT)
     batch = add("batch", batch_flags.TEXTS, batch_flags.EPILOG)
     run_batch = add("run-batch", batch_flags.RUN_TEXTS)
-    profile = add("profile", _PROFILE)
+    profile, doctor = add("profile", _PROFILE), add("doctor", _DOCTOR)
     bench = add("bench", (bench_flags.HELP, bench_flags.USAGE, bench_flags.DESCRIPTION))
     simulate = add(
         "simulate", (simulate_flags.HELP, simulate_flags.USAGE, simulate_flags.DESCRIPTION)
@@ -165,7 +176,8 @@ def _parser() -> _Parser:
     )
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     _add_profile_arguments(profile)
-    for command in (serve, chat, profile, run_batch):
+    doctor.add_argument("--json", action="store_true", help="print it as JSON")
+    for command in (serve, chat, profile, doctor, run_batch):
         add_flags(command)
     bench_flags.add_arguments(bench)
     simulate_flags.add_arguments(simulate)

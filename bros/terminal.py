@@ -25,7 +25,7 @@ def print_table(
     except ImportError:
         print(plain_table(title, headings, rows, left=left))
         return
-    table = Table(title=title)
+    table = Table(title=title, show_header=any(headings))
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < left else "right")
     for row in rows:

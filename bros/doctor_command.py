@@ -1,0 +1,259 @@
+"""`bros doctor`: what this machine has, which kernels would be used, and whether they are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from bros import __version__
+from bros.core.clock import Clock
+from bros.core.config import EngineConfig
+from bros.engine.self_test import Generated, first_difference, generate
+from bros.executor.diagnosis import BackEnd, Choice, back_ends, check, choose, gpu_facts
+from bros.kernels.self_test import Check
+from bros.scheduler.profiles import available_cores, cpu_name
+from bros.terminal import print_table
+
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "tokenizers")
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+_SEED = 0
+_DRIVER_TIMEOUT_S = 20.0
+_NO_DRIVER = "none found"
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """What came of trying one back end. failure: None if all is well."""
+
+    back_end: BackEnd
+    checks: tuple[Check, ...]
+    seconds: float
+    failure: str | None
+
+
+@dataclass(slots=True)
+class Findings:
+    """Everything that is printed. problems: what keeps the engine from working as asked."""
+
+    machine: list[tuple[str, str]]
+    versions: Mapping[str, str | None]
+    choice: Choice
+    back_ends: list[BackEnd]
+    tested: list[Tested] = field(default_factory=list)
+    generated: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+
+
+def run_doctor(config: EngineConfig, as_json: bool, clock: Clock) -> int:
+    """Look, test and print. Returns 0 if all that an engine with these options uses works, else 1.
+
+    Of the options, those count that say where and in which precision it runs.
+    """
+    choice = choose(config)
+    found = Findings(_machine(), _versions(), choice, back_ends(choice))
+    if choice.problem is not None:
+        found.problems.append(choice.problem)
+    _test_kernels(found, clock)
+    if choice.target is not None and not found.problems:
+        _test_generation(found, config, clock)
+    _advise(found)
+    if as_json:
+        print(json.dumps(_as_json(found), indent=2))
+    else:
+        _show(found)
+    return 1 if found.problems else 0
+
+
+def _machine() -> list[tuple[str, str]]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = (page * os.sysconf(f"SC_{which}PHYS_PAGES") for which in ("", "AV"))
+    return [
+        ("CPU", f"{cpu_name()}, {available_cores()} threads"),
+        ("memory", f"{free // _MIB:,} MiB free of {total // _MIB:,} MiB"),
+        ("NVIDIA driver", _driver() or _NO_DRIVER),
+        *gpu_facts(),
+    ]
+
+
+def _driver() -> str | None:
+    """Its version; torch does not tell it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_DRIVER_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ", ".join(dict.fromkeys(done.stdout.split())) or None
+
+
+def _versions() -> dict[str, str | None]:
+    """None: not installed."""
+    cupy = next((_version(name) for name in _CUPY if _version(name) is not None), None)
+    packages = {name: _version(name) for name in _PACKAGES}
+    return {"bros": __version__, "python": platform.python_version(), **packages, "cupy": cupy}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _test_kernels(found: Findings, clock: Clock) -> None:
+    for back_end in found.back_ends:
+        if back_end.open is None:
+            continue
+        began = clock.now()
+        checks: list[Check] = []
+        failure = None
+        try:
+            for result in check(back_end, _SEED):
+                checks.append(result)
+        except Exception as error:  # whatever it is, the report goes on and says so
+            failure = _words(error)
+        wrong = [each for each in checks if not each.passed]
+        if wrong:
+            failure = f"{wrong[0].operation} is wrong: error {wrong[0].error:.1e}"
+        found.tested.append(Tested(back_end, tuple(checks), clock.now() - began, failure))
+        if failure is not None:
+            where = found.problems if back_end.in_use else found.advice
+            where.append(f"kernels {back_end.name}: {failure}")
+
+
+def _test_generation(found: Findings, config: EngineConfig, clock: Clock) -> None:
+    """The reference on the CPU in fp32; the same with what is in use; then in its precision."""
+    exact = dataclasses.replace(config, weights="fp32", kv_dtype="fp32")
+    plain = dataclasses.replace(exact, device="cpu", kernels="reference", async_scheduling="auto")
+    try:
+        expected = generate(plain, clock, leads=True)
+        same = generate(exact, clock)
+        found.generated.append(_described(same))
+        difference = first_difference(expected, same.tokens)
+        if difference is not None:
+            found.problems.append(f"a small model generates something else: {difference}")
+        if same.weights != (found.choice.target and found.choice.target.weights):
+            found.generated.append(_described(generate(config, clock)))
+    except Exception as error:  # as above
+        found.problems.append(f"a small model does not run: {_words(error)}")
+
+
+def _described(generated: Generated) -> tuple[str, str]:
+    count = sum(map(len, generated.tokens.values()))
+    return (
+        f"{generated.weights}, {generated.kernels}, {generated.device}",
+        f"{count} tokens for {len(generated.tokens)} prompts",
+    )
+
+
+def _words(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _advise(found: Findings) -> None:
+    """What would make it faster; nothing here is wrong."""
+    for back_end in found.back_ends:
+        slow = found.choice.kernels == "reference" and back_end.name == "cpu"
+        if back_end.open is None and slow:
+            found.advice.append(f"much faster on this CPU: {back_end.note}")
+    facts = dict(found.machine)
+    if facts["NVIDIA driver"] != _NO_DRIVER and facts["GPU"].startswith("not used"):
+        found.advice.append(f"there is a GPU that is {facts['GPU']}")
+
+
+def _as_json(found: Findings) -> dict[str, object]:
+    return {
+        "ok": not found.problems,
+        "problems": found.problems,
+        "advice": found.advice,
+        "machine": dict(found.machine),
+        "versions": dict(found.versions),
+        "kernels": [
+            {
+                "name": each.name,
+                "device": str(each.device),
+                "in_use": each.in_use,
+                "usable": each.open is not None,
+                "note": each.note,
+            }
+            for each in found.back_ends
+        ],
+        "tests": [
+            {
+                "kernels": each.back_end.name,
+                "seconds": round(each.seconds, 3),
+                "failure": each.failure,
+                "checks": [
+                    {**dataclasses.asdict(one), "passed": one.passed} for one in each.checks
+                ],
+            }
+            for each in found.tested
+        ],
+        "generation": [{"with": name, "result": text} for name, text in found.generated],
+    }
+
+
+def _show(found: Findings) -> None:
+    rows = [*found.machine, *((name, text or "-") for name, text in found.versions.items())]
+    print_table(f"bros {__version__}", ("", ""), rows, left=2)
+    print_table(
+        "Kernels",
+        ("", "in use", "", "what it is, or why it cannot be used"),
+        [
+            (each.name, "yes" if each.in_use else "", str(each.device), each.note)
+            for each in found.back_ends
+        ],
+        left=4,
+    )
+    print_table(
+        "Self-test against the reference",
+        ("", "types", "error", "allowed", ""),
+        [row for tested in found.tested for row in _test_rows(tested)],
+        left=2,
+    )
+    if found.generated:
+        print_table("A small model, greedy", ("", ""), found.generated, left=2)
+    for line in found.advice:
+        print(f"Note: {line.rstrip('.')}.")
+    for line in found.problems:
+        print(f"Problem: {line.rstrip('.')}.")
+    if not found.problems:
+        print("Everything that is in use works.")
+
+
+def _test_rows(tested: Tested) -> list[tuple[str, str, str, str, str]]:
+    """One line per operation, or one for all where nothing but a spare is tested."""
+    worst: dict[str, Check] = {}
+    for one in tested.checks:
+        name = one.operation if tested.back_end.in_use or not one.passed else "all operations"
+        if name not in worst or not _part(one) <= _part(worst[name]):
+            worst[name] = one
+    label = tested.back_end.name
+    rows = [
+        (
+            f"{label}: {name}",
+            "/".join(filter(None, (one.activations, one.cache))),
+            f"{one.error:.1e}",
+            f"{one.tolerance:.0e}",
+            "ok" if one.passed else "WRONG",
+        )
+        for name, one in worst.items()
+    ]
+    if tested.failure is not None and all(one.passed for one in tested.checks):
+        rows.append((label, "", "", "", tested.failure))
+    return rows
+
+
+def _part(check: Check) -> float:
+    """Of what is allowed, how much."""
+    return check.error / check.tolerance

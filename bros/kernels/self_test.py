@@ -1,0 +1,224 @@
+"""A few seconds of checks of one back end against the reference, for `bros doctor`.
+
+Inputs are random and fresh, small, and of every kind a step has: rows of one token and of several,
+with and without context, segments that begin late or end early, empty ones, shared parts.
+The reference computes in fp64 on the CPU from the very numbers that the back end gets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
+from bros.kernels.reference import ReferenceKernels
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+"""Largest relative error that rounding to a type explains: of activations, and of the cache where
+it is written. Products of fp32 numbers in tf32, which lose 13 bits, exceed it."""
+
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+_LAYOUT = HeadLayout(num_heads=8, num_kv_heads=2, head_dim=64)
+_BLOCK_SIZE = 16
+_BLOCKS = 64
+_EPS = 1e-5
+_CHUNKS = ((1, 3), (1, 0), (7, 2), (1, 9), (33, 0), (1, 3))
+"""(query tokens, segments) of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """error: |result - reference| / |reference|, Euclidean, of all numbers together."""
+
+    operation: str
+    activations: str
+    cache: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance  # NaN is not
+
+
+def check_kernels(
+    kernels: Kernels,
+    device: torch.device,
+    types: Sequence[tuple[torch.dtype, torch.dtype]],
+    seed: int,
+) -> Iterator[Check]:
+    """Every operation in every pair of types, of activations and of the KV cache.
+
+    Raises whatever the back end raises.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in dict.fromkeys(dtype for dtype, _ in types):
+        yield from _elementwise(kernels, _Inputs(generator, device, dtype))
+    for dtype, cache in types:
+        inputs = _Inputs(generator, device, dtype)
+        yield _rope(kernels, inputs, cache, norm=False)
+        yield _rope(kernels, inputs, cache, norm=True)
+        yield _attention(kernels, inputs, cache, shared=False)
+        yield _attention(kernels, inputs, cache, shared=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Random numbers of one type, as the back end gets them."""
+
+    generator: torch.Generator
+    device: torch.device
+    dtype: torch.dtype
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        values = torch.randn(shape, generator=self.generator)
+        return values.to(self.device, dtype or self.dtype)
+
+    def ints(self, values: Tensor) -> Tensor:
+        return values.to(self.device, torch.int32)
+
+    def compared(
+        self,
+        name: str,
+        out: Tensor,
+        expected: Tensor,
+        cache: torch.dtype | None = None,
+        *,
+        writes_cache: bool = False,
+    ) -> Check:
+        tolerance = TOLERANCE[self.dtype]
+        if cache is not None and writes_cache:
+            tolerance = max(tolerance, TOLERANCE[cache])
+        return Check(
+            operation=name,
+            activations=NAMES[self.dtype],
+            cache="" if cache is None else NAMES[cache],
+            error=_error(out, expected),
+            tolerance=tolerance,
+        )
+
+
+def _elementwise(kernels: Kernels, inputs: _Inputs) -> Iterator[Check]:
+    reference, tokens, size = ReferenceKernels(), 9, 160
+    x, residual = inputs.normal(tokens, size), inputs.normal(tokens, size)
+    weight = inputs.normal(size, dtype=torch.float32)
+    out = kernels.rms_norm(x, weight, _EPS)
+    yield inputs.compared("rms_norm", out, reference.rms_norm(_exact(x), _exact(weight), _EPS))
+    summed = _exact(residual)
+    expected = reference.add_rms_norm_(summed, _exact(x), _exact(weight), _EPS)
+    out = kernels.add_rms_norm_(residual, x, weight, _EPS)
+    both = torch.cat([out, residual]), torch.cat([expected, summed])
+    yield inputs.compared("add_rms_norm_", *both)
+    gate_up = inputs.normal(tokens, 2 * size)
+    expected = reference.silu_and_mul(_exact(gate_up))
+    yield inputs.compared("silu_and_mul", kernels.silu_and_mul(gate_up), expected)
+
+
+def _rope(kernels: Kernels, inputs: _Inputs, cache: torch.dtype, norm: bool) -> Check:
+    """Q and K in place, and all of both caches, so that stray writes show."""
+    tokens, blocks = 21, 4
+    qkv = inputs.normal(tokens, _LAYOUT.qkv_size)
+    angles = torch.rand(50, _LAYOUT.head_dim // 2, generator=inputs.generator) * 6.28
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(inputs.device)
+    positions = torch.randint(0, 50, (tokens,), generator=inputs.generator)
+    slots = torch.randperm(blocks * _BLOCK_SIZE, generator=inputs.generator)[:tokens]
+    k_cache, v_cache = _caches(inputs, cache, blocks)
+    q_norm, k_norm = (
+        inputs.normal(_LAYOUT.head_dim, dtype=torch.float32) if norm else None for _ in range(2)
+    )
+    exact = [_exact(each) for each in (qkv, k_cache, v_cache)]
+    kernels.rope_and_cache_(
+        qkv,
+        _LAYOUT,
+        inputs.ints(positions),
+        inputs.ints(slots),
+        cos_sin,
+        k_cache,
+        v_cache,
+        q_norm,
+        k_norm,
+        _EPS,
+    )
+    ReferenceKernels().rope_and_cache_(
+        exact[0],
+        _LAYOUT,
+        positions,
+        slots,
+        _exact(cos_sin),
+        exact[1],
+        exact[2],
+        None if q_norm is None else _exact(q_norm),
+        None if k_norm is None else _exact(k_norm),
+        _EPS,
+    )
+    got = torch.cat([_exact(each).flatten() for each in (qkv, k_cache, v_cache)])
+    wanted = torch.cat([each.flatten() for each in exact])
+    name = "rope_and_cache_, norms" if norm else "rope_and_cache_"
+    return inputs.compared(name, got, wanted, cache, writes_cache=True)
+
+
+def _attention(kernels: Kernels, inputs: _Inputs, cache: torch.dtype, shared: bool) -> Check:
+    batch = _batch(inputs.generator, shared)
+    qkv = inputs.normal(int(batch.query_start[-1]), _LAYOUT.qkv_size)
+    k_cache, v_cache = _caches(inputs, cache, _BLOCKS)
+    scale = _LAYOUT.head_dim**-0.5
+    expected = ReferenceKernels().attention(
+        _exact(qkv), _LAYOUT, _exact(k_cache), _exact(v_cache), batch, scale
+    )
+    prepared = kernels.prepare(batch, _LAYOUT, inputs.device)
+    out = kernels.attention(qkv, _LAYOUT, k_cache, v_cache, prepared, scale)
+    return inputs.compared("attention, shared" if shared else "attention", out, expected, cache)
+
+
+def _caches(inputs: _Inputs, dtype: torch.dtype, blocks: int) -> tuple[Tensor, Tensor]:
+    shape = (blocks, _LAYOUT.num_kv_heads, _BLOCK_SIZE, _LAYOUT.head_dim)
+    return inputs.normal(*shape, dtype=dtype), inputs.normal(*shape, dtype=dtype)
+
+
+def _batch(generator: torch.Generator, shared: bool) -> AttentionBatch:
+    """Rows of _CHUNKS; shared: and two nested prefixes, four and two blocks long."""
+    counts = torch.tensor(_CHUNKS, dtype=torch.int32)
+    blocks = torch.randperm(_BLOCKS, generator=generator)
+    own = int(counts[:, 1].sum())
+    batch = AttentionBatch(
+        query_start=_offsets(counts[:, 0]),
+        segment_start=_offsets(counts[:, 1]),
+        segments=_segments(generator, blocks[:own]),
+    )
+    if not shared:
+        return batch
+    whole = torch.tensor([0, _BLOCK_SIZE]).expand(6, 2)
+    parts = SharedParts(
+        row_start=torch.tensor([0, 4, 6], dtype=torch.int32),
+        rows=torch.tensor([0, 2, 3, 5, 0, 5], dtype=torch.int32),
+        segment_start=torch.tensor([0, 4, 6], dtype=torch.int32),
+        segments=torch.cat([blocks[own : own + 6, None], whole], dim=1).int(),
+    )
+    return dataclasses.replace(batch, shared=parts)
+
+
+def _segments(generator: torch.Generator, blocks: Tensor) -> Tensor:
+    """(block, lo, hi) of each block: from either end, in the middle, and one that is empty."""
+    ends = torch.randint(0, _BLOCK_SIZE + 1, (len(blocks), 2), generator=generator)
+    ends = ends.sort(dim=1).values
+    ends[0], ends[1], ends[2] = torch.tensor([[0, _BLOCK_SIZE], [9, _BLOCK_SIZE], [4, 4]])
+    return torch.cat([blocks[:, None], ends], dim=1).int()
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
+
+
+def _exact(values: Tensor) -> Tensor:
+    """A copy in fp64 on the CPU."""
+    return values.detach().to("cpu", torch.float64, copy=True)
+
+
+def _error(out: Tensor, expected: Tensor) -> float:
+    assert out.shape == expected.shape
+    return float((_exact(out) - expected).norm() / expected.norm())
