@@ -70,14 +70,15 @@ class Buffers:
     for it.
     group_bytes, groups: what comes back is cut into at most so many groups of layers of at least
     so many bytes (75 us of the bus), for each costs a launch.
-    run_bytes: and a copy from consecutive host slots has at least so many bytes, on average.
+    run_bytes: and a copy from consecutive host slots has at least so many bytes, on average. They
+    are 9 us of the bus, and asking for a copy takes the host a third of that.
     """
 
     count: int = 8
     size: int = 32 * 2**20
     group_bytes: int = 4 * 2**20
     groups: int = 8
-    run_bytes: int = 256 * 2**10
+    run_bytes: int = 512 * 2**10
 
     def tokens(self, spec: ModelSpec, dtype: torch.dtype, num_host_blocks: int) -> int:
         """Tokens per buffer; no more than the host has room for are ever on their way."""
@@ -100,23 +101,36 @@ class _Buffer(NamedTuple, Generic[EventT]):
 
 
 class _Moves(NamedTuple):
-    """Tokens that move, by host slot; slots: theirs on the device."""
+    """Tokens that move, by host slot; slots: theirs on the device. runs: of all of them."""
 
     slots: Ints
     host: Ints
+    runs: list[Run]
 
     @classmethod
     def of(cls, slots: array[int], host_slots: array[int]) -> _Moves:
         host = np.array(host_slots, dtype=np.int32)
+        if not len(host):
+            return cls(host, host, [])
         order = np.argsort(host)
-        return cls(np.array(slots, dtype=np.int32)[order], host[order])
+        host = host[order]
+        starts = [0, *(np.flatnonzero(host[1:] != host[:-1] + 1) + 1).tolist()]
+        ends = [*starts[1:], len(host)]
+        runs = [
+            Run(int(host[low]), low, high - low) for low, high in zip(starts, ends, strict=True)
+        ]
+        return cls(np.array(slots, dtype=np.int32)[order], host, runs)
 
-    def runs(self, low: int, high: int) -> list[Run]:
-        """Tokens low to high as ranges of host slots; pieces are counted from low."""
-        host = self.host[low:high]
-        starts = np.flatnonzero(np.diff(host, prepend=host[0] - 2) != 1)
-        counts = np.diff(starts, append=len(host))
-        return list(map(Run, host[starts].tolist(), starts.tolist(), counts.tolist()))
+    def runs_of(self, low: int, high: int) -> list[Run]:
+        """Of tokens low to high; pieces are counted from low."""
+        if high - low == len(self.host):
+            return self.runs
+        found = []
+        for host, piece, length in self.runs:
+            begin, end = max(piece, low), min(piece + length, high)
+            if begin < end:
+                found.append(Run(host + begin - piece, begin - low, end - begin))
+        return found
 
 
 class _SlotLists(Generic[StreamT, EventT]):
@@ -230,7 +244,7 @@ class _Mover(Generic[StreamT, EventT]):
             streams.record(buffer.filled, compute)
             streams.wait(self._to_host, buffer.filled)  # out after gather
             # Out after out: one stream makes them all.
-            self._copier.to_host(pieces, self._host, out.runs(low, high), self._to_host)
+            self._copier.to_host(pieces, self._host, out.runs_of(low, high), self._to_host)
             streams.record(buffer.emptied, self._to_host)
             self._last_out[out.host[low:high]] = self._num_out
             self._num_out += 1
@@ -250,7 +264,7 @@ class _Mover(Generic[StreamT, EventT]):
                 buffer = self._back[self._num_back % len(self._back)]
                 pieces = self._view(buffer, high - low, layers)
                 streams.wait(self._from_host, buffer.emptied)  # filled again when it is empty
-                self._copier.from_host(host, pieces, back.runs(low, high), self._from_host)
+                self._copier.from_host(host, pieces, back.runs_of(low, high), self._from_host)
                 streams.record(buffer.filled, self._from_host)
                 streams.wait(self._scatter, buffer.filled)  # scatter after in
                 self._copier.scatter(cache, slots[low:high], pieces, self._scatter)
@@ -263,8 +277,7 @@ class _Mover(Generic[StreamT, EventT]):
         """All layers, in groups that are worth a copy for each run and a kernel of their own."""
         sizes, num_layers = self._sizes, self._num_layers
         size = len(back.host) * self._host.stride(0) * self._host.itemsize
-        runs = len(back.runs(0, len(back.host)))
-        worth = min(size // sizes.group_bytes, size // (runs * sizes.run_bytes))
+        worth = min(size // sizes.group_bytes, size // (len(back.runs) * sizes.run_bytes))
         count = max(1, min(sizes.groups, num_layers, worth))
         bounds = [number * num_layers // count for number in range(count + 1)]
         return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]

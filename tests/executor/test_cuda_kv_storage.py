@@ -7,6 +7,7 @@ which does one after the other. Leaving out any of the waits must show.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from array import array
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bros.core.plan import KvCopies
-from bros.executor.cuda_kv_storage import Buffers, CudaKvStorage
+from bros.executor.cuda_kv_storage import Buffers, CudaKvStorage, cuda_kv_storage
 from bros.executor.kv_storage import KV_BLOCK_SIZE, KvMemory, KvStorage, bytes_per_block
 from bros.executor.models.spec import ModelSpec
 from support.kv_streams import DelayedStreams, TorchCopier
@@ -31,7 +32,6 @@ SPEC = ModelSpec(
 DTYPE = torch.float32
 TOKEN_BYTES = bytes_per_block(SPEC, DTYPE) // KV_BLOCK_SIZE
 SMALL = Buffers(count=2, size=3 * TOKEN_BYTES, group_bytes=1, run_bytes=1, groups=3)
-SLOTS = HOST_SLOTS = KV_BLOCK_SIZE
 STEPS = 12
 CPU = torch.device("cpu")
 
@@ -50,30 +50,33 @@ class Step:
     whole: bool = False
 
 
-def make_steps(rng: random.Random) -> list[Step]:
-    """Any that keep what KvCopies promises; at the end everything on the host comes back."""
+def make_steps(rng: random.Random, num_slots: int = KV_BLOCK_SIZE) -> list[Step]:
+    """Any that keep what KvCopies promises; at the end everything on the host comes back.
+
+    num_slots: as many on the device as on the host.
+    """
     known: set[int] = set()
-    steps = []
+    steps, slots, many = [], range(num_slots), num_slots // 2
     for _ in range(STEPS):
-        copies, device, hosts = KvCopies(), range(SLOTS), range(HOST_SLOTS)
+        copies = KvCopies()
         if rng.random() < 0.8:
-            back = rng.sample(sorted(known), min(len(known), rng.choice((0, 1, 8))))
-            free = sorted(set(hosts).difference(back))
-            count = min(len(free), rng.choice((0, 1, 8)))
+            back = rng.sample(sorted(known), min(len(known), rng.choice((0, 1, many))))
+            free = sorted(set(slots).difference(back))
+            count = min(len(free), rng.choice((0, 1, many)))
             copies.out_host.extend(rng.sample(free, count))
-            copies.out_device.extend(rng.sample(device, count))
+            copies.out_device.extend(rng.sample(slots, count))
             copies.back_host.extend(back)
-            copies.back_device.extend(rng.sample(device, len(back)))
+            copies.back_device.extend(rng.sample(slots, len(back)))
             known.update(copies.out_host)
-        written = set(rng.sample(device, rng.randrange(6))).difference(copies.back_device)
+        written = set(rng.sample(slots, rng.randrange(6))).difference(copies.back_device)
         robbed = set(copies.out_device).difference(copies.back_device)
-        read = set(device).difference(written, robbed)
+        read = set(slots).difference(written, robbed)
         layers = rng.choice((0, 1, SPEC.num_layers, SPEC.num_layers))
         whole = layers == SPEC.num_layers and rng.random() < 0.3
         steps.append(Step(copies, sorted(written), sorted(read), layers, whole))
     last = sorted(known)
     copies = KvCopies(back_host=array("i", last), back_device=array("i", range(len(last))))
-    return [*steps, Step(copies, [], list(range(SLOTS)))]
+    return [*steps, Step(copies, [], list(slots))]
 
 
 @dataclass
@@ -104,12 +107,14 @@ class Model:
         return self.seen
 
     def _compute(self, number: int, step: Step, layer: int) -> None:
-        keys, values = (kv.view(-1, SPEC.head_dim) for kv in self.storage.layers[layer])
+        """There is one head, so a slot is a row."""
+        keys, values = (kv.flatten(0, 2) for kv in self.storage.layers[layer])
+        written = torch.tensor(step.written, dtype=torch.int64)
 
         def work() -> None:
-            for slot in step.written:
-                keys[slot] = 1000 * number + 10 * slot + layer
-                values[slot] = -keys[slot]
+            new = (1000 * number + 10 * written + layer).to(keys.dtype)[:, None]
+            keys[step.written] = new.expand(-1, keys.shape[1]).to(keys.device)
+            values[step.written] = -keys[step.written]
             self.seen.append(torch.cat([keys[step.read], values[step.read]]))
 
         if self.streams is None:
@@ -160,6 +165,24 @@ def test_every_order_gives_the_same(seed: int, buffers: Buffers) -> None:
 )
 def test_each_wait_is_needed(mutation: dict[str, object]) -> None:
     assert any(differs(seed, **mutation) for seed in range(300))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_a_device_gives_the_same(seed: int) -> None:
+    """With copies of up to 12 MiB, which take longer than what is computed beside them."""
+    pytest.importorskip("cupy")
+    spec = dataclasses.replace(SPEC, head_dim=1024)
+    blocks = 64
+    steps = make_steps(random.Random(seed), blocks * KV_BLOCK_SIZE)
+    expected = Model(KvStorage(spec, blocks, DTYPE, blocks)).run(steps)
+    buffers = Buffers(count=2, size=2**21, group_bytes=2**16, run_bytes=1)
+    device = torch.device("cuda", 0)
+    storage = cuda_kv_storage(spec, blocks, DTYPE, blocks, device, buffers)
+    found = Model(storage).run(steps)
+    for there, here in zip(found, expected, strict=True):
+        assert torch.equal(there.cpu(), here)
+    storage.clear()
 
 
 def test_a_step_never_waits_for_the_device() -> None:
@@ -221,11 +244,7 @@ def test_what_comes_back_is_cut_by_layers_when_that_is_worth_it(
     tokens: int, scattered: bool, groups: int
 ) -> None:
     """With as much per token as Llama-3-8B has in bf16: 128 KiB."""
-    spec = ModelSpec(
-        architecture="tiny", family="llama", vocab_size=10, hidden_size=4, intermediate_size=8,
-        num_layers=8, num_heads=1, num_kv_heads=1, head_dim=4096, max_positions=100,
-        norm_eps=1e-5, activation="silu", tied=True,
-    )  # fmt: skip
+    spec = dataclasses.replace(SPEC, num_layers=8, head_dim=4096)
     streams = Counting(StandStill())
     storage = CudaKvStorage(
         spec, 1, torch.bfloat16, 32,
