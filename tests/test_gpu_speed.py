@@ -1,0 +1,176 @@
+"""benchmarks/gpu_speed.py, without a GPU: all of its program on tiny shapes, and its arithmetic.
+
+No time measured here means anything. What runs, and what is made of times, does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from bros.core.plan import StepPlan
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+PARTS = ["decode", "prefill", "attention", "layout", "shared", "copies", "overhead", "peers"]
+
+
+@pytest.fixture(scope="module")
+def speed() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("gpu_speed")
+
+
+def module(name: str) -> Any:
+    """One that gpu_speed imports."""
+    return sys.modules[f"gpu_{name}"]
+
+
+@pytest.fixture(scope="module")
+def model(speed: ModuleType) -> Any:
+    model = module("model")
+    return model.Model(model.SMALL, torch.device("cpu"), "reference")
+
+
+def line(**fields: Any) -> Any:
+    return module("timing").Line(part="decode", name="1 x 2", **fields)
+
+
+@pytest.mark.slow
+def test_every_part_runs(
+    speed: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures" / "speed.json"
+    arguments = ["--device", "cpu", "--tiny", "--kernels", "reference", "--budget", "0.01"]
+    assert speed.main([*arguments, "--commit", "abc", "--json", str(file)]) == 0
+    found = json.loads(file.read_text("utf-8"))
+    lines = found["lines"]
+    assert list(dict.fromkeys(each["part"] for each in lines)) == PARTS
+    assert [each for each in lines if each["name"] == "stopped"] == []
+    skipped = {each["name"] for each in lines if "skipped" in each}
+    assert {name.split(",")[0] for name in skipped} <= {"FlexAttention", "xformers", "transformers"}
+    assert all(each["measured"] > 0 for each in lines if each["name"] not in skipped)
+    assert found["environment"]["commit"] == "abc" and found["tiny"] is True
+    assert set(found["ceilings_per_second"]) == {"copy", "matmul", "to_host", "to_device"}
+    out = capsys.readouterr().out
+    assert "asked for are met" in out and "Traceback" not in out
+
+
+def test_parts_can_be_chosen_and_a_wrong_one_is_named(
+    speed: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        speed.main(["--parts", "decode,prefil"])
+    assert "'prefil' is not one of decode, prefill," in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_so(speed: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert speed.main([]) == 1
+    assert capsys.readouterr().out.startswith("no CUDA device")
+
+
+def test_a_part_that_fails_does_not_end_the_others(speed: ModuleType) -> None:
+    said: list[str] = []
+    saved: list[int] = []
+    report = module("timing").Report(lambda lines: saved.append(len(lines)), said.append)
+
+    def broken() -> Iterator[Any]:
+        yield line(measured=1.0)
+        raise ZeroDivisionError("no time")
+
+    report.run("decode", broken)
+    report.run("prefill", lambda: iter([line(measured=2.0)]))
+    assert saved == [2, 3]
+    assert report.lines[1].skipped == "ZeroDivisionError: no time"
+    assert report.lines[2].measured == 2.0
+
+
+@pytest.mark.parametrize(
+    ("share", "asked", "met"),
+    [
+        (0.8, (">=", 0.8), True),
+        (0.79, (">=", 0.8), False),
+        (1.02, ("<=", 1.02), True),
+        (1.03, ("<=", 1.02), False),
+        (0.5, None, None),
+        (None, (">=", 0.8), None),
+    ],
+)
+def test_what_was_asked_is_judged(
+    speed: ModuleType, share: float | None, asked: tuple[str, float] | None, met: bool | None
+) -> None:
+    assert line(share=share, asked=asked).met is met
+    assert line(share=share, asked=asked).as_json().get("met") is met
+
+
+def test_a_floor_is_the_larger_of_bytes_and_operations(speed: ModuleType) -> None:
+    ceilings = module("timing").Ceilings(copy=100.0, matmul=1000.0, to_host=1.0, to_device=1.0)
+    assert ceilings.floor_s(200.0, 1000.0) == 2.0
+    assert ceilings.floor_s(200.0, 4000.0) == 4.0
+
+
+def test_timing_is_the_median_with_quartiles(speed: ModuleType) -> None:
+    timing = module("timing").Timing.of([9.0, 1.0, 2.0, 3.0, 4.0])
+    assert (timing.low, timing.median, timing.high) == (2.0, 3.0, 4.0)
+
+
+def test_sizes_of_llama_3_8b(speed: ModuleType) -> None:
+    """8.03 billion parameters, of which 0.53 are the embedding; 128 KiB of KV per token."""
+    names = module("model")
+    spec = names.ModelSpec.from_config(names.REAL.model)
+    model = object.__new__(names.Model)
+    model.spec, model.device = spec, torch.device("cuda")
+    assert model.layer_weights + model.head_weights == pytest.approx(7.50e9, rel=1e-3)
+    cache = torch.empty(1, dtype=torch.bfloat16)
+
+    class Runner:
+        class _kv:
+            layers = [(cache, cache)] * spec.num_layers
+
+    model.runner = Runner
+    assert model.kv_token_bytes == 128 * 1024
+    decode = model.bytes_of([4096] * 32, 32)
+    assert decode == pytest.approx(15.0e9 + 32 * 4096 * 131072, rel=0.01)
+    assert model.flops_of([0], [4096]) == pytest.approx(2 * 6.98e9 * 4096 + 4.4e12, rel=0.02)
+
+
+def blocks_read(plan: StepPlan) -> list[list[tuple[int, int, int]]]:
+    flat = [list(chunk.segments) for chunk in plan.chunks]
+    return [list(zip(*(each[i::3] for i in range(3)), strict=True)) for each in flat]
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 32), (4, 50), (4, 1)])
+def test_plans_read_and_write_what_they_should(model: Any, rows: int, context: int) -> None:
+    plan = model.decode_plan(rows, context)
+    segments = blocks_read(plan)
+    assert [sum(hi - lo for _, lo, hi in row) for row in segments] == [context] * rows
+    blocks = [block for row in segments for block, _, _ in row]
+    assert len(set(blocks)) == len(blocks) and max(blocks) < model.sizes.kv_blocks
+    written = [slot for chunk in plan.chunks for slot in chunk.slots]
+    assert len(set(written)) == rows
+    assert not {slot // 16 for slot in written} & set(blocks)
+
+
+def test_rows_with_more_blocks_than_there_are_read_some_twice(model: Any) -> None:
+    plan = model.decode_plan(4, 40 * 16)
+    blocks = [block for row in blocks_read(plan) for block, _, _ in row]
+    assert len(blocks) == 160 > model.sizes.kv_blocks
+    counts = sorted(map(blocks.count, set(blocks)))
+    assert counts[0] >= 1 and counts[-1] == 2
+
+
+def test_a_runner_is_switched_for_a_block_only(model: Any) -> None:
+    before = model.runner._feed._block_size
+    with model.without_grouping():
+        assert model.runner._feed._block_size is None
+    assert model.runner._feed._block_size == before
+    assert not model.has_graphs
