@@ -15,6 +15,7 @@ Attention knows the real rows (see Kernels.prepare) and reads nothing for paddin
 from __future__ import annotations
 
 import bisect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from bros.kernels.interface import (
     HeadLayout,
     Kernels,
 )
+
+logger = logging.getLogger("bros.executor")
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes work on the device, returns what does the same work again."""
@@ -181,6 +184,17 @@ def _rows_without_context(rows: int) -> AttentionBatch:
         segment_start=torch.zeros(rows + 1, dtype=torch.int32),
         segments=torch.zeros(0, 3, dtype=torch.int32),
     )
+
+
+def recorded_or_warn(record: Callable[[], StepGraphs]) -> StepGraphs | None:
+    """What `record` gives; None, and a warning with the reason, if it fails."""
+    try:
+        return record()
+    except Exception as error:  # whatever it is, steps run without graphs, too
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        logger.warning("Decode steps run without CUDA graphs, more slowly: %s", reason[0])
+        torch.cuda.empty_cache()
+        return None
 
 
 class CudaRecorder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EngineInfo
 from bros.executor.choosing import DeviceChooser, HostChooser
-from bros.executor.cuda_graphs import CudaRecorder, GraphSizes, StepGraphs
+from bros.executor.cuda_graphs import CudaRecorder, GraphSizes, StepGraphs, recorded_or_warn
 from bros.executor.cuda_kv_storage import Buffers, cuda_kv_storage
 from bros.executor.feed import InputFeed
 from bros.executor.gpu_memory import largest_step, measure_use
@@ -46,8 +45,6 @@ from bros.executor.target import (
 from bros.executor.weights import Weights, WeightSource
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import HeadLayout
-
-logger = logging.getLogger("bros.executor")
 
 _CPU_KV_MEMORY = "1GiB"
 
@@ -191,8 +188,8 @@ class _Loader:
         sizes = GraphSizes.of(
             config.max_num_seqs, max_model_len, num_blocks, KV_BLOCK_SIZE, shares=True
         )
-        try:
-            return StepGraphs(
+        return recorded_or_warn(
+            lambda: StepGraphs(
                 decoder,
                 kv.layers,
                 self._kernels,
@@ -202,10 +199,7 @@ class _Loader:
                 sizes,
                 CudaRecorder(),
             )
-        except Exception as error:  # whatever it is, steps run without graphs, too
-            logger.warning("Decode steps run without CUDA graphs, more slowly: %s", error)
-            torch.cuda.empty_cache()
-            return None
+        )
 
 
 def _num_host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.plan import StepPlan
-from bros.executor.cuda_graphs import GraphSizes, buckets_for
+from bros.executor.cuda_graphs import GraphSizes, StepGraphs, buckets_for, recorded_or_warn
 from bros.kernels.reference import ReferenceKernels
 from support.device_runners import BLOCK, Assembled, assemble, family_plans
 
@@ -116,3 +116,14 @@ def test_a_recorded_step_is_given_up_before_it_begins() -> None:
 def test_kernels_that_cannot_be_recorded_say_so() -> None:
     with pytest.raises(RuntimeError, match="reference kernels cannot be recorded"):
         assemble(kernels=ReferenceKernels(), graph_rows=2)
+
+
+def test_a_recording_that_fails_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> StepGraphs:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    assert recorded_or_warn(fail) is None
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "Decode steps run without CUDA graphs, more slowly: operation not permitted"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +11,13 @@ import torch
 
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
-from bros.core.plan import StepPlan
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
 from bros.executor.random_weights import RandomWeights
 from bros.executor.runner import ModelRunner
 from bros.executor.target import CPU
 from bros.kernels.dispatch import select_kernels
-from support.device_runners import VOCAB, assemble, family_plans, tiny_spec
+from support.device_runners import OPT, VOCAB, assemble, check_alike, family_plans, tiny_spec
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -26,44 +25,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
 }
-OPT = ModelSpec.from_config(
-    {
-        "architectures": ["OPTForCausalLM"],
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "ffn_dim": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-    }
-)
-CLOSE = {"atol": 1e-4, "rtol": 0}
 
 
 def loaded(spec: ModelSpec, **options: Any) -> tuple[ModelRunner, EngineInfo]:
     config = EngineConfig(**{"device": "cpu", "kv_blocks": 64, "threads": 1, **options})
     return random_executor(spec, config)
-
-
-def check_alike(
-    one: ModelRunner,
-    other: ModelRunner,
-    plans: Sequence[StepPlan],
-    closeness: dict[str, float] = CLOSE,
-) -> None:
-    """Logits, and tokens where the best two are further apart than the logits of the two are."""
-    compared = 0
-    for plan in plans:
-        left, right = one.logits(plan), other.logits(plan)
-        torch.testing.assert_close(left, right, **closeness)
-        best = left.topk(2).values
-        clear = best[:, 0] - best[:, 1] > 3 * closeness["atol"]
-        first, second = one.execute(plan), other.execute(plan)
-        assert first is not None and second is not None
-        for is_clear, a, b in zip(clear.tolist(), first.samples, second.samples, strict=True):
-            assert a == b or not is_clear
-            compared += is_clear
-    assert compared > len(plans)
 
 
 def test_a_random_executor_needs_no_files() -> None:

@@ -19,6 +19,7 @@ from bros.executor.launching import LaunchingRunner
 from bros.executor.models.build import build_decoder
 from bros.executor.models.spec import ModelSpec
 from bros.executor.random_weights import RandomWeights
+from bros.executor.runner import ModelRunner
 from bros.executor.sampler import Sampler
 from bros.executor.staging import Staging
 from bros.executor.target import CPU, Target
@@ -52,6 +53,20 @@ def tiny_spec(**changes: object) -> ModelSpec:
         }
         | changes
     )
+
+
+OPT = ModelSpec.from_config(
+    {
+        "architectures": ["OPTForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    }
+)
+"""Learned positions, LayerNorm, biases."""
 
 
 class StaticBuffers:
@@ -287,3 +302,24 @@ def family_plans(
         chunks = tuple(request.chunk(1) for request in chosen)
         plans.append(StepPlan(len(plans), chunks))
     return plans
+
+
+def check_alike(
+    one: ModelRunner,
+    other: ModelRunner,
+    plans: Sequence[StepPlan],
+    atol: float = 1e-4,
+) -> None:
+    """Logits, and tokens where the best two are further apart than the logits of the two are."""
+    compared = 0
+    for plan in plans:
+        left, right = one.logits(plan), other.logits(plan)
+        torch.testing.assert_close(left, right, atol=atol, rtol=0)
+        best = left.topk(2).values
+        clear = best[:, 0] - best[:, 1] > 3 * atol
+        first, second = one.execute(plan), other.execute(plan)
+        assert first is not None and second is not None
+        for is_clear, a, b in zip(clear.tolist(), first.samples, second.samples, strict=True):
+            assert a == b or not is_clear
+            compared += is_clear
+    assert compared > len(plans)

@@ -1,0 +1,143 @@
+"""The executor on a CUDA device. Needs one; what can be tested without is tested elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from bros.core.config import EngineConfig
+from bros.core.interfaces import EngineInfo
+from bros.core.plan import SampleSpec, StepPlan
+from bros.core.request import SamplingParams
+from bros.executor.choosing import DeviceChooser, HostChooser
+from bros.executor.kv_storage import DTYPES, bytes_per_block
+from bros.executor.launching import LaunchingRunner
+from bros.executor.loader import random_executor
+from bros.executor.models.spec import ModelSpec
+from bros.executor.runner import ModelRunner
+from bros.executor.sampler import Sampler
+from support.device_runners import (
+    OPT,
+    check_alike,
+    family_plans,
+    tiny_spec,
+)
+from support.growing_requests import Request, make_requests, run_ahead, run_one_by_one, script
+
+pytestmark = pytest.mark.gpu
+
+SMALL = tiny_spec()
+WIDE = tiny_spec(hidden_size=512, head_dim=128, intermediate_size=1024)
+KV_BLOCKS = 64
+
+
+def executor(spec: ModelSpec, **options: Any) -> tuple[ModelRunner, EngineInfo]:
+    """The same model on every device."""
+    defaults: dict[str, Any] = {
+        "device": "cuda",
+        "kv_blocks": KV_BLOCKS,
+        "threads": 1,
+        "weights": "fp32",
+    }
+    defaults |= {"max_num_seqs": 16, "on_pressure": "recompute"}  # copies have their own tests
+    config = EngineConfig(**{**defaults, **options})
+    return random_executor(spec, config, drawn_on="cpu")
+
+
+def runner(spec: ModelSpec, **options: Any) -> ModelRunner:
+    return executor(spec, **options)[0]
+
+
+def plans_of(seed: int) -> list[StepPlan]:
+    return family_plans(random.Random(seed), 12, KV_BLOCKS)
+
+
+def test_facts_name_the_gpu() -> None:
+    made, info = executor(SMALL, weights="auto", kv_dtype="auto")
+    assert info.device == torch.cuda.get_device_name(0)
+    assert info.kernels == "triton" and info.weights == info.kv_dtype
+    assert isinstance(made, LaunchingRunner)
+
+
+@pytest.mark.parametrize("spec", [SMALL, WIDE, OPT], ids=["small", "wide", "opt"])
+def test_tokens_are_those_of_the_cpu(spec: ModelSpec) -> None:
+    """In fp32, where the two best tokens are not about as good."""
+    check_alike(runner(spec, device="cpu"), runner(spec), plans_of(1), atol=2e-3)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("spec", [SMALL, WIDE], ids=["small", "wide"])
+def test_graphs_change_nothing(
+    spec: ModelSpec, weights: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same kernels run; a product of more rows may round otherwise."""
+    with caplog.at_level(logging.WARNING):
+        recorded = runner(spec, weights=weights, cuda_graphs="on")
+    assert not caplog.records, "recording failed"
+    atol = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.15}[weights]
+    plain = runner(spec, weights=weights, cuda_graphs="off")
+    check_alike(plain, recorded, plans_of(2), atol=atol)
+
+
+@pytest.mark.parametrize(("weights", "atol"), [("bf16", 0.3), ("fp16", 0.03)])
+@pytest.mark.parametrize("kernels", ["triton", "reference"])
+def test_half_precision_stays_close_to_the_cpu(weights: str, atol: float, kernels: str) -> None:
+    check_alike(
+        runner(WIDE, device="cpu"),
+        runner(WIDE, weights=weights, kernels=kernels),
+        plans_of(3),
+        atol=atol,
+    )
+
+
+@pytest.mark.parametrize("cuda_graphs", ["on", "off"])
+def test_running_ahead_chooses_the_same_tokens(cuda_graphs: str) -> None:
+    one, other = (runner(WIDE, cuda_graphs=cuda_graphs) for _ in range(2))
+    assert isinstance(other, LaunchingRunner)
+
+    def requests() -> list[Request]:
+        return make_requests(random.Random(4), 6)
+
+    steps = script(random.Random(4), 6, 20)
+    expected = run_one_by_one(one, requests(), steps)
+    assert run_ahead(other, requests(), steps) == expected
+
+
+def test_kv_memory_is_what_is_left_of_the_share() -> None:
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(0)
+    share = (total - free) / total + 0.1
+    made, info = executor(
+        WIDE, weights="bf16", kv_blocks=None, gpu_memory_utilization=share, max_num_seqs=4
+    )
+    kv_bytes = info.num_kv_blocks * bytes_per_block(WIDE, DTYPES["bf16"])
+    assert 0.05 * total < kv_bytes < 0.11 * total
+    assert torch.cuda.mem_get_info(0)[0] > free - 0.13 * total
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=100),
+        SamplingParams(min_p=0.01),
+        SamplingParams(logprobs=3),
+    ],
+    ids=["greedy", "plain", "top_p and top_k", "min_p", "logprobs"],
+)
+def test_the_gpu_chooses_what_the_host_chooses(params: SamplingParams) -> None:
+    """Its exponential rounds otherwise, so that one draw in very many may differ."""
+    logits = torch.randn(64, 128256, generator=torch.Generator().manual_seed(0)) * 3
+    logits[7, 100] = float("nan")
+    asked = [(str(row), SampleSpec(params, seed=row, output_index=3)) for row in range(64)]
+    there = DeviceChooser(Sampler())(logits.cuda(), asked)
+    here = HostChooser(Sampler())(logits, asked)
+    assert [token.error for token in there] == [token.error for token in here]
+    same = sum(a.token_id == b.token_id for a, b in zip(there, here, strict=True))
+    assert same >= (64 if params.greedy else 63)
