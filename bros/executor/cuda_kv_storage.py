@@ -16,9 +16,11 @@ Each wait below names the rule it keeps. KvCopies lists them from the scheduler'
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -123,13 +125,12 @@ class _Moves(NamedTuple):
 
     def runs_of(self, low: int, high: int) -> list[Run]:
         """Of tokens low to high; pieces are counted from low."""
-        if high - low == len(self.host):
-            return self.runs
-        found = []
-        for host, piece, length in self.runs:
+        found, number = [], bisect_right(self.runs, low, key=attrgetter("piece")) - 1
+        while number < len(self.runs) and self.runs[number].piece < high:
+            host, piece, length = self.runs[number]
             begin, end = max(piece, low), min(piece + length, high)
-            if begin < end:
-                found.append(Run(host + begin - piece, begin - low, end - begin))
+            found.append(Run(host + begin - piece, begin - low, end - begin))
+            number += 1
         return found
 
 
@@ -173,7 +174,8 @@ class _Mover(Generic[StreamT, EventT]):
     """Moves tokens between a cache and host memory.
 
     cache: [layers, 2, num_blocks, kv_heads, 16, head_dim]
-    host:  [host slots, layers, 2, kv_heads, head_dim]
+    host: [host slots, layers, 2, kv_heads, head_dim]. A token is one piece, so that a range of host
+    slots is one copy; the scheduler hands them out by the block, so ranges are long.
     pieces: [2, number of buffers, values], for copies out and back
     """
 
