@@ -92,6 +92,20 @@ class Allocator:
             return None
         return holding.grow(count), pushed
 
+    def extend_over(self, holding: Holding, robbed: Robbed) -> tuple[array[int], array[int]] | None:
+        """Its next token over the top of the other side of the block it wrote to last.
+
+        What `place` does with one token if nothing is free; None if that side may not be robbed.
+        """
+        tail, stacks = holding.tail, self._stacks
+        other = stacks.owner(tail, holding.side.other) if tail >= 0 else -1
+        if other not in robbed:
+            return None
+        self.rob(robbed[other], tail, 1)
+        pushed = stacks.grow(tail, holding.side, 1)
+        assert pushed is not None, "there is room now"
+        return holding.grow(1), pushed
+
     def fits_freely(self, holding: Holding, side: Side, wanted: int) -> bool:
         """Whether it gets so many slots without anybody else's block."""
         room = self._stacks.room(holding.tail) if holding.tail >= 0 else 0

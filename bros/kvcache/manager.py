@@ -190,6 +190,10 @@ class KvCacheManager:
             self._sharing.begin(holding, match, side)
         if holding.missing:
             self._restore(holding, side, robbed)
+        elif num_tokens == 1 and robbed:
+            grown = self._room.extend_over(holding, robbed)
+            if grown is not None:
+                return grown
         before = holding.segments[:]
         holding.pushed_last.clear()
         slots = self._room.place(holding, side, (holding.num_tokens, num_tokens), robbed)
