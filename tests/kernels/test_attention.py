@@ -47,7 +47,7 @@ def assert_matches(backend: Backend, case: AttentionCase) -> None:
 
 @each_backend
 def test_attention_matches_the_reference(backend: Backend) -> None:
-    @settings(max_examples=backend.examples, deadline=None)
+    @settings(max_examples=backend.examples, phases=backend.phases)
     @given(case=backend.attention_cases())
     def check(case: AttentionCase) -> None:
         assert_matches(backend, case)

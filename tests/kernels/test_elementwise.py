@@ -37,7 +37,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 @each_backend
 def test_rms_norm(backend: Backend) -> None:
-    @settings(max_examples=backend.examples, deadline=None)
+    @settings(max_examples=backend.examples, phases=backend.phases)
     @given(size=SIZES, seed=SEEDS, scale=st.sampled_from([1e-4, 1.0, 1e4]))
     def check(size: tuple[int, int], seed: int, scale: float) -> None:
         x = normal(seed, *size) * scale
@@ -53,7 +53,7 @@ def test_rms_norm(backend: Backend) -> None:
 
 @each_backend
 def test_add_rms_norm(backend: Backend) -> None:
-    @settings(max_examples=backend.examples, deadline=None)
+    @settings(max_examples=backend.examples, phases=backend.phases)
     @given(size=SIZES, seed=SEEDS)
     def check(size: tuple[int, int], seed: int) -> None:
         residual, x = normal(seed, *size), normal(seed + 1, *size)
@@ -72,7 +72,7 @@ def test_add_rms_norm(backend: Backend) -> None:
 
 @each_backend
 def test_silu_and_mul(backend: Backend) -> None:
-    @settings(max_examples=backend.examples, deadline=None)
+    @settings(max_examples=backend.examples, phases=backend.phases)
     @given(size=SIZES, seed=SEEDS, scale=st.sampled_from([0.01, 1.0, 30.0]))
     def check(size: tuple[int, int], seed: int, scale: float) -> None:
         gate_up = normal(seed, size[0], 2 * size[1]) * scale
@@ -181,7 +181,7 @@ def stored(x: Tensor, dtype: torch.dtype, backend: Backend) -> Tensor:
 
 @each_backend
 def test_rope_and_cache(backend: Backend) -> None:
-    @settings(max_examples=10 if backend.is_interpreted else 100, deadline=None)
+    @settings(max_examples=10 if backend.is_interpreted else 100, phases=backend.phases)
     @given(case=rope_cases())
     def check(case: dict[str, Tensor]) -> None:
         check_rope_and_cache(backend, case)

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from hypothesis import Phase
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -47,6 +48,11 @@ class Backend:
     @property
     def is_interpreted(self) -> bool:
         return self.is_triton and self.device.type == "cpu"
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Of hypothesis. Making a failing example smaller would take an interpreter ages."""
+        return (Phase.explicit, Phase.generate) if self.is_interpreted else tuple(Phase)
 
     def kernels(self) -> Kernels:
         if not self.is_triton:

@@ -3,16 +3,19 @@
 Run as a program (Triton must not interpret in that process): prints one JSON object per launch of
 the typical models below.
 
-    python tests/support/triton_compile.py [--only SUBSTRING]
+    python tests/support/triton_compile.py
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +24,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from bros.kernels import triton_ops
+from bros.kernels.interface import HeadLayout
+from bros.kernels.triton import attention, elementwise_kernels
+from bros.kernels.triton.settings import Settings
+from support.kernel_cases import int32, make_case
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -102,3 +111,65 @@ def resources(compiled: Any) -> dict[str, int]:
         ).stdout
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return {**found, "SHARED": int(compiled.metadata.shared)}
+
+
+def launches_of_a_layer(
+    layout: HeadLayout, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
+    """(name, kernel, args, kwargs) of what a mixed step of a layer launches on a Hopper GPU."""
+    kernels = triton_ops.TritonKernels(torch.device("cpu"), Settings("NVIDIA H200", 132, 9))
+    rows, parts = [(1, 300), (1, 2000), (40, 100)], [((0, 1), 600)]
+    group = layout.num_heads // layout.num_kv_heads
+    case = make_case(rows, layout.num_kv_heads, group, layout.head_dim, kv_dtype, parts=parts)
+    case = replace(case, qkv=case.qkv.to(dtype))
+    hidden, tokens = torch.zeros(len(case.qkv), 4096, dtype=dtype), len(case.qkv)
+    cos_sin, some = torch.zeros(8, layout.head_dim), torch.zeros(8, layout.head_dim // 4 * 2)
+    numbers = int32([0] * tokens)
+    places = [(attention, "attend"), (attention, "merge")]
+    places += [(elementwise_kernels, n) for n in ("rms_norm", "rope_and_cache", "silu_and_mul")]
+    with ExitStack() as stack:
+        launches = stack.enter_context(recorded(*places))
+        batch = kernels.prepare(case.batch, layout, torch.device("cpu"))
+        kernels.attention(case.qkv, layout, case.k_cache, case.v_cache, batch, case.scale)
+        kernels.rms_norm(hidden, hidden[0], 1e-5)
+        kernels.add_rms_norm_(hidden, hidden, hidden[0], 1e-5)
+        kernels.silu_and_mul(hidden)
+        kernels.rope_and_cache_(
+            case.qkv, layout, numbers, numbers, cos_sin, case.k_cache, case.v_cache
+        )
+        norm = hidden[0, : layout.head_dim].contiguous()
+        kernels.rope_and_cache_(
+            *(case.qkv, layout, numbers, numbers, some),
+            *(case.k_cache, case.v_cache, norm, norm),
+        )
+    return [
+        (name, found.kernel, args, kwargs)
+        for name, found in launches.items()
+        for args, kwargs in found.calls
+    ]
+
+
+MODELS = (
+    (HeadLayout(32, 8, 128), torch.bfloat16, torch.bfloat16),
+    (HeadLayout(9, 3, 64), torch.float32, torch.float32),
+)
+
+
+def main() -> None:
+    for layout, dtype, kv_dtype in MODELS:
+        for name, kernel, args, kwargs in launches_of_a_layer(layout, dtype, kv_dtype):
+            compiled = compile_launch(kernel, args, kwargs)
+            ptx = compiled.asm["ptx"]
+            found = {
+                "kernel": name,
+                "types": " ".join(_type(arg).strip("*") for arg in args),
+                "launch": {k: v for k, v in kwargs.items() if isinstance(v, int)},
+                "mma": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+                "wide_copies": len(re.findall(r"cp\.async\.c[ag].*0x10", ptx)),
+                **resources(compiled),
+            }
+            sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

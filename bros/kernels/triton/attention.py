@@ -129,6 +129,8 @@ class Attention:
         group = layout.num_heads // layout.num_kv_heads
         one = kind == "one"
         compute = torch.promote_types(qkv.dtype, k_cache.dtype)
+        if self._settings.interpreted and compute == torch.bfloat16:
+            compute = torch.float32  # an interpreted product takes the bits of bf16 for integers
         block_d = _power_of_two(layout.head_dim)
         block_size = k_cache.shape[2]
         launch = self._settings.launch(Shape(kind, compute.itemsize, block_d, rows))

@@ -56,6 +56,10 @@ class Settings:
     programs: Mapping[Kind, int] = field(default_factory=lambda: {"one": 4, "tile": 1})
     tuned: Mapping[Shape, Launch] = field(default_factory=dict)
 
+    @property
+    def interpreted(self) -> bool:
+        return self.major == _INTERPRETED
+
     def launch(self, shape: Shape) -> Launch:
         """The tuned configuration, or else a default that fits into shared memory."""
         return self.tuned.get(shape) or self.default(shape)
@@ -63,13 +67,12 @@ class Settings:
     def default(self, shape: Shape) -> Launch:
         """A configuration without spilled registers (at head_dim 256, fp32 with a 16-bit cache
         spills a few), with the shared memory of a few programs per processor."""
-        if self.major == _INTERPRETED:
+        if self.interpreted:
             return Launch(shape.rows, 64, 4, 1)
         stages = 3 if self.major >= _HOPPER else 2
         if shape.element_bytes > 2:
             # Without matrix units, so that fp32 stays fp32: registers are what limits the tile.
-            rows = shape.rows if shape.kind == "one" else 16
-            return Launch(rows, 16 if shape.head_dim > 64 else 32, 8, stages)
+            return Launch(16, 16 if shape.head_dim > 64 else 32, 8, stages)
         keys = min(128, max(16, _TILE_BYTES // (shape.head_dim * shape.element_bytes)))
         if shape.kind == "one":
             return Launch(shape.rows, keys, 4 if shape.rows <= 32 else 8, stages)
