@@ -15,7 +15,16 @@ from bros import __version__
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.engine.self_test import Generated, first_difference, generate
-from bros.executor.diagnosis import BackEnd, Choice, back_ends, check, choose, gpu_facts
+from bros.executor.diagnosis import (
+    BackEnd,
+    Choice,
+    back_ends,
+    check,
+    check_copies,
+    choose,
+    gpu_facts,
+)
+from bros.executor.target import Target
 from bros.kernels.self_test import Check
 from bros.scheduler.profiles import available_cores, cpu_name
 from bros.terminal import print_table
@@ -47,7 +56,7 @@ class Findings:
     choice: Choice
     back_ends: list[BackEnd]
     tested: list[Tested] = field(default_factory=list)
-    generated: list[tuple[str, str]] = field(default_factory=list)
+    tried: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
 
@@ -64,6 +73,8 @@ def run_doctor(config: EngineConfig, as_json: bool, clock: Clock) -> int:
     _test_kernels(found, clock)
     if choice.target is not None and not found.problems:
         _test_generation(found, config, clock)
+        if config.on_pressure == "checkpoint":
+            _test_copies(found, choice.target)
     _advise(found)
     if as_json:
         print(json.dumps(_as_json(found), indent=2))
@@ -137,20 +148,31 @@ def _test_generation(found: Findings, config: EngineConfig, clock: Clock) -> Non
     try:
         expected = generate(plain, clock, leads=True)
         same = generate(exact, clock)
-        found.generated.append(_described(same))
+        found.tried.append(_described(same))
         difference = first_difference(expected, same.tokens)
         if difference is not None:
             found.problems.append(f"a small model generates something else: {difference}")
         if same.weights != (found.choice.target and found.choice.target.weights):
-            found.generated.append(_described(generate(config, clock)))
+            found.tried.append(_described(generate(config, clock)))
     except Exception as error:  # as above
         found.problems.append(f"a small model does not run: {_words(error)}")
+
+
+def _test_copies(found: Findings, target: Target) -> None:
+    try:
+        error = check_copies(target)
+    except Exception as failure:  # as above
+        found.problems.append(f"KV cannot be copied to the host: {_words(failure)}")
+        return
+    found.tried.append((f"KV to the host and back, {target.device}", f"error {error:g}"))
+    if error != 0.0:
+        found.problems.append("KV that went to the host has come back as something else")
 
 
 def _described(generated: Generated) -> tuple[str, str]:
     count = sum(map(len, generated.tokens.values()))
     return (
-        f"{generated.weights}, {generated.kernels}, {generated.device}",
+        f"greedy, {generated.weights}, {generated.kernels}, {generated.device}",
         f"{count} tokens for {len(generated.tokens)} prompts",
     )
 
@@ -199,7 +221,7 @@ def _as_json(found: Findings) -> dict[str, object]:
             }
             for each in found.tested
         ],
-        "generation": [{"with": name, "result": text} for name, text in found.generated],
+        "tried": [{"what": name, "result": text} for name, text in found.tried],
     }
 
 
@@ -221,8 +243,8 @@ def _show(found: Findings) -> None:
         [row for tested in found.tested for row in _test_rows(tested)],
         left=2,
     )
-    if found.generated:
-        print_table("A small model, greedy", ("", ""), found.generated, left=2)
+    if found.tried:
+        print_table("A small model", ("", ""), found.tried, left=2)
     for line in found.advice:
         print(f"Note: {line.rstrip('.')}.")
     for line in found.problems:

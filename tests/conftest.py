@@ -74,10 +74,7 @@ def _skip_without_cuda(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """`make test-gpu` has to say that it has tested nothing."""
-    skipped = [
-        report
-        for report in terminalreporter.stats.get("skipped", [])
-        if isinstance(report.longrepr, tuple) and report.longrepr[2] == f"Skipped: {NO_CUDA}"
-    ]
-    if skipped and terminalreporter.config.getoption("markexpr") == "gpu":
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = [report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple)]
+    if f"Skipped: {NO_CUDA}" in reasons and terminalreporter.config.getoption("markexpr") == "gpu":
         terminalreporter.write_line(f"{NO_CUDA}: {len(skipped)} tests skipped")

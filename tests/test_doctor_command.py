@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor
 from bros.cli import main
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
+from bros.core.plan import KvCopies
 from bros.engine.self_test import CLEAR, TOKENS, Generated, first_difference, generate
+from bros.executor.kv_storage import KvStorage
 from bros.kernels.interface import AttentionBatch, HeadLayout
 from bros.kernels.reference import ReferenceKernels
 from bros.kernels.self_test import Check, check_kernels
@@ -53,7 +56,10 @@ def test_everything_that_is_in_use_is_tested(capsys: pytest.CaptureFixture[str])
     [test] = [each for each in found["tests"] if each["kernels"] == used["name"]]
     assert {check["operation"] for check in test["checks"]} == OPERATIONS
     assert all(check["passed"] for check in test["checks"])
-    assert found["generation"][0]["with"] == f"fp32, {used['name']}, cpu"
+    assert [each["what"] for each in found["tried"]] == [
+        f"greedy, fp32, {used['name']}, cpu",
+        "KV to the host and back, cpu",
+    ]
     assert set(found["versions"]) >= {"bros", "python", "torch", "triton", "cupy", "transformers"}
     assert found["versions"]["torch"] and found["machine"]["CPU"]
 
@@ -62,7 +68,8 @@ def test_everything_that_is_in_use_is_tested(capsys: pytest.CaptureFixture[str])
 def test_other_weights_are_tried_as_well(capsys: pytest.CaptureFixture[str], weights: str) -> None:
     status, found = doctor(capsys, "--device", "cpu", "--weights", weights)
     assert status == 0
-    assert [each["with"].split(",")[0] for each in found["generation"]] == ["fp32", weights]
+    tried = [each["what"].split(", ")[1] for each in found["tried"][:2]]
+    assert tried == ["fp32", weights]
 
 
 def test_it_says_in_words_what_it_found(
@@ -82,7 +89,7 @@ def test_a_device_that_is_not_there_is_a_problem(capsys: pytest.CaptureFixture[s
     assert status == 1
     [problem] = found["problems"]
     assert problem.startswith("--device cuda: ")
-    assert found["generation"] == []
+    assert found["tried"] == []
     assert main(["doctor", "--device", "cuda"], {}) == 1
     assert "Problem: --device cuda: " in capsys.readouterr().out
 
@@ -126,6 +133,26 @@ def test_kernels_that_fail_do_not_end_the_report(
     status, found = doctor(capsys, "--device", "cpu", "--kernels", "reference")
     assert status == 1
     assert found["problems"] == ["kernels reference: OSError: out of order"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        (lambda copies: None, "KV that went to the host has come back as something else"),
+        (lambda copies: 1 // 0, "KV cannot be copied to the host: ZeroDivisionError: "),
+    ],
+)
+def test_copies_that_go_wrong_are_a_problem(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: Callable[[KvCopies], object],
+    problem: str,
+) -> None:
+    monkeypatch.setattr(KvStorage, "copy", lambda storage, copies: broken(copies))
+    status, found = doctor(capsys, "--device", "cpu")
+    assert status == 1
+    assert found["problems"][0].startswith(problem)
+    assert doctor(capsys, "--device", "cpu", "--on-pressure", "recompute")[0] == 0
 
 
 class Scaled(ReferenceKernels):
@@ -246,4 +273,6 @@ def test_the_gpu_works(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = doctor(capsys)
     assert (status, found["problems"]) == (0, [])
     assert [each["name"] for each in found["kernels"] if each["in_use"]] == ["triton"]
-    assert [each["with"].split(",")[0] for each in found["generation"]] == ["fp32", "bf16"]
+    tried = [each["what"].split(", ")[1] for each in found["tried"][:2]]
+    assert tried == ["fp32", "bf16"]
+    assert found["tried"][2]["what"] == "KV to the host and back, cuda:0"

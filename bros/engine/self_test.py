@@ -9,6 +9,7 @@ from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.core.request import EngineRequest, SamplingParams
 from bros.engine.engine import Engine, find_launcher
+from bros.executor.diagnosis import SMALL_MODEL
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
 from bros.scheduler.build import build_scheduler
@@ -19,19 +20,7 @@ TOKENS = 16
 CLEAR = 3e-4
 """Rounding decides between tokens whose logits are closer than this."""
 
-_VOCAB = 256
-_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": _VOCAB,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-}
-_PREFIX = tuple(7 * i % _VOCAB for i in range(80))
+_PREFIX = tuple(7 * i % 256 for i in range(80))
 _PROMPTS = {"short": (3, 1, 4), "long": (*_PREFIX, 1, 5), "alike": (*_PREFIX, 9), "one": (2,)}
 """Of one token, of several steps, and two with a common beginning."""
 
@@ -63,7 +52,7 @@ def generate(config: EngineConfig, clock: Clock, *, leads: bool = False) -> Gene
         max_num_seqs=8,
         max_batch_tokens=48,
     )
-    executor, info = random_executor(ModelSpec.from_config(_MODEL), config, drawn_on="cpu")
+    executor, info = random_executor(ModelSpec.from_config(SMALL_MODEL), config, drawn_on="cpu")
     ahead = config.async_scheduling
     depth = 1 if find_launcher(executor, ahead) is None else 2
     scheduler = build_scheduler(config, info, None, depth=depth)

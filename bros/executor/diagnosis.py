@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
+from bros.core.plan import KvCopies
+from bros.executor.cuda_kv_storage import cuda_kv_storage
+from bros.executor.kv_storage import KV_BLOCK_SIZE, KvMemory, KvStorage
+from bros.executor.models.spec import ModelSpec
 from bros.executor.target import CPU, Target, choose_target, find_cuda, kernels_for
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import Kernels
@@ -25,6 +31,20 @@ _HOW_TO_COPY = (
     "bros[cuda], or do without copies by --on-pressure recompute"
 )
 _MIB = 2**20
+_COPY_BLOCKS = 6
+
+SMALL_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+"""As in a config.json; for trying what there is on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +124,42 @@ def check(back_end: BackEnd, seed: int) -> Iterator[Check]:
     types = _CUDA_TYPES if back_end.device.type == "cuda" else _CPU_TYPES
     with torch.inference_mode():
         yield from check_kernels(back_end.open(), back_end.device, types, seed)
+
+
+def check_copies(target: Target) -> float:
+    """The largest error of KV that went to the host and came back to other slots; 0 is right.
+
+    Raises ConfigError if copies cannot be made, or whatever making them raises.
+    """
+    spec = ModelSpec.from_config(SMALL_MODEL)
+    device, cuda = target.device, target.device.type == "cuda"
+    kv: KvMemory = KvStorage(spec, _COPY_BLOCKS, _FP32, _COPY_BLOCKS)
+    if cuda:
+        kv = cuda_kv_storage(spec, _COPY_BLOCKS, _FP32, _COPY_BLOCKS, device)
+    generator = torch.Generator().manual_seed(0)
+    caches = [cache for layer in kv.layers for cache in layer]
+    slots = torch.randperm(_COPY_BLOCKS * KV_BLOCK_SIZE, generator=generator)
+    there, elsewhere = slots.chunk(2)
+    host = array("i", range(len(there)))
+    with torch.inference_mode():
+        for cache in caches:
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+        expected = [_tokens(cache, there) for cache in caches]
+        kv.copy(KvCopies(out_device=array("i", there.tolist()), out_host=host))
+        for cache in caches:
+            cache.zero_()  # what is copied has to be what was there before
+        kv.copy(KvCopies(back_device=array("i", elsewhere.tolist()), back_host=host))
+        kv.wait_for_layer(len(kv.layers) - 1)
+        found = [_tokens(cache, elsewhere) for cache in caches]
+    kv.clear()
+    errors = (got - wanted for got, wanted in zip(found, expected, strict=True))
+    return float(torch.stack([error.abs().max() for error in errors]).max())
+
+
+def _tokens(cache: Tensor, slots: Tensor) -> Tensor:
+    """[slots, kv_heads, head_dim], on the CPU."""
+    at = slots.to(cache.device)
+    return cache[at // KV_BLOCK_SIZE, :, at % KV_BLOCK_SIZE].cpu()
 
 
 def _cpu_levels() -> Sequence[str]:
