@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import platform
 import subprocess
@@ -39,7 +40,7 @@ from gpu_model import REAL, SMALL, Model, Sizes
 from gpu_parts import Bench
 from gpu_timing import Ceilings, Line, Report, Timer, measure_ceilings
 
-from bros.terminal import print_table
+from bros.terminal import plain_table
 
 PARTS = {
     "decode": gpu_parts.decode,
@@ -101,6 +102,7 @@ def _measure(
             report.run("peers", lambda: gpu_peers.attention(bench))
         bench.model.runner.close()
         del bench
+        gc.collect()
         if timer.on_cuda:
             torch.cuda.empty_cache()
     if "peers" in parts:
@@ -182,7 +184,7 @@ def _show(environment: dict[str, object], ceilings: Ceilings, lines: list[Line])
         f"{ceilings.to_host / 1e9:.0f} GB/s, to device {ceilings.to_device / 1e9:.0f} GB/s"
     )
     headings = ("", "", "measured", "floor", "", "asked", "")
-    print_table(title, headings, [_cells(line) for line in lines], left=2)
+    print(plain_table(title, headings, [_cells(line) for line in lines], left=2))
     asked = [line for line in lines if line.met is not None]
     missed = [f"{line.part}, {line.name}" for line in asked if not line.met]
     print(f"{len(asked) - len(missed)} of {len(asked)} asked for are met")
