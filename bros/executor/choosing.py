@@ -13,7 +13,7 @@ from torch import Tensor
 from bros.core.plan import SampledToken, SampleSpec
 from bros.executor.device_sampler import draw
 from bros.executor.sampler import Sampler, why_no_token
-from bros.executor.staging import CopyEvent
+from bros.executor.staging import CopyEvent, to_device
 
 Asked = tuple[str, SampleSpec]
 """Who wants a token, and how it is chosen."""
@@ -153,7 +153,7 @@ def _is_plain(spec: SampleSpec) -> bool:
 
 
 def _rows(rows: Sequence[int], logits: Tensor) -> Tensor:
-    return torch.tensor(rows, device=logits.device)
+    return to_device(torch.tensor(rows), logits.device)
 
 
 def _sent(values: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from bros.core.plan import SampleSpec
 from bros.executor.sampler import BLOCK, BLOCK_NOISE, GOLDEN, SMALLEST_TEMPERATURE, noise_start
+from bros.executor.staging import to_device
 
 # uint64 numbers as int64, whose sums and products overflow to the same bits.
 _GOLDEN = GOLDEN - 2**64
 _FACTORS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-_INT64 = torch.int64
 _INFINITE = 0x7F800000  # the bits of infinity; bits of numbers >= 0 are ordered as the numbers
 
 
@@ -32,7 +32,8 @@ def draw(logits: Tensor, peaks: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     blocks = -(-vocab // BLOCK)
     weights = F.pad(_weights(logits, peaks, specs), (0, blocks * BLOCK - vocab))
     weights = weights.view(rows, blocks, BLOCK)
-    start = _column([_signed(noise_start(s.seed, s.output_index)) for s in specs], logits, _INT64)
+    starts = [[_signed(noise_start(spec.seed, spec.output_index))] for spec in specs]
+    start = to_device(torch.tensor(starts), logits.device)
     numbers = torch.arange(max(blocks, BLOCK), device=logits.device)
     masses = weights.sum(2, dtype=torch.float64)
     block = (_noise(start, numbers[:blocks] + BLOCK_NOISE) / masses).argmin(1, keepdim=True)
@@ -45,18 +46,21 @@ def draw(logits: Tensor, peaks: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
 def _weights(logits: Tensor, peaks: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     """exp of the scaled logits, relative to the best; 0 where a filter forbids the token."""
     params = [spec.params for spec in specs]
-    temperatures = [max(p.temperature, SMALLEST_TEMPERATURE) for p in params]
-    depths = (peaks[:, None] - logits) / _column(temperatures, logits)  # >= 0
+    vocab = logits.shape[1]
+    columns = [
+        [max(p.temperature, SMALLEST_TEMPERATURE), p.min_p, p.top_p, p.top_k or vocab]
+        for p in params
+    ]
+    there = to_device(torch.tensor(columns, dtype=torch.float64), logits.device)
+    temperatures, least, shares, counts = there.split(1, dim=1)  # type: ignore[no-untyped-call]
+    depths: Tensor = (peaks[:, None] - logits) / temperatures.float()  # >= 0
     weights = (-depths).exp()
     if any(p.min_p > 0.0 for p in params):
-        weights *= weights >= _column([p.min_p for p in params], logits)
+        weights *= weights >= least.float()
     order = depths.view(torch.int32)
     if any(p.top_k for p in params):
-        counts = [p.top_k or logits.shape[1] for p in params]
-        last = _last_allowed(order, None, _column(counts, logits, _INT64))
-        weights *= order <= last
+        weights *= order <= _last_allowed(order, None, counts)
     if any(p.top_p < 1.0 for p in params):
-        shares = _column([p.top_p for p in params], logits, torch.float64)
         mass = weights.sum(1, keepdim=True, dtype=torch.float64)
         last = _last_allowed(order, weights, shares * mass)
         weights *= (order <= last) | (shares >= 1.0)
@@ -100,8 +104,3 @@ def _shifted(state: Tensor, by: int) -> Tensor:
 
 def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
-
-
-def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[rows, 1] on the device of `like`."""
-    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]

@@ -20,7 +20,10 @@ _MOST_CONTEXT_BLOCKS = 2**16
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
     """Bytes. total: of the device; elsewhere: other processes, and what CUDA keeps for itself;
-    peak: the most that this process had reserved, weights included."""
+    peak: the most that this process needs beside the KV cache, weights included.
+
+    Recorded steps take some hundred MiB more, out of what `utilization` leaves.
+    """
 
     total: int
     elsewhere: int
@@ -40,8 +43,11 @@ class MemoryUse:
         )
 
 
-def measure_use(runner: ModelRunner, plan: StepPlan, device: torch.device) -> MemoryUse:
-    """Run the plan once and see what it took. CUDA only."""
+def measure_use(runner: ModelRunner, plan: StepPlan, device: torch.device, later: int) -> MemoryUse:
+    """Run the plan once and see what it took. CUDA only.
+
+    later: bytes of buffers that are not there yet.
+    """
     torch.cuda.empty_cache()  # of what loading left
     torch.cuda.reset_peak_memory_stats(device)
     runner.execute(plan)
@@ -50,7 +56,7 @@ def measure_use(runner: ModelRunner, plan: StepPlan, device: torch.device) -> Me
     free, total = torch.cuda.mem_get_info(device)
     elsewhere = total - free - torch.cuda.memory_reserved(device)
     torch.cuda.empty_cache()
-    return MemoryUse(total, elsewhere, peak)
+    return MemoryUse(total, elsewhere, peak + later)
 
 
 def largest_step(rows: int, tokens: int, max_length: int, block_size: int) -> StepPlan:

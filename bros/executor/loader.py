@@ -154,15 +154,15 @@ class _Loader:
         config, dtype = self._config, DTYPES[self._kv_dtype]
         plan = largest_step(config.max_num_seqs, config.max_batch_tokens, max_length, KV_BLOCK_SIZE)
         runner = self._runner(decoder, self._kv(1, 0), None)
+        later = Buffers().total_bytes(self._spec, dtype, num_host_blocks)
         try:
-            use = measure_use(runner, plan, self._device)
+            use = measure_use(runner, plan, self._device, later)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"--max-batch-tokens: a step of {config.max_batch_tokens} tokens does not fit the "
                 "GPU beside the model; give less, or fewer --max-num-seqs"
             ) from error
         room = use.room(config.gpu_memory_utilization)
-        room -= Buffers().total_bytes(self._spec, dtype, num_host_blocks)
         if room < bytes_per_block(self._spec, dtype):
             raise use.explain(config.gpu_memory_utilization)
         return blocks_in(room, self._spec, dtype)

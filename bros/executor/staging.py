@@ -57,3 +57,10 @@ class Staging:
 
     def _buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=self._pinned)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """For small things: the host does not wait, and may forget the values at once."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
