@@ -38,7 +38,7 @@ def foresee(step: Step, prefixes: Prefixes, now: float) -> float:
         step.foreseen = True
         prefixes.publish(step.packing, ())
         for state, _ in step.packing.selected:
-            if state.remaining == 0 and not state.record.left:
+            if state.remaining == 0:  # also if it has left meanwhile, which is all the same
                 state.expect_output(begins_s)
     return begins_s
 
@@ -50,4 +50,4 @@ def turn_behind(turn: Turn) -> Turn:
 
 
 def _has_more(state: RequestState) -> bool:
-    return len(state.token_ids) < state.max_length  # is_complete, for every row of every step
+    return len(state.token_ids) < state.max_length

@@ -131,11 +131,6 @@ class RequestState:
         """Whether its last token is still to come out of a step that runs."""
         return self.token_ids[-1] == PENDING
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all tokens are there that it may have, or on their way."""
-        return len(self.token_ids) >= self.max_length
-
     def keys(self, block_size: int, num_tokens: int) -> list[bytes]:
         """Of the full blocks among its first `num_tokens` tokens, see kvcache/prefix_cache.py.
 

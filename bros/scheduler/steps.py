@@ -78,7 +78,7 @@ class StepLedger:
             idle=[
                 (state, reasons.get(state.request_id) or _why_stopped(packing, state.service_class))
                 for state in queues.running
-                if state.request_id not in taken and not state.is_complete
+                if state.request_id not in taken
             ],
         )
         self._running.append(step)

@@ -20,6 +20,7 @@ from bros.core.config import KV_FIND, KV_LAYOUTS, POLICIES, PREFIX_CACHE
 from bros.core.plan import PENDING, Chunk, SampledToken, StepPlan
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, Slo
 from bros.engine.engine import Engine
+from bros.scheduler.state import RequestState
 from support.device_model import Device
 from support.late_executor import LateExecutor
 from support.scheduling import engine_info, make_scheduler, request
@@ -157,8 +158,14 @@ class Run:
         while self.engine.has_work:
             self.step()
             assert self.calls < 20_000, "no progress"
-        assert self.scheduler.stats().kv_blocks_used == 0
-        assert self.scheduler.stats().host_kv_blocks_used == 0
+        stats = self.scheduler.stats()
+        assert (stats.kv_blocks_used, stats.host_kv_blocks_used) == (0, 0)
+        counted = stats.by_class.values()
+        begun = [a for a, answer in zip(self.asked, self.answers, strict=True) if answer.tokens]
+        prompts = sum(len(asked.prompt_token_ids) for asked in begun)
+        assert sum(each.prompt_tokens for each in counted) == prompts
+        outputs = sum(len(answer.tokens) for answer in self.answers)
+        assert sum(each.output_tokens for each in counted) == outputs
 
     def answer(self, name: str) -> Answer:
         return self.answers[self._serving[name]]
@@ -364,6 +371,8 @@ def test_who_has_all_its_tokens_on_their_way_is_not_in_the_next_step() -> None:
     run.submit("b", [900, 901], max_tokens=9)
     assert [run.step().keys() for _ in range(3)] == [{"a", "b"}, {"a", "b"}, {"b"}]
     run.drain()
+    trace = run.engine.trace("a")
+    assert trace is not None and trace.waits == {}, "it had nothing to wait for"
 
 
 def test_who_stops_is_in_one_more_step_that_nobody_looks_at() -> None:
@@ -472,6 +481,20 @@ def test_who_has_to_start_over_may_turn_out_to_be_done() -> None:
     assert run.step().keys() == {"rt"}
     assert run.answer("be") == Answer((stop,), FinishReason.STOP)
     run.drain()
+
+
+def test_who_has_to_start_over_keeps_the_deadline_that_it_was_given_for_that() -> None:
+    state = RequestState(
+        request("a", 5, slo=Slo(1.0, 0.1)), service_class=RT, slo=Slo(1.0, 0.1), now=0.0,
+        arrival_index=0, seed=0, max_length=99, eos_token_ids=frozenset(),
+    )  # fmt: skip
+    state.expect_output(0.5)
+    assert state.deadline_s == pytest.approx(0.6)
+    state.deadline_s = 7.0
+    assert not state.running
+    state.record.token(0.5, state.slo)
+    assert state.add_output(8, 0.5) is None
+    assert (state.deadline_s, state.token_ids[-1]) == (7.0, 8)
 
 
 # Prefixes
