@@ -11,10 +11,11 @@ from bros.core.clock import Clock
 from bros.core.interfaces import EngineInfo, Executor
 from bros.core.plan import Chunk, KvCopies, SampleSpec, StepPlan
 from bros.core.request import SamplingParams
+from bros.engine.step_timing import lower_quartile
 from bros.scheduler.fitting import CopySample
 
-COPIED_TOKENS = (256, 1024, 2048)
-"""Fewer take less time than steps vary by."""
+COPIED_TOKENS = (16, 512, 2048)
+"""From a block to about as many as any step copies."""
 
 OVERLAPPED_TOKENS = (4096, 16384, 65536)
 """So many that copies take longer than the step that they run beside."""
@@ -40,8 +41,9 @@ def measure_copies(
     time_limit_s: float = float("inf"),
     seed: int = 0,
 ) -> list[CopySample]:
-    """How long copies in each direction take beside a step of one row, by medians of `repeats`
-    rounds.
+    """How long copies in each direction take beside a step of one row.
+
+    The lower quartile of `repeats` rounds, since other processes only ever add time.
 
     sizes: tokens; as many as there is room for, rounded down to whole blocks. overlap: copies
     run beside the computation; sizes that it hides are left out. A round before the others
@@ -71,17 +73,13 @@ def measure_copies(
                 times[kind].append((clock.now() - begins) / steps)
     if not times[_WITHOUT]:
         return []
-    alone_s = _median(times[_WITHOUT])
+    alone_s = lower_quartile(times[_WITHOUT])
     with_copies = [
-        (out, size, _median(times[out, size])) for out, size in kinds if times[out, size]
+        (out, size, lower_quartile(times[out, size])) for out, size in kinds if times[out, size]
     ]
     if overlap:
         return [CopySample(*found) for found in with_copies if found[-1] > _LONGER * alone_s]
     return [CopySample(out, size, max(both_s - alone_s, 0.0)) for out, size, both_s in with_copies]
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 class _PlanMaker:

@@ -36,7 +36,7 @@ MAX_STORED_ERROR = 0.10
 
 _QUICK_REPEATS, _QUICK_LIMIT_S = 2, 10.0
 _QUICK_TOKENS, _QUICK_GPU_TOKENS = 256, 4096
-_QUICK_COPIES_S, _COPIES_S = 2.0, 30.0
+_QUICK_COPIES_S, _COPIES_S, _COPY_REPEATS = 2.0, 30.0, 8
 _HELD_OUT_STEPS = 60
 
 
@@ -162,7 +162,7 @@ def full_profile(
         executor, info, limits, [*grid, *others], clock, repeats=repeats, progress=progress
     )
     fitted, held_out = samples[: len(grid)], samples[len(grid) :]
-    copies = _copies(executor, info, clock, repeats, _COPIES_S)
+    copies = _copies(executor, info, clock, max(repeats, _COPY_REPEATS), _COPIES_S)
     fitting = fit(fitted, token_padding(info.device), held_out)
     profile = _profile(MEASURED, config, info, fitting, fitted, copies, clock)
     return Measured(profile, tuple(fitted), tuple(held_out), tuple(copies))

@@ -73,13 +73,13 @@ def measure_steps(
 
 def _typical(shapes: Sequence[StepShape], times: Sequence[Sequence[float]]) -> list[Sample]:
     return [
-        Sample(shape, _lower_quartile(taken[1:] or taken))
+        Sample(shape, lower_quartile(taken[1:] or taken))
         for shape, taken in zip(shapes, times, strict=True)
         if taken
     ]
 
 
-def _lower_quartile(values: Sequence[float]) -> float:
+def lower_quartile(values: Sequence[float]) -> float:
     """The value that a quarter of the others are below: of five, the second smallest."""
     return sorted(values)[len(values) // 4]
 

@@ -139,15 +139,18 @@ def with_copies(
 
 
 def _line(samples: Sequence[CopySample]) -> tuple[float, float]:
-    """Constant and slope, neither negative. Absolute errors count: a step varies as much with
-    few copies as with many."""
+    """Constant and slope, neither negative.
+
+    What few copies take counts more: it says what the constant is, and varies less.
+    """
+    if not samples:
+        return 0.0, 0.0
     tokens = np.array([sample.tokens for sample in samples], float)
     seconds = np.array([sample.seconds for sample in samples], float)
-    if len(samples) == 0:
-        return 0.0, 0.0
     if np.all(tokens == tokens[0]):
         return 0.0, float(np.mean(seconds / tokens))
-    constant, slope = nnls(np.stack([np.ones(len(tokens)), tokens], axis=1), seconds)
+    scale = np.sqrt(tokens)
+    constant, slope = nnls(np.stack([1.0 / scale, scale], axis=1), seconds / scale)
     return float(constant), float(slope)
 
 
