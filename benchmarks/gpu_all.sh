@@ -21,7 +21,8 @@ step() { # name, seconds, command ...
     echo "== $name: status $status, $((SECONDS - began)) s"
 }
 
-step doctor 45 "$python" -m bros doctor
+step doctor 40 "$python" -m bros doctor
 step tests 170 make test-gpu PYTHON="$python" ARGS="-p no:cacheprovider"
-step tune 70 "$python" benchmarks/gpu_speed.py --parts tune --json "$folder/gpu_tune.json"
-step speed 235 "$python" benchmarks/gpu_speed.py --commit "$commit" --json "$folder/gpu_speed.json"
+step tune 95 "$python" benchmarks/gpu_speed.py --parts tune --json "$folder/gpu_tune.json"
+cp bros/kernels/triton/tuned/*.json "$folder" 2>/dev/null
+step speed 225 "$python" benchmarks/gpu_speed.py --budget 0.5 --commit "$commit" --json "$folder/gpu_speed.json"

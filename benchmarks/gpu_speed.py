@@ -29,7 +29,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     device = torch.device(args.device)
     sizes = SMALL if args.tiny else REAL
-    timer = Timer(device, repeats=3 if args.tiny else args.repeats, budget_s=args.budget)
+    repeats = min(3, args.repeats) if args.tiny else args.repeats
+    timer = Timer(device, repeats, args.budget)
     began = time.perf_counter()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _write(args.json, environment, ceilings, lines, seconds, args.tiny)
 
         report = Report(save, lambda text: print(text, flush=True))
-        _measure(report, args.parts, sizes, timer, ceilings, args.kernels)
+        _measure(report, args.parts, sizes, timer, ceilings, args.kernels, args.tuned)
     _show(environment, ceilings, report.lines)
     return 0
 
@@ -90,9 +91,10 @@ def _measure(
     timer: Timer,
     ceilings: Ceilings,
     kernels: str,
+    tuned: Path | None,
 ) -> None:
     if "tune" in parts:
-        report.run("tune", lambda: gpu_parts.tune(sizes, timer))
+        report.run("tune", lambda: _tune(sizes, timer, tuned))
     if {*PARTS, "peers"} & set(parts):
         bench = Bench(Model(sizes, timer.device, kernels), timer, ceilings)
         for name, part in PARTS.items():
@@ -109,6 +111,14 @@ def _measure(
         report.run("peers", lambda: gpu_peers.continuous_batching(sizes, timer, ceilings))
 
 
+def _tune(sizes: Sizes, timer: Timer, folder: Path | None) -> Iterator[Line]:
+    # Late, because it needs Triton.
+    from gpu_tune import tune
+
+    quick = dataclasses.replace(timer, repeats=min(timer.repeats, 15), budget_s=0.1)
+    return tune(sizes, quick, folder)
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -119,6 +129,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, few repeats")
     parser.add_argument("--repeats", type=int, default=30, help="at most so many")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds per measurement")
+    parser.add_argument("--tuned", type=Path, help="folder for what tune finds; see gpu_tune.py")
     parser.add_argument("--json", type=Path, help="where to save the figures")
     parser.add_argument("--commit", help="for the figures, where there is no git")
     return parser.parse_args(argv)

@@ -64,6 +64,19 @@ def test_every_part_runs(
     assert "asked for are met" in out and "Traceback" not in out
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+def test_tile_sizes_are_found_and_stored(speed: ModuleType, tmp_path: Path) -> None:
+    settings = pytest.importorskip("bros.kernels.triton.settings")
+    arguments = ["--device", "cpu", "--tiny", "--repeats", "1", "--parts", "tune"]
+    assert speed.main([*arguments, "--tuned", str(tmp_path)]) == 0
+    plain = settings.settings_for(torch.device("cpu"))
+    found = settings.with_tuned(plain, (tmp_path / "interpreter.json").read_text("utf-8"))
+    assert {shape.kind for shape in found.tuned} == {"one", "tile"}
+    assert {launch.block_n for launch in found.tuned.values()} <= {32, 64}
+    assert found.programs["one"] in (2, 4, 8) and found.programs["tile"] in (1, 2, 4)
+
+
 def test_parts_can_be_chosen_and_a_wrong_one_is_named(
     speed: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
