@@ -227,6 +227,7 @@ def assemble(
     segments: int = 2**12,
     groups: bool = False,
     kv_blocks: int = 64,
+    host_blocks: int = 0,
 ) -> Assembled:
     """graph_rows: record steps of up to so many rows. Every runner of a spec has the same model."""
     spec = spec or tiny_spec()
@@ -236,7 +237,7 @@ def assemble(
     replays = Replays()
     with torch.inference_mode():
         decoder = build_decoder(spec, RandomWeights(), kernels, target, spec.max_positions)
-    kv = KvStorage(spec, kv_blocks, target.dtype)
+    kv = KvStorage(spec, kv_blocks, target.dtype, host_blocks)
     feed = InputFeed(kernels, layout, CPU, BLOCK if groups else None, Staging(CPU))
     graphs = None
     if graph_rows is not None:

@@ -1,0 +1,109 @@
+"""A whole engine over a runner as on a GPU: steps recorded, launched ahead and grouped by prefix.
+
+Memory is far too little for all requests at once, so KV makes way, is copied and comes back.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from bros.core.clock import ManualClock
+from bros.core.config import EngineConfig
+from bros.core.interfaces import EngineInfo
+from bros.core.plan import Chunk, StepPlan
+from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
+from bros.engine.engine import Engine
+from bros.scheduler.build import build_scheduler
+from support.checkpoints import GREEDY
+from support.device_runners import BLOCK, VOCAB, Assembled, assemble
+from support.scheduling import MODEL
+
+REQUESTS = 20
+KV_BLOCKS, HOST_BLOCKS, LONGEST = 11, 20, 160
+CLEAR = 1e-3
+"""By how much the best logit has to lead for the token to be certain."""
+
+
+def requests() -> list[EngineRequest]:
+    """Greedy; for some the host chooses, who are told log-probabilities."""
+    rng = random.Random(8)
+    common = [rng.randrange(VOCAB) for _ in range(6 * BLOCK)]
+    asked = []
+    for number in range(REQUESTS):
+        own = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+        logprobs = 0 if number % 5 == 4 else None
+        asked.append(
+            EngineRequest(
+                request_id=str(number),
+                prompt_token_ids=[*common[: rng.choice([0, 5, 6]) * BLOCK], *own],
+                sampling=SamplingParams(
+                    temperature=0, max_tokens=rng.randint(2, 30), ignore_eos=True, logprobs=logprobs
+                ),
+                service_class=rng.choice(list(ServiceClass)),
+                slo=Slo(1.0, 0.3),
+            )
+        )
+    return asked
+
+
+def serve(made: Assembled, mode: str) -> dict[str, list[int]]:
+    config = EngineConfig(
+        policy="fcfs", kv_blocks=KV_BLOCKS, host_kv_blocks=HOST_BLOCKS, max_batch_tokens=64
+    )
+    info = EngineInfo(
+        model="tiny", weights="fp32", kernels="reference", kv_dtype="fp32", device="toy",
+        max_model_len=LONGEST, vocab_size=VOCAB, block_size=BLOCK, num_kv_blocks=KV_BLOCKS,
+        num_host_kv_blocks=HOST_BLOCKS, policy="fcfs",
+    )  # fmt: skip
+    scheduler = build_scheduler(config, info, MODEL, depth=1 if mode == "off" else 2)
+    engine = Engine(scheduler, made.runner, ManualClock(), info, async_scheduling=mode)
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(REQUESTS)}
+    waiting = requests()
+    while engine.has_work or waiting:
+        for asked in waiting[:2]:
+            engine.submit(asked)
+        del waiting[:2]
+        for output in engine.step():
+            assert output.error is None
+            tokens[output.request_id] += output.token_ids
+        scheduler.check_integrity()
+    assert sum(counts.kv_taken for counts in engine.stats().by_class.values()) > 0
+    assert sum(counts.kv_restored for counts in engine.stats().by_class.values()) > 0
+    assert sum(counts.prefix_tokens for counts in engine.stats().by_class.values()) > 0
+    engine.close()
+    return tokens
+
+
+def lead(tokens: Sequence[int]) -> float:
+    """Of the best token after these."""
+    plan = StepPlan(0, (Chunk("a", 0, tokens, array("i"), array("i", range(len(tokens))), GREEDY),))
+    best, second = assemble().runner.logits(plan)[0].topk(2).values.tolist()
+    return best - second
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[int]]:
+    return serve(assemble(kv_blocks=KV_BLOCKS, host_blocks=HOST_BLOCKS), "off")
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+@pytest.mark.parametrize("graph_rows", [None, 4, 64])
+def test_the_same_tokens_as_one_plain_step_after_the_other(
+    plain: dict[str, list[int]], mode: str, graph_rows: int | None
+) -> None:
+    made = assemble(
+        kv_blocks=KV_BLOCKS, host_blocks=HOST_BLOCKS, graph_rows=graph_rows, groups=True
+    )
+    found = serve(made, mode)
+    assert sum(made.replays.counts) > 0 or graph_rows is None
+    for asked in requests():
+        left, right = plain[asked.request_id], found[asked.request_id]
+        assert len(left) == len(right)
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            if pair[0] != pair[1]:
+                assert lead([*asked.prompt_token_ids, *left[:index]]) < CLEAR
+                break
