@@ -115,11 +115,14 @@ def test_kernels_move_each_token_to_its_place(
     processors: int,
     tokens: int,
 ) -> None:
-    """By the widest vectors that fit, whatever the grid; and nothing else changes."""
+    """By the widest vectors that fit, whatever the grid; and nothing else changes.
+
+    There are more rows than a scatter has blocks, or a gather on one multiprocessor.
+    """
     driver = CpuDriver(library, processors)
     copier, stream = CudaKvCopier(driver), Stream("any")
     generator = torch.Generator().manual_seed(tokens)
-    layers, blocks, heads = 3, 4, 3
+    layers, blocks, heads = 20, 4, 3
     shape = (layers, 2, blocks, heads, 16, head_dim)
     cache = torch.randn(shape, generator=generator).to(dtype)
     before = cache.clone()
