@@ -164,3 +164,11 @@ def test_many_levels_do_not_overflow_anything() -> None:
     grouped = group_shared(batch_of(rows), BLOCK_SIZE, min_blocks=1)
     assert len(parts_of(grouped)) == 299
     assert [len(own) for own in own_of(grouped)] == [1] * 299 + [2]
+
+
+def test_a_row_ends_where_it_ends() -> None:
+    """Also if the next one in the list goes on as another row of the group does."""
+    rows = [full(1, 2), full(3, 4), full(1, 2, 3, 4, 5), full(1, 2, 3, 4, 6)]
+    grouped = group_shared(batch_of(rows), BLOCK_SIZE, min_blocks=2)
+    assert parts_of(grouped) == [([0, 2, 3], [1, 2]), ([2, 3], [3, 4])]
+    assert own_of(grouped) == [[], full(3, 4), full(5), full(6)]
