@@ -28,6 +28,7 @@ from bros.kernels.triton.settings import (
     Shape,
     as_json,
     file_name,
+    settings_for,
     with_tuned,
 )
 from support.kernel_cases import (
@@ -71,7 +72,7 @@ def assert_matches(kernels: Kernels, case: AttentionCase) -> None:
 
 
 @needs_triton
-@settings(max_examples=6 if BACKEND.is_interpreted else 60, phases=BACKEND.phases)
+@settings(max_examples=4 if BACKEND.is_interpreted else 60, phases=BACKEND.phases)
 @given(case=SMALL_ATTENTION_CASES, dtype=st.sampled_from(HALVES))
 def test_16_bit_activations_with_any_cache(case: AttentionCase, dtype: torch.dtype) -> None:
     assert_matches(BACKEND.kernels(), with_activations(case, dtype))
@@ -193,6 +194,28 @@ def test_elementwise_operations_round_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.double(), expected, **tolerance)
 
 
+@needs_triton
+def test_tuning_takes_what_is_fastest() -> None:
+    from bros.kernels.triton.tuning import Load, candidates, tune
+
+    times = iter([5.0, 3.0, 1.0, *[4.0] * 1000])
+    calls = []
+
+    def measure(run: Callable[[], object]) -> float:
+        if len(calls) < 3:
+            run()
+        calls.append(run)
+        return next(times)
+
+    settings = settings_for(torch.device("cpu"))
+    layout = HeadLayout(2, 1, 16)
+    loads = {"one": Load(1, 1, 40), "tile": Load(1, 3, 20)}
+    tuned = tune(settings, BACKEND.device, layout, torch.float32, measure, loads)  # type: ignore[arg-type]
+    one, tile = Shape("one", 4, 16, 16), Shape("tile", 4, 16, 16)
+    assert tuned.tuned == {one: list(candidates(one))[1], tile: settings.default(tile)}
+    assert tuned.programs == settings.programs
+
+
 def test_settings_survive_a_file() -> None:
     settings = Settings(
         "NVIDIA H200",
@@ -284,9 +307,10 @@ def test_kernels_compile_for_hopper_without_spilled_registers() -> None:
     assert program.returncode == 0, program.stderr[-4000:]
     compiled = [json.loads(line) for line in program.stdout.splitlines()]
     names = {each["kernel"] for each in compiled}
-    assert names == {"attend", "merge", "rms_norm", "rope_and_cache", "silu_and_mul"}
+    assert names == {"attend", "merge", "rms_norm", "rope_and_cache", "silu_and_mul", "choose"}
     for each in compiled:
-        assert each["STACK"] == each["LOCAL"] == 0, each
+        # The logarithm in double precision has a stack frame of its own.
+        assert each["LOCAL"] == 0 and each["STACK"] <= 32 * (each["kernel"] == "choose"), each
         assert each["SHARED"] <= 227 * 1024, each
     halves = [each for each in compiled if each["kernel"] == "attend" and "bf16" in each["types"]]
     assert halves

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 
 from bros.kernels import triton_ops
 from bros.kernels.interface import HeadLayout
-from bros.kernels.triton import attention, elementwise_kernels
+from bros.kernels.triton import attention, elementwise_kernels, sampling
 from bros.kernels.triton.settings import Settings
 from support.kernel_cases import int32, make_case
 
@@ -113,10 +113,14 @@ def resources(compiled: Any) -> dict[str, int]:
     return {**found, "SHARED": int(compiled.metadata.shared)}
 
 
+Launched = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+"""Name, kernel, args and kwargs."""
+
+
 def launches_of_a_layer(
     layout: HeadLayout, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
-    """(name, kernel, args, kwargs) of what a mixed step of a layer launches on a Hopper GPU."""
+) -> list[Launched]:
+    """What a mixed step of a layer launches on a Hopper GPU."""
     kernels = triton_ops.TritonKernels(torch.device("cpu"), Settings("NVIDIA H200", 132, 9))
     rows, parts = [(1, 300), (1, 2000), (40, 100)], [((0, 1), 600)]
     group = layout.num_heads // layout.num_kv_heads
@@ -155,9 +159,25 @@ MODELS = (
 )
 
 
+def launches_of_sampling() -> list[Launched]:
+    rows, vocab = 3, 128_256
+    params = sampling.SamplingTensors(
+        torch.zeros(rows),
+        torch.zeros(rows),
+        torch.zeros(rows, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.float64),
+        torch.zeros(rows, dtype=torch.int64),
+    )
+    with recorded((sampling, "choose")) as launches:
+        sampling.choose_tokens(torch.zeros(rows, vocab), params)
+    found = launches["choose"]
+    return [("choose", found.kernel, args, kwargs) for args, kwargs in found.calls]
+
+
 def main() -> None:
-    for layout, dtype, kv_dtype in MODELS:
-        for name, kernel, args, kwargs in launches_of_a_layer(layout, dtype, kv_dtype):
+    everything = [launches_of_a_layer(*model) for model in MODELS]
+    for launches in (*everything, launches_of_sampling()):
+        for name, kernel, args, kwargs in launches:
             compiled = compile_launch(kernel, args, kwargs)
             ptx = compiled.asm["ptx"]
             found = {

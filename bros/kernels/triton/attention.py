@@ -18,7 +18,7 @@ from bros.kernels.triton.buffers import (
     TritonBatch,
     WorkTensors,
 )
-from bros.kernels.triton.plan import PlanRules, Split, plan_work
+from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Split, plan_work
 from bros.kernels.triton.settings import Kind, Settings, Shape
 
 _LEAST_ROWS = 16  # a matrix product on the device has at least these
@@ -90,7 +90,7 @@ class Attention:
         out = qkv.new_empty(qkv.shape[0], layout.q_size)
         work, capacity = batch.work, batch.work.capacity
         group = layout.num_heads // layout.num_kv_heads
-        arguments = (out, qkv, layout, k_cache, v_cache, work, scale)
+        arguments = (out, qkv, layout, (k_cache, v_cache), work, scale)
         if capacity.one_items:
             self._attend("one", _padded_rows(group), *arguments)
         if capacity.tile_items:
@@ -120,33 +120,27 @@ class Attention:
         out: Tensor,
         qkv: Tensor,
         layout: HeadLayout,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        caches: tuple[Tensor, Tensor],
         work: WorkTensors,
         scale: float,
     ) -> None:
         """rows: queries times heads of an item, of one KV head (fewer heads if there are many)."""
         group = layout.num_heads // layout.num_kv_heads
         one = kind == "one"
-        compute = torch.promote_types(qkv.dtype, k_cache.dtype)
-        if self._settings.interpreted and compute == torch.bfloat16:
-            compute = torch.float32  # an interpreted product takes the bits of bf16 for integers
+        compute = self._compute_type(qkv, caches[0])
         block_d = _power_of_two(layout.head_dim)
-        block_size = k_cache.shape[2]
         launch = self._settings.launch(Shape(kind, compute.itemsize, block_d, rows))
         heads = min(group, launch.block_m)
         group_tiles = -(-group // heads)
         token_tiles = 1 if one else -(-_tile_tokens(rows, group) // (launch.block_m // heads))
-        items, capacity = work.one_items, work.capacity.one_items
-        if not one:
-            items, capacity = work.tile_items, work.capacity.tile_items
-        attend[(capacity * token_tiles * group_tiles * layout.num_kv_heads,)](
+        items = work.one_items if one else work.tile_items
+        programs = len(items) // ITEM_WIDTH * token_tiles * group_tiles * layout.num_kv_heads
+        attend[(programs,)](
             out,
             work.scratch.out,
             work.scratch.lse,
             qkv,
-            k_cache,
-            v_cache,
+            *caches,
             work.counts,
             items,
             work.listed,
@@ -159,16 +153,29 @@ class Attention:
             TOKEN_TILES=token_tiles,
             HEAD_DIM=layout.head_dim,
             BLOCK_D=block_d,
-            BLOCK_SIZE=block_size,
-            BLOCK_SLOTS=triton.next_power_of_2(block_size),
+            BLOCK_SIZE=caches[0].shape[2],
+            BLOCK_SLOTS=triton.next_power_of_2(caches[0].shape[2]),
             BLOCK_M=launch.block_m,
-            BLOCK_N=max(launch.block_n, triton.next_power_of_2(block_size)),
+            BLOCK_N=max(launch.block_n, triton.next_power_of_2(caches[0].shape[2])),
             ONE_TOKEN=one,
             COMPUTE=_TYPES[compute],
             COUNT=_ONES if one else _TILES,
             num_warps=launch.warps,
             num_stages=launch.stages,
         )
+
+    def _compute_type(self, qkv: Tensor, k_cache: Tensor) -> torch.dtype:
+        """Of products."""
+        compute = torch.promote_types(qkv.dtype, k_cache.dtype)
+        if self._settings.interpreted and compute == torch.bfloat16:
+            return torch.float32  # an interpreted product takes the bits of bf16 for integers
+        return compute
+
+    def shape(self, kind: Kind, layout: HeadLayout, dtype: torch.dtype, tokens: int) -> Shape:
+        """What the launch depends on, for rows of so many tokens; dtype: the wider one of
+        activations and cache."""
+        rows = _tile_rows(1 if kind == "one" else tokens, layout)
+        return Shape(kind, dtype.itemsize, _power_of_two(layout.head_dim), rows)
 
     def _scratch_for(self, capacity: Capacity, layout: HeadLayout) -> Scratch:
         """Room for partial results of recorded steps. One step runs at a time, so all of them use

@@ -68,12 +68,9 @@ def attend(
     first_query = token_tile * TOKENS
     if first_query >= queries:
         return
-
     Q_SIZE: tl.constexpr = KV_HEADS * GROUP * HEAD_DIM
-    KV_SIZE: tl.constexpr = KV_HEADS * HEAD_DIM
-    QKV_SIZE: tl.constexpr = Q_SIZE + 2 * KV_SIZE
+    QKV_SIZE: tl.constexpr = Q_SIZE + 2 * KV_HEADS * HEAD_DIM
     m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     in_head = d < HEAD_DIM
     nth = first_query + m // HEADS
@@ -88,23 +85,81 @@ def attend(
     q = tl.load(qkv + q_at[:, None] + d[None, :], mask=live[:, None] & in_head[None, :], other=0.0)
     q = q.to(COMPUTE)
     k_own = qkv + Q_SIZE + kv_head * HEAD_DIM
-    v_own = k_own + KV_SIZE
+    v_own = k_own + KV_HEADS * HEAD_DIM
 
     if ONE_TOKEN:
-        has_own = own + m * 0 < own_end  # vectors: a scalar mask cannot be interpreted
-        own_mask = in_head & (own + d * 0 < own_end)
-        own_at = own.to(tl.int64) * QKV_SIZE + d
-        own_k = tl.load(k_own + own_at, mask=own_mask, other=0.0).to(tl.float32)
-        own_v = tl.load(v_own + own_at, mask=own_mask, other=0.0).to(tl.float32)
-        score = tl.sum(q.to(tl.float32) * own_k[None, :], 1) * scale
-        peak = tl.where(has_own, score, float("-inf"))
-        mass = tl.where(has_own, 1.0, tl.zeros([BLOCK_M], tl.float32))
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + own_v[None, :]
+        peak, mass, acc = _first_own(q, k_own, v_own, own, own_end, scale, HEAD_DIM, QKV_SIZE)
     else:
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
+    # fmt: off
+    peak, mass, acc = _attend_cached(
+        q, k_cache, v_cache, segments, segment, segment_end, kv_head, scale, peak, mass, acc,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_SLOTS, BLOCK_N,
+    )
+    if not ONE_TOKEN:
+        own_end = tl.minimum(own_end, query + first_query + TOKENS)
+        peak, mass, acc = _attend_own(
+            q, k_own, v_own, own, own_end, token, scale, peak, mass, acc,
+            HEAD_DIM, QKV_SIZE, BLOCK_N,
+        )
+    # fmt: on
+    # Without any key there is no mass: the result is 0, and its weight in a merge is, too.
+    acc = acc / tl.where(mass == 0, 1.0, mass)[:, None]
+    written = live[:, None] & in_head[None, :]
+    if partial < 0:
+        out_at = token.to(tl.int64) * Q_SIZE + head * HEAD_DIM
+        tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=written)
+    else:
+        number = (partial + nth).to(tl.int64) * (KV_HEADS * GROUP) + head
+        tl.store(partial_out + number[:, None] * HEAD_DIM + d[None, :], acc, mask=written)
+        tl.store(partial_lse + number, peak + tl.log2(mass), mask=live)
+
+
+@triton.jit
+def _first_own(q, k_own, v_own, own, own_end, scale, HEAD_DIM: tl.constexpr, QKV: tl.constexpr):
+    """The state after token `own` of the step, seen by all rows; or if own_end is no more than
+    that, after nothing."""
+    # Vectors, because a scalar mask cannot be interpreted.
+    m = tl.arange(0, q.shape[0])
+    d = tl.arange(0, q.shape[1])
+    there = own + m * 0 < own_end
+    mask = (d < HEAD_DIM) & (own + d * 0 < own_end)
+    at = own.to(tl.int64) * QKV + d
+    k = tl.load(k_own + at, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(v_own + at, mask=mask, other=0.0).to(tl.float32)
+    score = tl.sum(q.to(tl.float32) * k[None, :], 1) * scale
+    peak = tl.where(there, score, float("-inf"))
+    mass = tl.where(there, 1.0, tl.zeros([q.shape[0]], tl.float32))
+    return peak, mass, tl.zeros([q.shape[0], q.shape[1]], tl.float32) + v[None, :]
+
+
+@triton.jit
+def _attend_cached(
+    q,
+    k_cache,
+    v_cache,
+    segments,
+    segment,
+    segment_end,
+    kv_head,
+    scale,
+    peak,
+    mass,
+    acc,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Segments [segment, segment_end), as many per tile of keys as it has room for."""
+    BLOCK_D: tl.constexpr = acc.shape[1]
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
     slot = n % BLOCK_SLOTS
     for first in range(segment, segment_end, BLOCK_N // BLOCK_SLOTS):
         nth_segment = first + n // BLOCK_SLOTS
@@ -117,37 +172,47 @@ def attend(
         at = ((block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + slot) * HEAD_DIM
         where = at[:, None] + d[None, :]
         mask = valid[:, None] & in_head[None, :]
-        k = tl.load(k_cache + where, mask=mask, other=0.0).to(COMPUTE)
+        k = tl.load(k_cache + where, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(valid[None, :], scores, float("-inf"))
-        v = tl.load(v_cache + where, mask=mask, other=0.0).to(COMPUTE)
+        v = tl.load(v_cache + where, mask=mask, other=0.0).to(q.dtype)
         peak, mass, acc = _absorb(scores, v, peak, mass, acc)
+    return peak, mass, acc
 
-    if not ONE_TOKEN:
-        own_end = tl.minimum(own_end, query + first_query + TOKENS)
-        for first in range(own, own_end, BLOCK_N):
-            key = first + n
-            valid = key < own_end
-            where = key.to(tl.int64)[:, None] * QKV_SIZE + d[None, :]
-            mask = valid[:, None] & in_head[None, :]
-            k = tl.load(k_own + where, mask=mask, other=0.0).to(COMPUTE)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            seen = valid[None, :] & (key[None, :] <= token[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-            v = tl.load(v_own + where, mask=mask, other=0.0).to(COMPUTE)
-            peak, mass, acc = _absorb(scores, v, peak, mass, acc)
 
-    # Without any key there is no mass: the result is 0, and its weight in a merge is, too.
-    acc = acc / tl.where(mass == 0, 1.0, mass)[:, None]
-    written = live[:, None] & in_head[None, :]
-    if partial < 0:
-        out_at = token.to(tl.int64) * Q_SIZE + head * HEAD_DIM
-        result = acc.to(out.dtype.element_ty)
-        tl.store(out + out_at[:, None] + d[None, :], result, mask=written)
-    else:
-        number = (partial + nth).to(tl.int64) * (KV_HEADS * GROUP) + head
-        tl.store(partial_out + number[:, None] * HEAD_DIM + d[None, :], acc, mask=written)
-        tl.store(partial_lse + number, peak + tl.log2(mass), mask=live)
+@triton.jit
+def _attend_own(
+    q,
+    k_own,
+    v_own,
+    own,
+    own_end,
+    token,
+    scale,
+    peak,
+    mass,
+    acc,
+    HEAD_DIM: tl.constexpr,
+    QKV_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Tokens [own, own_end) of the step, of which a query sees those up to itself."""
+    BLOCK_D: tl.constexpr = acc.shape[1]
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
+    for first in range(own, own_end, BLOCK_N):
+        key = first + n
+        valid = key < own_end
+        where = key.to(tl.int64)[:, None] * QKV_SIZE + d[None, :]
+        mask = valid[:, None] & in_head[None, :]
+        k = tl.load(k_own + where, mask=mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = valid[None, :] & (key[None, :] <= token[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        v = tl.load(v_own + where, mask=mask, other=0.0).to(q.dtype)
+        peak, mass, acc = _absorb(scores, v, peak, mass, acc)
+    return peak, mass, acc
 
 
 @triton.jit

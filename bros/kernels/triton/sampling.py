@@ -1,0 +1,73 @@
+"""Sampling on the device: greedy, temperature, min-p, top-k and top-p, without sorting.
+
+What agrees with the sampler of the executor (the definition) and how far:
+
+    greedy      always: the first of equal logits; -1 where the best is not finite, or any is NaN
+    top_k       the set of allowed tokens, always: it depends on subtraction and IEEE division
+    min_p       the set, but for tokens whose weight is within a few roundings (1e-7) of the bound,
+                because the device's exponential is not the host's
+    top_p       the set, but for where a sum of weights is within 1e-7 of the share
+    the draw    same noise, same race: the token, unless two are about to win within 1e-7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from bros.kernels.triton.sampling_kernels import choose
+
+_CHUNK = 1024
+_GROUP = 256  # tokens that race against each other after their group has won
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """One entry per row, on the device of the logits.
+
+    temperature: fp32, 0 is greedy; min_p: fp32, 0 is off; top_k: int32, 0 is off; top_p: fp64,
+    1 is off; start: int64, the bits of the uint64 where the row's noise starts.
+    """
+
+    temperature: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    start: Tensor
+
+
+def choose_tokens(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """int32 [rows]; -1 where the best logit is not finite or any is NaN.
+
+    logits: fp32 [rows, vocab], not changed. The host does not wait for the device.
+    """
+    rows, vocab = logits.shape
+    assert logits.dtype == torch.float32 and logits.is_contiguous()
+    assert params.top_p.dtype == torch.float64 and params.start.dtype == torch.int64
+    assert all(x.shape == (rows,) for x in (params.temperature, params.min_p, params.top_k))
+    stride = -(-vocab // _CHUNK) * _CHUNK
+    out = logits.new_empty(rows, dtype=torch.int32)
+    if rows:
+        choose[(rows,)](
+            out,
+            logits,
+            params.temperature,
+            params.min_p,
+            params.top_k,
+            params.top_p,
+            params.start,
+            logits.new_empty(rows, stride, dtype=torch.int32),
+            logits.new_empty(rows, stride),
+            logits.new_empty(rows, stride // _CHUNK, dtype=torch.int32),
+            logits.new_empty(rows, stride // _GROUP, dtype=torch.float64),
+            vocab,
+            STRIDE=stride,
+            CHUNK=_CHUNK,
+            GROUP=_GROUP,
+            GROUPS=triton.next_power_of_2(stride // _GROUP),
+            num_warps=8,
+        )
+    return out

@@ -1,0 +1,142 @@
+"""Tokens chosen on the device against the executor's sampler, which is the definition."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from bros.core.plan import SampleSpec
+from bros.core.request import SamplingParams
+from bros.executor.sampler import Sampler, noise_start
+from support.kernel_cases import needs_triton, triton_backend
+
+BACKEND = triton_backend()
+VOCAB = 1500
+
+
+def on_device(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    from bros.kernels.triton.sampling import SamplingTensors, choose_tokens
+
+    starts = [noise_start(spec.seed, spec.output_index) for spec in specs]
+    params = [spec.params for spec in specs]
+
+    def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=BACKEND.device)
+
+    chosen = choose_tokens(
+        logits.to(BACKEND.device),
+        SamplingTensors(
+            column([p.temperature for p in params], torch.float32),
+            column([p.min_p for p in params], torch.float32),
+            column([p.top_k for p in params], torch.int32),
+            column([p.top_p for p in params], torch.float64),
+            column([s - 2**64 if s >= 2**63 else s for s in starts], torch.int64),
+        ),
+    )
+    tokens: list[int] = chosen.tolist()
+    return tokens
+
+
+def assert_same(logits: Tensor, specs: Sequence[SampleSpec]) -> None:
+    expected = [token for token, _ in Sampler().sample(logits, specs)]
+    assert on_device(logits, specs) == expected
+
+
+def random_logits(rows: int, seed: int, spread: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, VOCAB, generator=generator) * spread
+
+
+@needs_triton
+@pytest.mark.parametrize("seed", range(2))
+def test_the_same_tokens_are_drawn(seed: int) -> None:
+    rng = random.Random(seed)
+    specs = [
+        SampleSpec(
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.3, 1.0, 2.0]),
+                top_k=rng.choice([0, 1, 7, 200, 10_000]),
+                top_p=rng.choice([1.0, 0.95, 0.4, 0.01]),
+                min_p=rng.choice([0.0, 0.0, 0.05, 1.0]),
+            ),
+            seed=rng.getrandbits(64) - 2**63,
+            output_index=index,
+        )
+        for index in range(8)
+    ]
+    assert_same(random_logits(8, seed, rng.choice([0.1, 1.0, 5.0])), specs)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.6),
+        SamplingParams(min_p=0.2),
+        SamplingParams(top_k=40, top_p=0.7, temperature=1.5),
+    ],
+    ids=["top_k", "top_p", "min_p", "all"],
+)
+def test_equal_logits_are_allowed_or_refused_together(params: SamplingParams) -> None:
+    # Few different values, so that every bound lies in the middle of many equals.
+    logits = (random_logits(4, 5) / 2).round()
+    assert_same(logits, [SampleSpec(params, seed=7, output_index=i) for i in range(4)])
+
+
+@needs_triton
+def test_of_equals_the_first_is_the_greedy_choice() -> None:
+    logits = random_logits(3, 1)
+    logits[0, [1200, 30, 1400]] = 50.0
+    logits[1, VOCAB - 1] = 50.0
+    logits[2] = -7.0
+    greedy = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+    assert on_device(logits, [greedy] * 3) == [30, VOCAB - 1, 0]
+
+
+@needs_triton
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_rows_are_found(temperature: float) -> None:
+    logits = random_logits(5, 2)
+    logits[0, 1400] = float("nan")
+    logits[1, 3] = float("inf")
+    logits[2] = float("-inf")
+    logits[3, 5:] = float("-inf")
+    spec = SampleSpec(SamplingParams(temperature=temperature), seed=3, output_index=1)
+    found = on_device(logits, [spec] * 5)
+    assert found[:3] == [-1, -1, -1]
+    assert found[3:] == [token for token, _ in Sampler().sample(logits[3:], [spec] * 2)]
+
+
+@needs_triton
+def test_no_rows_give_no_tokens() -> None:
+    assert on_device(torch.zeros(0, VOCAB), []) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@needs_triton
+@pytest.mark.gpu
+def test_the_same_tokens_are_drawn_from_a_large_vocabulary() -> None:
+    rng = random.Random(0)
+    logits = torch.randn(200, 128_256, generator=torch.Generator().manual_seed(0)) * 4
+    specs = [
+        SampleSpec(
+            SamplingParams(
+                temperature=rng.uniform(0.1, 2.0),
+                top_k=rng.choice([0, 1, 50, 3000]),
+                top_p=rng.choice([1.0, 0.95, 0.5]),
+                min_p=rng.choice([0.0, 0.05]),
+            ),
+            seed=rng.getrandbits(63),
+            output_index=index,
+        )
+        for index in range(200)
+    ]
+    expected = [token for token, _ in Sampler().sample(logits, specs)]
+    # Sums of 100,000 weights: a bound may fall beside a token once in a while.
+    differing = sum(a != b for a, b in zip(on_device(logits, specs), expected, strict=True))
+    assert differing <= 2
