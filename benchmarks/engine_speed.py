@@ -76,8 +76,10 @@ class RecordingExecutor:
 class BrosTarget:
     """One engine of bros, stepped by hand."""
 
-    def __init__(self, files: ModelFiles, weights: str) -> None:
-        config = EngineConfig(weights=weights, max_batch_tokens=4096, max_model_len=2048)
+    def __init__(self, files: ModelFiles, weights: str, policy: str = "bros") -> None:
+        config = EngineConfig(
+            device="cpu", weights=weights, policy=policy, max_batch_tokens=4096, max_model_len=2048
+        )
         self._engine: Engine = build_engine(config, files, SystemClock())
         self._recorder = RecordingExecutor(self._engine._executor)
         self._engine._executor = self._recorder
