@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from bros.core.plan import SampledToken, SampleSpec
-from bros.executor.device_sampler import draw
 from bros.executor.sampler import Sampler, why_no_token
-from bros.executor.staging import CopyEvent, to_device
+from bros.kernels.staging import CopyEvent, to_device
 
 Asked = tuple[str, SampleSpec]
 """Who wants a token, and how it is chosen."""
+
+Draw = Callable[[Tensor, Sequence[SampleSpec]], Tensor]
+"""That of device_sampler.py."""
 
 
 class Chooser(Protocol):
@@ -53,8 +55,10 @@ class DeviceChooser:
     tokens or log-probabilities are copied and chosen there, all in one copy as well.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, draw: Draw | None = None) -> None:
+        """draw: None if the host has to choose all tokens but greedy ones."""
         self._on_host = HostChooser(sampler)
+        self._draw = draw
 
     def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
         """See Chooser."""
@@ -62,7 +66,7 @@ class DeviceChooser:
 
     def begin(self, logits: Tensor, asked: Sequence[Asked]) -> Choice:
         """Choose what the device can choose; the host does not wait for it."""
-        others = [row for row, (_, spec) in enumerate(asked) if not _is_plain(spec)]
+        others = [row for row, (_, spec) in enumerate(asked) if not self._is_plain(spec)]
         tokens = found = None
         if len(others) < len(asked):
             peaks, tokens = self._plain(logits, asked)
@@ -77,22 +81,32 @@ class DeviceChooser:
             done.record()
         return Choice(asked, others, tokens, found, rows, done, self._on_host)
 
-    @staticmethod
-    def _plain(logits: Tensor, asked: Sequence[Asked]) -> tuple[Tensor, Tensor]:
+    def _plain(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[Tensor, Tensor]:
         """Peaks (fp32) and tokens (int32) of all rows, also of those whose spec is not plain."""
         peaks, best = logits.max(dim=1)  # of equals the first; NaN anywhere in a row is its peak
         tokens = best.int()
         drawn = [
-            row for row, (_, spec) in enumerate(asked) if not spec.params.greedy and _is_plain(spec)
+            row
+            for row, (_, spec) in enumerate(asked)
+            if not spec.params.greedy and self._is_plain(spec)
         ]
-        if drawn:
+        if drawn and self._draw is not None:
             specs = [asked[row][1] for row in drawn]
             if len(drawn) == len(asked):
-                return peaks, draw(logits, peaks, specs).int()
+                return peaks, self._draw(logits, specs)
             rows = _rows(drawn, logits)
-            scores, their_peaks = logits.index_select(0, rows), peaks.index_select(0, rows)
-            tokens.index_copy_(0, rows, draw(scores, their_peaks, specs).int())
+            tokens.index_copy_(0, rows, self._draw(logits.index_select(0, rows), specs))
         return peaks, tokens
+
+    def _is_plain(self, spec: SampleSpec) -> bool:
+        """Chosen on the device, from the logits as they are, with nothing else to be told."""
+        params = spec.params
+        return (params.greedy or self._draw is not None) and not (
+            params.logprobs is not None
+            or params.logit_bias
+            or params.needs_history
+            or len(spec.forbidden)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +153,6 @@ def _sampled(request_id: str, token: int, peak: float) -> SampledToken:
     if not math.isfinite(peak):
         return SampledToken(request_id, -1, error=why_no_token(peak))
     return SampledToken(request_id, token)
-
-
-def _is_plain(spec: SampleSpec) -> bool:
-    """Chosen from the logits as they are, with nothing else to be told."""
-    params = spec.params
-    return not (
-        params.logprobs is not None
-        or params.logit_bias
-        or params.needs_history
-        or len(spec.forbidden)
-    )
 
 
 def _rows(rows: Sequence[int], logits: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from torch import Tensor
 from bros.executor.feed import Pending, fill_in
 from bros.executor.inputs import StepInputs
 from bros.executor.models.decoder import Decoder, LayerCache
-from bros.executor.staging import Staging
 from bros.kernels.interface import (
     AttentionBatch,
     GraphBuffers,
@@ -34,6 +33,7 @@ from bros.kernels.interface import (
     HeadLayout,
     Kernels,
 )
+from bros.kernels.staging import Staging
 
 logger = logging.getLogger("bros.executor")
 

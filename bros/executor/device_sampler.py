@@ -1,106 +1,61 @@
-"""The draws of sampler.py for many rows at once, in torch operations that need no host.
+"""The draws of sampler.py on the device, by Triton. Without Triton the host draws.
 
-The same noise races over the same weights, so a row gets the token that it gets there, unless two
-tokens are about to win at once and the device's exponential rounds the other way.
+What a row gets here and there is the same token; see kernels/triton/sampling.py for how far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bros.core.plan import SampleSpec
-from bros.executor.sampler import BLOCK, BLOCK_NOISE, GOLDEN, SMALLEST_TEMPERATURE, noise_start
-from bros.executor.staging import to_device
+from bros.executor.sampler import SMALLEST_TEMPERATURE, noise_start
+from bros.kernels.staging import to_device
+from bros.kernels.triton.sampling import SamplingTensors, choose_tokens
 
-# uint64 numbers as int64, whose sums and products overflow to the same bits.
-_GOLDEN = GOLDEN - 2**64
-_FACTORS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-_INFINITE = 0x7F800000  # the bits of infinity; bits of numbers >= 0 are ordered as the numbers
+_TYPES = (np.uint64, np.float64, np.float32, np.float32, np.int32)
+_ALIGNMENT = 4  # rows; kernels are compiled for the alignment of what they are given
 
 
-def draw(logits: Tensor, peaks: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """The tokens drawn by specs that are not greedy and change no logits; int64 [rows].
+def draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """The tokens drawn by specs that are not greedy and change no logits; int32 [rows].
 
-    logits: fp32 [rows, vocab]; peaks: the largest of each row. A row whose peak is not finite gets
-    a number that means nothing.
+    logits: fp32 [rows, vocab], not changed. A row whose best logit is not finite gets a token that
+    means nothing. The host does not wait for the device.
     """
-    rows, vocab = logits.shape
-    blocks = -(-vocab // BLOCK)
-    weights = F.pad(_weights(logits, peaks, specs), (0, blocks * BLOCK - vocab))
-    weights = weights.view(rows, blocks, BLOCK)
-    starts = [[_signed(noise_start(spec.seed, spec.output_index))] for spec in specs]
-    start = to_device(torch.tensor(starts), logits.device)
-    numbers = torch.arange(max(blocks, BLOCK), device=logits.device)
-    masses = weights.sum(2, dtype=torch.float64)
-    block = (_noise(start, numbers[:blocks] + BLOCK_NOISE) / masses).argmin(1, keepdim=True)
-    inner = weights.gather(1, block[:, :, None].expand(rows, 1, BLOCK))[:, 0].double()
-    first = block * BLOCK
-    token = first + (_noise(start, first + numbers[:BLOCK]) / inner).argmin(1, keepdim=True)
-    return token[:, 0].clamp(max=vocab - 1)
+    tokens = choose_tokens(logits.contiguous(), _parameters(specs, logits))
+    return tokens.clamp_(min=0)
 
 
-def _weights(logits: Tensor, peaks: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """exp of the scaled logits, relative to the best; 0 where a filter forbids the token."""
-    params = [spec.params for spec in specs]
+def _parameters(specs: Sequence[SampleSpec], logits: Tensor) -> SamplingTensors:
+    """All in one copy."""
     vocab = logits.shape[1]
-    columns = [
-        [max(p.temperature, SMALLEST_TEMPERATURE), p.min_p, p.top_p, p.top_k or vocab]
-        for p in params
+    params = [spec.params for spec in specs]
+    columns = (
+        [noise_start(spec.seed, spec.output_index) for spec in specs],
+        [p.top_p for p in params],
+        [max(p.temperature, SMALLEST_TEMPERATURE) for p in params],
+        [p.min_p for p in params],
+        [min(p.top_k, vocab) for p in params],
+    )
+    padding = [0] * (-len(specs) % _ALIGNMENT)
+    parts = [
+        np.array([*column, *padding], kind).view(np.uint8)
+        for column, kind in zip(columns, _TYPES, strict=True)
     ]
-    there = to_device(torch.tensor(columns, dtype=torch.float64), logits.device)
-    temperatures, least, shares, counts = there.split(1, dim=1)  # type: ignore[no-untyped-call]
-    depths: Tensor = (peaks[:, None] - logits) / temperatures.float()  # >= 0
-    weights = (-depths).exp()
-    if any(p.min_p > 0.0 for p in params):
-        weights *= weights >= least.float()
-    order = depths.view(torch.int32)
-    if any(p.top_k for p in params):
-        weights *= order <= _last_allowed(order, None, counts)
-    if any(p.top_p < 1.0 for p in params):
-        mass = weights.sum(1, keepdim=True, dtype=torch.float64)
-        last = _last_allowed(order, weights, shares * mass)
-        weights *= (order <= last) | (shares >= 1.0)
-    return weights
+    there = to_device(torch.from_numpy(np.concatenate(parts)), logits.device)
+    starts, top_p, temperature, min_p, top_k = there.split([len(part) for part in parts])
 
+    def rows(part: Tensor, dtype: torch.dtype) -> Tensor:
+        return part.view(dtype)[: len(specs)]
 
-def _last_allowed(order: Tensor, weights: Tensor | None, target: Tensor) -> Tensor:
-    """[rows, 1]: the smallest bound with at least `target` of the weights, or of the tokens, in
-    places up to it, found by bisection: 31 passes cost less than sorting the vocabulary.
-
-    order: int32 [rows, vocab], bits of depths; so many as the target must be there.
-    """
-    high = torch.full_like(target, _INFINITE, dtype=torch.int32)
-    low = torch.full_like(high, -1)
-    for _ in range(31):
-        middle = low + (high - low) // 2
-        within = order <= middle
-        if weights is None:
-            reached = within.sum(1, keepdim=True)
-        else:
-            reached = (weights * within).sum(1, keepdim=True, dtype=torch.float64)
-        enough = reached >= target
-        high = torch.where(enough, middle, high)
-        low = torch.where(enough, low, middle)
-    return high
-
-
-def _noise(start: Tensor, numbers: Tensor) -> Tensor:
-    """sampler.noise of `numbers`; start: int64 [rows, 1]. Returns float64 [rows, numbers]."""
-    state = (numbers + 1) * _GOLDEN + start
-    for shift, factor in _FACTORS:
-        state = (state ^ _shifted(state, shift)) * factor
-    state = state ^ _shifted(state, 31)
-    return -torch.log((_shifted(state, 11).double() + 0.5) * 2.0**-53)
-
-
-def _shifted(state: Tensor, by: int) -> Tensor:
-    """To the right, as if it were unsigned."""
-    return torch.bitwise_and(state >> by, 2 ** (64 - by) - 1)
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
+    return SamplingTensors(
+        temperature=rows(temperature, torch.float32),
+        min_p=rows(min_p, torch.float32),
+        top_k=rows(top_k, torch.int32),
+        top_p=rows(top_p, torch.float64),
+        start=rows(starts, torch.int64),
+    )

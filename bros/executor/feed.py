@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bros.executor.grouping import group_shared
 from bros.executor.inputs import StepInputs
-from bros.executor.staging import Staging
 from bros.kernels.interface import HeadLayout, Kernels
+from bros.kernels.staging import Staging
 
 _ALIGNMENT = 4  # int32; kernels are compiled for the alignment of what they are given
 

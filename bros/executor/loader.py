@@ -13,7 +13,7 @@ import torch
 from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EngineInfo
-from bros.executor.choosing import DeviceChooser, HostChooser
+from bros.executor.choosing import DeviceChooser, Draw, HostChooser
 from bros.executor.cuda_graphs import CudaRecorder, GraphSizes, StepGraphs, recorded_or_warn
 from bros.executor.cuda_kv_storage import Buffers, cuda_kv_storage
 from bros.executor.feed import InputFeed
@@ -34,7 +34,6 @@ from bros.executor.models.spec import ModelSpec
 from bros.executor.random_weights import RandomWeights
 from bros.executor.runner import ModelRunner
 from bros.executor.sampler import Sampler
-from bros.executor.staging import Staging
 from bros.executor.target import (
     choose_target,
     device_name,
@@ -45,6 +44,7 @@ from bros.executor.target import (
 from bros.executor.weights import Weights, WeightSource
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import HeadLayout
+from bros.kernels.staging import Staging
 
 _CPU_KV_MEMORY = "1GiB"
 
@@ -176,8 +176,16 @@ class _Loader:
     def _runner(self, decoder: Decoder, kv: KvMemory, graphs: StepGraphs | None) -> ModelRunner:
         if self._device.type == "cpu":
             return ModelRunner(decoder, kv, self._feed, HostChooser(Sampler()))
-        chooser = DeviceChooser(Sampler())
+        chooser = DeviceChooser(Sampler(), self._draw())
         return LaunchingRunner(decoder, kv, self._feed, chooser, graphs=graphs)
+
+    def _draw(self) -> Draw | None:
+        if self._kernels_name != "triton":
+            return None
+        # Late, because Triton need not be installed.
+        from bros.executor.device_sampler import draw
+
+        return draw
 
     def _graphs(
         self, decoder: Decoder, kv: KvMemory, max_model_len: int, num_blocks: int

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from bros.core.plan import SampledToken, SampleSpec
 from bros.core.request import SamplingParams
 from bros.executor.choosing import Asked, DeviceChooser, HostChooser
-from bros.executor.device_sampler import draw
 from bros.executor.sampler import Sampler
+from support.device_runners import draw as draw_on_host
+from support.kernel_cases import needs_triton, triton_backend
 
-ON_HOST, ON_DEVICE = HostChooser(Sampler()), DeviceChooser(Sampler())
+ON_HOST = HostChooser(Sampler())
+ON_DEVICE = DeviceChooser(Sampler(), draw_on_host)
+GREEDY_ON_DEVICE = DeviceChooser(Sampler())
 
 
 def logits_of(rows: int, vocab: int, seed: int, spread: float = 3.0) -> torch.Tensor:
@@ -62,25 +65,41 @@ def test_the_device_chooses_what_the_host_chooses(
     logits = logits_of(len(asked), vocab, seed, spread)
     before = logits.clone()
     named = [(str(index), spec) for index, spec in enumerate(asked)]
-    assert ON_DEVICE(logits, named) == ON_HOST(logits, named)
+    expected = ON_HOST(logits, named)
+    assert ON_DEVICE(logits, named) == GREEDY_ON_DEVICE(logits, named) == expected
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(),
+@needs_triton
+def test_triton_draws_what_the_host_draws() -> None:
+    """A mixture of all that it can do; its kernel has tests of its own."""
+    from bros.executor.device_sampler import draw
+
+    device = triton_backend().device
+    chooser = DeviceChooser(Sampler(), draw)
+    logits = logits_of(9, 700, seed=1)
+    logits[4, 600] = float("nan")
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1e-30),
         SamplingParams(temperature=0.6, top_p=0.95),
-        SamplingParams(top_k=200, top_p=0.8),
-        SamplingParams(top_k=4000, min_p=0.001),
-    ],
-    ids=["plain", "nucleus", "top_k and top_p", "large top_k and min_p"],
-)
-def test_large_vocabularies(params: SamplingParams) -> None:
-    logits = logits_of(12, 50257, seed=1)
-    asked = [(str(i), SampleSpec(params, seed=5, output_index=i)) for i in range(12)]
-    assert ON_DEVICE(logits, asked) == ON_HOST(logits, asked)
-    assert len({token.token_id for token in ON_HOST(logits, asked)}) > 1
+        SamplingParams(top_k=10**6, min_p=0.01),
+        SamplingParams(top_k=20, top_p=0.8),
+        SamplingParams(logprobs=1),
+    ]
+    for count in (9, 5):
+        asked = [
+            (str(row), SampleSpec(kinds[row % 6], seed=-row, output_index=row))
+            for row in range(count)
+        ]
+        assert chooser(logits[:count].to(device), asked) == ON_HOST(logits[:count], asked)
+    drawn = [(str(row), SampleSpec(kinds[4], seed=7, output_index=row)) for row in range(9)]
+    choice = chooser.begin(logits.to(device), drawn)
+    assert choice.others == []
+    tokens = choice.tokens
+    assert tokens is not None and tokens.dtype == torch.int32
+    assert 0 <= int(tokens[4]) < 700, "a step after this one may look it up"
+    assert choice.finish() == ON_HOST(logits, drawn)
 
 
 def test_equal_logits_pass_top_k_together_and_the_first_wins_greedily() -> None:
@@ -108,13 +127,6 @@ def test_broken_logits_fail_their_own_row(bad: float, temperature: float) -> Non
     assert [token.error is None for token in chosen] == [True, False, True]
 
 
-def test_any_row_that_is_drawn_is_a_token_even_of_nothing_but_nan() -> None:
-    logits = torch.full((4, 257), float("nan"))
-    spec = SampleSpec(SamplingParams(top_p=0.5, top_k=3), 0, 0)
-    tokens = draw(logits, logits.max(dim=1).values, [spec] * 4)
-    assert all(0 <= token < 257 for token in tokens.tolist())
-
-
 def test_nobody_asked() -> None:
     assert ON_DEVICE(torch.empty(0, 9), []) == ON_HOST(torch.empty(0, 9), []) == ()
 
@@ -140,3 +152,6 @@ def test_the_device_has_the_tokens_that_need_no_host(plain: list[bool], rng: ran
         if is_plain:
             assert choice.tokens is not None and choice.tokens.dtype == torch.int32
             assert int(choice.tokens[row]) == finished[row].token_id
+    greedy = [row for row, (_, spec) in enumerate(asked) if spec.params.greedy]
+    others = GREEDY_ON_DEVICE.begin(logits, asked).others
+    assert sorted([*others, *greedy]) == list(range(len(asked)))

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.executor.feed import fill_in, upload
-from bros.executor.staging import Staging
 from bros.executor.target import CPU
+from bros.kernels.staging import Staging
 from support.kernel_cases import int32
 
 

@@ -9,12 +9,12 @@ import triton
 from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout
+from bros.kernels.staging import Staging
 from bros.kernels.triton.attention_kernels import attend, merge
 from bros.kernels.triton.buffers import (
     Capacity,
     GraphWork,
     Scratch,
-    Staging,
     TritonBatch,
     WorkTensors,
 )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout, SharedParts
 from bros.kernels.parts import Ints
+from bros.kernels.staging import Staging
 from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Work
 
 _COUNTS = 4
@@ -214,38 +215,3 @@ def shared_segments(shared: SharedParts) -> int:
     readers = np.diff(shared.row_start.numpy())
     lengths = np.diff(shared.segment_start.numpy())
     return int(lengths.sum() + lengths[readers == 1].sum())
-
-
-class Staging:
-    """Host memory from which lists are copied, page-locked for CUDA.
-
-    Two buffers take turns: while one is copied, the next step's list goes into the other.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._buffers = [self._host(0), self._host(0)]
-        self._copied: list[torch.cuda.Event | None] = [None, None]
-        self._turn = 0
-
-    def take(self, size: int) -> Tensor:
-        """An int32 tensor [size] to write to, once its last contents have been copied."""
-        self._turn = 1 - self._turn
-        event = self._copied[self._turn]
-        if event is not None:
-            event.synchronize()
-        if len(self._buffers[self._turn]) < size:
-            self._buffers[self._turn] = self._host(size * 3 // 2)
-        return self._buffers[self._turn][:size]
-
-    def sent(self) -> None:
-        """The copy of what was taken last is in the stream."""
-        if self._cuda:
-            event = self._copied[self._turn]
-            if event is None:
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._copied[self._turn] = event
-
-    def _host(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int32, pin_memory=self._cuda)
