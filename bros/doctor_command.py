@@ -29,7 +29,7 @@ from bros.kernels.self_test import Check
 from bros.scheduler.profiles import available_cores, cpu_name
 from bros.terminal import print_table
 
-_PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "tokenizers")
+_PACKAGES = ("torch", "triton", "xformers", "numpy", "transformers", "safetensors", "tokenizers")
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _SEED = 0
 _DRIVER_TIMEOUT_S = 20.0
@@ -143,7 +143,7 @@ def _test_kernels(found: Findings, clock: Clock) -> None:
 
 def _test_generation(found: Findings, config: EngineConfig, clock: Clock) -> None:
     """The reference on the CPU in fp32; the same with what is in use; then in its precision."""
-    exact = dataclasses.replace(config, weights="fp32", kv_dtype="fp32")
+    exact = dataclasses.replace(config, weights="fp32", kv_dtype="fp32", self_attention="auto")
     plain = dataclasses.replace(exact, device="cpu", kernels="reference", async_scheduling="auto")
     try:
         expected = generate(plain, clock, leads=True)

@@ -29,6 +29,7 @@ PREFIX_CACHE = ("class-aware", "lru", "off")
 KV_FIND = ("final", "paper")
 ON_PRESSURE = ("checkpoint", "recompute")
 KERNELS = ("auto", "reference", "cpu", "triton")
+SELF_ATTENTION = ("auto", "triton", "xformers")
 CUDA_GRAPHS = ("on", "off")
 ASYNC_SCHEDULING = ("auto", "on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -105,6 +106,11 @@ class EngineConfig(_Checked):
         "auto", "precision of the weights: auto is fp32, on a GPU bf16", choices=WEIGHTS
     )
     kernels: str = option("auto", "kernel back end", choices=KERNELS)
+    self_attention: str = option(
+        "auto",
+        "on a GPU, what attends within the chunks of prompts: auto is triton",
+        choices=SELF_ATTENTION,
+    )
     kv_dtype: str = option("auto", "precision of the KV cache", choices=KV_DTYPES)
     kv_memory: str | None = option(
         None,

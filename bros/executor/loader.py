@@ -40,6 +40,7 @@ from bros.executor.target import (
     find_cuda,
     kernels_for,
     kv_dtype_for,
+    self_part_for,
 )
 from bros.executor.weights import Weights, WeightSource
 from bros.kernels.dispatch import select_kernels
@@ -92,9 +93,10 @@ class _Loader:
         self._target = choose_target(config, cuda)
         self._device = self._target.device
         self._kernels_name = kernels_for(config, self._target, cuda)
-        self._kernels = select_kernels(self._kernels_name, self._device)
-        self._kv_dtype = kv_dtype_for(config, self._target)
         self._layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self_part = self_part_for(config, self._target, self._kernels_name, self._layout)
+        self._kernels = select_kernels(self._kernels_name, self._device, self_part)
+        self._kv_dtype = kv_dtype_for(config, self._target)
         # Only these kernels read what several rows share once.
         grouping = KV_BLOCK_SIZE if self._kernels_name == "triton" else None
         staging = None if self._device.type == "cpu" else Staging(self._device)

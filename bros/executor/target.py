@@ -10,6 +10,8 @@ import torch
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.executor.kv_storage import DTYPES
+from bros.kernels.interface import HeadLayout
+from bros.kernels.xformers_self import XformersSelf, open_xformers
 
 CPU = torch.device("cpu")
 
@@ -104,6 +106,21 @@ def kernels_for(config: EngineConfig, target: Target, cuda: Cuda) -> str:
             "bros[cuda], or use --device cpu"
         )
     return "triton" if config.kernels == "auto" else config.kernels
+
+
+def self_part_for(
+    config: EngineConfig, target: Target, kernels: str, layout: HeadLayout
+) -> XformersSelf | None:
+    """What config.self_attention stands for beside these kernels; None: they do all.
+
+    auto is none, until xformers has been measured to be faster on some device.
+    Raises ConfigError if xformers cannot be used.
+    """
+    if config.self_attention != "xformers":
+        return None
+    if target.device.type != "cuda" or kernels != "triton":
+        raise ConfigError("--self-attention xformers: only on a GPU, beside --kernels triton")
+    return open_xformers(target.device, layout, target.dtype)
 
 
 def kv_dtype_for(config: EngineConfig, target: Target) -> str:

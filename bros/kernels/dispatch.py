@@ -15,6 +15,7 @@ from bros.kernels.reference import ReferenceKernels
 if TYPE_CHECKING:
     from bros.kernels.cpu_ops import CpuKernels
     from bros.kernels.triton_ops import TritonKernels
+    from bros.kernels.xformers_self import XformersSelf
 
 _HOW_TO_BUILD = (
     "the compiled kernels (bros.kernels._C) are not available; install a C++ compiler "
@@ -26,8 +27,10 @@ _HOW_TO_GET_TRITON = (
 )
 
 
-def select_kernels(name: str, device: torch.device | None = None) -> Kernels:
-    """The back end called `name`: auto, reference, cpu or triton.
+def select_kernels(
+    name: str, device: torch.device | None = None, self_part: XformersSelf | None = None
+) -> Kernels:
+    """The back end called `name`: auto, reference, cpu or triton, the last one with self_part.
 
     Without a device, triton takes the CUDA device if there is one, all others the CPU. auto takes
     triton for CUDA; for the CPU it takes cpu if the compiled extension is there, else it warns once
@@ -41,7 +44,7 @@ def select_kernels(name: str, device: torch.device | None = None) -> Kernels:
         return ReferenceKernels()
     if name == "triton" or (name == "auto" and cuda):
         found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return _load_triton_kernels(device or found)
+        return _load_triton_kernels(device or found, self_part)
     if cuda:
         raise ConfigError("--kernels cpu: these kernels are for the CPU, not for a CUDA device")
     try:
@@ -62,7 +65,7 @@ def _load_cpu_kernels() -> CpuKernels:
     return CpuKernels()
 
 
-def _load_triton_kernels(device: torch.device) -> TritonKernels:
+def _load_triton_kernels(device: torch.device, self_part: XformersSelf | None) -> TritonKernels:
     # Imported late because Triton is optional, and takes long to import.
     try:
         import triton
@@ -75,4 +78,4 @@ def _load_triton_kernels(device: torch.device) -> TritonKernels:
             f"--kernels triton needs a CUDA device, not {device.type} "
             "(with TRITON_INTERPRET=1 it runs there, very slowly)"
         )
-    return TritonKernels(device)
+    return TritonKernels(device, self_part=self_part)

@@ -11,6 +11,7 @@ from bros.kernels.triton import elementwise_kernels as device
 from bros.kernels.triton.attention import Attention
 from bros.kernels.triton.buffers import GraphWork, TritonBatch
 from bros.kernels.triton.settings import Settings, settings_for
+from bros.kernels.xformers_self import XformersSelf
 
 _COLUMNS = 1024  # of an activation, per program
 _ELEMENTS_PER_WARP = 512
@@ -24,13 +25,19 @@ class TritonKernels:
     look at what is on the device.
     """
 
-    def __init__(self, device: torch.device, settings: Settings | None = None) -> None:
-        """A CPU will do if Triton interprets (TRITON_INTERPRET=1)."""
-        self._attention = Attention(settings or settings_for(device), device)
+    def __init__(
+        self,
+        device: torch.device,
+        settings: Settings | None = None,
+        self_part: XformersSelf | None = None,
+    ) -> None:
+        """A CPU will do if Triton interprets (TRITON_INTERPRET=1). self_part: for long rows."""
+        self._attention = Attention(settings or settings_for(device), device, self_part)
+        self._name = "triton" if self_part is None else "triton-xformers"
 
     @property
     def name(self) -> str:
-        return "triton"
+        return self._name
 
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device

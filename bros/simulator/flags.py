@@ -45,7 +45,8 @@ _FROM_ENGINE = {
 _NOT_SIMULATED = (
     *("model", "weights", "kernels", "kv_dtype", "kv_memory", "host_kv_memory", "threads"),
     *("policy", "prefix_cache", "rt_cache_share"),
-    *("device", "gpu_memory_utilization", "cuda_graphs", "async_scheduling"),
+    *("device", "gpu_memory_utilization"),
+    *("self_attention", "cuda_graphs", "async_scheduling"),
 )
 FLAGS = (
     FILE_FLAG,

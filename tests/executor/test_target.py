@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from bros.executor.target import (
     find_cuda,
     kernels_for,
     kv_dtype_for,
+    self_part_for,
 )
+from bros.kernels.interface import HeadLayout
 
 NO_GPU = Cuda("torch finds no GPU", triton=False)
 HOPPER = Cuda(None, triton=True, capability=(9, 0))
@@ -126,3 +129,33 @@ def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert device_name(CPU) == "cpu"
     assert device_name(GPU) == "NVIDIA H200"
+
+
+LAYOUT = HeadLayout(4, 2, 64)
+
+
+@pytest.mark.parametrize("choice", ["auto", "triton"])
+def test_the_own_part_of_prompts_is_left_to_triton(choice: str) -> None:
+    options = config(self_attention=choice)
+    for cuda, kernels in ((HOPPER, "triton"), (HOPPER, "reference"), (NO_GPU, "cpu")):
+        target = choose_target(options, cuda)
+        assert self_part_for(options, target, kernels, LAYOUT) is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "kernels", "weights", "message"),
+    [
+        (NO_GPU, "triton", "auto", "only on a GPU, beside --kernels triton"),
+        (HOPPER, "reference", "auto", "only on a GPU, beside --kernels triton"),
+        (HOPPER, "triton", "fp32", "for bf16 and fp16 only; choose one of them by --weights"),
+        (HOPPER, "triton", "auto", r"install bros\[xformers\]"),
+    ],
+)
+def test_xformers_that_cannot_be_used_is_refused(
+    cuda: Cuda, kernels: str, weights: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "xformers", None)
+    options = config(self_attention="xformers", weights=weights)
+    target = choose_target(options, cuda)
+    with pytest.raises(ConfigError, match=f"^--self-attention xformers: {message}"):
+        self_part_for(options, target, kernels, LAYOUT)

@@ -22,6 +22,7 @@ from bros.kernels.triton.plan import (
     QUERY,
     SEGMENT,
     SEGMENT_END,
+    OwnDone,
     PlanRules,
     Split,
     Work,
@@ -124,6 +125,37 @@ def test_every_query_is_written_once_or_merged_of_all_its_parts(
     }
     assert merged == {query: sorted(numbers) for query, numbers in parts.items()}
     assert sorted([*direct, *merged]) == list(range(int(case.batch.query_start[-1])))
+
+
+@given(case=CASES, rules=RULES, which=st.lists(st.booleans(), min_size=5, max_size=5))
+def test_rows_whose_own_part_is_done_only_read_their_context(
+    case: AttentionCase, rules: PlanRules, which: list[bool]
+) -> None:
+    lengths = case.batch.query_start.diff().numpy()
+    done = np.array(which[: len(lengths)], np.bool_)
+    tokens = np.flatnonzero(np.repeat(done, lengths)).tolist()
+    first = tokens[0] if tokens else 0
+    work = plan_work(case.batch, rules, OwnDone(done, first))
+    read = what_is_read(work)
+    # Whoever has no context is not read for at all, but then there is nothing to expect, either.
+    expected = {
+        query: (segments, [] if query in tokens else own)
+        for query, (segments, own) in what_should_be(case).items()
+        if segments or query not in tokens
+    }
+    assert {query: seen for query, seen in read.items() if seen != (Counter(), [])} == expected
+    slots = dict(zip(work.merge_tokens.tolist(), slots_of(work), strict=True))
+    for query in read:
+        numbers = slots.get(query, [])
+        assert [n for n in numbers if n < 0] == ([-1 - query + first] if query in tokens else [])
+    assert sorted(n for own in slots.values() for n in own if n >= 0) == list(range(work.partials))
+
+
+def slots_of(work: Work) -> list[list[int]]:
+    """Of every merged token."""
+    return [part.tolist() for part in np.split(work.merge_slots, work.merge_start[1:-1])] * bool(
+        len(work.merge_tokens)
+    )
 
 
 @given(

@@ -20,6 +20,7 @@ from bros.kernels.triton.buffers import (
 )
 from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Split, plan_work
 from bros.kernels.triton.settings import Kind, Settings, Shape
+from bros.kernels.xformers_self import XformersSelf
 
 _LEAST_ROWS = 16  # a matrix product on the device has at least these
 _MOST_ROWS = 128
@@ -38,8 +39,12 @@ _TYPES = {
 class Attention:
     """Attention of one device. Not to be used by two threads at once: lists are staged here."""
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
+    def __init__(
+        self, settings: Settings, device: torch.device, self_part: XformersSelf | None = None
+    ) -> None:
+        """self_part: what attends to the own tokens of long rows, except in recorded steps."""
         self._settings = settings
+        self._self_part = self_part
         self._device = device
         self._staging = Staging(device)
         self._scratch: Scratch | None = None
@@ -57,7 +62,8 @@ class Attention:
     ) -> TritonBatch:
         """The batch with its work list on the device. `into` must fit it."""
         rows = into.tile_rows if into else _tile_rows(_most_queries(batch), layout)
-        work = plan_work(batch, self._rules(layout, rows))
+        own = self._self_part.plan(batch) if self._self_part and into is None else None
+        work = plan_work(batch, self._rules(layout, rows), own.done if own else None)
         if into is None:
             tensors = WorkTensors.allocate(Capacity.of(work), layout, self._device)
         else:
@@ -71,6 +77,7 @@ class Attention:
             batch.shared,
             work=tensors,
             tile_rows=rows,
+            own=own,
         )
 
     def run(
@@ -87,7 +94,7 @@ class Attention:
         assert k_cache.is_contiguous() and v_cache.is_contiguous()
         assert k_cache.shape == v_cache.shape and k_cache.shape[1] == layout.num_kv_heads
         assert k_cache.shape[3] == layout.head_dim
-        out = qkv.new_empty(qkv.shape[0], layout.q_size)
+        out, own_lse = self._begin(qkv, layout, batch, scale)
         work, capacity = batch.work, batch.work.capacity
         group = layout.num_heads // layout.num_kv_heads
         arguments = (out, qkv, layout, (k_cache, v_cache), work, scale)
@@ -104,14 +111,32 @@ class Attention:
                 work.merge_tokens,
                 work.merge_start,
                 work.merge_slots,
+                work.scratch.lse if own_lse is None else own_lse,
+                0 if own_lse is None else own_lse.shape[1],
                 HEADS=layout.num_heads,
                 HEAD_DIM=layout.head_dim,
                 BLOCK_D=_power_of_two(layout.head_dim),
                 BLOCK_P=_MERGED_AT_ONCE,
                 COUNT=_MERGES,
+                OWN=own_lse is not None,
                 num_warps=4,
             )
         return out
+
+    def _begin(
+        self, qkv: Tensor, layout: HeadLayout, batch: TritonBatch, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output with what xformers computes of it, and its log-sum-exps."""
+        own = batch.own
+        if own is None:
+            return qkv.new_empty(qkv.shape[0], layout.q_size), None
+        assert self._self_part is not None
+        found, lse = self._self_part.run(qkv, layout, own, scale)
+        if len(found) == len(qkv):
+            return found, lse
+        out = qkv.new_empty(qkv.shape[0], layout.q_size)
+        out[own.done.first : own.end] = found
+        return out, lse
 
     def _attend(
         self,

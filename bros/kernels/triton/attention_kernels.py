@@ -227,7 +227,7 @@ def _absorb(scores, v, peak, mass, acc):
     return higher, mass, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_length"])
 def merge(
     out,
     partial_out,
@@ -236,13 +236,19 @@ def merge(
     merge_tokens,
     merge_start,
     merge_slots,
+    own_lse,  # [HEADS, own_length], to base e
+    own_length,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     COUNT: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """One token and head per program: partial results weighted by their share of the mass."""
+    """One token and head per program: partial results weighted by their share of the mass.
+
+    OWN: slot -1 - i is the result that is in the output before, with log-sum-exp i of its head.
+    """
     pid = tl.program_id(0)
     head = pid % HEADS
     index = pid // HEADS
@@ -260,6 +266,9 @@ def merge(
     for first in range(start, end, BLOCK_P):
         known = first + p < end
         slot = tl.load(merge_slots + first + p, mask=known, other=0).to(tl.int64)
+        if OWN:
+            is_own = known & (slot < 0)
+            known = known & (slot >= 0)
         at = slot * HEADS + head
         lse = tl.load(partial_lse + at, mask=known, other=float("-inf"))
         part = tl.load(
@@ -267,6 +276,12 @@ def merge(
             mask=known[:, None] & in_head[None, :],
             other=0.0,
         )
+        if OWN:
+            found = tl.load(own_lse + head * own_length - 1 - slot, mask=is_own, other=0.0)
+            lse = tl.where(is_own, found * 1.4426950408889634, lse)  # times log2(e)
+            own_at = (token * HEADS + head) * HEAD_DIM + d[None, :] + p[:, None] * 0
+            own = tl.load(out + own_at, mask=is_own[:, None] & in_head[None, :], other=0.0)
+            part = tl.where(is_own[:, None], own.to(tl.float32), part)
         higher = tl.maximum(peak, tl.max(lse, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(lse - base)

@@ -21,6 +21,7 @@ from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout, Shar
 from bros.kernels.parts import Ints
 from bros.kernels.staging import Staging
 from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Work
+from bros.kernels.xformers_self import SelfWork
 
 _COUNTS = 4
 _ALIGNMENT = 4
@@ -182,6 +183,8 @@ class TritonBatch(AttentionBatch):
     work: WorkTensors = field(kw_only=True)
     tile_rows: int = field(kw_only=True)
     """Queries times heads that a tile of queries has, as the tile kernel was sized."""
+    own: SelfWork | None = field(kw_only=True, default=None)
+    """What xformers does of it."""
 
 
 class GraphWork:

@@ -81,11 +81,24 @@ class PlanRules:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnDone:
+    """Rows whose tokens have attended to each other before any item runs: `rows` says so of each.
+
+    That result is in the output already. Its log-sum-exps start at token `first` of the step; the
+    one of token first + i is number -1 - i of `Work.merge_slots`.
+    """
+
+    rows: NDArray[np.bool_]
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """All int32. one_items, tile_items: [n, ITEM_WIDTH]; listed: [k] tokens; segments: [m, 3].
 
     Token merge_tokens[i] is merged of the partial results
-    merge_slots[merge_start[i]:merge_start[i + 1]]. partials: how many there are in all.
+    merge_slots[merge_start[i]:merge_start[i + 1]], of which negative ones are those of OwnDone, and
+    partials is the number of all others.
     """
 
     one_items: Ints
@@ -114,12 +127,13 @@ class _Context:
     end: Ints
 
 
-def plan_work(batch: AttentionBatch, rules: PlanRules) -> Work:
-    """The items of a batch: together they write every query token of every row once."""
+def plan_work(batch: AttentionBatch, rules: PlanRules, done: OwnDone | None = None) -> Work:
+    """The items of a batch: together they write every query token of every row once, except those
+    of done rows without context."""
     query_start = batch.query_start.numpy()
     lengths = np.diff(query_start)
     context = _context(batch, lengths == 1)
-    rows = _row_units(query_start, context)
+    rows = _row_units(query_start, context, done)
     single = rows[:, QUERIES] == 1
     tiles = _tiled(rows[~single], rules.tile_tokens)
     listed = query_start[context.rows]
@@ -130,7 +144,9 @@ def plan_work(batch: AttentionBatch, rules: PlanRules) -> Work:
     tiles = tiles[np.argsort(-_weight(tiles), kind="stable")]
     items = np.concatenate([ones, tiles])
     partials = _number_partials(items)
-    merges = _merges(items[items[:, PARTIAL] >= 0], listed)
+    own = np.zeros(0, np.int32) if done is None else _tokens(query_start, done.rows)
+    first = 0 if done is None else done.first
+    merges = _merges(items[items[:, PARTIAL] >= 0], listed, own, first)
     count = len(ones)
     return Work(items[:count], items[count:], listed, *merges, context.segments, partials)
 
@@ -161,8 +177,8 @@ def _context(batch: AttentionBatch, single: NDArray[np.bool_]) -> _Context:
     )
 
 
-def _row_units(query_start: Ints, context: _Context) -> Ints:
-    """One unit per row that has tokens. PARTIAL is 0 where the result has to be merged."""
+def _row_units(query_start: Ints, context: _Context, done: OwnDone | None) -> Ints:
+    """One unit per row that has anything to do. PARTIAL is 0 where the result has to be merged."""
     units = np.zeros((len(query_start) - 1, ITEM_WIDTH), np.int32)
     units[:, QUERY] = units[:, OWN] = query_start[:-1]
     units[:, OWN_END] = query_start[1:]
@@ -171,7 +187,18 @@ def _row_units(query_start: Ints, context: _Context) -> Ints:
     units[:, SEGMENT_END] = context.segment_start[1:]
     units[:, PARTIAL] = -1
     units[context.rows, PARTIAL] = 0
-    return units[units[:, QUERIES] > 0]
+    busy = units[:, QUERIES] > 0
+    if done is not None:
+        units[done.rows, OWN : OWN_END + 1] = 0
+        units[done.rows, PARTIAL] = 0
+        busy &= ~done.rows | (units[:, SEGMENT_END] > units[:, SEGMENT])
+    return units[busy]
+
+
+def _tokens(query_start: Ints, rows: NDArray[np.bool_]) -> Ints:
+    """Those of some rows, in order."""
+    first = query_start[:-1][rows]
+    return ranges(first, query_start[1:][rows] - first)
 
 
 def _shared_units(context: _Context, tile_tokens: int) -> Ints:
@@ -229,14 +256,22 @@ def _number_partials(items: Ints) -> int:
     return int(ends[-1]) if len(ends) else 0
 
 
-def _merges(items: Ints, listed: Ints) -> tuple[Ints, Ints, Ints]:
-    """merge_tokens, merge_start and merge_slots of items with partial results."""
+def _merges(items: Ints, listed: Ints, own: Ints, first: int) -> tuple[Ints, Ints, Ints]:
+    """merge_tokens, merge_start and merge_slots of items with partial results. Those of tokens in
+    `own` are merged with what is in the output, too."""
     counts = items[:, QUERIES]
     tokens = ranges(items[:, QUERY], counts)
     from_list = np.repeat(items[:, LISTED] > 0, counts)
     tokens[from_list] = listed[tokens[from_list]]
+    slots = ranges(items[:, PARTIAL], counts)
+    if len(own):
+        merged = np.intersect1d(tokens, own)
+        tokens, slots = (
+            np.concatenate([tokens, merged]),
+            np.concatenate([slots, first - 1 - merged]),
+        )
     order = np.argsort(tokens, kind="stable")
-    slots = ranges(items[:, PARTIAL], counts)[order]
+    slots = slots[order]
     ordered = tokens[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))
     merge_start = np.append(starts, len(ordered)).astype(np.int32)
