@@ -13,6 +13,7 @@ from bros.core.errors import ConfigError
 from bros.engine.profiling import MAX_STORED_ERROR, Measured, full_profile
 from bros.executor.loader import load_executor
 from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.executor.target import choose_target, find_cuda
 from bros.scheduler.profiles import Profile, checkout_profiles
 from bros.terminal import print_table, progress_bar
 
@@ -29,9 +30,9 @@ def run_profile(config: Config, out: str | None, repeats: int, clock: Clock) -> 
     cache_dir = _data_dir(config)
     folder = Path(out).expanduser() if out else checkout_profiles() or cache_dir / "profiles"
     _check_writable(folder)  # now, and not after minutes of measuring
-    engine = dataclasses.replace(
-        config.engine, max_batch_tokens=max(config.engine.max_batch_tokens, STEP_TOKENS)
-    )
+    device = choose_target(config.engine, find_cuda()).device.type
+    tokens = max(config.engine.step_bounds(device).tokens, STEP_TOKENS)
+    engine = dataclasses.replace(config.engine, max_batch_tokens=tokens)
     files = resolve_model(engine.model, cache_dir, print)
     print(f"Loading {files.name} ...")
     executor, info = load_executor(engine, files)

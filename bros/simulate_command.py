@@ -23,7 +23,7 @@ from bros.core.errors import ConfigError
 from bros.core.flag_values import number, policies, rates, whole
 from bros.scheduler.build import unused_options, without_effect
 from bros.scheduler.profiles import Profile, available_cores, profile_folders
-from bros.simulator.build import Scenario, check_scenario
+from bros.simulator.build import Scenario, check_scenario, with_step_bounds
 from bros.simulator.devices import device_of, read_profile
 from bros.simulator.flags import DEFAULT_PROFILE
 from bros.simulator.metrics import Report
@@ -162,7 +162,7 @@ def _engine_config(engine: EngineConfig, policy: str, alone: bool) -> EngineConf
     changes = {"policy": policy}
     if policy != "bros" and not alone:
         changes["overload"] = "late"
-    return dataclasses.replace(engine, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(with_step_bounds(engine), **changes)  # type: ignore[arg-type]
 
 
 def _warn_of_unused(

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bros.core.errors import ConfigError
 
@@ -92,6 +92,17 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
             raise ConfigError(f"{flag}: {error}") from None
 
 
+class StepBounds(NamedTuple):
+    """The most requests and tokens of one iteration."""
+
+    rows: int
+    tokens: int
+
+
+_CPU_BOUNDS = StepBounds(rows=64, tokens=256)
+_GPU_BOUNDS = StepBounds(rows=256, tokens=2048)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(_Checked):
     """What the engine process needs to know."""
@@ -162,9 +173,13 @@ class EngineConfig(_Checked):
         "longest prompt + output in tokens; default: what the model and the KV cache allow",
         low=2,
     )
-    max_num_seqs: int = option(64, "most requests in one iteration", low=1, high=4096)
-    max_batch_tokens: int = option(
-        256, "most tokens in one iteration; longer prompts are split into chunks", low=1
+    max_num_seqs: int | None = option(
+        None, "most requests in one iteration; default: 64, on a GPU 256", low=1, high=4096
+    )
+    max_batch_tokens: int | None = option(
+        None,
+        "most tokens in one iteration, longer prompts are split; default: 256, on a GPU 2048",
+        low=1,
     )
     policy: str = option("bros", "who runs first", choices=POLICIES)
     profile: str | None = option(
@@ -207,6 +222,11 @@ class EngineConfig(_Checked):
     max_queue: int = option(512, "most waiting requests per class before 429", low=1)
     seed: int = option(0, "seed for requests that bring none", low=0)
     threads: int | None = option(None, "CPU threads; default: all cores", low=1, high=512)
+
+    def step_bounds(self, device: str) -> StepBounds:
+        """max_num_seqs and max_batch_tokens, or their defaults there. device: as in EngineInfo."""
+        rows, tokens = _CPU_BOUNDS if device == "cpu" else _GPU_BOUNDS
+        return StepBounds(self.max_num_seqs or rows, self.max_batch_tokens or tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

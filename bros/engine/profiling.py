@@ -128,7 +128,7 @@ def _overlaps(info: EngineInfo) -> bool:
 def _quick_tokens(config: EngineConfig, info: EngineInfo) -> int:
     """Of the largest step that is measured quickly."""
     most = _QUICK_TOKENS if info.device == "cpu" else _QUICK_GPU_TOKENS
-    return min(config.max_batch_tokens, most)
+    return min(config.step_bounds(info.device).tokens, most)
 
 
 @dataclass(frozen=True, slots=True)

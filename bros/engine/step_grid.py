@@ -28,9 +28,10 @@ class StepLimits:
 
     @classmethod
     def of(cls, config: EngineConfig, info: EngineInfo) -> StepLimits:
+        rows, tokens = config.step_bounds(info.device)
         return cls(
-            tokens=config.max_batch_tokens,
-            rows=min(config.max_num_seqs, config.max_batch_tokens),
+            tokens=tokens,
+            rows=min(rows, tokens),
             length=info.max_model_len,
             blocks=info.num_kv_blocks,
             block_size=info.block_size,

@@ -92,6 +92,7 @@ class _Loader:
         self._source = source
         self._target = choose_target(config, cuda)
         self._device = self._target.device
+        self._bounds = config.step_bounds(self._device.type)
         self._kernels_name = kernels_for(config, self._target, cuda)
         self._layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self_part = self_part_for(config, self._target, self._kernels_name, self._layout)
@@ -154,14 +155,14 @@ class _Loader:
     def _blocks_left(self, decoder: Decoder, max_length: int, num_host_blocks: int) -> int:
         """How many blocks fit what the largest step leaves of the GPU's memory."""
         config, dtype = self._config, DTYPES[self._kv_dtype]
-        plan = largest_step(config.max_num_seqs, config.max_batch_tokens, max_length, KV_BLOCK_SIZE)
+        plan = largest_step(*self._bounds, max_length, KV_BLOCK_SIZE)
         runner = self._runner(decoder, self._kv(1, 0), None)
         later = Buffers().total_bytes(self._spec, dtype, num_host_blocks)
         try:
             use = measure_use(runner, plan, self._device, later)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"--max-batch-tokens: a step of {config.max_batch_tokens} tokens does not fit the "
+                f"--max-batch-tokens: a step of {self._bounds.tokens} tokens does not fit the "
                 "GPU beside the model; give less, or fewer --max-num-seqs"
             ) from error
         room = use.room(config.gpu_memory_utilization)
@@ -192,11 +193,10 @@ class _Loader:
     def _graphs(
         self, decoder: Decoder, kv: KvMemory, max_model_len: int, num_blocks: int
     ) -> StepGraphs | None:
-        config = self._config
-        if config.cuda_graphs == "off" or self._device.type != "cuda":
+        if self._config.cuda_graphs == "off" or self._device.type != "cuda":
             return None
         sizes = GraphSizes.of(
-            config.max_num_seqs, max_model_len, num_blocks, KV_BLOCK_SIZE, shares=True
+            self._bounds.rows, max_model_len, num_blocks, KV_BLOCK_SIZE, shares=True
         )
         return recorded_or_warn(
             lambda: StepGraphs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from bros.core.config import EngineConfig
+from bros.core.config import EngineConfig, StepBounds
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo
 from bros.core.request import ServiceClass
@@ -60,11 +60,12 @@ def build_scheduler(
     Raises ConfigError if options do not go together. `model` may be None unless the policy
     needs_cost_model.
     """
+    bounds = config.step_bounds(info.device)
     limits = Limits(
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
-        max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=config.max_batch_tokens,
+        max_num_seqs=bounds.rows,
+        max_batch_tokens=bounds.tokens,
         max_queue=config.max_queue,
         eos_token_ids=frozenset(info.eos_token_ids),
     )
@@ -78,7 +79,7 @@ def build_scheduler(
         prefixes=_prefix_cache(config, info, model),
     )
     return Scheduler(
-        _policy(config, kv, model, counters, depth),
+        _policy(config, bounds, kv, model, counters, depth),
         kv,
         limits,
         info.default_slo,
@@ -119,22 +120,22 @@ def _prefix_cache(
 
 def _policy(
     config: EngineConfig,
+    bounds: StepBounds,
     kv: KvCacheManager,
     model: CostModel | None,
     counters: Mapping[ServiceClass, ClassCounters],
     depth: int,
 ) -> Policy:
-    bounds = Bounds(rows=config.max_num_seqs, tokens=config.max_batch_tokens)
     for kind in _ORDER_POLICIES:
         if kind.name == config.policy:
             if config.overload != "late":
                 raise ConfigError(f"--overload {config.overload}: only --policy bros can do that")
-            return kind(bounds)
+            return kind(Bounds(rows=bounds.rows, tokens=bounds.tokens))
     assert model is not None, "this policy predicts step times"
     predictor = StepTimePredictor(model)
     settings = BrosSettings(
-        rows=config.max_num_seqs,
-        tokens=config.max_batch_tokens,
+        rows=bounds.rows,
+        tokens=bounds.tokens,
         ttft_s=config.slo_ttft / 1000,
         tpot_s=config.slo_tpot / 1000,
         rt_wait=config.rt_wait,
@@ -160,11 +161,11 @@ def _policy(
         """For who waits for its end: an answer longer than most is not about to end."""
         return expected_tokens(state, least=0.5)
 
-    guard = OverloadGuard(config.overload, predictor, _room(config, kv), patient_tokens)
+    guard = OverloadGuard(config.overload, predictor, _room(bounds, kv), patient_tokens)
     return BrosPolicy(settings, predictor, guard, expected_tokens)
 
 
-def _room(config: EngineConfig, kv: KvCacheManager) -> Room:
+def _room(bounds: StepBounds, kv: KvCacheManager) -> Room:
     def shared_tokens(state: RequestState) -> int:
         return kv.num_shared_tokens(state.request_id)
 
@@ -172,4 +173,4 @@ def _room(config: EngineConfig, kv: KvCacheManager) -> Room:
         return kv.num_shared_blocks * kv.block_size
 
     kv_tokens = kv.num_blocks * kv.block_size
-    return Room(config.max_num_seqs, kv_tokens, shared_tokens, all_shared_tokens)
+    return Room(bounds.rows, kv_tokens, shared_tokens, all_shared_tokens)

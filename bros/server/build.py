@@ -18,7 +18,7 @@ from typing import Any
 from bros.batch.runner import BatchRunner, RunnerSettings
 from bros.batch.store import Store, default_data_dir, open_store
 from bros.core.clock import SystemClock
-from bros.core.config import Config, ServerConfig
+from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient
 from bros.core.request import CHAT_SAMPLING
@@ -88,7 +88,7 @@ async def _serve(
         server = HttpServer(
             create_app(state, tenants),
             bound,
-            on_listening=lambda url: _say(_banner(url, state)),
+            on_listening=lambda url: _say(_banner(url, state, config.engine)),
             log_level=config.server.log_level,
         )
         servers.append(server)
@@ -170,8 +170,9 @@ async def _running(state: ServerState) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _banner(url: str, state: ServerState) -> str:
+def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
     info = state.engine.info
+    rows, tokens = config.step_bounds(info.device)
     shown_url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:")
     question = {"role": "user", "content": "What is the capital of France?"}
     body = {"messages": [question], "temperature": 0}
@@ -182,7 +183,7 @@ def _banner(url: str, state: ServerState) -> str:
         f"\n  bros is ready at {shown_url}\n"
         f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels)\n"
         f"  context  {info.max_model_len} tokens; KV cache {kv_tokens} tokens in {info.kv_dtype}\n"
-        f"  policy   {info.policy}\n\n"
+        f"  policy   {info.policy}; up to {rows} requests and {tokens} tokens in one iteration\n\n"
         f"  curl {shown_url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{json.dumps(body)}'\n"
     )

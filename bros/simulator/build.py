@@ -80,8 +80,7 @@ def build_simulation(
         rng=generator(scenario.seed, "noise"),
         observe=observe,
     )
-    config = dataclasses.replace(scenario.config, prefix_cache="off")  # no two prompts begin alike
-    scheduler = build_scheduler(config, info, scenario.device.steps)
+    scheduler = build_scheduler(_config(scenario), info, scenario.device.steps)
     engine = Engine(watched(scheduler), executor, clock, info)
     return Simulation(
         engine,
@@ -101,7 +100,7 @@ def check_scenario(scenario: Scenario) -> None:
     can never all be in flight.
     """
     info = _info(scenario)
-    build_scheduler(scenario.config, info, scenario.device.steps)
+    build_scheduler(_config(scenario), info, scenario.device.steps)
     be, max_model_len = scenario.be, info.max_model_len
     if be.in_flight > scenario.config.max_queue:
         raise ConfigError(
@@ -113,6 +112,17 @@ def check_scenario(scenario: Scenario) -> None:
             f"--be: requests of up to {be.sizes.longest} tokens do not fit, the longest that "
             f"can be served is {max_model_len}; see --kv-blocks and --max-model-len"
         )
+
+
+def _config(scenario: Scenario) -> EngineConfig:
+    """No two prompts begin alike."""
+    return dataclasses.replace(with_step_bounds(scenario.config), prefix_cache="off")
+
+
+def with_step_bounds(config: EngineConfig) -> EngineConfig:
+    """The same, with the defaults of a CPU on every device: published figures depend on them."""
+    rows, tokens = config.step_bounds("cpu")
+    return dataclasses.replace(config, max_num_seqs=rows, max_batch_tokens=tokens)
 
 
 def _info(scenario: Scenario) -> EngineInfo:

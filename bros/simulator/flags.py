@@ -40,6 +40,8 @@ _FROM_ENGINE = {
     f"{DEFAULT_PROFILE} (default)",
     "kv_blocks": "KV cache in blocks of 16 tokens (default: what the profile's device holds)",
     "max_model_len": "longest prompt + output in tokens (default: what the KV cache holds)",
+    "max_num_seqs": "most requests in one iteration (default: 64)",
+    "max_batch_tokens": "most tokens in one iteration, longer prompts are split (default: 256)",
     "seed": "seed of arrivals, lengths and noise (default: 0)",
 }
 _NOT_SIMULATED = (

@@ -104,6 +104,23 @@ def test_parse_bytes_is_number_times_unit(
     assert parse_bytes(f"{number}{space}{unit.lower()}") == number * scale
 
 
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "on_gpu"),
+    [
+        ({}, (64, 256), (256, 2048)),
+        ({"max_num_seqs": 8}, (8, 256), (8, 2048)),
+        ({"max_batch_tokens": 1024}, (64, 1024), (256, 1024)),
+        ({"max_num_seqs": 64, "max_batch_tokens": 256}, (64, 256), (64, 256)),
+    ],
+)
+def test_how_much_fits_an_iteration_depends_on_the_device_unless_it_is_given(
+    given: dict[str, int], on_cpu: tuple[int, int], on_gpu: tuple[int, int]
+) -> None:
+    config = EngineConfig(**given)  # type: ignore[arg-type]
+    assert config.step_bounds("cpu") == on_cpu
+    assert config.step_bounds("cuda") == config.step_bounds("NVIDIA H200") == on_gpu
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_are_finite(value: float) -> None:
     with pytest.raises(ConfigError, match="^--slo-ttft: "):

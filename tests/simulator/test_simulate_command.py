@@ -81,6 +81,7 @@ def test_json_says_what_was_run_and_what_came_of_it(profile: Path, tmp_path: Pat
     assert settings["rt"] == {"rate": 3.0, "sizes": "sharegpt"}
     assert settings["engine"]["slo_ttft"] == 250.0
     assert settings["engine"]["max_num_seqs"] == 32
+    assert settings["engine"]["max_batch_tokens"] == 256, "whatever the device of the profile is"
     assert settings["disturbance"] == {"noise": 0.1, "slowdown": 1.0}
     assert settings["kv_blocks"] == 4000
     results = bros["results"]
