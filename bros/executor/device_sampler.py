@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from bros.core.plan import SampleSpec
@@ -16,7 +17,6 @@ from bros.executor.sampler import SMALLEST_TEMPERATURE, noise_start
 from bros.kernels.staging import to_device
 from bros.kernels.triton.sampling import SamplingTensors, choose_tokens
 
-_TYPES = (np.uint64, np.float64, np.float32, np.float32, np.int32)
 _ALIGNMENT = 4  # rows; kernels are compiled for the alignment of what they are given
 
 
@@ -34,20 +34,17 @@ def _parameters(specs: Sequence[SampleSpec], logits: Tensor) -> SamplingTensors:
     """All in one copy."""
     vocab = logits.shape[1]
     params = [spec.params for spec in specs]
-    columns = (
-        [noise_start(spec.seed, spec.output_index) for spec in specs],
-        [p.top_p for p in params],
-        [max(p.temperature, SMALLEST_TEMPERATURE) for p in params],
-        [p.min_p for p in params],
-        [min(p.top_k, vocab) for p in params],
+    columns: tuple[tuple[Sequence[float], DTypeLike], ...] = (
+        ([noise_start(spec.seed, spec.output_index) for spec in specs], np.uint64),
+        ([p.top_p for p in params], np.float64),
+        ([max(p.temperature, SMALLEST_TEMPERATURE) for p in params], np.float32),
+        ([p.min_p for p in params], np.float32),
+        ([min(p.top_k, vocab) for p in params], np.int32),
     )
     padding = [0] * (-len(specs) % _ALIGNMENT)
-    parts = [
-        np.array([*column, *padding], kind).view(np.uint8)
-        for column, kind in zip(columns, _TYPES, strict=True)
-    ]
+    parts = [np.array([*column, *padding], kind).view(np.uint8) for column, kind in columns]
     there = to_device(torch.from_numpy(np.concatenate(parts)), logits.device)
-    starts, top_p, temperature, min_p, top_k = there.split([len(part) for part in parts])
+    starts, top_p, temperature, min_p, top_k = torch.split(there, [len(part) for part in parts])
 
     def rows(part: Tensor, dtype: torch.dtype) -> Tensor:
         return part.view(dtype)[: len(specs)]
