@@ -52,7 +52,10 @@ TINY = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: the issue's shapes, or tiny ones that try the program itself."""
+    """What is measured: shapes that are asked about, or tiny ones that try the program itself.
+
+    few_sharers: rows with a common prefix whose tiles are smaller than those of `sharers`.
+    """
 
     model: dict[str, object]
     kv_blocks: int
@@ -64,6 +67,7 @@ class Sizes:
     layout: tuple[int, int]
     prefix: int
     sharers: tuple[int, ...]
+    few_sharers: tuple[int, ...]
     suffix: int
     copied: int
     copied_beside: tuple[int, ...]
@@ -83,6 +87,7 @@ REAL = Sizes(
     layout=(128, 4096),
     prefix=6000,
     sharers=(32, 64),
+    few_sharers=(4, 8, 16),
     suffix=128,
     copied=4096,
     copied_beside=(256, 1024),
@@ -101,6 +106,7 @@ SMALL = Sizes(
     layout=(4, 64),
     prefix=150,
     sharers=(2, 4),
+    few_sharers=(),
     suffix=16,
     copied=64,
     copied_beside=(16,),

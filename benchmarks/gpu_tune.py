@@ -1,22 +1,26 @@
 """Finds tile sizes of the attention kernels for the device that is there; for gpu_speed.py.
 
 Each launch that the workloads below need is tried with tiles, warps and stages around the default,
-one launch at a time, on the workload that needs it first. What was fastest is written to where
-the kernels read it, bros/kernels/triton/tuned/DEVICE.json.
+one launch at a time, on all workloads that it decides; what counts is the mean of how many times
+as fast they are. The best is written to where the kernels read it,
+bros/kernels/triton/tuned/DEVICE.json. Merging has nothing to choose, and is part of every time.
 
 Compiling takes longer than measuring, so processes beside this one compile all candidates first;
-Triton keeps what they make on disk.
+Triton keeps what they make on disk. When the time is up, what has been found is what counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,9 +33,13 @@ from bros.kernels.triton import settings as triton_settings
 from bros.kernels.triton.settings import Kind, Launch, Settings, Shape, settings_for
 from bros.kernels.triton_ops import TritonKernels
 
+T = TypeVar("T")
+
 KEYS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
+SMALLER_TILE = 64  # rows, tried beside larger ones
 PROGRAMS: dict[Kind, tuple[int, ...]] = {"one": (2, 4, 8), "tile": (1, 2, 4)}
 WORKERS = 12
+COMPILE_S, MEASURE_S = 45.0, 30.0
 TUNED = Path(triton_settings.__file__).parent / "tuned"
 
 
@@ -49,9 +57,10 @@ class Watched(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Attention of one layer."""
+    """Attention of one layer. kind: of the launches that it is there for."""
 
     name: str
+    kind: Kind
     tokens: int
     batch: AttentionBatch
     blocks: int
@@ -61,20 +70,20 @@ def workloads(sizes: Sizes) -> list[Workload]:
     """Decodes, a chunk of a prompt, and rows with a common prefix."""
     found = []
     longest = max(sizes.contexts)
-    for rows in (min(8, sizes.attention[0]), sizes.attention[0]):
+    for rows in sorted({min(8, sizes.attention[0]), sizes.attention[0]}):
         blocks = np.random.default_rng(0).permutation(rows * (longest // BLOCK)).astype(np.int32)
         segments = [full_segments(each, longest) for each in np.split(blocks, rows)]
-        found.append(Workload(f"{rows} x {longest}", rows, batch_of(segments), len(blocks)))
+        found.append(Workload(f"{rows} x {longest}", "one", rows, batch_of(segments), len(blocks)))
     chunk = dataclasses.replace(
         batch_of([full_segments(np.arange(longest // BLOCK, dtype=np.int32), longest)]),
         query_start=torch.tensor([0, longest], dtype=torch.int32),
     )
-    found.append(Workload(f"chunk of {longest}", longest, chunk, longest // BLOCK))
-    for rows in sizes.sharers:
+    found.append(Workload(f"chunk of {longest}", "tile", longest, chunk, longest // BLOCK))
+    for rows in sorted({*sizes.few_sharers, *sizes.sharers}):
         prefix = np.arange(sizes.prefix // BLOCK, dtype=np.int32)
         own = [np.array([len(prefix) + row], np.int32) for row in range(rows)]
         batch = batch_of([full_segments(each, BLOCK) for each in own], shared_by_all(prefix, rows))
-        found.append(Workload(f"{rows} sharing", rows, batch, len(prefix) + rows))
+        found.append(Workload(f"{rows} sharing", "tile", rows, batch, len(prefix) + rows))
     return found
 
 
@@ -105,39 +114,53 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
     folder: where; by default where the kernels look.
     """
     best = dataclasses.replace(settings_for(timer.device), tuned={})
-    todo = workloads(sizes)
-    shapes = list(_shapes(sizes, todo, best, timer.device))
+    shapes = _shapes(sizes, best, timer.device)
     if timer.on_cuda:
-        _compile(sizes, [work for work, _ in shapes], [shape for _, shape in shapes], best)
-    for work, shape in shapes:
-        run = Attending(sizes, work, timer.device)
+        _compile(sizes, shapes, best)
+    deadline = time.perf_counter() + MEASURE_S
+    for shape, works in shapes.items():
         default = best.default(shape)
-        times = {}
-        for launch in dict.fromkeys((default, *_candidates(default, timer.on_cuda))):
-            seconds = _seconds(run, with_launch(best, shape, launch), timer)
-            if seconds is not None:
-                times[launch] = seconds
+        options = {
+            launch: with_launch(best, shape, launch)
+            for launch in dict.fromkeys((default, *_candidates(default, timer.on_cuda)))
+        }
+        times = measured(_runs(sizes, works, timer), options, timer, deadline)
         chosen = min(times, key=times.__getitem__)
-        best = with_launch(best, shape, chosen)
-        yield _line(
-            f"{shape.kind}, {shape.rows} rows: {_words(chosen)}",
-            times[chosen],
-            times[default],
-            f"{len(times)} tried on {work.name}",
-        )
+        best = options[chosen]
+        note = f"{len(times)} of {len(options)} tried on {', '.join(work.name for work in works)}"
+        yield _line(f"{shape.kind}, {shape.rows} rows: {_words(chosen)}", times, chosen, note)
     for kind, counts in PROGRAMS.items():
-        work = next(work for work, shape in shapes if shape.kind == kind)
-        run = Attending(sizes, work, timer.device)
-        options = {count: _programs(best, kind, count) for count in counts}
-        found = {count: _seconds(run, each, timer) for count, each in options.items()}
-        known = {count: seconds for count, seconds in found.items() if seconds is not None}
-        count = min(known, key=known.__getitem__)
-        before = _seconds(run, best, timer)
-        best = options[count]
-        yield _line(f"{kind}: {count} programs per processor", known[count], before or 0.0, "")
+        works = next(works for shape, works in shapes.items() if shape.kind == kind)
+        each = dict.fromkeys((best.programs[kind], *(counts if timer.on_cuda else ())))
+        programs = {count: _programs(best, kind, count) for count in each}
+        found = measured(_runs(sizes, works, timer), programs, timer, deadline)
+        count = min(found, key=found.__getitem__)
+        best = programs[count]
+        note = f"{len(found)} of {len(programs)} tried"
+        yield _line(f"{kind}: {count} programs per processor", found, count, note)
     target = (folder or TUNED) / triton_settings.file_name(best.device)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(triton_settings.as_json(best), encoding="utf-8")
+
+
+def measured(
+    runs: Sequence[Attending], options: Mapping[T, Settings], timer: Timer, deadline: float
+) -> dict[T, float]:
+    """Seconds of each option that runs: the geometric mean over `runs`, so that each of them
+    counts the same. At least one option; no more once time.perf_counter() is past the deadline."""
+    times: dict[T, float] = {}
+    for option, settings in options.items():
+        if times and time.perf_counter() > deadline:
+            break
+        seconds = [_seconds(run, settings, timer) for run in runs]
+        known = [each for each in seconds if each is not None]
+        if len(known) == len(runs):
+            times[option] = math.prod(known) ** (1 / len(known))
+    return times
+
+
+def _runs(sizes: Sizes, works: Sequence[Workload], timer: Timer) -> list[Attending]:
+    return [Attending(sizes, work, timer.device) for work in works]
 
 
 def with_launch(settings: Settings, shape: Shape, launch: Launch) -> Settings:
@@ -148,26 +171,25 @@ def _programs(settings: Settings, kind: Kind, count: int) -> Settings:
     return dataclasses.replace(settings, programs={**settings.programs, kind: count})
 
 
-def _shapes(
-    sizes: Sizes, todo: Sequence[Workload], settings: Settings, device: torch.device
-) -> Iterator[tuple[Workload, Shape]]:
-    """Each launch once, with the first workload that needs it."""
-    seen: set[Shape] = set()
-    for work in todo:
+def _shapes(sizes: Sizes, settings: Settings, device: torch.device) -> dict[Shape, list[Workload]]:
+    """Each launch, and the workloads that it decides."""
+    found: dict[Shape, list[Workload]] = {}
+    for work in workloads(sizes):
         watched = Watched(settings.device, settings.processors, settings.major, settings.programs)
         Attending(sizes, work, device).with_settings(watched)(0)
         for shape in watched.asked:
-            if shape not in seen:
-                seen.add(shape)
-                yield work, shape
+            if shape.kind == work.kind:
+                found.setdefault(shape, []).append(work)
+    return found
 
 
 def _candidates(default: Launch, many: bool) -> Iterator[Launch]:
     if not many:  # to try the program
         yield default._replace(block_n=KEYS[0])
         return
-    for keys, warps, stages in itertools.product(KEYS, WARPS, STAGES):
-        yield default._replace(block_n=keys, warps=warps, stages=stages)
+    for rows in sorted({default.block_m, min(default.block_m, SMALLER_TILE)}, reverse=True):
+        for keys, warps, stages in itertools.product(KEYS, WARPS, STAGES):
+            yield Launch(rows, keys, warps, stages)
 
 
 def _seconds(run: Attending, settings: Settings, timer: Timer) -> float | None:
@@ -175,20 +197,20 @@ def _seconds(run: Attending, settings: Settings, timer: Timer) -> float | None:
     try:
         return timer.on_device(run.with_settings(settings)).median
     except Exception as error:  # Triton has many kinds of them
-        print(f"  {settings.tuned}: {error}"[:200])
+        print(f"  {type(error).__name__}: {error}"[:200])
         return None
 
 
-def _compile(
-    sizes: Sizes, works: Sequence[Workload], shapes: Sequence[Shape], settings: Settings
-) -> None:
-    jobs = [
-        (sizes, work, with_launch(settings, shape, launch))
-        for work, shape in zip(works, shapes, strict=True)
-        for launch in _candidates(settings.default(shape), True)
-    ]
+def _compile(sizes: Sizes, shapes: Mapping[Shape, Sequence[Workload]], settings: Settings) -> None:
+    """What is not done in time is compiled when it is measured, if it still is."""
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
-        list(pool.map(_compile_one, *zip(*jobs, strict=True)))
+        jobs = [
+            pool.submit(_compile_one, sizes, works[0], with_launch(settings, shape, launch))
+            for shape, works in shapes.items()
+            for launch in _candidates(settings.default(shape), True)
+        ]
+        wait(jobs, COMPILE_S)
+        pool.shutdown(cancel_futures=True)
 
 
 def _compile_one(sizes: Sizes, work: Workload, settings: Settings) -> None:
@@ -199,12 +221,13 @@ def _compile_one(sizes: Sizes, work: Workload, settings: Settings) -> None:
         print(f"  {type(error).__name__}")
 
 
-def _line(name: str, seconds: float, default: float, note: str) -> Line:
+def _line(name: str, times: Mapping[T, float], chosen: T, note: str) -> Line:
+    """The first of the times is of what was there before."""
     return Line(
         "tune",
         name,
-        measured=seconds * 1e3,
-        share=default / seconds,
+        measured=times[chosen] * 1e3,
+        share=next(iter(times.values())) / times[chosen],
         share_of="times as fast as before",
         note=note,
     )

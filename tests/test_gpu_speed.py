@@ -72,9 +72,38 @@ def test_tile_sizes_are_found_and_stored(speed: ModuleType, tmp_path: Path) -> N
     assert speed.main([*arguments, "--tuned", str(tmp_path)]) == 0
     plain = settings.settings_for(torch.device("cpu"))
     found = settings.with_tuned(plain, (tmp_path / "interpreter.json").read_text("utf-8"))
-    assert {shape.kind for shape in found.tuned} == {"one", "tile"}
+    shapes = {(shape.kind, shape.rows) for shape in found.tuned}
+    assert shapes == {("one", 16), ("tile", 16), ("tile", 128)}
     assert {launch.block_n for launch in found.tuned.values()} <= {32, 64}
-    assert found.programs["one"] in (2, 4, 8) and found.programs["tile"] in (1, 2, 4)
+    assert found.programs == plain.programs
+
+
+def test_of_launches_those_count_that_run_on_all_workloads_until_the_time_is_up(
+    speed: ModuleType,
+) -> None:
+    tune = importlib.import_module("gpu_tune")
+    milliseconds = {"a": (4.0, 1.0), "b": (3.0, None), "c": (1.0, 1.0), "d": (0.1, 0.1)}
+
+    class Work:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def with_settings(self, option: str) -> Any:
+            found = milliseconds[option][self.index]
+            if found is None:
+                raise RuntimeError("too much shared memory")
+            return found
+
+    class Times:
+        @staticmethod
+        def on_device(run: float) -> Any:
+            return module("timing").Timing(run, run, run)
+
+    options = {name: name for name in milliseconds}
+    times = tune.measured([Work(0), Work(1)], options, Times(), float("inf"))
+    assert times == pytest.approx({"a": 2.0, "c": 1.0, "d": 0.1})
+    late = tune.measured([Work(0), Work(1)], options, Times(), -1.0)
+    assert late == pytest.approx({"a": 2.0}), "the first is what was there before"
 
 
 def test_parts_can_be_chosen_and_a_wrong_one_is_named(

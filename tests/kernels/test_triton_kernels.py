@@ -28,7 +28,6 @@ from bros.kernels.triton.settings import (
     Shape,
     as_json,
     file_name,
-    settings_for,
     with_tuned,
 )
 from support.kernel_cases import (
@@ -192,28 +191,6 @@ def test_elementwise_operations_round_once(dtype: torch.dtype) -> None:
     actual = kernels.silu_and_mul(x.to(device)).cpu()
     expected = REFERENCE.silu_and_mul(x.double())
     torch.testing.assert_close(actual.double(), expected, **tolerance)
-
-
-@needs_triton
-def test_tuning_takes_what_is_fastest() -> None:
-    from bros.kernels.triton.tuning import Load, candidates, tune
-
-    times = iter([5.0, 3.0, 1.0, *[4.0] * 1000])
-    calls = []
-
-    def measure(run: Callable[[], object]) -> float:
-        if len(calls) < 3:
-            run()
-        calls.append(run)
-        return next(times)
-
-    settings = settings_for(torch.device("cpu"))
-    layout = HeadLayout(2, 1, 16)
-    loads = {"one": Load(1, 1, 40), "tile": Load(1, 3, 20)}
-    tuned = tune(settings, BACKEND.device, layout, torch.float32, measure, loads)  # type: ignore[arg-type]
-    one, tile = Shape("one", 4, 16, 16), Shape("tile", 4, 16, 16)
-    assert tuned.tuned == {one: list(candidates(one))[1], tile: settings.default(tile)}
-    assert tuned.programs == settings.programs
 
 
 def test_settings_survive_a_file() -> None:

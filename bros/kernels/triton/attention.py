@@ -196,12 +196,6 @@ class Attention:
             return torch.float32  # an interpreted product takes the bits of bf16 for integers
         return compute
 
-    def shape(self, kind: Kind, layout: HeadLayout, dtype: torch.dtype, tokens: int) -> Shape:
-        """What the launch depends on, for rows of so many tokens; dtype: the wider one of
-        activations and cache."""
-        rows = _tile_rows(1 if kind == "one" else tokens, layout)
-        return Shape(kind, dtype.itemsize, _power_of_two(layout.head_dim), rows)
-
     def _scratch_for(self, capacity: Capacity, layout: HeadLayout) -> Scratch:
         """Room for partial results of recorded steps. One step runs at a time, so all of them use
         the same memory, unless a larger one comes later."""
