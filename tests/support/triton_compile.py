@@ -29,6 +29,8 @@ from bros.kernels import triton_ops
 from bros.kernels.interface import HeadLayout
 from bros.kernels.triton import attention, elementwise_kernels, sampling
 from bros.kernels.triton.settings import Settings
+from bros.kernels.xformers_self import XformersSelf
+from support.fake_xformers import FakeFmha
 from support.kernel_cases import int32, make_case
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -159,6 +161,21 @@ MODELS = (
 )
 
 
+def launches_of_merges_with_xformers(layout: HeadLayout, dtype: torch.dtype) -> list[Launched]:
+    """What merges a chunk's own part, which is not a Triton kernel, with its context."""
+    device = torch.device("cpu")
+    own = XformersSelf(FakeFmha((dtype,)), device)
+    kernels = triton_ops.TritonKernels(device, Settings("NVIDIA H200", 132, 9), own)
+    group = layout.num_heads // layout.num_kv_heads
+    case = make_case([(64, 100)], layout.num_kv_heads, group, layout.head_dim, dtype)
+    with recorded((attention, "attend"), (attention, "merge")) as launches:
+        batch = kernels.prepare(case.batch, layout, device)
+        qkv = case.qkv.to(dtype)
+        kernels.attention(qkv, layout, case.k_cache, case.v_cache, batch, case.scale)
+    found = launches["merge"]
+    return [("merge", found.kernel, args, kwargs) for args, kwargs in found.calls]
+
+
 def launches_of_sampling() -> list[Launched]:
     rows, vocab = 3, 128_256
     params = sampling.SamplingTensors(
@@ -176,6 +193,7 @@ def launches_of_sampling() -> list[Launched]:
 
 def main() -> None:
     everything = [launches_of_a_layer(*model) for model in MODELS]
+    everything.append(launches_of_merges_with_xformers(*MODELS[0][:2]))
     for launches in (*everything, launches_of_sampling()):
         for name, kernel, args, kwargs in launches:
             compiled = compile_launch(kernel, args, kwargs)
