@@ -11,6 +11,9 @@ import torch
 
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
+from bros.executor.grouping import group_shared
+from bros.executor.inputs import build_inputs
+from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
 from bros.executor.random_weights import RandomWeights
@@ -65,18 +68,21 @@ def test_half_precision_stays_close(spec: ModelSpec, weights: str, tolerance: fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", ["loaded", "assembled", "recorded"])
+@pytest.mark.parametrize("build", ["loaded", "recorded"])
 def test_triton_gives_what_the_cpu_kernels_give(build: str) -> None:
     pytest.importorskip("triton")
     builders: dict[str, Callable[[], ModelRunner]] = {
         "loaded": lambda: loaded(tiny_spec(), kernels="triton")[0],
-        "assembled": lambda: assemble(kernels=select_kernels("triton", CPU), groups=True).runner,
         "recorded": lambda: (
             assemble(kernels=select_kernels("triton", CPU), graph_rows=4, groups=True).runner
         ),
     }
-    plans = family_plans(random.Random(5), 4, 64, most_decodes=3)
-    check_alike(loaded(tiny_spec())[0], builders[build](), plans)
+    plans = family_plans(random.Random(100), 3, 64, most_decodes=2)
+    attention = [build_inputs(plan).attention for plan in plans]
+    assert any(group_shared(batch, KV_BLOCK_SIZE).shared for batch in attention)
+    by_cpu, by_triton = loaded(tiny_spec())[0], builders[build]()
+    for plan in plans:
+        torch.testing.assert_close(by_triton.logits(plan), by_cpu.logits(plan), atol=1e-4, rtol=0)
 
 
 def test_random_weights_depend_on_name_shape_and_seed_alone() -> None:

@@ -68,7 +68,7 @@ def test_attention_matches_the_reference(backend: Backend) -> None:
 )
 def test_long_contexts_are_split_and_merged(backend: Backend, rows: list[tuple[int, int]]) -> None:
     with torch_threads(2):
-        heads = {"kv_heads": 1, "head_dim": 16} if backend.is_interpreted else {}
+        heads = {"kv_heads": 1, "group": 1, "head_dim": 16} if backend.is_interpreted else {}
         assert_matches(backend, make_case(rows, **heads))
 
 
@@ -92,7 +92,7 @@ def test_parts_that_rows_share_are_prepared_once_or_put_back_per_layer(level: st
 @each_backend
 @pytest.mark.parametrize("group", [1, 9, 40, 200])
 def test_any_number_of_query_heads_may_share_a_kv_head(backend: Backend, group: int) -> None:
-    rows = [(1, 130), (3, 33)] if backend.is_interpreted else [(1, 1300), (70, 33)]
+    rows = [(1, 130), (2, 20)] if backend.is_interpreted else [(1, 1300), (70, 33)]
     assert_matches(backend, make_case(rows, kv_heads=1, group=group, head_dim=16))
 
 
@@ -119,7 +119,7 @@ def test_a_step_without_rows_gives_an_empty_output(backend: Backend) -> None:
 
 @each_backend
 def test_large_scores_neither_overflow_nor_lose_the_largest(backend: Backend) -> None:
-    case = make_case([(70, 300), (1, 300)])
+    case = make_case([(70, 300), (1, 300)], kv_heads=1 if backend.is_interpreted else 3)
     case.qkv.mul_(40.0)  # scores in the thousands: softmax is all but one-hot
     actual = attend(backend.kernels(), case, backend.device)
     # Errors of scores grow with them (1e-7 * 5000), those of V by the factor 40.

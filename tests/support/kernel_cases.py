@@ -69,7 +69,7 @@ class Backend:
 def triton_backend() -> Backend:
     """On the GPU if there is one; tests/conftest.py lets Triton interpret where there is none."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Backend("triton", device, 60 if device.type == "cuda" else 10)
+    return Backend("triton", device, 60 if device.type == "cuda" else 8)
 
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
