@@ -36,7 +36,9 @@ class ReferenceKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last axis, in a new tensor."""
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # rounded once, at the end
+        out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
+        return out.to(x.dtype)
 
     def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place; returns rms_norm(residual) in a new tensor."""
