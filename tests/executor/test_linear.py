@@ -1,0 +1,51 @@
+"""Products with fp32 results, which logits are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bros.executor.layers.linear import PlainLinear, fp32_product
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def matrices(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 64, generator=generator)
+    return x.to(dtype), torch.randn(100, 64, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_without_cuda_it_is_the_product_in_its_own_type(rows: int, dtype: torch.dtype) -> None:
+    x, weight = matrices(rows, dtype)
+    before = x.clone()
+    out = fp32_product(x, weight)
+    assert out.dtype == torch.float32 and out.shape == (rows, 100)
+    assert torch.equal(out, F.linear(x, weight).float())
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_is_added(dtype: torch.dtype) -> None:
+    x, weight = matrices(4, dtype)
+    bias = torch.arange(100.0)
+    out = PlainLinear(weight, bias)(x.float())
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert out.dtype == torch.float32
+    # Products of 64 numbers are below 64; bf16 keeps 8 bits of them.
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=64 * 2**-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 200])
+def test_on_cuda_sums_are_not_rounded_to_16_bits(rows: int, dtype: torch.dtype) -> None:
+    x, weight = matrices(rows, dtype)
+    out = fp32_product(x.cuda(), weight.cuda())
+    assert out.dtype == torch.float32
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(out.cpu().double(), exact, rtol=0, atol=1e-3)
