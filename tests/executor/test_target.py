@@ -10,6 +10,9 @@ import torch
 
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
+from bros.executor.diagnosis import SMALL_MODEL
+from bros.executor.loader import random_executor
+from bros.executor.models.spec import ModelSpec
 from bros.executor.target import (
     CPU,
     Cuda,
@@ -159,3 +162,9 @@ def test_xformers_that_cannot_be_used_is_refused(
     target = choose_target(options, cuda)
     with pytest.raises(ConfigError, match=f"^--self-attention xformers: {message}"):
         self_part_for(options, target, kernels, LAYOUT)
+
+
+def test_a_model_is_not_loaded_with_xformers_where_that_cannot_run() -> None:
+    options = config(device="cpu", self_attention="xformers", threads=1)
+    with pytest.raises(ConfigError, match="^--self-attention xformers: only on a GPU"):
+        random_executor(ModelSpec.from_config(SMALL_MODEL), options)
