@@ -183,6 +183,19 @@ def test_lists_within_the_limits_of_a_graph_fit(
     assert capacity.holds(plan_work(batch, rules))
 
 
+def test_recordings_launch_few_more_programs_than_their_steps_can_use() -> None:
+    """Programs past the end of a list cost time in every replay, however little they do."""
+    one = Split(132 * 4, grain=8, least=1, long=4, waves=4)
+    tile = Split(132, grain=8, least=1, long=4, waves=1)
+    rules = PlanRules(one, tile, tile_tokens=32, programs_per_one=8, programs_per_tile=8)
+    segments = 8192 // 16 * 5 // 4 + 16
+    alone = Capacity.for_limits(GraphLimits(1, segments), rules)
+    assert alone.one_items <= 1 + 132 * 4 // 8 and alone.tile_items == 0
+    assert Capacity.for_limits(GraphLimits(1, 15), rules).one_items == 2
+    shared = Capacity.for_limits(GraphLimits(256, 20_000, shared_rows=512), rules)
+    assert shared.tile_items <= 512 // 2 + 132 // 8
+
+
 @pytest.mark.parametrize(
     ("rows", "limits", "fits"),
     [

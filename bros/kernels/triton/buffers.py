@@ -55,11 +55,13 @@ class Capacity:
     @staticmethod
     def for_limits(limits: GraphLimits, rules: PlanRules) -> Capacity:
         """Enough for every list of a step within the limits."""
-        one_items = rules.one.most_items(limits.rows, rules.programs_per_one)
+        one_items = limits.rows + rules.one.extra_items(limits.segments, rules.programs_per_one)
         tile_items = tile_partials = 0
         if limits.shared_rows:
-            extra = rules.tile.extra_items(rules.programs_per_tile)
-            tile_items = limits.shared_rows + extra
+            # Every tile of a part reads all of it.
+            tiles = -(-limits.shared_rows // rules.tile_tokens)
+            extra = rules.tile.extra_items(tiles * limits.segments, rules.programs_per_tile)
+            tile_items = _most_tiles(limits.shared_rows, rules.tile_tokens) + extra
             tile_partials = limits.shared_rows + extra * rules.tile_tokens
         partials = one_items + tile_partials
         return Capacity(
@@ -211,6 +213,16 @@ class GraphWork:
             and shared_rows <= self._limits.shared_rows
             and bool((np.diff(batch.query_start.numpy()) == 1).all())
         )
+
+
+def _most_tiles(readers: int, tile_tokens: int) -> int:
+    """Of shared parts that are read so often in all, each by two rows or more.
+
+    The worst are parts of three readers if a tile has two, else of two or one more than fit.
+    """
+    if tile_tokens == 1:
+        return readers
+    return readers * 2 // 3 if tile_tokens == 2 else readers // 2
 
 
 def shared_segments(shared: SharedParts) -> int:

@@ -57,13 +57,15 @@ class Split:
         shortest = max(self.long, -(-work // (self.programs * self.waves)))
         return max(self.least, min(even, shortest))
 
-    def most_items(self, units: int, programs_per_item: int) -> int:
-        """No list of so many units is split into more."""
-        return units + self.extra_items(programs_per_item)
+    def extra_items(self, segments: int, programs_per_item: int) -> int:
+        """How many more items than units there can be, if units have no more segments in all.
 
-    def extra_items(self, programs_per_item: int) -> int:
-        """How many more items than units there can be."""
-        return -(-self.programs * self.waves // programs_per_item)
+        This is grains / item_length(grains), of as many grains as are not a unit's first.
+        """
+        grains = segments // self.grain
+        in_waves = self.programs * self.waves // programs_per_item
+        even = max(self.programs // programs_per_item, min(grains // self.long, in_waves))
+        return min(grains // self.least, even)
 
 
 @dataclass(frozen=True, slots=True)
