@@ -140,7 +140,8 @@ class Kernels(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last axis, in a new tensor."""
+        """x / rms(x) * weight over the last axis, in a new tensor of x's type, whatever that of
+        weight is."""
         ...
 
     def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:

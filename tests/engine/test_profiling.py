@@ -114,6 +114,19 @@ def test_grids_hold_all_kinds_of_steps() -> None:
     assert len(quick_grid(limits)) <= 40
 
 
+def test_on_a_gpu_larger_steps_are_measured() -> None:
+    gpu = dataclasses.replace(INFO, device="NVIDIA H200")
+    for config, tokens, rows in (
+        (EngineConfig(), 2048, 256),
+        (EngineConfig(max_batch_tokens=512, max_num_seqs=9), 512, 9),
+    ):
+        limits = StepLimits.of(config, gpu)
+        assert (limits.tokens, limits.rows) == (tokens, rows)
+        assert max(sum(chunk.tokens for chunk in shape) for shape in quick_grid(limits)) > 256
+    limits = StepLimits.of(EngineConfig(), INFO)
+    assert (limits.tokens, limits.rows) == (256, 64)
+
+
 def test_random_steps_depend_on_the_seed_only() -> None:
     limits = StepLimits.of(EngineConfig(), INFO)
     assert random_steps(limits, 9, random.Random(3)) == random_steps(limits, 9, random.Random(3))

@@ -64,6 +64,20 @@ def test_rms_norm_is_torchs() -> None:
     assert torch.equal(residual, total)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_norms_of_16_bit_numbers_are_rounded_once(
+    dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    x, weight = torch.randn(5, 48).to(dtype), torch.randn(48).to(weight_dtype)
+    exact = KERNELS.rms_norm(x.double(), weight.double(), 1e-5)
+    out = KERNELS.rms_norm(x, weight, 1e-5)
+    assert out.dtype == dtype
+    # Half a bit, and what fp32 adds to it.
+    limit = torch.finfo(dtype).eps * 0.501
+    torch.testing.assert_close(out.double(), exact, rtol=limit, atol=1e-6)
+
+
 @pytest.mark.parametrize("rotary_dim", [0, 4, 10, 16])
 def test_rotation_multiplies_complex_numbers(rotary_dim: int) -> None:
     layout = HeadLayout(4, 2, 16)
