@@ -71,7 +71,8 @@ class Checkpoints:
         return loss
 
     def _copy(self, victim: Holding, run: Run, slots: array[int], loss: Loss) -> None:
-        """To the host, as far as there is room; what comes later can be lost with less harm."""
+        """To the host, as far as there is room, from the front: once a token is lost, all after it
+        have to be computed again, too."""
         start, end = run[0], run[0] + run[1]
         cut = self.cuts.get(victim.request_id, end)
         if cut <= start:
@@ -88,9 +89,8 @@ class Checkpoints:
         if start // size == (end - 1) // size:
             self.cuts[victim.request_id] = min(cut, start)
             return
-        while end > start:
-            begin = max(start, (end - 1) // size * size)
-            piece = slots[begin - start :]
-            del slots[begin - start :]
-            self._copy(victim, (begin, end - begin), piece, loss)
-            end = begin
+        at = start
+        while at < end and self.cuts.get(victim.request_id, end) > at:
+            stop = min(end, (at // size + 1) * size)
+            self._copy(victim, (at, stop - at), slots[at - start : stop - start], loss)
+            at = stop

@@ -25,22 +25,20 @@ def can_be_foreseen(step: Step) -> bool:
     return not any(state.needs_history and state.remaining == 0 for state, _ in selected)
 
 
-def foresee(step: Step, prefixes: Prefixes, now: float) -> float:
-    """Let the requests of the running step go on as if it were done; returns when it will be.
+def foresee(step: Step, prefixes: Prefixes, ends_s: float) -> None:
+    """Let the requests of the running step go on as if it were done, which it will be at `ends_s`.
 
     All tokens that it computes are known by now, though some were not when it was planned: they
     were sampled by the one before it. So prefixes are published as early as if steps did not
     overlap; who finds them reads them in a later step. And before the next step takes memory,
     because from then on a request may have lost some of what it has computed here.
     """
-    begins_s = max(now, step.began_s + step.expected_s)
     if not step.foreseen:
         step.foreseen = True
         prefixes.publish(step.packing, ())
         for state, _ in step.packing.selected:
             if state.remaining == 0:  # also if it has left meanwhile, which is all the same
-                state.expect_output(begins_s)
-    return begins_s
+                state.expect_output(ends_s)
 
 
 def turn_behind(turn: Turn) -> Turn:

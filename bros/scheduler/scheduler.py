@@ -113,9 +113,9 @@ class Scheduler:
 
         While a step runs, this is the one after it, and only if `may_run_ahead`.
         """
-        running, begins_s = self._steps.latest, now
+        running, begins_s = self._steps.latest, self._steps.ends_s(now)
         if running is not None:
-            begins_s = ahead.foresee(running, self._prefixes, now)
+            ahead.foresee(running, self._prefixes, begins_s)
         turn = self._policy.turn(self._queues, begins_s)
         for state in turn.give_up:
             self._give_up(state, now)
@@ -139,6 +139,7 @@ class Scheduler:
         )  # fmt: skip
         if not packing.selected:
             return None
+        self._policy.chosen(packing)
         self._rob(memory, now)
         self._started.clear()
         chunks = tuple(
@@ -209,12 +210,12 @@ class Scheduler:
 
     def abandon(self, plan: StepPlan, now: float) -> None:
         """Take back the step that was scheduled last: none of its tokens has been computed."""
-        seconds, packing = self._steps.abandon(now, self._queues)
-        self._policy.abandoned(packing, seconds)
+        step, seconds = self._steps.abandon(now, self._queues)
+        self._policy.abandoned(step.packing, seconds)
         for chunk in plan.chunks:
             state = self._states.get(chunk.request_id)
-            if state is None:
-                continue  # aborted while the step ran
+            if state is None or state.arrival_index >= step.newcomer:
+                continue  # aborted while the step ran, and another one may have its name
             state.record.wait("made way", seconds)
             if chunk.request_id in self._started:
                 self._kv.free(chunk.request_id)
@@ -296,7 +297,7 @@ class Scheduler:
         """Ask the policy under load whether a real-time request is served as one."""
         asked = state.service_class
         try:
-            used = self._policy.classify(state, self._queues, now)
+            used = self._policy.classify(state, self._queues, self._steps.ends_s(now))
         except OverloadedError:
             self._counters[asked].rejected += 1
             raise
@@ -319,6 +320,7 @@ class Scheduler:
         start, end = state.num_cached, state.num_cached + num_tokens
         if not state.running:
             self._started.add(state.request_id)
+            self._steps.note_start(state)
             self._queues.start(state)
             self._prefixes.waits_no_more(state)
             state.record.event(now, "scheduled")

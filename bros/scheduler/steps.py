@@ -88,15 +88,30 @@ class StepLedger:
         """The step that was committed last, if it has not ended."""
         return self._running[-1] if self._running else None
 
-    def abandon(self, now: float, queues: Queues) -> tuple[float, Packing[RequestState]]:
-        """The only step that runs was given up: (the time that went into it, what it was)."""
+    def ends_s(self, now: float) -> float:
+        """When what runs should be over, and the next step can begin; now if nothing runs."""
+        latest = self.latest
+        return now if latest is None else max(now, latest.began_s + latest.expected_s)
+
+    def note_start(self, state: RequestState) -> None:
+        """A request leaves its queue for the next step: until the one that runs ends, it waits."""
+        latest = self.latest
+        if latest is not None and state.arrival_index < latest.newcomer:
+            latest.idle += [
+                (state, reason)
+                for service_class, reason in latest.blocked
+                if service_class is state.service_class
+            ]
+
+    def abandon(self, now: float, queues: Queues) -> tuple[Step, float]:
+        """The only step that runs was given up: (which one, the time that went into it)."""
         (step,) = self._running
         self._running.clear()
         seconds = now - step.began_s
         self.abandoned += 1
         self.abandoned_s += seconds
         _note_waits(step, seconds, queues)
-        return seconds, step.packing
+        return step, seconds
 
     def end(
         self, now: float, predictor: StepTimePredictor | None, queues: Queues

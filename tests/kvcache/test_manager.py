@@ -401,3 +401,14 @@ def test_a_newcomer_that_finds_no_room_leaves_no_trace() -> None:
     assert prompts.start("rt", [1, 2, 3, 4, 5, 6, 7, 8, *range(20, 30)]) is None
     prompts.kv.free("a")
     assert prompts.kv.num_available_blocks(Side.RIGHT) == 4, "no real-time request has had them"
+
+
+def test_what_does_not_fit_on_the_host_is_lost_from_its_end() -> None:
+    """All after the first lost token has to be computed again: a copy of that would be useless."""
+    kv = KvCacheManager(10, 4, num_host_blocks=2)
+    assert kv.append("be", 40, Side.RIGHT)
+    assert kv.append("rt", 24, Side.LEFT, victims=lambda: ["be"])
+    (lost,) = kv.take_losses().values()
+    assert (lost.tokens, lost.copied) == (24, 8)
+    assert kv.take_cuts() == {"be": 24}
+    assert kv.num_missing("be") == 8  # tokens 16 to 23, which are on the host

@@ -224,3 +224,15 @@ def test_however_many_ask_for_it_little_time_is_lost() -> None:
     stats = run.scheduler.stats()
     assert stats.abandoned_steps > 10
     assert stats.abandoned_s < 1.0 + 0.05 * run.now
+
+
+def test_a_request_with_the_name_of_one_that_was_in_the_step_is_left_alone() -> None:
+    run = run_with_filler()
+    plan = run.scheduler.schedule(run.now)
+    assert plan is not None
+    run.scheduler.abort("be", 0.01)
+    run.scheduler.submit(request("be", SHORT, BE), 0.01)
+    run.scheduler.abandon(plan, 0.02)
+    run.scheduler.check_integrity()
+    again = run.scheduler.schedule(0.02)
+    assert again is not None and again.chunks[0].start == 0

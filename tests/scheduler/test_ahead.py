@@ -598,3 +598,36 @@ def test_who_comes_waits_no_longer_for_two_steps_than_for_one_otherwise() -> Non
         run.steps(4)
         longest_s = max(map(plan_seconds, run.plans))
         assert (1 + overlap) * longest_s == pytest.approx(0.2, rel=0.1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_classes_take_turns_under_rr(overlap: bool) -> None:
+    run = Run("rr", overlap=overlap)
+    run.submit("rt", 3, RT, max_tokens=10)
+    run.submit("be", 3, BE, max_tokens=10)
+    run.drain()
+    served = [plan.chunks[0].request_id for plan in run.plans]
+    assert served == ["rt", "be"] * 10
+
+
+def test_who_cannot_be_on_time_after_the_step_that_runs_is_relegated() -> None:
+    """A prompt of 300 tokens takes 0.32 s, and is due after 0.4 s."""
+    for overlap, used in ((False, RT), (True, BE)):
+        run = Run("bros", overlap=overlap, overload="relegate", max_batch_tokens=400, blocks=2000)
+        run.submit("be", [7] * 4000, BE, max_tokens=2)
+        run.step()
+        arrival = request("rt", 300, RT, arrival_s=run.clock.now(), max_tokens=2)
+        assert run.engine.submit(arrival) == used
+
+
+def test_who_starts_in_the_next_step_has_waited_for_the_running_one() -> None:
+    waits = {}
+    for overlap in (False, True):
+        run = Run("bros", overlap=overlap, max_batch_tokens=8, prefix_cache="off")
+        for index in range(4):
+            run.submit(f"r{index}", range(100 * index + 1, 100 * index + 9), RT, max_tokens=1)
+        run.drain()
+        traces = [run.engine.trace(f"r{index}") for index in range(4)]
+        waits[overlap] = [trace.waits.get("tokens", 0.0) for trace in traces if trace is not None]
+    assert waits[True] == pytest.approx(waits[False])
+    assert waits[True][0] == 0.0 and waits[True][3] == pytest.approx(3 * waits[True][1])

@@ -83,8 +83,15 @@ class Policy(Protocol):
         """
         ...
 
+    def chosen(self, packing: Packing[RequestState]) -> None:
+        """The step after `turn` is going to run."""
+        return
+
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
-        """A step took `seconds`; be_waits: there was best-effort work that it left out."""
+        """A step took `seconds`; be_waits: there was best-effort work that it left out.
+
+        With steps that overlap, the turn of the one after it has been taken already.
+        """
         ...
 
     def abandoned(self, packing: Packing[RequestState], seconds: float) -> None:
@@ -124,6 +131,9 @@ class OrderPolicy:
         self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
     ) -> bool:
         return False
+
+    def chosen(self, packing: Packing[RequestState]) -> None:
+        pass
 
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         pass

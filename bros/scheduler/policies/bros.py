@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from bros.core.request import ServiceClass
 from bros.scheduler.batch_size import AdaptiveBatchSize
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
-from bros.scheduler.policies.base import Turn
+from bros.scheduler.policies.base import Policy, Turn
 from bros.scheduler.policies.overload import OverloadGuard
 from bros.scheduler.queues import Queues, by_deadline, deadline_key
 from bros.scheduler.selection import Bounds, Packing, Rules
@@ -80,7 +80,7 @@ class BrosSettings:
         return self.rt_wait * self.ttft_s
 
 
-class BrosPolicy:
+class BrosPolicy(Policy):
     name = "bros"
     newcomers_preempt = True
 

@@ -33,7 +33,7 @@ class RoundRobinPolicy(OrderPolicy):
             exclusive=True,
         )
 
-    def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
+    def chosen(self, packing: Packing[RequestState]) -> None:
         served = self._next if packing.num_urgent else _other(self._next)
         self._next = _other(served)
 
