@@ -42,6 +42,7 @@ from bros.executor.target import (
     kv_dtype_for,
     self_part_for,
 )
+from bros.executor.warm_up import warm_up
 from bros.executor.weights import Weights, WeightSource
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import HeadLayout
@@ -115,6 +116,8 @@ class _Loader:
         max_model_len = _max_model_len(config, spec, num_blocks)
         kv = self._kv(num_blocks, num_host_blocks)
         runner = self._runner(decoder, kv, self._graphs(decoder, kv, max_model_len, num_blocks))
+        if self._device.type != "cpu":
+            warm_up(runner, max_model_len, KV_BLOCK_SIZE)
         info = EngineInfo(
             model=name,
             weights=self._target.weights,
