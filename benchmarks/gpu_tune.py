@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -34,12 +34,13 @@ from bros.kernels.triton.settings import Kind, Launch, Settings, Shape, settings
 from bros.kernels.triton_ops import TritonKernels
 
 T = TypeVar("T")
+RunAll = Callable[..., Iterable[list[Shape]]]
 
 KEYS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
 SMALLER_TILE = 64  # rows, tried beside larger ones
 PROGRAMS: dict[Kind, tuple[int, ...]] = {"one": (2, 4, 8), "tile": (1, 2, 4)}
 WORKERS = 12
-COMPILE_S, MEASURE_S = 45.0, 30.0
+COMPILE_S, MEASURE_S = 35.0, 25.0
 TUNED = Path(triton_settings.__file__).parent / "tuned"
 
 
@@ -114,9 +115,7 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
     folder: where; by default where the kernels look.
     """
     best = dataclasses.replace(settings_for(timer.device), tuned={})
-    shapes = _shapes(sizes, best, timer.device)
-    if timer.on_cuda:
-        _compile(sizes, shapes, best)
+    shapes = _compiled(sizes, best) if timer.on_cuda else _shapes(sizes, best, map)
     deadline = time.perf_counter() + MEASURE_S
     for shape, works in shapes.items():
         default = best.default(shape)
@@ -171,16 +170,23 @@ def _programs(settings: Settings, kind: Kind, count: int) -> Settings:
     return dataclasses.replace(settings, programs={**settings.programs, kind: count})
 
 
-def _shapes(sizes: Sizes, settings: Settings, device: torch.device) -> dict[Shape, list[Workload]]:
-    """Each launch, and the workloads that it decides."""
+def _shapes(sizes: Sizes, settings: Settings, run_all: RunAll) -> dict[Shape, list[Workload]]:
+    """Each launch, and the workloads that it decides. run_all: map, or that of a pool."""
+    works = workloads(sizes)
     found: dict[Shape, list[Workload]] = {}
-    for work in workloads(sizes):
-        watched = Watched(settings.device, settings.processors, settings.major, settings.programs)
-        Attending(sizes, work, device).with_settings(watched)(0)
-        for shape in watched.asked:
+    asked = run_all(_asked, *zip(*[(sizes, i, settings) for i in range(len(works))], strict=True))
+    for work, shapes in zip(works, asked, strict=True):
+        for shape in shapes:
             if shape.kind == work.kind:
                 found.setdefault(shape, []).append(work)
     return found
+
+
+def _asked(sizes: Sizes, number: int, settings: Settings) -> list[Shape]:
+    """What the number-th workload launches, with the defaults, which are compiled by that."""
+    watched = Watched(settings.device, settings.processors, settings.major, settings.programs)
+    _run_once(sizes, number, watched)
+    return watched.asked
 
 
 def _candidates(default: Launch, many: bool) -> Iterator[Launch]:
@@ -201,24 +207,34 @@ def _seconds(run: Attending, settings: Settings, timer: Timer) -> float | None:
         return None
 
 
-def _compile(sizes: Sizes, shapes: Mapping[Shape, Sequence[Workload]], settings: Settings) -> None:
-    """What is not done in time is compiled when it is measured, if it still is."""
+def _compiled(sizes: Sizes, settings: Settings) -> dict[Shape, list[Workload]]:
+    """As _shapes; what is not compiled in time is when it is measured, if it still is."""
+    names = [work.name for work in workloads(sizes)]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        shapes = _shapes(sizes, settings, pool.map)
+        numbers = {shape: names.index(works[0].name) for shape, works in shapes.items()}
         jobs = [
-            pool.submit(_compile_one, sizes, works[0], with_launch(settings, shape, launch))
-            for shape, works in shapes.items()
+            pool.submit(_compile_one, sizes, number, with_launch(settings, shape, launch))
+            for shape, number in numbers.items()
             for launch in _candidates(settings.default(shape), True)
         ]
         wait(jobs, COMPILE_S)
         pool.shutdown(cancel_futures=True)
+    return shapes
 
 
-def _compile_one(sizes: Sizes, work: Workload, settings: Settings) -> None:
+def _compile_one(sizes: Sizes, number: int, settings: Settings) -> None:
     try:
-        Attending(sizes, work, torch.device("cuda")).with_settings(settings)(0)
+        _run_once(sizes, number, settings)
         torch.cuda.synchronize()
     except Exception as error:  # it will be seen again when it is measured
         print(f"  {type(error).__name__}")
+
+
+def _run_once(sizes: Sizes, number: int, settings: Settings) -> None:
+    """By number, because workloads hold tensors, which processes would share by open files."""
+    device = torch.device("cpu" if settings.interpreted else "cuda")
+    Attending(sizes, workloads(sizes)[number], device).with_settings(settings)(0)
 
 
 def _line(name: str, times: Mapping[T, float], chosen: T, note: str) -> Line:
