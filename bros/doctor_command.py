@@ -7,7 +7,8 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -47,6 +48,16 @@ class Tested:
     failure: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Something to print; see terminal.print_table."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int
+
+
 @dataclass(slots=True)
 class Findings:
     """Everything that is printed. problems: what keeps the engine from working as asked."""
@@ -64,23 +75,44 @@ class Findings:
 def run_doctor(config: EngineConfig, as_json: bool, clock: Clock) -> int:
     """Look, test and print. Returns 0 if all that an engine with these options uses works, else 1.
 
-    Of the options, those count that say where and in which precision it runs.
+    Of the options, those count that say where and in which precision it runs. What is found is
+    printed at once, as kernels that have to be compiled take their time.
     """
     choice = choose(config)
     found = Findings(_machine(), _versions(), choice, back_ends(choice))
     if choice.problem is not None:
         found.problems.append(choice.problem)
-    _test_kernels(found, clock)
-    if choice.target is not None and not found.problems:
-        _test_generation(found, config, clock)
-        if config.on_pressure == "checkpoint":
-            _test_copies(found, choice.target)
-    _advise(found)
+    for section in _examine(found, config, clock):
+        if not as_json:
+            _show(section)
     if as_json:
         print(json.dumps(_as_json(found), indent=2))
-    else:
-        _show(found)
     return 1 if found.problems else 0
+
+
+def _examine(found: Findings, config: EngineConfig, clock: Clock) -> Iterator[Table | str]:
+    """Completes what is found and yields it as it becomes known."""
+    yield from _what_there_is(found)
+    for back_end in found.back_ends:
+        if back_end.open is not None:
+            tested = _test_kernels(found, back_end, clock)
+            yield Table(
+                f"Self-test of {back_end.name} against the reference",
+                ("", "types", "error", "allowed", ""),
+                _test_rows(tested),
+                left=2,
+            )
+    target = found.choice.target
+    if target is not None and not found.problems:
+        for what in _test_generation(found, config, clock):
+            yield f"A small model, {what}"
+        if config.on_pressure == "checkpoint":
+            yield from _test_copies(found, target)
+    _advise(found)
+    yield from (f"Note: {line.rstrip('.')}." for line in found.advice)
+    yield from (f"Problem: {line.rstrip('.')}." for line in found.problems)
+    if not found.problems:
+        yield "Everything that is in use works."
 
 
 def _machine() -> list[tuple[str, str]]:
@@ -120,53 +152,57 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _test_kernels(found: Findings, clock: Clock) -> None:
-    for back_end in found.back_ends:
-        if back_end.open is None:
-            continue
-        began = clock.now()
-        checks: list[Check] = []
-        failure = None
-        try:
-            for result in check(back_end, _SEED):
-                checks.append(result)
-        except Exception as error:  # whatever it is, the report goes on and says so
-            failure = _words(error)
-        wrong = [each for each in checks if not each.passed]
-        if wrong:
-            failure = f"{wrong[0].operation} is wrong: error {wrong[0].error:.1e}"
-        found.tested.append(Tested(back_end, tuple(checks), clock.now() - began, failure))
-        if failure is not None:
-            where = found.problems if back_end.in_use else found.advice
-            where.append(f"kernels {back_end.name}: {failure}")
+def _test_kernels(found: Findings, back_end: BackEnd, clock: Clock) -> Tested:
+    began = clock.now()
+    checks: list[Check] = []
+    failure = None
+    try:
+        for result in check(back_end, _SEED):
+            checks.append(result)
+    except Exception as error:  # whatever it is, the report goes on and says so
+        failure = _words(error)
+    wrong = [each for each in checks if not each.passed]
+    if wrong:
+        failure = f"{wrong[0].operation} is wrong: error {wrong[0].error:.1e}"
+    tested = Tested(back_end, tuple(checks), clock.now() - began, failure)
+    found.tested.append(tested)
+    if failure is not None:
+        where = found.problems if back_end.in_use else found.advice
+        where.append(f"kernels {back_end.name}: {failure}")
+    return tested
 
 
-def _test_generation(found: Findings, config: EngineConfig, clock: Clock) -> None:
+def _test_generation(found: Findings, config: EngineConfig, clock: Clock) -> Iterator[str]:
     """The reference on the CPU in fp32; the same with what is in use; then in its precision."""
     exact = dataclasses.replace(config, weights="fp32", kv_dtype="fp32", self_attention="auto")
     plain = dataclasses.replace(exact, device="cpu", kernels="reference", async_scheduling="auto")
     try:
         expected = generate(plain, clock, leads=True)
         same = generate(exact, clock)
-        found.tried.append(_described(same))
+        yield _tried(found, *_described(same))
         difference = first_difference(expected, same.tokens)
         if difference is not None:
             found.problems.append(f"a small model generates something else: {difference}")
         if same.weights != (found.choice.target and found.choice.target.weights):
-            found.tried.append(_described(generate(config, clock)))
+            yield _tried(found, *_described(generate(config, clock)))
     except Exception as error:  # as above
         found.problems.append(f"a small model does not run: {_words(error)}")
 
 
-def _test_copies(found: Findings, target: Target) -> None:
+def _test_copies(found: Findings, target: Target) -> Iterator[str]:
     try:
         error = check_copies(target)
     except Exception as failure:  # as above
         found.problems.append(f"KV cannot be copied to the host: {_words(failure)}")
         return
-    found.tried.append((f"KV to the host and back, {target.device}", f"error {error:g}"))
+    yield _tried(found, f"KV to the host and back, {target.device}", f"error {error:g}")
     if error != 0.0:
         found.problems.append("KV that went to the host has come back as something else")
+
+
+def _tried(found: Findings, what: str, result: str) -> str:
+    found.tried.append((what, result))
+    return f"{what}: {result}"
 
 
 def _described(generated: Generated) -> tuple[str, str]:
@@ -225,10 +261,10 @@ def _as_json(found: Findings) -> dict[str, object]:
     }
 
 
-def _show(found: Findings) -> None:
+def _what_there_is(found: Findings) -> Iterator[Table]:
     rows = [*found.machine, *((name, text or "-") for name, text in found.versions.items())]
-    print_table(f"bros {__version__}", ("", ""), rows, left=2)
-    print_table(
+    yield Table(f"bros {__version__}", ("", ""), rows, left=2)
+    yield Table(
         "Kernels",
         ("", "in use", "", "what it is, or why it cannot be used"),
         [
@@ -237,20 +273,14 @@ def _show(found: Findings) -> None:
         ],
         left=4,
     )
-    print_table(
-        "Self-test against the reference",
-        ("", "types", "error", "allowed", ""),
-        [row for tested in found.tested for row in _test_rows(tested)],
-        left=2,
-    )
-    if found.tried:
-        print_table("A small model", ("", ""), found.tried, left=2)
-    for line in found.advice:
-        print(f"Note: {line.rstrip('.')}.")
-    for line in found.problems:
-        print(f"Problem: {line.rstrip('.')}.")
-    if not found.problems:
-        print("Everything that is in use works.")
+
+
+def _show(section: Table | str) -> None:
+    if isinstance(section, str):
+        print(section, flush=True)
+    else:
+        print_table(section.title, section.headings, section.rows, left=section.left)
+        sys.stdout.flush()
 
 
 def _test_rows(tested: Tested) -> list[tuple[str, str, str, str, str]]:
@@ -260,10 +290,9 @@ def _test_rows(tested: Tested) -> list[tuple[str, str, str, str, str]]:
         name = one.operation if tested.back_end.in_use or not one.passed else "all operations"
         if name not in worst or not _part(one) <= _part(worst[name]):
             worst[name] = one
-    label = tested.back_end.name
     rows = [
         (
-            f"{label}: {name}",
+            name,
             "/".join(filter(None, (one.activations, one.cache))),
             f"{one.error:.1e}",
             f"{one.tolerance:.0e}",
@@ -272,7 +301,7 @@ def _test_rows(tested: Tested) -> list[tuple[str, str, str, str, str]]:
         for name, one in worst.items()
     ]
     if tested.failure is not None and all(one.passed for one in tested.checks):
-        rows.append((label, "", "", "", tested.failure))
+        rows.append(("", "", "", "", tested.failure))
     return rows
 
 

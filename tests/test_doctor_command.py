@@ -78,9 +78,30 @@ def test_it_says_in_words_what_it_found(
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor", "--device", "cpu", "--kernels", "reference"], {}) == 0
     out = capsys.readouterr().out
-    for part in ("NVIDIA driver", "reference: attention, shared", "128 tokens for 8 prompts"):
+    for part in ("NVIDIA driver", "attention, shared", "128 tokens for 8 prompts"):
         assert part in out
+    assert "A small model, greedy, fp32, reference, cpu: 128 tokens" in out
     assert out.endswith("Everything that is in use works.\n")
+
+
+def test_it_says_at_once_what_it_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a report that is cut short has what was known by then."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object, **__: object) -> Generated:
+        raise Killed
+
+    monkeypatch.setattr("bros.doctor_command.generate", killed)
+    with pytest.raises(Killed):
+        main(["doctor", "--device", "cpu", "--kernels", "reference"], {})
+    out = capsys.readouterr().out
+    for part in ("NVIDIA driver", "what it is, or why", "attention, shared"):
+        assert part in out
+    assert "A small model" not in out
 
 
 @without_cuda
