@@ -47,8 +47,9 @@ serve: $(INSTALLED) ## start the server on port 8000 with the embedded model
 test: $(INSTALLED) ## run the test suite
 	$(BIN)/python -m pytest --session-timeout=$(TEST_TIMEOUT) $(ARGS)
 
+# What libraries warn of when they meet a GPU is no error there.
 test-gpu: $(GPU_INSTALLED) ## run the tests that need a GPU; PYTHON=python3: install nothing
-	$(GPU_PYTHON) -m pytest -m gpu $(ARGS) $$(grep -rl 'mark[.]gpu' --include='test_*.py' tests)
+	$(GPU_PYTHON) -m pytest -m gpu -W default $(ARGS) $$(grep -rl 'mark[.]gpu' --include='test_*.py' tests)
 
 lint: $(INSTALLED) ## check style and formatting
 	$(BIN)/ruff check .
