@@ -179,13 +179,12 @@ class CupyDriver:
             for name in ("gather", "scatter")
             for width in WIDTHS
         }
-        self._streams: dict[int, Any] = {}
 
     def launch(
         self, kernel: str, grid: tuple[int, int], args: tuple[np.generic, ...], stream: int
     ) -> None:
-        with self._device, self._stream(stream):
-            self._kernels[kernel](grid, (THREADS,), args)
+        with self._device:
+            self._kernels[kernel](grid, (THREADS,), args, stream=_Stream(stream))
 
     def copy(
         self, to: int, to_pitch: int, of: int, of_pitch: int, width: int, rows: int, stream: int
@@ -204,23 +203,11 @@ class CupyDriver:
             memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(num_bytes), 0)
         return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=num_bytes))
 
-    def _stream(self, address: int) -> Any:
-        stream = self._streams.get(address)
-        if stream is None:
-            with self._device:
-                stream = self._cupy.cuda.Stream.from_external(_ForeignStream(address))
-            self._streams[address] = stream
-        return stream
 
+class _Stream(NamedTuple):
+    """As much of a stream as CuPy asks for in a launch."""
 
-class _ForeignStream:
-    """A stream as CuPy takes them from other libraries."""
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address
+    ptr: int
 
 
 def kernel_source(name: str) -> str:

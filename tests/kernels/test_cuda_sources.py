@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,10 +172,14 @@ def fake_cupy(calls: list[tuple[Any, ...]], error: Exception | None = None) -> S
 
         def compile(self) -> None: ...
 
-        def get_function(self, name: str) -> str:
+        def get_function(self, name: str) -> Callable[..., None]:
             kind, width = name.split("_")
             assert f"{kind}_##width" in self.code and f"KV_COPY_KERNELS({width}," in self.code
-            return name
+
+            def launch(grid: Any, block: Any, args: Any, *, stream: Any) -> None:
+                calls.append((name, grid, block, args, stream.ptr))
+
+            return launch
 
     runtime = SimpleNamespace(
         getDeviceCount=count,
@@ -206,6 +211,53 @@ def test_copies_without_gaps_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> N
         ("2d", 1000, 256, 2000, 64, 64, 5, 4, 7),
         ("2d", 1000, 64, 2000, 256, 64, 5, 4, 7),
     ]
+
+
+def test_kernels_get_what_they_declare_on_the_stream_they_are_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CuPy passes numbers on as wide as NumPy has them."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(calls))
+    copier = CudaKvCopier(CupyDriver(torch.device("cuda", 0)))
+    cache, pieces = torch.zeros(3, 2, 5, 4, 16, 8), torch.zeros(7, 3, 2, 4, 8)
+    slots = torch.zeros(7, dtype=torch.int32)
+    copier.gather(cache, slots, pieces, Stream("compute", 41))
+    copier.scatter(cache, slots, pieces, Stream("scatter", 42))
+    source = kernel_source("kv_copy.cu")
+    declared = re.search(r"gather_##width\(([^)]*)\)", source)
+    assert declared is not None
+    widths = [
+        8 if "*" in parameter or "long long" in parameter else 4
+        for parameter in declared[1].replace("\\", "").split(",")
+    ]
+    for (name, grid, block, args, stream), (kind, expected) in zip(
+        calls, (("gather_16", 41), ("scatter_16", 42)), strict=True
+    ):
+        assert (name, stream, block) == (kind, expected, (256,)) and len(grid) == 2
+        assert [arg.itemsize for arg in args] == widths
+        assert [int(arg) for arg in args] == [
+            cache.data_ptr(), cache[0, 0].nbytes, pieces.data_ptr(), slots.data_ptr(), 7, 6, 4, 2,
+        ]  # fmt: skip
+
+
+def test_the_installed_cupy_takes_a_stream_for_its_address() -> None:
+    """A launch asks it for `ptr` before anything else, and for nothing but that."""
+    cupy = pytest.importorskip("cupy")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device, on which it would be launched")
+
+    class Asked(Exception):
+        pass
+
+    class Address:
+        @property
+        def ptr(self) -> int:
+            raise Asked
+
+    function = cupy.cuda.Function.__new__(cupy.cuda.Function)
+    with pytest.raises(Asked):
+        function((1, 1), (256,), (np.int32(3),), stream=Address())
 
 
 def test_the_installed_cupy_is_refused_where_there_is_no_device() -> None:
