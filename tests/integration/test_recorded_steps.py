@@ -5,6 +5,7 @@ Memory is far too little for all requests at once, so KV makes way, is copied an
 
 from __future__ import annotations
 
+import logging
 import random
 from array import array
 from collections.abc import Sequence
@@ -17,9 +18,11 @@ from bros.core.interfaces import EngineInfo
 from bros.core.plan import Chunk, StepPlan
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.engine.engine import Engine
+from bros.executor.loader import random_executor
+from bros.executor.runner import ModelRunner
 from bros.scheduler.build import build_scheduler
 from support.checkpoints import GREEDY
-from support.device_runners import BLOCK, VOCAB, Assembled, assemble
+from support.device_runners import BLOCK, VOCAB, assemble, tiny_spec
 from support.scheduling import MODEL
 
 REQUESTS = 20
@@ -50,7 +53,7 @@ def requests() -> list[EngineRequest]:
     return asked
 
 
-def serve(made: Assembled, mode: str) -> dict[str, list[int]]:
+def serve(runner: ModelRunner, mode: str) -> dict[str, list[int]]:
     config = EngineConfig(
         policy="fcfs", kv_blocks=KV_BLOCKS, host_kv_blocks=HOST_BLOCKS, max_batch_tokens=64
     )
@@ -60,7 +63,7 @@ def serve(made: Assembled, mode: str) -> dict[str, list[int]]:
         num_host_kv_blocks=HOST_BLOCKS, policy="fcfs",
     )  # fmt: skip
     scheduler = build_scheduler(config, info, MODEL, depth=1 if mode == "off" else 2)
-    engine = Engine(scheduler, made.runner, ManualClock(), info, async_scheduling=mode)
+    engine = Engine(scheduler, runner, ManualClock(), info, async_scheduling=mode)
     tokens: dict[str, list[int]] = {str(number): [] for number in range(REQUESTS)}
     waiting = requests()
     while engine.has_work or waiting:
@@ -78,16 +81,29 @@ def serve(made: Assembled, mode: str) -> dict[str, list[int]]:
     return tokens
 
 
-def lead(tokens: Sequence[int]) -> float:
+def check_same(
+    plain: dict[str, list[int]], found: dict[str, list[int]], reference: ModelRunner, clear: float
+) -> None:
+    """Tokens, up to where the best logit of `reference` leads by less than `clear`."""
+    for asked in requests():
+        left, right = plain[asked.request_id], found[asked.request_id]
+        assert len(left) == len(right)
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            if pair[0] != pair[1]:
+                assert lead(reference, [*asked.prompt_token_ids, *left[:index]]) < clear
+                break
+
+
+def lead(runner: ModelRunner, tokens: Sequence[int]) -> float:
     """Of the best token after these."""
     plan = StepPlan(0, (Chunk("a", 0, tokens, array("i"), array("i", range(len(tokens))), GREEDY),))
-    best, second = assemble().runner.logits(plan)[0].topk(2).values.tolist()
+    best, second = runner.logits(plan)[0].topk(2).values.tolist()
     return best - second
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[int]]:
-    return serve(assemble(kv_blocks=KV_BLOCKS, host_blocks=HOST_BLOCKS), "off")
+    return serve(assemble(kv_blocks=KV_BLOCKS, host_blocks=HOST_BLOCKS).runner, "off")
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])
@@ -98,12 +114,37 @@ def test_the_same_tokens_as_one_plain_step_after_the_other(
     made = assemble(
         kv_blocks=KV_BLOCKS, host_blocks=HOST_BLOCKS, graph_rows=graph_rows, groups=True
     )
-    found = serve(made, mode)
+    found = serve(made.runner, mode)
     assert sum(made.replays.counts) > 0 or graph_rows is None
-    for asked in requests():
-        left, right = plain[asked.request_id], found[asked.request_id]
-        assert len(left) == len(right)
-        for index, pair in enumerate(zip(left, right, strict=True)):
-            if pair[0] != pair[1]:
-                assert lead([*asked.prompt_token_ids, *left[:index]]) < CLEAR
-                break
+    check_same(plain, found, assemble().runner, CLEAR)
+
+
+def executor(device: str, cuda_graphs: str = "off") -> ModelRunner:
+    """The same model on every device."""
+    config = EngineConfig(
+        device=device,
+        cuda_graphs=cuda_graphs,
+        weights="fp32",
+        kv_blocks=KV_BLOCKS,
+        host_kv_blocks=HOST_BLOCKS,
+        max_num_seqs=32,
+        max_batch_tokens=64,
+        threads=1,
+    )
+    return random_executor(tiny_spec(), config, drawn_on="cpu")[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["off", "on"])
+@pytest.mark.parametrize("cuda_graphs", ["off", "on"])
+def test_on_a_gpu_nobody_notices_that_kv_made_way(
+    cuda_graphs: str, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Robbed and restored by the streams and kernels of the device, with the tokens of the CPU."""
+    pytest.importorskip("cupy")
+    with caplog.at_level(logging.WARNING):
+        runner = executor("cuda", cuda_graphs)
+    assert not caplog.records, "recording failed"
+    reference = serve(executor("cpu"), "off")
+    # Both are in fp32 and add up in another order.
+    check_same(reference, serve(runner, mode), executor("cpu"), 6 * CLEAR)
