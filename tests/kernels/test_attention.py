@@ -21,7 +21,9 @@ from support.kernel_cases import (
     exact_attention,
     int32,
     make_case,
+    needs_triton,
     torch_threads,
+    triton_backend,
 )
 
 # Scores of unit normal q and k, scaled by dim**-0.5, carry an fp32 dot product's error, at most
@@ -87,6 +89,39 @@ def test_parts_that_rows_share_are_prepared_once_or_put_back_per_layer(level: st
     prepared = kernels.prepare(case.batch, case.layout, torch.device("cpu"))
     assert prepared.shared is None
     assert torch.equal(run(kernels, case), run(kernels, replace(case, batch=prepared)))
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "group", "dtype", "kv_dtype"),
+    [
+        (5, 3, 3, FP32, FP32),
+        (12, 1, 7, FP16, FP32),
+        (72, 2, 5, BF16, FP16),
+        (80, 2, 1, FP32, BF16),
+        (96, 1, 13, FP16, FP16),
+        (96, 3, 3, BF16, FP32),
+        (128, 1, 40, BF16, BF16),
+        (256, 2, 3, FP16, BF16),
+    ],
+)
+def test_odd_shapes_and_mixed_types_on_a_gpu(
+    head_dim: int, kv_heads: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """A few that are compiled once; where kernels are interpreted, more are drawn."""
+    rows = [(1, 300), (40, 130), (1, 17), (1, 0), (3, 50)]
+    parts = [((0, 1, 2, 3), 200), ((2, 3), 70)]
+    case = make_case(rows, kv_heads, group, head_dim, kv_dtype, parts=parts)
+    case = replace(case, qkv=case.qkv.to(dtype))
+    backend = triton_backend()
+    actual = attend(backend.kernels(), case, backend.device)
+    # Weights and output are rounded once each, to so many bits, and |v| stays below 6.
+    atol = {FP32: ATOL, BF16: 24 * 2**-8, FP16: 24 * 2**-11}[dtype]
+    torch.testing.assert_close(actual.double(), exact_attention(case), rtol=0, atol=atol)
 
 
 @each_backend

@@ -190,6 +190,62 @@ def test_rope_and_cache(backend: Backend) -> None:
 
 
 @needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dim", "rotary_dim", "kv_heads", "group", "dtype", "norms"),
+    [
+        (5, 4, 3, 3, torch.float32, True),
+        (12, None, 1, 7, torch.bfloat16, False),
+        (72, 36, 2, 5, torch.float16, False),
+        (80, 80, 1, 1, torch.bfloat16, True),
+        (96, 24, 3, 3, torch.float32, False),
+        (256, 256, 2, 1, torch.float16, True),
+    ],
+)
+def test_rope_and_cache_of_odd_shapes_on_a_gpu(
+    dim: int, rotary_dim: int | None, kv_heads: int, group: int, dtype: torch.dtype, norms: bool
+) -> None:
+    """A few that are compiled once; where kernels are interpreted, more are drawn."""
+    tokens, blocks = 19, 3
+    cache = normal(2, 2, blocks, kv_heads, 16, dim).to(dtype)
+    angles = normal(1, 50, (rotary_dim or 0) // 2)
+    layout = HeadLayout(kv_heads * group, kv_heads, dim)
+    case = {
+        "qkv": normal(0, tokens, layout.qkv_size),
+        "layout": layout,
+        "positions": int32([7 * token % 50 for token in range(tokens)]),
+        "slots": int32([5 * token % (16 * blocks) for token in range(tokens)]),
+        "cos_sin": None if rotary_dim is None else torch.cat([angles.cos(), angles.sin()], dim=1),
+        "k_cache": cache[0].clone(),
+        "v_cache": cache[1].clone(),
+        "q_norm": normal(3, dim) if norms else None,
+        "k_norm": normal(4, dim) if norms else None,
+        "eps": 1e-5,
+    }
+    check_rope_and_cache(triton_backend(), case)  # type: ignore[arg-type]
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1), (3, 5), (7, 200), (2, 1025), (300, 97)])
+def test_norms_and_activation_of_odd_sizes_on_a_gpu(tokens: int, size: int) -> None:
+    backend = triton_backend()
+    kernels, device = backend.kernels(), backend.device
+    residual, x, weight = (normal(seed, tokens, size) for seed in (0, 1, 2))
+    there = residual.to(device, copy=True)
+    actual = kernels.add_rms_norm_(there, x.to(device), weight[0].to(device), 1e-6)
+    assert torch.equal(there.cpu(), residual + x)
+    expected = REFERENCE.rms_norm((residual + x).double(), weight[0].double(), 1e-6)
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=RTOL, atol=1e-12)
+    actual = kernels.rms_norm(there, weight[0].to(device), 1e-6)
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=RTOL, atol=1e-12)
+    gate_up = torch.cat([residual, x], dim=1)
+    actual = kernels.silu_and_mul(gate_up.to(device))
+    expected = REFERENCE.silu_and_mul(gate_up.double())
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=RTOL, atol=1e-33)
+
+
+@needs_triton
 def test_padding_is_cached_nowhere() -> None:
     backend, layout = triton_backend(), HeadLayout(2, 1, 8)
     cache = torch.zeros(2, 1, 16, 8, device=backend.device)
