@@ -6,13 +6,13 @@ import dataclasses
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from gpu_bench import VARIANTS, Bench
 from gpu_model import BLOCK, Model, batch_of, full_segments, shared_by_all
-from gpu_timing import Ceilings, Line, Timer, Timing, timed_line
+from gpu_timing import Line, Run, Timing, timed_line
 
 from bros.core.clock import SystemClock
 from bros.core.plan import KvCopies, StepPlan
@@ -20,44 +20,6 @@ from bros.core.request import EngineRequest, SamplingParams
 from bros.engine.engine import Engine
 from bros.kernels.interface import AttentionBatch
 from bros.scheduler.build import build_scheduler
-
-VARIANTS = 3
-"""Plans of one shape that read other blocks, in turn."""
-
-PIPELINED = 12
-"""Steps in a row, each launched while the one before runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """What a part needs."""
-
-    model: Model
-    timer: Timer
-    ceilings: Ceilings
-
-    def step(self, plans: list[StepPlan]) -> Timing:
-        """From the plan to the tokens on the host."""
-        runner = self.model.runner
-        return self.timer.by_the_clock(lambda i: runner.execute(plans[i % len(plans)]))
-
-    def steps_in_a_row(self, plans: list[StepPlan]) -> Timing:
-        """Per step, when the host launches the next one meanwhile, as the engine does."""
-        launch = getattr(self.model.runner, "launch", None)
-        if launch is None:
-            return self.step(plans)
-
-        def run(_: int) -> None:
-            running = None
-            for number in range(PIPELINED):
-                launched = launch(plans[number % len(plans)])
-                if running is not None:
-                    running.result()
-                running = launched
-            running.result()
-
-        whole = self.timer.by_the_clock(run)
-        return Timing(*(seconds / PIPELINED for seconds in (whole.median, whole.low, whole.high)))
 
 
 def decode(bench: Bench) -> Iterator[Line]:
@@ -101,7 +63,7 @@ def attention(bench: Bench) -> Iterator[Line]:
             owned = model.blocks_for([-(-context // BLOCK)] * rows)
             batch = model.prepared(batch_of([full_segments(each, context) for each in owned]))
             runs.append((model.qkv(rows), batch))
-        timing = bench.timer.on_device(lambda i, runs=runs: model.attend(*runs[i % VARIANTS], i))
+        [timing] = bench.kernels([lambda i, runs=runs: model.attend(*runs[i % VARIANTS], i)])
         yield timed_line(
             "attention",
             f"{rows} x {context}",
@@ -121,12 +83,10 @@ def chunks(bench: Bench) -> Iterator[Line]:
             batch_of([full_segments(blocks, context)]),
             query_start=torch.tensor([0, tokens], dtype=torch.int32),
         )
-        [run] = attending(model, tokens, [model.prepared(batch)])
+        [timing] = bench.kernels(attending(model, tokens, [model.prepared(batch)]))
         flops = 4 * tokens * (context + (tokens + 1) / 2) * model.layout.q_size
         floor = bench.ceilings.floor_s(model.attention_bytes([context]), flops)
-        yield timed_line(
-            "attention", f"chunk of {tokens} after {context}", bench.timer.on_device(run), floor
-        )
+        yield timed_line("attention", f"chunk of {tokens} after {context}", timing, floor)
 
 
 def layout(bench: Bench) -> Iterator[Line]:
@@ -157,7 +117,7 @@ def layout(bench: Bench) -> Iterator[Line]:
         halves.append(np.concatenate([part, both[-1:]]))
     cases = {"plain": plain, "bidirectional": mixed, "reversed": turned, "halves": halves}
     batches = [model.prepared(batch_of(each)) for each in cases.values()]
-    taken = bench.timer.alternating(attending(model, rows, batches))
+    taken = bench.kernels(attending(model, rows, batches))
     timings = dict(zip(cases, taken, strict=True))
     floor = model.attention_bytes([context] * rows) / bench.ceilings.copy
     for name, timing in timings.items():
@@ -173,7 +133,8 @@ def layout(bench: Bench) -> Iterator[Line]:
         )
     few = min(rows, 32)
     plans = {name: model.plan_of(cases[name][:few], context) for name in ("plain", "bidirectional")}
-    times = {name: bench.steps_in_a_row([plan]) for name, plan in plans.items()}
+    rows_of = bench.rows_of_steps([[plan] for plan in plans.values()])
+    times = dict(zip(plans, rows_of, strict=True))
     yield compared(
         "layout",
         f"step, {few} x {context}, bidirectional",
@@ -197,7 +158,7 @@ def shared(bench: Bench) -> Iterator[Line]:
         listed = [np.concatenate([whole, suffix]) for suffix in suffixes]
         grouped = model.prepared(batch_of(suffixes, shared_by_all(prefix, rows)))
         alone = model.prepared(batch_of(listed))
-        together, apart = bench.timer.alternating(attending(model, rows, [grouped, alone]))
+        together, apart = bench.kernels(attending(model, rows, [grouped, alone]))
         context = BLOCK * prefix_blocks + sizes.suffix
         read = model.attention_bytes([sizes.suffix] * rows) + model.attention_bytes(
             [BLOCK * prefix_blocks]
@@ -229,9 +190,7 @@ def shared(bench: Bench) -> Iterator[Line]:
         )
 
 
-def attending(
-    model: Model, rows: int, batches: list[AttentionBatch]
-) -> list[Callable[[int], object]]:
+def attending(model: Model, rows: int, batches: list[AttentionBatch]) -> list[Run]:
     """The kernel on each of these batches, which are prepared, with the same queries."""
     qkv = model.qkv(rows)
     return [lambda i, batch=batch: model.attend(qkv, batch, i) for batch in batches]

@@ -36,8 +36,8 @@ from pathlib import Path
 import gpu_parts
 import gpu_peers
 import torch
+from gpu_bench import Bench
 from gpu_model import REAL, SMALL, Model, Sizes
-from gpu_parts import Bench
 from gpu_timing import Ceilings, Line, Report, Timer, measure_ceilings
 
 from bros.terminal import plain_table

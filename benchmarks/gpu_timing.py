@@ -1,8 +1,10 @@
 """Timing on a device, what the device can do at all, and lines of results; for gpu_speed.py.
 
-Times are medians of repeats, each between two CUDA events (on the CPU, by the clock). Ceilings are
-measured in the same run, by copying and multiplying: nothing that moves or computes as much can
-be faster than that, so every time is given beside the floor they make.
+Times are medians of repeats, each between two CUDA events (on the CPU, by the clock). Launching a
+small kernel takes the host longer than running it takes the device; so the device is kept busy
+until all repeats are launched, or many calls are recorded in a CUDA graph. Ceilings are measured
+in the same run, by copying and multiplying: nothing that moves or computes as much can be faster
+than that, so every time is given beside the floor they make.
 """
 
 from __future__ import annotations
@@ -15,6 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+Run = Callable[[int], object]
+"""run(i): the i-th repeat, on inputs of its own."""
+
+WARM_UP = 3
+MOST_CALLS = 32  # in a graph: as many as the model has layers, so that each reads other memory
+GRAPH_S = 3e-3
+MOST_AHEAD_S = 0.2
+CYCLES_PER_S = 2e9  # about what GPUs run at; a slower one only keeps busy for longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +41,10 @@ class Timing:
         ordered = sorted(seconds)
         quarter = len(ordered) // 4
         return cls(statistics.median(ordered), ordered[quarter], ordered[-1 - quarter])
+
+    def over(self, count: int) -> Timing:
+        """Of one, if this is of `count` of them."""
+        return Timing(self.median / count, self.low / count, self.high / count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,45 +63,89 @@ class Timer:
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
-    def on_device(self, run: Callable[[int], object]) -> Timing:
-        """Of work put on the current stream. run(i): the i-th repeat, on inputs of its own."""
-        return self.alternating([run])[0]
+    def on_device(self, run: Run, *, recorded: bool = False) -> Timing:
+        """Of work put on the current stream; recorded: see alternating."""
+        return self.alternating([run], recorded=recorded)[0]
 
-    def alternating(self, runs: Sequence[Callable[[int], object]]) -> list[Timing]:
-        """Of several things that are compared: in turn, so that a slow moment hits all."""
-        for index, run in itertools.product(range(2), runs):  # compiles and warms up
+    def alternating(self, runs: Sequence[Run], *, recorded: bool = False) -> list[Timing]:
+        """Of several things that are compared: in turn, so that a slow moment hits all.
+
+        recorded: they never wait for the device and may be recorded in a CUDA graph, which leaves
+        nothing of the host in their times.
+        """
+        for index, run in itertools.product(range(WARM_UP), runs):  # compiles and warms up
             run(index)
-        repeats = self._affordable(lambda index: [run(index) for run in runs])
+        timed = [self._recorded(run) if recorded and self.on_cuda else (run, 1) for run in runs]
+        launching, done = self._once(lambda index: [run(index) for run, _ in timed])
+        repeats = self._affordable(done)
         taken: list[list[Callable[[], float]]] = [[] for _ in runs]
+        self._keep_busy(repeats * launching)
         for index in range(repeats):
-            for run, times in zip(runs, taken, strict=True):
+            for (run, _), times in zip(timed, taken, strict=True):
                 times.append(self._timed(run, index))
         self.synchronize()
-        return [Timing.of([seconds() for seconds in times]) for times in taken]
+        return [
+            Timing.of([seconds() for seconds in times]).over(calls)
+            for (_, calls), times in zip(timed, taken, strict=True)
+        ]
 
-    def by_the_clock(self, run: Callable[[int], object]) -> Timing:
+    def by_the_clock(self, run: Run) -> Timing:
         """Of something that ends with the host knowing the result."""
-        for index in range(2):
-            run(index)
-        self.synchronize()
-        seconds = []
-        for index in range(self._affordable(run)):
-            began = time.perf_counter()
-            run(index)
-            seconds.append(time.perf_counter() - began)
-        return Timing.of(seconds)
+        return self.by_the_clock_in_turn([run])[0]
 
-    def _affordable(self, run: Callable[[int], object]) -> int:
-        """How many repeats fit the budget; three in any case, unless fewer are asked for."""
+    def by_the_clock_in_turn(self, runs: Sequence[Run]) -> list[Timing]:
+        """The same of several things that are compared."""
+        for index, run in itertools.product(range(2), runs):
+            run(index)
+        _, done = self._once(lambda index: [run(index) for run in runs])
+        taken: list[list[float]] = [[] for _ in runs]
+        for index in range(self._affordable(done)):
+            for run, times in zip(runs, taken, strict=True):
+                began = time.perf_counter()
+                run(index)
+                times.append(time.perf_counter() - began)
+        return [Timing.of(times) for times in taken]
+
+    def _once(self, run: Run) -> tuple[float, float]:
+        """Seconds until it is launched, and until it is done."""
         self.synchronize()
         began = time.perf_counter()
         run(2)
+        launched = time.perf_counter()
         self.synchronize()
-        once = time.perf_counter() - began
+        return launched - began, time.perf_counter() - began
+
+    def _affordable(self, once: float) -> int:
+        """How many repeats fit the budget; three in any case, unless fewer are asked for."""
         affordable = max(3, int(self.budget_s / max(once, 1e-6)))
         return min(self.repeats, affordable)
 
-    def _timed(self, run: Callable[[int], object], index: int) -> Callable[[], float]:
+    def _recorded(self, run: Run) -> tuple[Run, int]:
+        """So many calls in a graph, a few milliseconds of them; itself if it cannot be recorded."""
+        calls = max(1, min(MOST_CALLS, int(GRAPH_S / max(self._once(run)[1], 1e-6))))
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            # Not by torch.cuda.graph, which gives free memory back each time: that takes long.
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    for index in range(calls):
+                        run(index)
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            print(f"  not recorded: {error}"[:200])
+            return run, 1
+        graph.replay()
+        return lambda _: graph.replay(), calls
+
+    def _keep_busy(self, seconds: float) -> None:
+        """The device, for about twice as long, while the host launches what is to be timed."""
+        if self.on_cuda:
+            torch.cuda._sleep(int(CYCLES_PER_S * min(MOST_AHEAD_S, 1e-3 + 2 * seconds)))
+
+    def _timed(self, run: Run, index: int) -> Callable[[], float]:
         """What it took, to be asked for after synchronize."""
         if not self.on_cuda:
             began = time.perf_counter()

@@ -1,0 +1,60 @@
+"""What the parts of gpu_speed.py measure with: a model, a timer, and steps in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpu_model import Model
+from gpu_timing import Ceilings, Run, Timer, Timing
+
+from bros.core.plan import StepPlan
+
+VARIANTS = 3
+"""Plans of one shape that read other blocks, in turn."""
+
+PIPELINED = 12
+"""Steps in a row, each launched while the one before runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What a part needs."""
+
+    model: Model
+    timer: Timer
+    ceilings: Ceilings
+
+    def step(self, plans: list[StepPlan]) -> Timing:
+        """From the plan to the tokens on the host."""
+        runner = self.model.runner
+        return self.timer.by_the_clock(lambda i: runner.execute(plans[i % len(plans)]))
+
+    def steps_in_a_row(self, plans: list[StepPlan]) -> Timing:
+        """Per step, when the host launches the next one meanwhile, as the engine does."""
+        return self.rows_of_steps([plans])[0]
+
+    def rows_of_steps(self, series: Sequence[list[StepPlan]]) -> list[Timing]:
+        """The same for several lists of plans that are compared: a row of each in turn."""
+        launch = getattr(self.model.runner, "launch", None)
+        if launch is None:
+            execute = self.model.runner.execute
+            return self.timer.by_the_clock_in_turn(
+                [lambda i, plans=plans: execute(plans[i % len(plans)]) for plans in series]
+            )
+
+        def run(plans: list[StepPlan]) -> None:
+            running = None
+            for number in range(PIPELINED):
+                launched = launch(plans[number % len(plans)])
+                if running is not None:
+                    running.result()
+                running = launched
+            running.result()
+
+        runs = [lambda _, plans=plans: run(plans) for plans in series]
+        return [whole.over(PIPELINED) for whole in self.timer.by_the_clock_in_turn(runs)]
+
+    def kernels(self, runs: Sequence[Run]) -> list[Timing]:
+        """Of kernels that put work on the device and never wait for it, in turn."""
+        return self.timer.alternating(runs, recorded=self.model.has_graphs)
