@@ -115,7 +115,7 @@ def _tune(sizes: Sizes, timer: Timer, folder: Path | None) -> Iterator[Line]:
     # Late, because it needs Triton.
     from gpu_tune import tune
 
-    quick = dataclasses.replace(timer, repeats=min(timer.repeats, 15), budget_s=0.1)
+    quick = dataclasses.replace(timer, repeats=min(timer.repeats, 9), budget_s=0.1)
     return tune(sizes, quick, folder)
 
 

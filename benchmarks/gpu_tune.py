@@ -6,7 +6,8 @@ as fast they are. The best is written to where the kernels read it,
 bros/kernels/triton/tuned/DEVICE.json. Merging has nothing to choose, and is part of every time.
 
 Compiling takes longer than measuring, so processes beside this one compile all candidates first;
-Triton keeps what they make on disk. When the time is up, what has been found is what counts.
+Triton keeps what they make on disk. What has been found is written after each launch, and when the
+time is up it is what counts.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ from bros.kernels.triton_ops import TritonKernels
 T = TypeVar("T")
 RunAll = Callable[..., Iterable[list[Shape]]]
 
-KEYS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
+KEYS, WARPS = (32, 64, 128), (4, 8)
+# Of rows of one token, Triton 3.6 makes the same of 2 to 4: one tile is loaded ahead; of 5, two.
+STAGES: dict[Kind, tuple[int, ...]] = {"one": (3, 5, 7), "tile": (2, 3, 4)}
 SMALLER_TILE = 64  # rows, tried beside larger ones
 PROGRAMS: dict[Kind, tuple[int, ...]] = {"one": (2, 4, 8), "tile": (1, 2, 4)}
 WORKERS = 12
-COMPILE_S, MEASURE_S = 35.0, 25.0
+COMPILE_S, MEASURE_S = 30.0, 25.0
+COLD_BYTES = 2**28  # of K and V, read in turn: more than a device caches
 TUNED = Path(triton_settings.__file__).parent / "tuned"
 
 
@@ -97,35 +101,42 @@ class Attending:
         self._layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._device, self._batch = device, work.batch
         self._qkv = torch.randn(work.tokens, self._layout.qkv_size, device=device).to(dtype)
-        shape = (2, 2, work.blocks, spec.num_kv_heads, BLOCK, spec.head_dim)
-        self._caches = torch.randn(shape, device=device, dtype=dtype)
+        shape = (2, work.blocks, spec.num_kv_heads, BLOCK, spec.head_dim)
+        cold = COLD_BYTES if device.type == "cuda" else 0
+        copies = max(2, -(-cold // (math.prod(shape) * dtype.itemsize)))
+        self._caches = torch.randn(copies, *shape, device=device, dtype=dtype)
 
     def with_settings(self, settings: Settings) -> Callable[[int], object]:
         kernels = TritonKernels(self._device, settings)
         batch = kernels.prepare(self._batch, self._layout, self._device)
         scale = self._layout.head_dim**-0.5
         return lambda i: kernels.attention(
-            self._qkv, self._layout, *self._caches[i % 2], batch, scale
+            self._qkv, self._layout, *self._caches[i % len(self._caches)], batch, scale
         )
 
 
 def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Line]:
-    """Best launches of one device, a line for each; saved at the end, and what is there replaced.
+    """Best launches of one device, a line for each; saved before it, and what is there replaced.
 
     folder: where; by default where the kernels look.
     """
+    deadline = time.perf_counter() + COMPILE_S + MEASURE_S
     best = dataclasses.replace(settings_for(timer.device), tuned={})
-    shapes = _compiled(sizes, best) if timer.on_cuda else _shapes(sizes, best, map)
-    deadline = time.perf_counter() + MEASURE_S
+    file = (folder or TUNED) / triton_settings.file_name(best.device)
+    if timer.on_cuda:
+        shapes = _compiled(sizes, best, deadline - MEASURE_S)
+    else:
+        shapes = _shapes(sizes, best, map)
     for shape, works in shapes.items():
         default = best.default(shape)
         options = {
             launch: with_launch(best, shape, launch)
-            for launch in dict.fromkeys((default, *_candidates(default, timer.on_cuda)))
+            for launch in dict.fromkeys((default, *_candidates(shape.kind, default, timer.on_cuda)))
         }
         times = measured(_runs(sizes, works, timer), options, timer, deadline)
         chosen = min(times, key=times.__getitem__)
         best = options[chosen]
+        _save(file, best)
         note = f"{len(times)} of {len(options)} tried on {', '.join(work.name for work in works)}"
         yield _line(f"{shape.kind}, {shape.rows} rows: {_words(chosen)}", times, chosen, note)
     for kind, counts in PROGRAMS.items():
@@ -135,11 +146,17 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
         found = measured(_runs(sizes, works, timer), programs, timer, deadline)
         count = min(found, key=found.__getitem__)
         best = programs[count]
+        _save(file, best)
         note = f"{len(found)} of {len(programs)} tried"
         yield _line(f"{kind}: {count} programs per processor", found, count, note)
-    target = (folder or TUNED) / triton_settings.file_name(best.device)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(triton_settings.as_json(best), encoding="utf-8")
+
+
+def _save(file: Path, settings: Settings) -> None:
+    """Whole or not at all, whenever the process is killed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(".new")
+    new.write_text(triton_settings.as_json(settings), encoding="utf-8")
+    new.replace(file)
 
 
 def measured(
@@ -189,25 +206,25 @@ def _asked(sizes: Sizes, number: int, settings: Settings) -> list[Shape]:
     return watched.asked
 
 
-def _candidates(default: Launch, many: bool) -> Iterator[Launch]:
+def _candidates(kind: Kind, default: Launch, many: bool) -> Iterator[Launch]:
     if not many:  # to try the program
         yield default._replace(block_n=KEYS[0])
         return
     for rows in sorted({default.block_m, min(default.block_m, SMALLER_TILE)}, reverse=True):
-        for keys, warps, stages in itertools.product(KEYS, WARPS, STAGES):
+        for keys, warps, stages in itertools.product(KEYS, WARPS, STAGES[kind]):
             yield Launch(rows, keys, warps, stages)
 
 
 def _seconds(run: Attending, settings: Settings, timer: Timer) -> float | None:
     """None if it cannot be launched: too much shared memory, for one."""
     try:
-        return timer.on_device(run.with_settings(settings)).median
+        return timer.on_device(run.with_settings(settings), recorded=True).median
     except Exception as error:  # Triton has many kinds of them
         print(f"  {type(error).__name__}: {error}"[:200])
         return None
 
 
-def _compiled(sizes: Sizes, settings: Settings) -> dict[Shape, list[Workload]]:
+def _compiled(sizes: Sizes, settings: Settings, until: float) -> dict[Shape, list[Workload]]:
     """As _shapes; what is not compiled in time is when it is measured, if it still is."""
     names = [work.name for work in workloads(sizes)]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
@@ -216,9 +233,9 @@ def _compiled(sizes: Sizes, settings: Settings) -> dict[Shape, list[Workload]]:
         jobs = [
             pool.submit(_compile_one, sizes, number, with_launch(settings, shape, launch))
             for shape, number in numbers.items()
-            for launch in _candidates(settings.default(shape), True)
+            for launch in _candidates(shape.kind, settings.default(shape), True)
         ]
-        wait(jobs, COMPILE_S)
+        wait(jobs, max(0.0, until - time.perf_counter()))
         pool.shutdown(cancel_futures=True)
     return shapes
 

@@ -81,6 +81,21 @@ def test_tile_sizes_are_found_and_stored(speed: ModuleType, tmp_path: Path) -> N
     assert found.programs == plain.programs
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+def test_what_is_found_is_stored_before_the_rest_is_tried(
+    speed: ModuleType, tmp_path: Path
+) -> None:
+    settings = pytest.importorskip("bros.kernels.triton.settings")
+    tune = importlib.import_module("gpu_tune")
+    timer = module("timing").Timer(torch.device("cpu"), repeats=1, budget_s=0.01)
+    lines = tune.tune(module("model").SMALL, timer, tmp_path)
+    next(lines)
+    [file] = tmp_path.iterdir()
+    plain = settings.settings_for(torch.device("cpu"))
+    assert len(settings.with_tuned(plain, file.read_text("utf-8")).tuned) == 1
+
+
 def test_of_launches_those_count_that_run_on_all_workloads_until_the_time_is_up(
     speed: ModuleType,
 ) -> None:
@@ -99,7 +114,8 @@ def test_of_launches_those_count_that_run_on_all_workloads_until_the_time_is_up(
 
     class Times:
         @staticmethod
-        def on_device(run: float) -> Any:
+        def on_device(run: float, *, recorded: bool) -> Any:
+            assert recorded
             return module("timing").Timing(run, run, run)
 
     options = {name: name for name in milliseconds}
