@@ -14,6 +14,8 @@ from bros.core.interfaces import EngineInfo
 from bros.core.plan import SampleSpec, StepPlan
 from bros.core.request import SamplingParams
 from bros.executor.choosing import DeviceChooser, HostChooser
+from bros.executor.cuda_graphs import CudaRecorder
+from bros.executor.cuda_streams import CudaStreams
 from bros.executor.kv_storage import DTYPES, bytes_per_block
 from bros.executor.launching import LaunchingRunner
 from bros.executor.loader import random_executor
@@ -63,6 +65,29 @@ def test_facts_name_the_gpu() -> None:
     assert isinstance(made, LaunchingRunner)
 
 
+def test_nothing_is_compiled_when_requests_come() -> None:
+    """Neither for chunks of any length, nor for groups of rows, nor for draws."""
+    # Late, because only machines with a GPU need it.
+    from bros.kernels.triton.attention_kernels import attend, merge
+    from bros.kernels.triton.sampling_kernels import choose
+
+    def compiled() -> list[int]:
+        kernels = [kernel.device_caches[0][0] for kernel in (attend, merge, choose)]
+        return [len(cache) for cache in kernels]
+
+    spec = tiny_spec(num_attention_heads=6, num_key_value_heads=2, head_dim=24)
+    made = runner(spec, cuda_graphs="on")
+    before = compiled()
+    for plan in plans_of(5):
+        made.execute(plan)
+    drawn = SampleSpec(SamplingParams(min_p=0.1), seed=1, output_index=0)
+    for plan in plans_of(6):
+        for chunk in plan.chunks:
+            chunk.sample = drawn
+        made.execute(plan)
+    assert compiled() == before
+
+
 @pytest.mark.parametrize("spec", [SMALL, WIDE, OPT], ids=["small", "wide", "opt"])
 def test_tokens_are_those_of_the_cpu(spec: ModelSpec) -> None:
     """In fp32, where the two best tokens are not about as good."""
@@ -92,6 +117,34 @@ def test_half_precision_stays_close_to_the_cpu(weights: str, atol: float, kernel
         plans_of(3),
         atol=atol,
     )
+
+
+def test_recording_leaves_the_stream_that_replays_and_copies_are_ordered_by() -> None:
+    """Also if it fails: what a stream of its own did would be seen by nobody."""
+    device = torch.device("cuda", 0)
+    streams, recorder = CudaStreams(device), CudaRecorder()
+    before = streams.compute()
+    numbers = torch.zeros(2**20, device=device)
+
+    def add() -> None:
+        numbers.add_(1)
+
+    replay = recorder(add)
+    assert streams.compute() == before
+    numbers.zero_()
+    for _ in range(10):
+        replay()
+        numbers.mul_(2)  # after this replay and before the next
+    assert torch.equal(numbers, torch.full_like(numbers, 2.0**11 - 2))
+
+    def fail() -> None:
+        numbers.add_(1)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not this one")
+
+    with pytest.raises(RuntimeError, match="not this one"):
+        recorder(fail)
+    assert streams.compute() == before
 
 
 @pytest.mark.parametrize("cuda_graphs", ["on", "off"])
