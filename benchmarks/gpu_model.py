@@ -74,6 +74,7 @@ class Sizes:
     beside: tuple[int, int]
     engine_rows: int
     engine_steps: int
+    sampled: tuple[int, ...]
 
 
 REAL = Sizes(
@@ -94,6 +95,7 @@ REAL = Sizes(
     beside=(32, 512),
     engine_rows=256,
     engine_steps=60,
+    sampled=(1, 32, 256),
 )
 SMALL = Sizes(
     model=TINY,
@@ -113,6 +115,7 @@ SMALL = Sizes(
     beside=(2, 32),
     engine_rows=4,
     engine_steps=6,
+    sampled=(1, 3),
 )
 
 

@@ -14,6 +14,7 @@ copy's rate, and the operations over the product's. Have nothing else running on
     attention  the kernel alone
     layout     blocks with two owners against blocks with one
     shared     a prefix that all rows have, read once or by each
+    sampling   greedy, top-k and top-p, by the kernel alone
     copies     KV to the host and back, also beside steps
     overhead   what the engine adds to its steps
     peers      attention by torch and xformers, steps by transformers
@@ -35,6 +36,7 @@ from pathlib import Path
 
 import gpu_parts
 import gpu_peers
+import gpu_sampling
 import torch
 from gpu_bench import Bench
 from gpu_model import REAL, SMALL, Model, Sizes
@@ -48,6 +50,7 @@ PARTS = {
     "attention": gpu_parts.attention,
     "layout": gpu_parts.layout,
     "shared": gpu_parts.shared,
+    "sampling": gpu_sampling.sampling,
     "copies": gpu_parts.copies,
     "overhead": gpu_parts.overhead,
 }
@@ -80,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report = Report(save, lambda text: print(text, flush=True))
         _measure(report, args.parts, sizes, timer, ceilings, args.kernels, args.tuned)
-    _show(environment, ceilings, report.lines)
+    _show(environment, ceilings, report.lines, judged=not args.tiny)
     return 0
 
 
@@ -188,14 +191,23 @@ def _write(
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _show(environment: dict[str, object], ceilings: Ceilings, lines: list[Line]) -> None:
+def _show(
+    environment: dict[str, object], ceilings: Ceilings, lines: list[Line], judged: bool
+) -> None:
+    """judged: with what was asked for, and whether it is met."""
     title = (
         f"{environment['device']}: copy {ceilings.copy / 1e12:.2f} TB/s, "
         f"bf16 product {ceilings.matmul / 1e12:.0f} TFLOP/s, to host "
         f"{ceilings.to_host / 1e9:.0f} GB/s, to device {ceilings.to_device / 1e9:.0f} GB/s"
     )
-    headings = ("", "", "measured", "floor", "", "asked", "")
-    print(plain_table(title, headings, [_cells(line) for line in lines], left=2))
+    headings: tuple[str, ...] = ("", "", "measured", "floor", "")
+    rows = [_cells(line) for line in lines]
+    if not judged:
+        print(plain_table(title, headings, rows, left=2))
+        print("only tried: these times mean nothing")
+        return
+    rows = [(*row, *_verdict(line)) for row, line in zip(rows, lines, strict=True)]
+    print(plain_table(title, (*headings, "asked", ""), rows, left=2))
     asked = [line for line in lines if line.met is not None]
     missed = [f"{line.part}, {line.name}" for line in asked if not line.met]
     print(f"{len(asked) - len(missed)} of {len(asked)} asked for are met")
@@ -205,13 +217,18 @@ def _show(environment: dict[str, object], ceilings: Ceilings, lines: list[Line])
 
 def _cells(line: Line) -> tuple[str, ...]:
     if line.skipped is not None:
-        return (line.part, line.name, "-", "", line.skipped, "", "")
+        return (line.part, line.name, "-", "", line.skipped)
     return (
         line.part,
         line.name,
         f"{_number(line.measured)} {line.unit}",
         _number(line.floor),
         " ".join(filter(None, (_number(line.share), line.share_of))),
+    )
+
+
+def _verdict(line: Line) -> tuple[str, str]:
+    return (
         "" if line.asked is None else f"{line.asked[0]} {line.asked[1]:g}",
         "" if line.met is None else "met" if line.met else "MISSED",
     )
