@@ -32,6 +32,7 @@ EXPIRED = SOME_FAILED | {"status": "expired", "request_counts": counts(3, 2, 0)}
 CANCELLED = EXPIRED | {"status": "cancelled"}
 INVALID = {
     "status": "failed",
+    "request_counts": counts(0),
     "errors": {
         "data": [
             {"code": "invalid_json_line", "message": "Not JSON.", "line": 3, "param": None},
