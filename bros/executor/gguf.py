@@ -7,12 +7,15 @@ all others are stored as fp32.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -217,15 +220,28 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Array]], shard_byt
     _write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
 
 
-def _write_tokenizer(path: Path, folder: Path, pre_tokenizer: str | None) -> None:
-    # Imported late: transformers takes seconds, and a file with wrong weights never gets here.
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
+@contextlib.contextmanager
+def _without_triton() -> Iterator[None]:
+    """Nothing here needs it, but transformers has it loaded where it is installed, and then a
+    server that converted its model says a page about leaks when it ends."""
+    absent = sys.modules.setdefault("triton", cast(ModuleType, None)) is None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ModelError(f"{path} has no usable tokenizer: {error!r}") from error
+        yield
+    finally:
+        if absent:
+            del sys.modules["triton"]
+
+
+def _write_tokenizer(path: Path, folder: Path, pre_tokenizer: str | None) -> None:
+    with _without_triton():
+        # Imported late: transformers takes seconds, and a file with wrong weights never gets here.
+        from tokenizers import pre_tokenizers
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise ModelError(f"{path} has no usable tokenizer: {error!r}") from error
     if pre_tokenizer == "smollm":
         # Digits stand alone before anything else is split, which transformers leaves out: it
         # would split the line breaks in "\n\n1." in two, unlike what the model was trained on.

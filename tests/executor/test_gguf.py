@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -212,3 +214,17 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match="not a readable GGUF file"):
         converted(path)
+
+
+def test_a_conversion_leaves_triton_alone(tmp_path: Path) -> None:
+    """Which transformers loads if it can, and then says a page when the process ends."""
+    path = written(tmp_path, LlamaConfig(**SHAPE), "llama")
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    code = (
+        "import sys; from pathlib import Path; from bros.executor.gguf import convert_gguf\n"
+        f"convert_gguf(Path({str(path)!r}), Path({str(folder)!r}))\n"
+        "assert 'transformers' in sys.modules and 'triton' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, "leaked" in done.stderr) == (0, False), done.stderr
