@@ -70,14 +70,19 @@ def largest_step(rows: int, tokens: int, max_length: int, block_size: int) -> St
     chunks = []
     for row, length in enumerate(lengths):
         context = min((max_length - length) // block_size, _MOST_CONTEXT_BLOCKS // rows)
-        chunks.append(
-            Chunk(
-                request_id=str(row),
-                start=context * block_size,
-                token_ids=[0] * length,
-                segments=array("i", (0, 0, block_size) * context),
-                slots=array("i", [0] * length),
-                sample=spec,
-            )
-        )
+        chunks.append(chunk_in_block_0(str(row), length, context, block_size, spec))
     return StepPlan(0, tuple(chunks))
+
+
+def chunk_in_block_0(
+    request_id: str, size: int, context: int, block_size: int, sample: SampleSpec
+) -> Chunk:
+    """`size` tokens after `context` blocks: what running it takes counts, not what comes of it."""
+    return Chunk(
+        request_id=request_id,
+        start=context * block_size,
+        token_ids=[0] * size,
+        segments=array("i", (0, 0, block_size) * context),
+        slots=array("i", [0] * size),
+        sample=sample,
+    )

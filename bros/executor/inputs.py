@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bros.core.plan import SEGMENT_WIDTH, SampleSpec, StepPlan
 from bros.kernels.interface import AttentionBatch
+from bros.kernels.parts import offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def build_inputs(plan: StepPlan) -> StepInputs:
     lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, len(chunks))
     starts = np.fromiter((chunk.start for chunk in chunks), np.int32, len(chunks))
     widths = np.fromiter((len(chunk.segments) for chunk in chunks), np.int32, len(chunks))
-    query_start = _offsets(lengths)
+    query_start = offsets(lengths)
     positions = np.arange(len(token_ids), dtype=np.int32)
     positions += np.repeat(starts - query_start[:-1], lengths)
     sampled = [index for index, chunk in enumerate(chunks) if chunk.sample is not None]
@@ -52,7 +53,7 @@ def build_inputs(plan: StepPlan) -> StepInputs:
         slots=_tensor(bytearray().join(chunk.slots for chunk in chunks)),
         attention=AttentionBatch(
             query_start=torch.from_numpy(query_start),
-            segment_start=torch.from_numpy(_offsets(widths // SEGMENT_WIDTH)),
+            segment_start=torch.from_numpy(offsets(widths // SEGMENT_WIDTH)),
             segments=_tensor(bytearray().join(chunk.segments for chunk in chunks)).view(
                 -1, SEGMENT_WIDTH
             ),
@@ -62,13 +63,6 @@ def build_inputs(plan: StepPlan) -> StepInputs:
             (chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None
         ),
     )
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    """[n] lengths -> int32 [n + 1] running sums from 0."""
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 def _tensor(buffer: array[int] | bytearray) -> Tensor:

@@ -6,11 +6,11 @@ recorded steps launch those of decoding only. Libraries set themselves up in the
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import replace
 
-from bros.core.plan import Chunk, SampleSpec, StepPlan
+from bros.core.plan import SampleSpec, StepPlan
 from bros.core.request import SamplingParams
+from bros.executor.gpu_memory import chunk_in_block_0
 from bros.executor.runner import ModelRunner
 
 _LONGEST_CHUNK = 128
@@ -38,21 +38,9 @@ def warm_up_plans(max_length: int, block_size: int) -> list[StepPlan]:
     while size <= min(_LONGEST_CHUNK, max_length):
         context = min((max_length - size) // block_size, _CONTEXT_BLOCKS)
         chunks = (
-            _chunk("chunk", size, context, block_size, _DRAWN),
-            _chunk("decode", 1, context, block_size, _GREEDY if plans else _DRAWN),
+            chunk_in_block_0("chunk", size, context, block_size, _DRAWN),
+            chunk_in_block_0("decode", 1, context, block_size, _GREEDY if plans else _DRAWN),
         )
         plans.append(StepPlan(len(plans), chunks))
         size *= 2
     return plans
-
-
-def _chunk(name: str, size: int, context: int, block_size: int, sample: SampleSpec) -> Chunk:
-    """Everything lies in block 0."""
-    return Chunk(
-        request_id=name,
-        start=context * block_size,
-        token_ids=[0] * size,
-        segments=array("i", (0, 0, block_size) * context),
-        slots=array("i", [0] * size),
-        sample=sample,
-    )
