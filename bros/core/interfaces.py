@@ -230,6 +230,16 @@ class EngineClient(Protocol):
         """Stop a request and free its KV at the next iteration. Unknown ids are ignored."""
         ...
 
+    async def promote(self, request_id: str, slo: Slo) -> None:
+        """Serve a best-effort request as real-time from now on; its first token is due slo.ttft_s
+        from now if it has none yet. None takes the default. Real-time ones and unknown ids are
+        ignored."""
+        ...
+
+    async def release(self, request_id: str) -> None:
+        """What a request has left is not kept any longer (Hints.keep_s). Unknown ids are ignored."""
+        ...
+
     async def stats(self) -> EngineStats:
         """Raises EngineDeadError if there is no engine to ask."""
         ...

@@ -166,10 +166,38 @@ CHAT_SAMPLING = SamplingParams(temperature=0.2, top_p=0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What is known of a request besides itself, from the program that it is part of.
+
+    program: id of the program, empty if there is none. depth: calls before it in the program.
+    Best-effort requests of a program that has begun go before those of programs that began later,
+    the deeper ones first. grouped: it is one of several that a later call waits for together;
+    such requests go before other best-effort ones.
+    expected_tokens: how many it is likely to generate; None: as many as usual.
+    private_from: position of the first token that is not for everybody with its cache_salt: from
+    there on it shares only with requests that have the same private_salt. None: nothing is.
+    keep_s: how long after its end its KV is kept as if somebody were waiting for it.
+    """
+
+    program: str = ""
+    depth: int = 0
+    grouped: bool = False
+    expected_tokens: int | None = None
+    private_from: int | None = None
+    private_salt: str = ""
+    keep_s: float = 0.0
+
+
+NO_HINTS = Hints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One sequence to generate. `arrival_s` is Clock.now() of the process that accepted it.
 
     cache_salt: requests with different ones do not share what is computed of their prompts.
+    fill: the prompt is computed and cached, and that is all: no token is chosen, the only output
+    has finish_reason LENGTH.
     `sampling.n` and `sampling.stop` are the client's business (it submits n requests and
     matches stop strings on text); the engine knows token ids only.
     """
@@ -182,6 +210,8 @@ class EngineRequest:
     arrival_s: float = 0.0
     tenant: str = ""
     cache_salt: str = ""
+    fill: bool = False
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)

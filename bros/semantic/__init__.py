@@ -1,0 +1,1 @@
+"""Programs of many calls: semantic variables, the graph, objectives, and the front end."""

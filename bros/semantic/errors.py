@@ -1,0 +1,62 @@
+"""What can go wrong with sessions in the caller's terms.
+
+BrosError
+├── ConflictError            a variable is set twice, or calls wait for each other   (HTTP 409)
+├── SessionGoneError         the session has been deleted or has expired            (HTTP 410)
+├── UpstreamError            a call that the value needs has failed                 (HTTP 424)
+└── GetTimeoutError          the value was not there in time                        (HTTP 504)
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from bros.core.errors import BrosError
+
+
+class FailedStage(enum.StrEnum):
+    """Where a call failed."""
+
+    FILL = "fill"  # its prompt: an input, its transform, or too long
+    GENERATE = "generate"  # the engine
+    TRANSFORM = "transform"  # of an output
+    NATIVE = "native"  # a function of the client
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The first failure, of which all others follow. variable: its id, if it is about one."""
+
+    request_id: str
+    stage: FailedStage
+    message: str
+    variable: str | None = None
+
+
+class ConflictError(BrosError):
+    """Something is there already, or would wait for itself. code: already_set, already_produced,
+    cyclic, already_exists."""
+
+    def __init__(self, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+class SessionGoneError(BrosError):
+    """The session was there, and is not any more."""
+
+
+class UpstreamError(BrosError):
+    """The value will never be there: `cause` says what failed first."""
+
+    def __init__(self, cause: Cause) -> None:
+        verb = "was cancelled" if cause.stage is FailedStage.CANCELLED else "failed"
+        super().__init__(f"The request {cause.request_id} {verb} ({cause.stage}): {cause.message}")
+        self.cause = cause
+
+
+class GetTimeoutError(BrosError):
+    """The value was not there in time; asking again is fine."""
