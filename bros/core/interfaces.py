@@ -237,7 +237,7 @@ class EngineClient(Protocol):
         ...
 
     async def release(self, request_id: str) -> None:
-        """What a request has left is not kept any longer (Hints.keep_s). Unknown ids are ignored."""
+        """What a request has left is kept no longer (Hints.keep_s). Unknown ids are ignored."""
         ...
 
     async def stats(self) -> EngineStats:
