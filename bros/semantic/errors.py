@@ -4,6 +4,7 @@ BrosError
 ├── ConflictError            a variable is set twice, or calls wait for each other   (HTTP 409)
 ├── SessionGoneError         the session has been deleted or has expired            (HTTP 410)
 ├── UpstreamError            a call that the value needs has failed                 (HTTP 424)
+├── SessionLimitError        too many sessions, calls, variables or waiting         (HTTP 429)
 └── GetTimeoutError          the value was not there in time                        (HTTP 504)
 """
 
@@ -56,6 +57,10 @@ class UpstreamError(BrosError):
         verb = "was cancelled" if cause.stage is FailedStage.CANCELLED else "failed"
         super().__init__(f"The request {cause.request_id} {verb} ({cause.stage}): {cause.message}")
         self.cause = cause
+
+
+class SessionLimitError(BrosError):
+    """There is no room for more of it here; the message says of what."""
 
 
 class GetTimeoutError(BrosError):
