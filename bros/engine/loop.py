@@ -25,14 +25,18 @@ from bros.engine.messages import (
 )
 
 
-class Transport(Protocol):
+class Sender(Protocol):
+    """Takes what an engine says to its client."""
+
+    def send(self, reply: Reply) -> None: ...
+
+
+class Transport(Sender, Protocol):
     """The engine's end of a connection to one client."""
 
     def receive(self, *, wait: bool) -> Iterable[Command]:
         """All commands that have arrived; blocks for the first one if `wait`."""
         ...
-
-    def send(self, reply: Reply) -> None: ...
 
 
 def run_engine(engine: Engine, transport: Transport) -> None:
@@ -53,24 +57,25 @@ def run_engine(engine: Engine, transport: Transport) -> None:
         for command in commands:
             if isinstance(command, Shutdown):
                 return
-            _handle(command, engine, transport)
+            handle(command, engine, transport)
         outputs = engine.step(arrivals)
         if outputs:
             transport.send(Outputs(tuple(outputs)))
 
 
-def _handle(command: Command, engine: Engine, transport: Transport) -> None:
+def handle(command: Command, engine: Engine, client: Sender) -> None:
+    """Do what a client says between two steps; not for Shutdown."""
     match command:
         case Submit(request):
-            transport.send(_submit(engine, request))
+            client.send(_submit(engine, request))
         case Abort(request_id):
             output = engine.abort(request_id)
             if output is not None:
-                transport.send(Outputs((output,)))
+                client.send(Outputs((output,)))
         case AskStats():
-            transport.send(StatsReply(engine.stats()))
+            client.send(StatsReply(engine.stats()))
         case AskTrace(request_id):
-            transport.send(TraceReply(engine.trace(request_id)))
+            client.send(TraceReply(engine.trace(request_id)))
 
 
 def _submit(engine: Engine, request: EngineRequest) -> Reply:

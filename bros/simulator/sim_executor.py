@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bros.core.clock import ManualClock
 from bros.core.errors import ConfigError
-from bros.core.plan import SampledToken, StepPlan, StepResult
+from bros.core.plan import SEGMENT_WIDTH, Chunk, SampledToken, StepPlan, StepResult
 from bros.scheduler.cost_model import CostModel, StepLoad
 
 SAFEPOINTS = 32
@@ -39,7 +39,9 @@ class SimExecutor:
     """Takes the time that `model` predicts for each plan, from `clock`.
 
     rng is drawn from once per step if there is noise. observe is told every plan and the
-    seconds that passed, of a step that was given up as well.
+    seconds that passed, of a step that was given up as well. choose: the token after a chunk, which
+    is TOKEN if it is left out. grouped: decode rows read the blocks that they have in common once
+    (StepLoad.unique_context), at the price that the model has for that.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class SimExecutor:
         disturbance: Disturbance | None = None,
         rng: random.Random | None = None,
         observe: Callable[[StepPlan, float], None] | None = None,
+        choose: Callable[[Chunk], int] = lambda chunk: TOKEN,
+        grouped: bool = False,
     ) -> None:
         disturbance = disturbance or Disturbance()
         if disturbance.noise and rng is None:
@@ -60,17 +64,22 @@ class SimExecutor:
         self._slowdown = disturbance.slowdown
         self._rng = rng
         self._observe = observe
+        self._choose = choose
+        self._grouped = grouped
         self.steps = 0
         self.busy_s = 0.0
 
     def execute(
         self, plan: StepPlan, abandon: Callable[[], bool] | None = None
     ) -> StepResult | None:
-        """Let the step's time pass and return TOKEN for every chunk that asked for a sample.
+        """Let the step's time pass and return a token for every chunk that asked for a sample.
 
         abandon: asked SAFEPOINTS times, in equal distances.
         """
-        seconds = self._model.seconds(load_of(plan)) * self._slowdown
+        load = load_of(plan)
+        if self._grouped:
+            load.unique_context -= common_context(plan)
+        seconds = self._model.seconds(load) * self._slowdown
         if seconds <= 0.0:
             raise ConfigError("--profile: by this one a step takes no time, so none would pass")
         if self._rng is not None and self._sigma:
@@ -84,7 +93,8 @@ class SimExecutor:
             self.busy_s += seconds / points
         self._tell(plan, seconds)
         self.steps += 1
-        samples = [SampledToken(c.request_id, TOKEN) for c in plan.chunks if c.sample is not None]
+        choose = self._choose
+        samples = [SampledToken(c.request_id, choose(c)) for c in plan.chunks if c.sample]
         return StepResult(plan.step, tuple(samples))
 
     def _tell(self, plan: StepPlan, seconds: float) -> None:
@@ -118,3 +128,18 @@ def load_of(plan: StepPlan) -> StepLoad:
         load.swap_tokens = len(plan.copies)
         load.swap_out_tokens = len(plan.copies.out_device)
     return load
+
+
+def common_context(plan: StepPlan) -> int:
+    """Cached tokens of decode rows that a row before them has, too."""
+    seen: set[tuple[int, int, int]] = set()
+    common = 0
+    for chunk in plan.chunks:
+        if len(chunk.token_ids) > 1:
+            continue
+        numbers = iter(chunk.segments)
+        for segment in zip(*[numbers] * SEGMENT_WIDTH, strict=True):
+            block, lo, hi = segment
+            common += (hi - lo) * (segment in seen)
+            seen.add((block, lo, hi))
+    return common

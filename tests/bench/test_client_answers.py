@@ -14,6 +14,7 @@ from bros.bench.client import LINGER_S, Client
 from bros.bench.dialects import Endpoint, Wording, dialect_of
 from bros.bench.plan import Planned
 from bros.bench.records import Outcome, Record
+from bros.simulator.virtual_loop import LoopClock, run_virtual
 from support.bench_server import (
     EVENT_STREAM,
     FakeHttp,
@@ -25,7 +26,6 @@ from support.bench_server import (
     text,
     usage,
 )
-from support.virtual_loop import LoopClock, run_virtual
 
 DONE = event("[DONE]")
 JSON = {"content-type": "application/json"}

@@ -26,8 +26,8 @@ from bros.bench.load import (
 from bros.bench.plan import Planned, Session, Turn
 from bros.bench.records import Outcome, Record
 from bros.core.request import ServiceClass
+from bros.simulator.virtual_loop import START_S, LoopClock, VirtualLoop, run_virtual
 from support.bench_server import FakeHttp, Script, Seen, answer, event, planned, render, text
-from support.virtual_loop import START_S, LoopClock, VirtualLoop, run_virtual
 
 BE = ServiceClass.BE
 WORDING = Wording(dialect=dialect_of("plain"), model="m")  # whose prompts are the names

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-START_S = 5000.0  # not 0, so that a test notices absolute times where relative ones belong
+START_S = 5000.0
+"""Where time begins: not at 0, so that absolute times are noticed where relative ones belong."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
@@ -24,7 +25,7 @@ class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc,valid-ty
         if ready or timeout == 0:
             return ready
         if timeout is None:
-            raise RuntimeError("nothing is left to wait for: the test would hang")
+            raise RuntimeError("nothing is left to wait for, so no time would ever pass")
         self.now_ns += max(1, round(timeout * 1e9))
         return ready
 

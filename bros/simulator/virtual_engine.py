@@ -1,0 +1,66 @@
+"""An engine in the time of a virtual loop, for programs and servers that are made of tasks.
+
+    loop     ......... handle what has come | sleep ................ | deliver the tokens | ...
+    engine                                  | step: the clock moves  |
+
+Simulation (simulation.py) drives requests that are all known beforehand; here whatever runs on the
+loop submits them: sessions, clients that wait for an answer before they ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from bros.core.clock import ManualClock
+from bros.engine.client import MessageClient
+from bros.engine.engine import Engine
+from bros.engine.loop import handle
+from bros.engine.messages import Command, Outputs, Ready, Reply
+
+
+class VirtualEngineClient(MessageClient):
+    """Runs `engine` on the running loop, whose time `clock` follows.
+
+    engine: its executor moves the same clock, as SimExecutor does. What arrives during a step
+    is looked at after it: no step is given up.
+    """
+
+    def __init__(self, engine: Engine, clock: ManualClock) -> None:
+        super().__init__(self._take)
+        self._engine = engine
+        self._clock = clock
+        self._commands: deque[Command] = deque()
+        self._come = asyncio.Event()
+        self.on_reply(Ready(engine.info))
+        self._task = asyncio.create_task(self._run(), name="virtual engine")
+
+    def send(self, reply: Reply) -> None:
+        """What the engine says outside of steps: in the next turn of the loop, as from afar."""
+        asyncio.get_running_loop().call_soon(self.on_reply, reply)
+
+    async def close(self) -> None:
+        """End after the current step."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._engine.close()
+        self.on_death("The engine was closed.")
+
+    def _take(self, command: Command) -> None:
+        self._commands.append(command)
+        self._come.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if not (self._commands or self._engine.has_work):
+                await self._come.wait()
+            self._come.clear()
+            self._clock.advance(max(0.0, loop.time() - self._clock.now()))
+            while self._commands:
+                handle(self._commands.popleft(), self._engine, self)
+            outputs = self._engine.step()
+            # At least one turn of the loop, so that replies are heard.
+            await asyncio.sleep(max(0.0, self._clock.now() - loop.time()))
+            if outputs:
+                self.on_reply(Outputs(tuple(outputs)))

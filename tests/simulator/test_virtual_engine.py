@@ -1,0 +1,160 @@
+"""An engine whose steps take the time of a virtual loop."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.clock import ManualClock
+from bros.core.config import EngineConfig
+from bros.core.errors import EngineDeadError, InvalidRequestError
+from bros.core.interfaces import EngineInfo
+from bros.core.plan import Chunk, StepPlan
+from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
+from bros.engine.engine import Engine
+from bros.scheduler.build import build_scheduler
+from bros.scheduler.cost_model import CostModel
+from bros.simulator.sim_executor import SimExecutor, common_context
+from bros.simulator.virtual_engine import VirtualEngineClient
+from bros.simulator.virtual_loop import LoopClock, run_virtual
+
+STEP_S, TOKEN_S = 0.01, 0.001
+MODEL = CostModel(constant_s=STEP_S, token_s=TOKEN_S, sample_s=0.0, pair_s=0.0, context_s=0.0)
+READING = replace(MODEL, token_s=0.0)
+INFO = EngineInfo(
+    model="m",
+    weights="w",
+    kernels="simulated",
+    kv_dtype="simulated",
+    device="d",
+    max_model_len=4096,
+    vocab_size=1000,
+    block_size=16,
+    num_kv_blocks=256,
+    policy="fcfs",
+)
+
+
+def client(model: CostModel = MODEL, *, grouped: bool = False) -> VirtualEngineClient:
+    config = EngineConfig(policy="fcfs", max_batch_tokens=4096, max_num_seqs=64)
+    clock = ManualClock(asyncio.get_running_loop().time())
+    executor = SimExecutor(model, clock, choose=lambda chunk: chunk.start % 1000, grouped=grouped)
+    return VirtualEngineClient(
+        Engine(build_scheduler(config, INFO, MODEL), executor, clock, INFO), clock
+    )
+
+
+def request(name: str, prompt: list[int], tokens: int) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=tokens, ignore_eos=True),
+        service_class=ServiceClass.BE,
+        arrival_s=LoopClock().now(),
+    )
+
+
+async def answer(
+    engine: VirtualEngineClient, asked: EngineRequest
+) -> tuple[list[int], list[float]]:
+    """Its tokens and when each came, in seconds after it was submitted."""
+    began, tokens, times = LoopClock().now(), [], []
+    async for output in await engine.submit(asked):
+        tokens += output.token_ids
+        times += [LoopClock().now() - began] * len(output.token_ids)
+    return tokens, times
+
+
+@given(prompt=st.integers(1, 300), tokens=st.integers(1, 20), pause=st.floats(0, 10))
+def test_a_request_takes_what_the_model_says(prompt: int, tokens: int, pause: float) -> None:
+    async def main() -> tuple[list[int], list[float]]:
+        engine = client()
+        await asyncio.sleep(pause)
+        found = await answer(engine, request("a", list(range(prompt)), tokens))
+        await engine.close()
+        return found
+
+    ids, times = run_virtual(main)
+    assert ids == [(prompt + k - 1) % 1000 if k else 0 for k in range(tokens)]
+    steps = [STEP_S + TOKEN_S * (prompt if k == 0 else 1) for k in range(tokens)]
+    assert times == pytest.approx([sum(steps[: k + 1]) for k in range(tokens)], abs=1e-6)
+
+
+def test_what_arrives_during_a_step_is_in_the_next_one() -> None:
+    async def main() -> list[float]:
+        engine = client()
+
+        async def later() -> list[float]:
+            await asyncio.sleep(STEP_S / 2)
+            return (await answer(engine, request("b", [1], 1)))[1]
+
+        first = asyncio.create_task(answer(engine, request("a", [1, 2], 3)))
+        times = await later()
+        await first
+        await engine.close()
+        return times
+
+    first_step, second_step = STEP_S + 2 * TOKEN_S, STEP_S + 2 * TOKEN_S
+    assert run_virtual(main) == pytest.approx([first_step + second_step - STEP_S / 2], abs=1e-6)
+
+
+def test_refusals_aborts_and_the_end_reach_the_client() -> None:
+    async def main() -> None:
+        engine = client()
+        with pytest.raises(InvalidRequestError):
+            await engine.submit(request("long", [5000], 1))
+        stream = await engine.submit(request("a", [1], 4000))
+        await engine.abort("a")
+        reasons = [output.finish_reason async for output in stream]
+        assert reasons[-1] is FinishReason.ABORT
+        assert (await engine.stats()).steps >= 1
+        open_stream = await engine.submit(request("b", [1], 4000))
+        await engine.close()
+        with pytest.raises(EngineDeadError):
+            async for _ in open_stream:
+                pass
+
+    run_virtual(main)
+
+
+def test_rows_with_a_common_prefix_read_it_once() -> None:
+    context_s = 1e-4
+    plain = replace(READING, context_s=context_s)
+    shared = replace(READING, unique_context_s=context_s)
+    prefix, rows, tokens = list(range(160)), 4, 50
+
+    def total_s(model: CostModel, grouped: bool) -> float:
+        async def main() -> float:
+            engine = client(model, grouped=grouped)
+            await answer(engine, request("first", prefix, 1))
+            asked = [request(f"r{i}", [*prefix, 500 + i], tokens) for i in range(rows)]
+            began = LoopClock().now()
+            await asyncio.gather(*(answer(engine, one) for one in asked))
+            took = LoopClock().now() - began
+            await engine.close()
+            return took
+
+        return run_virtual(main)
+
+    saved = total_s(plain, grouped=False) - total_s(shared, grouped=True)
+    # One token of each prompt is left to compute, so that the first step is like the others.
+    assert saved == pytest.approx((rows - 1) * len(prefix) * context_s * tokens)
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.just(0), st.just(16)), unique=True)))
+def test_common_context_counts_what_rows_before_have(
+    segments: list[list[tuple[int, int, int]]],
+) -> None:
+
+    chunks = tuple(
+        Chunk(str(i), 16 * len(row), [1], array("i", [n for s in row for n in s]), array("i"), None)
+        for i, row in enumerate(segments)
+    )
+    total = sum(16 * len(row) for row in segments)
+    distinct = 16 * len({segment for row in segments for segment in row})
+    assert common_context(StepPlan(0, chunks)) == total - distinct
