@@ -117,6 +117,30 @@ OPT_30B = Architecture(
     gated=False,
     tied=True,
 )
+LLAMA_7B = Architecture(
+    name="llama-7b",
+    layers=32,
+    hidden=4096,
+    intermediate=11008,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    vocab=32000,
+    gated=True,
+    tied=False,
+)
+LLAMA_13B = Architecture(
+    name="llama-13b",
+    layers=40,
+    hidden=5120,
+    intermediate=13824,
+    heads=40,
+    kv_heads=40,
+    head_dim=128,
+    vocab=32000,
+    gated=True,
+    tied=False,
+)
 LLAMA_3_8B = Architecture(
     name="llama-3-8b",
     layers=32,
@@ -170,8 +194,10 @@ def h200s(count: int) -> Gpus:
 
 
 def analytic_profiles() -> tuple[Profile, ...]:
-    """The set-ups of the BROS paper, and one of today."""
+    """The set-ups of the BROS paper, those of the Parrot paper on one GPU, and one of today."""
     return (
+        analytic_profile(LLAMA_7B, a100s(1, 80)),
+        analytic_profile(LLAMA_13B, a100s(1, 80)),
         analytic_profile(OPT_13B, a100s(2, 40)),
         analytic_profile(OPT_30B, a100s(4, 40)),
         analytic_profile(LLAMA_3_70B, a100s(8, 80)),
