@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from bros.core.config import EngineConfig
 from bros.core.errors import InvalidRequestError
+from bros.core.loop_thread import LoopThread
 from bros.core.request import SamplingParams, ServiceClass
 from bros.engine.generation import ChoiceResult, collect
 from bros.engine.local import LocalEngine, open_local
 from bros.executor.model_store import default_cache_dir
 from bros.terminal import progress_bar
 
-T = TypeVar("T")
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -41,7 +40,7 @@ class LLM:
         defaults = {"max_queue": 1_000_000, "policy": "fcfs"}
         config = EngineConfig(model=model, **{**defaults, **options})
         cache_dir = Path(data_dir) if data_dir else default_cache_dir()
-        self._loop = _LoopThread()
+        self._loop = LoopThread("bros-llm")
         self._exit = contextlib.AsyncExitStack()
         try:
             opening = self._exit.enter_async_context(open_local(config, cache_dir))
@@ -154,37 +153,3 @@ def _one_per_prompt(
             param="params",
         )
     return list(params)
-
-
-class _LoopThread:
-    """An event loop on a thread of its own, so that callers may have one already (notebooks)."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="bros-llm", daemon=True)
-        self._thread.start()
-
-    @property
-    def closed(self) -> bool:
-        return self._loop.is_closed()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run to the end; Ctrl-C here cancels it there."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        self.run(self._cancel_all())  # whoever waits in `run` is told
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _cancel_all(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
