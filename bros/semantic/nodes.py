@@ -1,0 +1,254 @@
+"""The calls of a session and the variables between them: who needs what of whom.
+
+```
+ variable ──▶ turn ──▶ variable ──▶ turn ...        turn 0 ──▶ turn 1     of one call
+   input       of a call  output                    they share one sequence of tokens
+```
+
+A *turn* is what is scheduled: the part of a call up to one output. A call with k outputs has k of
+them, which run in a row. A native call, a function of the client, is one turn with all its outputs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bros.core.request import SamplingParams
+from bros.semantic.errors import Cause
+from bros.semantic.labels import Label, Want
+from bros.semantic.template import Text
+
+DEFAULT_SAMPLING = SamplingParams()
+
+
+class VariableState(enum.StrEnum):
+    """PENDING until it has its value, or until it is certain that it never will."""
+
+    PENDING = "pending"
+    READY = "ready"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class TurnState(enum.StrEnum):
+    """How far a turn is."""
+
+    WAITING = "waiting"  # for inputs, the turn before it, or somebody who wants its output
+    READY = "ready"  # in the engine's queue; a native one: the client can run it
+    RUNNING = "running"  # its first token is there
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class CallKind(enum.StrEnum):
+    """Who runs a call."""
+
+    LLM = "llm"  # the engine
+    NATIVE = "native"  # the client, which sets the outputs
+    PLAIN = "plain"  # the engine, asked for it outside of the session, which only watches it
+
+
+OPEN_STATES = frozenset({TurnState.WAITING, TurnState.READY, TurnState.RUNNING})
+STARTED_STATES = frozenset({TurnState.READY, TurnState.RUNNING})
+
+
+@dataclass(frozen=True, slots=True)
+class InputPiece:
+    """The value of a variable as part of a prompt. name: of the placeholder."""
+
+    name: str
+    variable_id: str
+    transforms: Callable[[str], str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPiece:
+    """What the model generates here becomes the value of a variable."""
+
+    name: str
+    variable_id: str
+    transforms: Callable[[str], str] | None = None
+    sampling: SamplingParams = DEFAULT_SAMPLING
+
+
+Piece = Text | InputPiece | OutputPiece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewCall:
+    """A call to be added to a graph. Variables that are not there come into being.
+
+    pieces: they end with an output; of a native call just its inputs and outputs, in any order.
+    values: variable id -> text of variables that are new and have their value at once.
+    """
+
+    id: str
+    name: str = ""
+    kind: CallKind = CallKind.LLM
+    pieces: Sequence[Piece] = ()
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Variable:
+    """A value that is set once.
+
+    token_ids: of the text, only if they are exactly what was generated. wanted: whether somebody
+    asked for it, or for something that it is needed for. want: what was asked of this one.
+    depth: turns of the model behind it, on the longest way. groups: of the turns that it needs,
+    and stages of them whose deadline is watched.
+    """
+
+    id: str
+    name: str
+    state: VariableState = VariableState.PENDING
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    cause: Cause | None = None
+    producer: Turn | None = None
+    consumers: dict[Turn, None] = field(default_factory=dict)
+    wanted: bool = False
+    want: Want | None = None
+    depth: int = 0
+    groups: list[TaskGroup] = field(default_factory=list)
+
+    @property
+    def pending(self) -> bool:
+        return self.state is VariableState.PENDING
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Call:
+    """One function call. created_s: when it was submitted."""
+
+    id: str
+    name: str
+    kind: CallKind
+    pieces: tuple[Piece, ...]
+    turns: tuple[Turn, ...] = ()
+    cause: Cause | None = None
+    created_s: float = 0.0
+
+    @property
+    def open(self) -> bool:
+        return any(turn.open for turn in self.turns)
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Turn:
+    """Part of a call up to an output.
+
+    prompt_end: its prompt is call.pieces[:prompt_end], its output is the piece after that.
+    inputs: variables of the prompt that no turn before it has. missing: inputs that are pending,
+    plus one for the turn before it. label: what it must achieve. stages: by wanted variable that
+    it is for, requests from here to there. groups: that it is in. prefilled: pieces of the prompt
+    that were computed while others were missing. Times are of the session's clock: when it was
+    started, had its first token, and was over.
+    """
+
+    call: Call
+    index: int
+    prompt_end: int
+    inputs: tuple[Variable, ...]
+    outputs: tuple[Variable, ...]
+    state: TurnState = TurnState.WAITING
+    wanted: bool = False
+    missing: int = 0
+    depth: int = 0
+    label: Label = Label()
+    stages: dict[Variable, int] = field(default_factory=dict)
+    groups: list[TaskGroup] = field(default_factory=list)
+    prefilled: int = 0
+    ready_s: float | None = None
+    first_token_s: float | None = None
+    end_s: float | None = None
+
+    @property
+    def output(self) -> Variable:
+        """What it generates, of a turn of the model."""
+        return self.outputs[0]
+
+    @property
+    def native(self) -> bool:
+        return self.call.kind is CallKind.NATIVE
+
+    @property
+    def open(self) -> bool:
+        return self.state in OPEN_STATES
+
+    @property
+    def started(self) -> bool:
+        return self.state in STARTED_STATES
+
+    @property
+    def stage(self) -> int | None:
+        """Requests between here and the nearest wanted variable; None if it is for none."""
+        return min(self.stages.values(), default=None)
+
+    @property
+    def previous(self) -> Turn | None:
+        return self.call.turns[self.index - 1] if self.index else None
+
+    @property
+    def next(self) -> Turn | None:
+        turns = self.call.turns
+        return turns[self.index + 1] if self.index + 1 < len(turns) else None
+
+    def open_predecessors(self) -> Iterator[Turn]:
+        """Turns that this one has to wait for; one that makes several of its inputs comes often."""
+        previous = self.previous
+        if previous is not None and previous.open:
+            yield previous
+        for variable in self.inputs:
+            producer = variable.producer
+            if variable.pending and producer is not None and producer.open:
+                yield producer
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class TaskGroup:
+    """Turns at one stage before a wanted variable, of which only the last one's end counts.
+
+    left: how many are not over. deadline_s: when all of them must be. active: False once the
+    variable is settled, or the group has been made anew.
+    """
+
+    sink: Variable
+    stage: int
+    members: tuple[Turn, ...]
+    deadline_s: float | None
+    left: int
+    active: bool = True
+
+    @property
+    def id(self) -> str:
+        return f"{self.sink.id}:{self.stage}"
+
+
+def open_ancestors(variable: Variable) -> list[Turn]:
+    """Turns that are not over and that the variable needs, each one before those that it needs.
+
+    What is over needs nothing and gives way to nothing, so that the work does not grow with the
+    history of a session.
+    """
+    root = variable.producer
+    if root is None or not root.open:
+        return []
+    order: list[Turn] = []
+    seen = {root}
+    stack = [(root, root.open_predecessors())]
+    while stack:
+        turn, rest = stack[-1]
+        for before in rest:
+            if before not in seen:
+                seen.add(before)
+                stack.append((before, before.open_predecessors()))
+                break
+        else:
+            stack.pop()
+            order.append(turn)
+    order.reverse()
+    return order

@@ -1,0 +1,227 @@
+"""From what is asked of a value to what each request behind it must achieve (Parrot, section 5.2).
+
+```
+ stage 2        stage 1       stage 0
+ map 1 ─┐
+ map 2 ─┼─▶  merge (RT)  ─▶  answer (RT, as asked)  ─▶  the variable that is wanted
+ map 3 ─┘
+ a task group
+```
+
+A stage is the longest distance in requests to the one that makes the variable. A request alone at
+its stage gates all behind it, and is real-time; of several only the time until all are done counts,
+so they are a task group and run as a large batch. Native functions and the turns of one call add no
+distance. The latest finish time of a request is that of what follows it, less what that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from bros.core.request import ServiceClass, Slo
+from bros.semantic.labels import Label, Level, earliest
+from bros.semantic.nodes import TaskGroup, Turn, Variable, open_ancestors
+from bros.semantic.program import Perf
+
+Estimate = Callable[[Turn], float]
+"""Seconds that a turn of the model will take."""
+
+RT_BETWEEN = Label(level=Level.RT, objectives=frozenset({Perf.LATENCY}))
+"""Of a request that nobody reads, but that others wait for."""
+
+STRAGGLERS = 0.1
+"""Share of a task group that is left when the rest is no longer worth a large batch."""
+
+LAXITY_MARGIN_S = 0.25
+"""A deadline is at risk when there is so little time left beyond what the work takes."""
+
+SLOWEST, FASTEST = 2.0, 0.5
+"""Objectives that follow from a deadline stay between so many times the defaults."""
+
+
+class Deduced(NamedTuple):
+    """changed: turns with a new label. watched: groups whose deadline is to be kept an eye on."""
+
+    changed: list[Turn]
+    watched: list[TaskGroup]
+
+
+def deduce(sink: Variable, estimate: Estimate) -> Deduced:
+    """Labels all that the variable still needs, for what has been asked of it (sink.want).
+
+    To be called again whenever more is asked, or calls are added that it needs. Labels only rise;
+    the groups of the variable are made anew.
+    """
+    drop_groups(sink)
+    want = sink.want
+    order = open_ancestors(sink)
+    if want is None or not order:
+        return Deduced([], [])
+    stages = _stages(order)
+    for turn, stage in stages.items():
+        turn.stages[sink] = stage
+    by_stage: dict[int, list[Turn]] = {}
+    for turn, stage in stages.items():
+        by_stage.setdefault(stage, []).append(turn)
+    deduced = Deduced([], [])
+    if want.label is not None:
+        latest = _latest_finish(order, want.label.deadline_s, estimate)
+        for stage, members in by_stage.items():
+            _label_stage(sink, stage, members, latest, deduced)
+    if want.batch:
+        latest = _latest_finish(order, want.batch_deadline_s, estimate)
+        for stage, members in by_stage.items():
+            _label_batch(sink, stage, members, latest, deduced)
+    deduced.changed[:] = dict.fromkeys(deduced.changed)
+    return deduced
+
+
+def drop_groups(sink: Variable) -> None:
+    """The groups before this variable are none any more; labels stay."""
+    for group in sink.groups:
+        group.active = False
+        for turn in group.members:
+            if group in turn.groups:
+                turn.groups.remove(group)
+    sink.groups.clear()
+
+
+def _stages(order: Sequence[Turn]) -> dict[Turn, int]:
+    """Stages of the turns of the model among these, of which the first one makes the sink.
+
+    behind[t]: stage of what feeds t. A native function has no stage of its own and passes on what
+    is behind it, unless it makes the sink itself, where it stands at stage 0.
+    """
+    stages: dict[Turn, int] = dict.fromkeys(order, 0)
+    for turn in order:
+        at_sink = turn is order[0]
+        behind = stages[turn] + (at_sink or not turn.native)
+        previous = turn.previous
+        if previous is not None and previous.open:
+            stages[previous] = max(stages[previous], stages[turn])
+        for variable in turn.inputs:
+            producer = variable.producer
+            if variable.pending and producer is not None:
+                stages[producer] = max(stages[producer], behind)
+    return {turn: stage for turn, stage in stages.items() if not turn.native}
+
+
+def _latest_finish(
+    order: Sequence[Turn], deadline_s: float | None, estimate: Estimate
+) -> Mapping[Turn, float]:
+    """When each has to be over; empty without a deadline."""
+    if deadline_s is None:
+        return {}
+    latest = {order[0]: deadline_s}
+    for turn in order:
+        start_s = latest[turn] - (0.0 if turn.native else estimate(turn))
+        for before in turn.open_predecessors():
+            latest[before] = min(latest.get(before, start_s), start_s)
+    return latest
+
+
+def _label_stage(
+    sink: Variable,
+    stage: int,
+    members: Sequence[Turn],
+    latest: Mapping[Turn, float],
+    deduced: Deduced,
+) -> None:
+    assert sink.want is not None and sink.want.label is not None
+    alone = len({turn.call for turn in members}) == 1
+    if stage and not alone:
+        deadline_s = min((latest[turn] for turn in members), default=None) if latest else None
+        group = TaskGroup(sink, stage, tuple(members), deadline_s, left=len(members))
+        sink.groups.append(group)
+        if deadline_s is not None:
+            deduced.watched.append(group)
+        for turn in members:
+            turn.groups.append(group)
+            _raise(turn, Label(level=Level.GROUP, deadline_s=deadline_s), deduced)
+        return
+    base = RT_BETWEEN if stage else sink.want.label
+    for turn in members:
+        _raise(turn, base.joined(Label(deadline_s=latest.get(turn))), deduced)
+
+
+def _label_batch(
+    sink: Variable,
+    stage: int,
+    members: Sequence[Turn],
+    latest: Mapping[Turn, float],
+    deduced: Deduced,
+) -> None:
+    """THROUGHPUT. A stage with a deadline is watched like a group, but its turns are in none."""
+    for turn in members:
+        label = Label(objectives=frozenset({Perf.THROUGHPUT}), deadline_s=latest.get(turn))
+        _raise(turn, label, deduced)
+    if latest:
+        deadline_s = min(latest[turn] for turn in members)
+        watched = TaskGroup(sink, stage, tuple(members), deadline_s, left=len(members))
+        sink.groups.append(watched)
+        deduced.watched.append(watched)
+
+
+def _raise(turn: Turn, label: Label, deduced: Deduced) -> None:
+    risen = turn.label.joined(label)
+    if risen != turn.label:
+        turn.label = risen
+        deduced.changed.append(turn)
+
+
+def stragglers(group: TaskGroup) -> Sequence[Turn]:
+    """Members that are not over, once they are so few that everything behind waits for them alone.
+
+    A group of two or three is down to its stragglers when one is left: that one gates everything
+    as a request alone at its stage does. So at least one has finished in any case.
+    """
+    if not group.active or not 0 < group.left <= max(1, int(STRAGGLERS * len(group.members))):
+        return ()
+    return [turn for turn in group.members if turn.open]
+
+
+def at_risk_s(group: TaskGroup, estimate: Estimate) -> float:
+    """When its deadline is at risk: not earlier than its longest member takes, and a margin."""
+    assert group.deadline_s is not None
+    longest_s = max((estimate(turn) for turn in group.members if turn.open), default=0.0)
+    return group.deadline_s - longest_s - LAXITY_MARGIN_S
+
+
+class Terms(NamedTuple):
+    """What a label means for the engine. grouped: see Hints."""
+
+    service_class: ServiceClass
+    slo: Slo
+    grouped: bool
+
+
+def terms(turn: Turn, now: float, expected_tokens: float, default_slo: Slo) -> Terms:
+    """On which terms a turn is handed to the engine at `now`. None in the result: the default.
+
+    A deadline that has passed is dropped: there is nothing left to gain from it.
+    """
+    label = turn.label
+    left_s = None if label.deadline_s is None else label.deadline_s - now
+    deadline_s = left_s if left_s is not None and left_s > 0.0 else None
+    if label.level is not Level.RT:
+        grouped = label.level is Level.GROUP
+        return Terms(ServiceClass.BE, Slo(deadline_s=deadline_s), grouped)
+    if turn.stage == 0:
+        return Terms(ServiceClass.RT, Slo(label.ttft_s, label.tpot_s, deadline_s), False)
+    return Terms(ServiceClass.RT, _paced(left_s, deadline_s, expected_tokens, default_slo), False)
+
+
+def _paced(
+    left_s: float | None, deadline_s: float | None, expected_tokens: float, default_slo: Slo
+) -> Slo:
+    """Nobody reads it, so it may be as slow as its latest finish allows, and has to be as fast."""
+    if left_s is None or default_slo.tpot_s is None or default_slo.ttft_s is None:
+        return Slo(deadline_s=deadline_s)
+    tpot_s = _clamp(left_s / max(1.0, expected_tokens), default_slo.tpot_s)
+    ttft_s = _clamp(left_s - expected_tokens * tpot_s, default_slo.ttft_s)
+    return Slo(ttft_s, tpot_s, deadline_s)
+
+
+def _clamp(value_s: float, default_s: float) -> float:
+    return min(max(value_s, FASTEST * default_s), SLOWEST * default_s)
