@@ -24,6 +24,7 @@ class Graph:
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
         self.variables: dict[str, Variable] = {}
+        self.added = 0  # calls so far, also those that are forgotten
 
     def producer(self, variable_id: str) -> Turn | None:
         """GetProducer of the Parrot paper: who sets it; None if that is not (or no longer) known.
@@ -56,6 +57,7 @@ class Graph:
         order = draft.producers_first(turns)
         self.variables.update(draft.variables)
         self.calls.update((call.id, call) for call in calls)
+        self.added += len(calls)
         for turn in turns:
             for variable in turn.inputs:
                 variable.consumers[turn] = None
@@ -122,10 +124,11 @@ class _Draft:
     def call(self, new: NewCall, now: float) -> Call:
         if new.id in self._graph.calls or new.id in self._calls:
             raise ConflictError(f"There is a request {new.id} already.", "already_exists")
+        number = self._graph.added + len(self._calls)
         self._calls.add(new.id)
         for variable_id, text in new.values.items():
             self._constant(variable_id, text)
-        call = Call(new.id, new.name, new.kind, tuple(new.pieces), created_s=now)
+        call = Call(new.id, number, new.name, new.kind, tuple(new.pieces), created_s=now)
         call.turns = tuple(self._native(call) if new.kind is CallKind.NATIVE else self._turns(call))
         for turn in call.turns:
             for variable in turn.inputs:

@@ -122,9 +122,10 @@ class Variable:
 
 @dataclass(eq=False, slots=True, repr=False)
 class Call:
-    """One function call. created_s: when it was submitted."""
+    """One function call. number: how many came before it. created_s: when it was submitted."""
 
     id: str
+    number: int
     name: str
     kind: CallKind
     pieces: tuple[Piece, ...]
@@ -144,9 +145,9 @@ class Turn:
     prompt_end: its prompt is call.pieces[:prompt_end], its output is the piece after that.
     inputs: variables of the prompt that no turn before it has. missing: inputs that are pending,
     plus one for the turn before it. label: what it must achieve. stages: by wanted variable that
-    it is for, requests from here to there. groups: that it is in. prefilled: pieces of the prompt
-    that were computed while others were missing. Times are of the session's clock: when it was
-    started, had its first token, and was over.
+    it is for, requests from here to there. groups: that it is in. known: leading pieces of the
+    prompt that were there when last looked; prefilled: so many of them were sent ahead. Times are
+    of the session's clock: when it was started, had its first token, and was over.
     """
 
     call: Call
@@ -161,6 +162,7 @@ class Turn:
     label: Label = Label()
     stages: dict[Variable, int] = field(default_factory=dict)
     groups: list[TaskGroup] = field(default_factory=list)
+    known: int = 0
     prefilled: int = 0
     ready_s: float | None = None
     first_token_s: float | None = None
@@ -206,6 +208,21 @@ class Turn:
             producer = variable.producer
             if variable.pending and producer is not None and producer.open:
                 yield producer
+
+    def known_ahead(self, variables: Mapping[str, Variable]) -> int:
+        """Leading pieces of the call that are known, if what follows them is being generated;
+        0 if not, or if the turn before this one is not over."""
+        if self.previous is not None and self.previous.open:
+            return 0
+        for piece in self.call.pieces[self.known : self.prompt_end]:
+            if not isinstance(piece, Text):
+                variable = variables[piece.variable_id]
+                if variable.pending:
+                    producer = variable.producer
+                    running = producer is not None and producer.state is TurnState.RUNNING
+                    return self.known if running else 0
+            self.known += 1
+        return 0
 
 
 @dataclass(eq=False, slots=True, repr=False)

@@ -77,6 +77,25 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
     return deduced
 
 
+def wanted_behind(turns: Sequence[Turn]) -> list[Variable]:
+    """Variables that somebody waits for and that these turns are needed for."""
+    seen = set(turns)
+    stack = list(turns)
+    found: dict[Variable, None] = {}
+    while stack:
+        turn = stack.pop()
+        needed_by = [] if turn.next is None else [turn.next]
+        for variable in turn.outputs:
+            if variable.pending and variable.want is not None:
+                found[variable] = None
+            needed_by.extend(variable.consumers)
+        for later in needed_by:
+            if later.open and later not in seen:
+                seen.add(later)
+                stack.append(later)
+    return list(found)
+
+
 def drop_groups(sink: Variable) -> None:
     """The groups before this variable are none any more; labels stay."""
     for group in sink.groups:
