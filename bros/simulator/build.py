@@ -55,7 +55,7 @@ class Scenario:
     @property
     def slo(self) -> Slo:
         """What real-time requests are held to."""
-        return Slo(ttft_s=self.config.slo_ttft / 1e3, tpot_s=self.config.slo_tpot / 1e3)
+        return slo_of(self.config)
 
 
 def build_simulation(
@@ -71,7 +71,7 @@ def build_simulation(
     Raises ConfigError if the scenario cannot be run.
     """
     check_scenario(scenario)
-    info = _info(scenario)
+    info = engine_info(scenario.config, scenario.device)
     clock = ManualClock()
     executor = SimExecutor(
         scenario.device.steps,
@@ -99,7 +99,7 @@ def check_scenario(scenario: Scenario) -> None:
     """Raise ConfigError if it cannot be run: options that do not go together, or requests that
     can never all be in flight.
     """
-    info = _info(scenario)
+    info = engine_info(scenario.config, scenario.device)
     build_scheduler(_config(scenario), info, scenario.device.steps)
     be, max_model_len = scenario.be, info.max_model_len
     if be.in_flight > scenario.config.max_queue:
@@ -125,8 +125,8 @@ def with_step_bounds(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, max_num_seqs=rows, max_batch_tokens=tokens)
 
 
-def _info(scenario: Scenario) -> EngineInfo:
-    config, device = scenario.config, scenario.device
+def engine_info(config: EngineConfig, device: Device) -> EngineInfo:
+    """What an engine says of itself that has these options and runs on this device."""
     fits = device.kv_blocks * BLOCK_SIZE
     return EngineInfo(
         model=device.model,
@@ -143,5 +143,10 @@ def _info(scenario: Scenario) -> EngineInfo:
         ),
         policy=config.policy,
         max_queue=config.max_queue,
-        default_slo=scenario.slo,
+        default_slo=slo_of(config),
     )
+
+
+def slo_of(config: EngineConfig) -> Slo:
+    """What real-time requests are held to."""
+    return Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)

@@ -10,13 +10,20 @@ loop submits them: sessions, clients that wait for an answer before they ask aga
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
+from collections.abc import Callable
 
 from bros.core.clock import ManualClock
+from bros.core.config import EngineConfig
+from bros.core.plan import Chunk
 from bros.engine.client import MessageClient
 from bros.engine.engine import Engine
 from bros.engine.loop import handle
 from bros.engine.messages import Command, Outputs, Ready, Reply
+from bros.scheduler.build import build_scheduler
+from bros.simulator.build import Device, engine_info, with_step_bounds
+from bros.simulator.sim_executor import SimExecutor
 
 
 class VirtualEngineClient(MessageClient):
@@ -64,3 +71,27 @@ class VirtualEngineClient(MessageClient):
             await asyncio.sleep(max(0.0, self._clock.now() - loop.time()))
             if outputs:
                 self.on_reply(Outputs(tuple(outputs)))
+
+
+def virtual_engine(
+    config: EngineConfig,
+    device: Device,
+    *,
+    vocab_size: int,
+    choose: Callable[[Chunk], int],
+    grouped: bool = False,
+) -> VirtualEngineClient:
+    """An engine with these options on a device of which only step times are known.
+
+    choose, grouped: see SimExecutor; if grouped, steps take by unique context what the device's
+    model says they take by context. Call it in a running loop. Raises ConfigError.
+    """
+    model = device.steps
+    if grouped:
+        unique_s = model.unique_context_s + model.context_s
+        model = dataclasses.replace(model, context_s=0.0, unique_context_s=unique_s)
+    info = dataclasses.replace(engine_info(config, device), vocab_size=vocab_size)
+    clock = ManualClock(asyncio.get_running_loop().time())
+    executor = SimExecutor(model, clock, choose=choose, grouped=grouped)
+    scheduler = build_scheduler(with_step_bounds(config), info, model)
+    return VirtualEngineClient(Engine(scheduler, executor, clock, info), clock)

@@ -13,7 +13,7 @@ START_S = 5000.0
 """Where time begins: not at 0, so that absolute times are noticed where relative ones belong."""
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+class _JumpingSelector(selectors.DefaultSelector):
     """Takes no time: instead of waiting, moves the clock on. Whole nanoseconds."""
 
     def __init__(self) -> None:

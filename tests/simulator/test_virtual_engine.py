@@ -10,42 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, InvalidRequestError
-from bros.core.interfaces import EngineInfo
 from bros.core.plan import Chunk, StepPlan
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
-from bros.engine.engine import Engine
-from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
-from bros.simulator.sim_executor import SimExecutor, common_context
-from bros.simulator.virtual_engine import VirtualEngineClient
+from bros.simulator.build import Device
+from bros.simulator.sim_executor import common_context
+from bros.simulator.virtual_engine import VirtualEngineClient, virtual_engine
 from bros.simulator.virtual_loop import LoopClock, run_virtual
 
 STEP_S, TOKEN_S = 0.01, 0.001
 MODEL = CostModel(constant_s=STEP_S, token_s=TOKEN_S, sample_s=0.0, pair_s=0.0, context_s=0.0)
 READING = replace(MODEL, token_s=0.0)
-INFO = EngineInfo(
-    model="m",
-    weights="w",
-    kernels="simulated",
-    kv_dtype="simulated",
-    device="d",
-    max_model_len=4096,
-    vocab_size=1000,
-    block_size=16,
-    num_kv_blocks=256,
-    policy="fcfs",
-)
+DEVICE = Device(name="d", model="m", weights="w", steps=MODEL, kv_blocks=256)
 
 
 def client(model: CostModel = MODEL, *, grouped: bool = False) -> VirtualEngineClient:
-    config = EngineConfig(policy="fcfs", max_batch_tokens=4096, max_num_seqs=64)
-    clock = ManualClock(asyncio.get_running_loop().time())
-    executor = SimExecutor(model, clock, choose=lambda chunk: chunk.start % 1000, grouped=grouped)
-    return VirtualEngineClient(
-        Engine(build_scheduler(config, INFO, MODEL), executor, clock, INFO), clock
+    return virtual_engine(
+        EngineConfig(policy="fcfs", max_batch_tokens=4096, max_num_seqs=64),
+        replace(DEVICE, steps=model),
+        vocab_size=1000,
+        choose=lambda chunk: chunk.start % 1000,
+        grouped=grouped,
     )
 
 
@@ -125,7 +112,6 @@ def test_refusals_aborts_and_the_end_reach_the_client() -> None:
 def test_rows_with_a_common_prefix_read_it_once() -> None:
     context_s = 1e-4
     plain = replace(READING, context_s=context_s)
-    shared = replace(READING, unique_context_s=context_s)
     prefix, rows, tokens = list(range(160)), 4, 50
 
     def total_s(model: CostModel, grouped: bool) -> float:
@@ -141,7 +127,7 @@ def test_rows_with_a_common_prefix_read_it_once() -> None:
 
         return run_virtual(main)
 
-    saved = total_s(plain, grouped=False) - total_s(shared, grouped=True)
+    saved = total_s(plain, grouped=False) - total_s(plain, grouped=True)
     # One token of each prompt is left to compute, so that the first step is like the others.
     assert saved == pytest.approx((rows - 1) * len(prefix) * context_s * tokens)
 
