@@ -75,6 +75,11 @@ class KvCacheManager:
         return self._cache.num_idle
 
     @property
+    def num_parked_blocks(self) -> int:
+        """Blocks of the prefixes that are to be kept; some may be gone, or in use."""
+        return self._cache.num_kept
+
+    @property
     def num_shared_blocks(self) -> int:
         """Blocks of prefixes that several requests have, or had."""
         return self._cache.num_held
@@ -245,6 +250,17 @@ class KvCacheManager:
             self._cache.expect(keys)
         else:
             self._cache.expect_no_more(keys)
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Whole prefixes that are idle, or will be, go after all other idle blocks from now on.
+
+        Those before a block are kept already, or come before it.
+        """
+        self._cache.keep(keys)
+
+    def keep_no_more(self, keys: Iterable[bytes]) -> None:
+        """They go as others do; those after a block come before it, if they were kept."""
+        self._cache.keep_no_more(keys)
 
     def take_copies(self) -> KvCopies | None:
         """What has to be copied before the next step, told once; None if nothing has."""

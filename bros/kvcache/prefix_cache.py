@@ -13,7 +13,8 @@ a node has all before it, so the idle ones are whole branches and are evicted fr
 Rule "class-aware": what real-time requests have used is evicted for best-effort ones only beyond
 a protected number of blocks, and of the others goes first what is cheap to compute and rarely
 asked for (GreedyDual-Size-Frequency: Cherkasova 1998), where best-effort requests that are
-waiting count as asking. Rule "lru": the least recently used, whoever used it.
+waiting count as asking. Rule "lru": the least recently used, whoever used it. With both, what
+is kept for somebody who will come back goes after all else, and so does all before it.
 """
 
 from __future__ import annotations
@@ -24,29 +25,46 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bros.kvcache.stacks import Side
 
 _KEY_BYTES = 16
+_PRIVATE = b"private"
 _MANY_STALE = 64
 
 
 def extend_keys(
-    keys: list[bytes], token_ids: array[int], block_size: int, num_blocks: int, salt: str = ""
+    keys: list[bytes],
+    token_ids: array[int],
+    block_size: int,
+    num_blocks: int,
+    salt: str = "",
+    private_from: int | None = None,
+    private_salt: str = "",
 ) -> None:
     """Append the keys of the first `num_blocks` full blocks of tokens that are not there yet.
 
+        tokens    [ 0 1 2 3 ][ 4 5 6 7 ][ 8 9 .. ]      private_from = 6
+                  for all    [ with the same private_salt only
+
     salt: requests with different ones share nothing (and cannot tell what others have cached).
+    private_from: position of the first token that only those share who have the same private_salt
+    as well; all of its block is private then. None: nothing is.
     """
     parent = keys[-1] if keys else _key(salt.encode())
+    first_private = None if private_from is None else private_from // block_size
     for index in range(len(keys), num_blocks):
+        if index == first_private:
+            parent = _key(private_salt.encode(), parent, _PRIVATE)
         tokens = token_ids[index * block_size : (index + 1) * block_size]
         parent = _key(tokens.tobytes(), parent)
         keys.append(parent)
 
 
-def _key(content: bytes, parent: bytes = b"") -> bytes:
-    return hashlib.blake2b(content, digest_size=_KEY_BYTES, key=parent).digest()
+def _key(content: bytes, parent: bytes = b"", kind: bytes = b"") -> bytes:
+    """kind: what `content` is, so that no salt can pass for tokens."""
+    return hashlib.blake2b(content, digest_size=_KEY_BYTES, key=parent, person=kind).digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +91,17 @@ class Node:
     holders: set[int] = field(default_factory=set)
 
 
+class Tier(NamedTuple):
+    """Idle nodes that are evicted before those of the next tier. Nodes are in the same one as those
+    before them, or in an earlier one: so whatever tier comes first has leaves."""
+
+    kept: bool
+    real_time: bool
+
+
+_TIERS = tuple(Tier(kept, real_time) for kept in (False, True) for real_time in (False, True))
+
+
 class PrefixCache:
     """The nodes, and in which order the idle ones go. Blocks themselves are handed out elsewhere.
 
@@ -91,26 +120,32 @@ class PrefixCache:
         self._protected = protected
         self._cost = cost
         self._nodes: dict[bytes, Node] = {}
-        self._idle = {True: 0, False: 0}
-        self._evictable: dict[bool, list[tuple[float, int, Node]]] = {True: [], False: []}
+        self._idle = dict.fromkeys(_TIERS, 0)
+        self._evictable: dict[Tier, list[tuple[float, int, Node]]] = {tier: [] for tier in _TIERS}
         self._turn = 0
         self._clock = 0.0
         self._uses = 0
         self._expected: Counter[bytes] = Counter()
+        self._kept: set[bytes] = set()
         self._filling: dict[bytes, int] = {}
         self._fills: dict[int, list[bytes]] = {}  # last one first
         self.num_held = 0  # shared, and somebody has them
 
     @property
     def num_idle(self) -> int:
-        return self._idle[True] + self._idle[False]
+        return sum(self._idle.values())
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that are kept for somebody, whether they are there or not."""
+        return len(self._kept)
 
     def num_evictable(self, real_time: bool, but: Sequence[Node] = ()) -> int:
         """Idle blocks that a request of a class may have, beside some that it takes as they are."""
-        idle, kept = self._idle[True] + self._idle[False] - len(but), 0
+        idle, spared = self.num_idle - len(but), 0
         if self._by_class and not real_time:
-            kept = min(self._idle[True] - sum(map(self._group, but)), self._protected)
-        return idle - kept
+            spared = min(self._num_real_time - sum(map(self._group, but)), self._protected)
+        return idle - spared
 
     def find(self, keys: Sequence[bytes], known: Sequence[Node] = ()) -> list[Node]:
         """The nodes of as many keys as there are, from the first one on.
@@ -146,7 +181,7 @@ class PrefixCache:
         """One more request has a shared or idle node; its parent first."""
         assert node.shared, "a private one has to be shared first"
         if not node.holders:
-            self._idle[self._group(node)] -= 1
+            self._idle[self._tier(node)] -= 1
             self.num_held += 1
         node.holders.add(holder)
 
@@ -156,7 +191,7 @@ class PrefixCache:
         if not node.holders:
             self.num_held -= node.shared
             node.shared = True
-            self._idle[self._group(node)] += 1
+            self._idle[self._tier(node)] += 1
             node.priority = self._priority(node)
             self._offer(node)
 
@@ -181,12 +216,15 @@ class PrefixCache:
 
         anything: what is protected as well.
         """
-        if not self._idle[False]:
-            if not (self._idle[True] if anything else self.num_evictable(real_time)):
-                return None
-        node = self._first_evictable(group=not self._idle[False])
+        spares = self._by_class and not real_time and not anything
+        spared = spares and self._num_real_time <= self._protected
+        tiers = (tier for tier in _TIERS if self._idle[tier] and not (spared and tier.real_time))
+        tier = next(tiers, None)
+        if tier is None:
+            return None
+        node = self._first_evictable(tier)
         self._clock = max(self._clock, node.priority)
-        self._idle[self._group(node)] -= 1
+        self._idle[tier] -= 1
         self._forget(node)
         return node
 
@@ -212,6 +250,16 @@ class PrefixCache:
             self._expected[key] -= 1
             if not self._expected[key]:
                 del self._expected[key]
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Somebody will come back for these, so they go last; each after those before it."""
+        for key in keys:
+            self._move(key, kept=True)
+
+    def keep_no_more(self, keys: Iterable[bytes]) -> None:
+        """Nobody will; each before those before it."""
+        for key in keys:
+            self._move(key, kept=False)
 
     def fill(self, keys: Sequence[bytes], holder: int) -> None:
         """A request has begun to compute these blocks."""
@@ -240,7 +288,7 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts agree with the nodes, and these form a tree."""
         children: Counter[Node] = Counter()
-        idle = {True: 0, False: 0}
+        idle = dict.fromkeys(_TIERS, 0)
         for key, node in self._nodes.items():
             assert node.key == key and node.alive
             if node.parent:
@@ -250,19 +298,20 @@ class PrefixCache:
                 assert node.holders <= parent.holders, "held without the one before it"
                 assert parent.real_time or not node.real_time
                 assert parent.shared or not node.shared
-            idle[self._group(node)] += not node.holders
+                assert parent.key in self._kept or key not in self._kept
+            idle[self._tier(node)] += not node.holders
             assert node.shared or len(node.holders) == 1
         for node in self._nodes.values():
             assert children[node] == node.children
         assert idle == self._idle
         held = sum(node.shared and bool(node.holders) for node in self._nodes.values())
         assert held == self.num_held
-        for group, heap in self._evictable.items():
+        for tier, heap in self._evictable.items():
             valid = {node.key for _, turn, node in heap if node.turn == turn}
             leaves = {
                 node.key
                 for node in self._nodes.values()
-                if not node.holders and not node.children and self._group(node) == group
+                if not node.holders and not node.children and self._tier(node) == tier
             }
             assert leaves <= valid, "an idle leaf that cannot be evicted"
         assert self._filling.keys().isdisjoint(self._nodes.keys())
@@ -272,8 +321,32 @@ class PrefixCache:
         return self._nodes.values()
 
     def _group(self, node: Node) -> bool:
-        """Which of the two kinds it is evicted with; all are of one kind under "lru"."""
+        """Whether it counts as real-time; nothing does under "lru"."""
         return node.real_time and self._by_class
+
+    def _tier(self, node: Node) -> Tier:
+        """What it is evicted with."""
+        return Tier(node.key in self._kept, self._group(node))
+
+    @property
+    def _num_real_time(self) -> int:
+        return sum(count for tier, count in self._idle.items() if tier.real_time)
+
+    def _move(self, key: bytes, kept: bool) -> None:
+        """To the tier of what is kept, or back."""
+        node = self._nodes.get(key)
+        is_idle = node is not None and not node.holders
+        if node is not None and is_idle:
+            self._idle[self._tier(node)] -= 1
+        if kept:
+            self._kept.add(key)
+        else:
+            self._kept.discard(key)
+        if node is not None:
+            node.turn = -1  # what entry it has is in the wrong heap
+        if node is not None and is_idle:
+            self._idle[self._tier(node)] += 1
+            self._offer(node)
 
     def _offer(self, node: Node) -> None:
         """Put an idle node among the evictable ones, if it is a leaf.
@@ -287,7 +360,7 @@ class PrefixCache:
     def _push(self, node: Node) -> None:
         self._turn += 1
         node.turn = self._turn
-        heap = self._evictable[self._group(node)]
+        heap = self._evictable[self._tier(node)]
         if len(heap) > 2 * len(self._nodes) + _MANY_STALE:
             heap[:] = [entry for entry in heap if entry[2].turn == entry[1]]
             heapq.heapify(heap)
@@ -300,8 +373,8 @@ class PrefixCache:
         asked = 1 + node.hits + self._expected.get(node.key, 0)
         return self._clock + asked * self._cost(node.depth)
 
-    def _first_evictable(self, group: bool) -> Node:
-        heap = self._evictable[group]
+    def _first_evictable(self, tier: Tier) -> Node:
+        heap = self._evictable[tier]
         while True:
             priority, turn, node = heapq.heappop(heap)
             if node.turn != turn:
