@@ -148,11 +148,14 @@ def _policy(
     )
 
     def expected_tokens(state: RequestState, least: float = 0.0) -> int:
-        """Output tokens still to come: the class's recent mean, but never more than can come.
+        """Output tokens still to come: what the request says of itself, else the class's recent
+        mean, but never more than can come.
 
-        least: share of the mean that is to come in any case.
+        least: share of that which is to come in any case.
         """
-        mean = counters[state.service_class].mean_output_tokens or _UNKNOWN_OUTPUT_TOKENS
+        counted = counters[state.service_class]
+        mean = state.request.hints.expected_tokens or counted.mean_output_tokens
+        mean = mean or _UNKNOWN_OUTPUT_TOKENS
         longest = state.max_length - len(state.token_ids)
         to_come = max(round(mean) - state.num_outputs, round(least * mean))
         return max(min(to_come, longest), min(longest, 1))

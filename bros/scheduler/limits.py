@@ -12,19 +12,24 @@ def objectives(request: EngineRequest, service_class: ServiceClass, default: Slo
     """What a request is held to, if it is served as `service_class`.
 
     Best-effort requests are held to nothing but a deadline for the whole; real-time ones to a
-    first token and a pace, both tightened by one factor if the last token would be after the
-    deadline otherwise (as far as max_tokens says when that is).
+    first token and a pace, see `paced`.
     """
     asked = request.slo
     if service_class is ServiceClass.BE:
         return Slo(deadline_s=asked.deadline_s)
+    return paced(asked, request.sampling.max_tokens or 1, default)
+
+
+def paced(asked: Slo, most_tokens: int, default: Slo) -> Slo:
+    """A first token and a pace, asked for or by default, both tightened by one factor if the last
+    of `most_tokens` would be after the deadline otherwise, unless that is lost already."""
     ttft_s = asked.ttft_s or default.ttft_s
     tpot_s = asked.tpot_s or default.tpot_s
-    if asked.deadline_s is not None and ttft_s is not None and tpot_s is not None:
-        more_tokens = (request.sampling.max_tokens or 1) - 1
-        scale = min(1.0, asked.deadline_s / (ttft_s + more_tokens * tpot_s))
+    due_s = asked.deadline_s
+    if due_s is not None and due_s > 0.0 and ttft_s is not None and tpot_s is not None:
+        scale = min(1.0, due_s / (ttft_s + (most_tokens - 1) * tpot_s))
         ttft_s, tpot_s = scale * ttft_s, scale * tpot_s
-    return Slo(ttft_s, tpot_s, asked.deadline_s)
+    return Slo(ttft_s, tpot_s, due_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

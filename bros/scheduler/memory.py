@@ -123,13 +123,18 @@ class StepMemory:
         """Whether it should wait for what another request is computing, which takes no longer.
 
         Only for who comes before it in rank, so never real-time for best-effort requests under
-        `bros`, and then not beyond its own deadline.
+        `bros`, and then not beyond its own deadline. Best-effort requests wait for each other
+        whatever their ranks, which is not the order in which they start.
         """
         match = state.match
         filler = self._states.get(match.filler) if match.filler else None
-        if filler is None or filler.num_missing or filler.rank > state.rank:
+        if filler is None or filler.num_missing:
             return False
-        if state.service_class is ServiceClass.BE or self._prefill_seconds is None:
+        best_effort = state.service_class is ServiceClass.BE
+        alike = best_effort and filler.service_class is ServiceClass.BE
+        if filler.rank > state.rank and not alike:
+            return False
+        if best_effort or self._prefill_seconds is None:
             return True
         until = match.num_tokens + match.num_filling
         wait_s = self._prefill_seconds(max(1, until - filler.num_cached), filler.num_cached)

@@ -71,6 +71,13 @@ class Queues:
         del queue[_index(queue, state, _queue_key)]
         state.record.dequeued(self.blocked.so_far(state.service_class))
 
+    def put_back(self, state: RequestState) -> None:
+        """A request that was removed is back, with another class, rank and queue_key."""
+        if state.running:
+            bisect.insort(self._running, state, key=rank_key)
+        else:
+            self.enqueue(state)
+
     def __iter__(self) -> Iterator[RequestState]:
         return itertools.chain(self._running, *self._waiting.values())
 

@@ -34,6 +34,8 @@ class RequestRecord:
     """Times in clock seconds.
 
     due_s: when the next token is due, whatever the policy hopes. left: the request is gone.
+    held_s: since when it is held to its objectives: its arrival, or later. pace_from_s: when its
+    first token came; if it was held to none then, when it should have to be on pace at held_s.
     """
 
     __slots__ = (
@@ -42,18 +44,21 @@ class RequestRecord:
         "due_s",
         "events",
         "first_token_s",
+        "held_s",
         "last_token_s",
         "late_tokens",
         "left",
         "num_tokens",
+        "pace_from_s",
         "preemptions",
         "waits",
     )
 
     def __init__(self, arrival_s: float, slo: Slo) -> None:
-        self.arrival_s = arrival_s
+        self.arrival_s = self.held_s = arrival_s
         self.hold_to(slo)
         self.first_token_s: float | None = None
+        self.pace_from_s: float | None = None
         self.last_token_s: float | None = None
         self.num_tokens = 0
         self.late_tokens = 0
@@ -64,8 +69,17 @@ class RequestRecord:
         self._blocked_before: Mapping[str, float] = {}
 
     def hold_to(self, slo: Slo) -> None:
-        """Objectives from now on, before the first token."""
+        """Objectives since its arrival, before the first token."""
         self.due_s = self.arrival_s + (slo.ttft_s or math.inf)
+
+    def hold_from(self, now: float, slo: Slo) -> None:
+        """Objectives from now on: for the first token, or for the ones after those it has."""
+        self.held_s = now
+        if self.num_tokens == 0:
+            self.due_s = now + (slo.ttft_s or math.inf)
+            return
+        self.due_s = now + (slo.tpot_s or math.inf)
+        self.pace_from_s = now - (self.num_tokens - 1) * (slo.tpot_s or 0.0)
 
     def event(self, now: float, what: str) -> None:
         if len(self.events) < _MAX_EVENTS:
@@ -94,7 +108,7 @@ class RequestRecord:
         if slack < 0.0:
             self.late_tokens += 1
         if self.first_token_s is None:
-            self.first_token_s = now
+            self.first_token_s = self.pace_from_s = now
             self.event(now, "first token")
         self.last_token_s = now
         self.num_tokens += 1
@@ -114,16 +128,21 @@ class RequestRecord:
 
     def met(self, slo: Slo) -> tuple[bool, bool]:
         """(first token, pace) of a finished request against its objectives; None is met."""
-        ttft, tpot = self.ttft_s, self.tpot_s
-        ttft_met = slo.ttft_s is None or (ttft is not None and ttft <= slo.ttft_s)
-        tpot_met = slo.tpot_s is None or tpot is None or tpot <= slo.tpot_s
-        return ttft_met, tpot_met
+        first_s, last_s, from_s = self.first_token_s, self.last_token_s, self.pace_from_s
+        in_time = slo.ttft_s is None
+        if slo.ttft_s is not None and first_s is not None:
+            in_time = first_s - self.held_s <= slo.ttft_s
+        on_pace = True
+        if slo.tpot_s is not None and self.num_tokens > 1:
+            assert from_s is not None and last_s is not None
+            on_pace = (last_s - from_s) / (self.num_tokens - 1) <= slo.tpot_s
+        return in_time, on_pace
 
     def met_deadline(self, slo: Slo) -> bool:
         """Whether the last token of a finished request came in time; None is met."""
         if slo.deadline_s is None or self.last_token_s is None:
             return slo.deadline_s is None
-        return self.last_token_s - self.arrival_s <= slo.deadline_s
+        return self.last_token_s - self.held_s <= slo.deadline_s
 
     def trace(
         self,

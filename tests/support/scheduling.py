@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
-from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
+from bros.core.request import NO_HINTS, EngineRequest, Hints, SamplingParams, ServiceClass, Slo
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.scheduler import Scheduler
@@ -80,6 +80,7 @@ def request(
     *,
     arrival_s: float = 0.0,
     slo: Slo | None = None,
+    hints: Hints = NO_HINTS,
     **params: object,
 ) -> EngineRequest:
     """prompt: token ids, or how many. params: fields of SamplingParams."""
@@ -92,4 +93,5 @@ def request(
         service_class=service_class,
         arrival_s=arrival_s,
         slo=slo or Slo(),
+        hints=hints,
     )

@@ -58,7 +58,8 @@ class Policy(Protocol):
         ...
 
     def place(self, state: RequestState, now: float) -> None:
-        """A request starts to wait: give it a queue_key, and its rank, always the same one.
+        """A request starts to wait, or changes its class: give it a queue_key, and its rank, always
+        the same one in a class.
 
         No two requests share either.
         """

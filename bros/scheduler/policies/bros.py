@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from bros.core.request import ServiceClass
 from bros.scheduler.batch_size import AdaptiveBatchSize
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.policies.base import Policy, Turn
+from bros.scheduler.policies.filler_order import FillerOrder
 from bros.scheduler.policies.overload import OverloadGuard
 from bros.scheduler.queues import Queues, by_deadline, deadline_key
 from bros.scheduler.selection import Bounds, Packing, Rules
@@ -46,8 +47,6 @@ _TBAR_ALPHA = 0.2
 _TIGHT_FOR_S = 60.0
 _INITIAL_ROWS = 8
 _MAX_CREDIT_S = 2.0
-_PREFIX_TOKENS = 64
-_MAX_GROUPS = 10_000
 _MAX_STALE = 64
 _CROWDED_FROM, _CROWDED_TO = 0.6, 0.9
 """Share of KV memory with real-time requests in it, from which on filler gets less time, and at
@@ -106,7 +105,7 @@ class BrosPolicy(Policy):
         self._usual_prompt = 1
         self._known_deadlines = 0  # after the last clean-up
         self._deadlines: list[tuple[float, int, RequestState]] = []
-        self._groups: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+        self._order = FillerOrder(settings.be_max_wait_s)
 
     @property
     def predictor(self) -> StepTimePredictor:
@@ -124,7 +123,7 @@ class BrosPolicy(Policy):
         return self._guard.classify(state, queues, self._tbar_s, now)
 
     def place(self, state: RequestState, now: float) -> None:
-        """Real-time by deadline, best-effort by arrival, next to those with the same prefix."""
+        """Real-time by deadline, best-effort as filler_order.py has it."""
         best_effort = state.service_class is ServiceClass.BE
         state.rank = (best_effort, state.arrival_index)
         if not best_effort:
@@ -133,7 +132,7 @@ class BrosPolicy(Policy):
             self._heed(state, now)
             state.queue_key = (_FIRST, state.deadline_s, state.arrival_index)
             return
-        state.queue_key = (_LAST, self._group(state, now), state.arrival_index)
+        state.queue_key = (_LAST, *self._order.key(state, now))
         if state.slo.deadline_s is not None:
             due_s = state.record.arrival_s + state.slo.deadline_s
             start_s = due_s - _LAXITY * self._work_s(state)
@@ -192,7 +191,8 @@ class BrosPolicy(Policy):
         load = StepLoad()
         urgent = packing.selected[: packing.num_urgent]
         for state, num_tokens in urgent:
-            load.add(num_tokens, state.num_cached - num_tokens, state.remaining == 0)
+            sampled = state.samples and state.remaining == 0
+            load.add(num_tokens, state.num_cached - num_tokens, sampled)
         load.add(tokens, 0, True)
         if ends_s + predictor.safe_seconds(load) <= due_s:
             return False
@@ -344,13 +344,13 @@ class BrosPolicy(Policy):
         """Move best-effort requests to the front that must start now to meet their deadline."""
         while self._deadlines and self._deadlines[0][0] <= now:
             start_s, _, state = heapq.heappop(self._deadlines)
-            waits = not state.running and not state.record.left
+            waits = not state.running and _has_deadline(state)
             if waits and state.queue_key[0] == _LAST:
                 queues.requeue(state, (_FIRST, start_s, state.arrival_index))
 
     def _forget_ended(self) -> None:
-        """Drop deadlines of requests that are gone; they may be days away."""
-        self._deadlines = [entry for entry in self._deadlines if not entry[2].record.left]
+        """Drop deadlines that nothing is to be done about any more; they may be days away."""
+        self._deadlines = [entry for entry in self._deadlines if _has_deadline(entry[2])]
         heapq.heapify(self._deadlines)
         self._known_deadlines = len(self._deadlines)
 
@@ -359,21 +359,6 @@ class BrosPolicy(Policy):
         step_s = max(self._tbar_s, self._settings.usual_filler_s)
         prompt_s = self._predictor.prefill_seconds(state.remaining)
         return prompt_s + self._expected_tokens(state) * step_s
-
-    def _group(self, state: RequestState, now: float) -> int:
-        """Place of the first request with the same first tokens, if that is not long ago.
-
-        Prompts with a common prefix run next to each other, where its KV may be shared.
-        """
-        groups, age_s = self._groups, self._settings.be_max_wait_s
-        while groups and (
-            next(iter(groups.values()))[0] < now - age_s or len(groups) >= _MAX_GROUPS
-        ):
-            groups.popitem(last=False)
-        # Older groups take no new members, so `be_max_wait_s` bounds how long one is overtaken.
-        prompt = state.token_ids[: min(state.prompt_len, _PREFIX_TOKENS)]
-        first = groups.setdefault(prompt.tobytes(), (now, state.arrival_index))[1]
-        return min(first, state.arrival_index)
 
     def _due_credit_s(self) -> float:
         """What best-effort work is owed, once that pays for a piece of a prompt.
@@ -393,7 +378,13 @@ def _latest_s(state: RequestState) -> float:
     last_s, interval_s = state.record.last_token_s, state.slo.tpot_s
     if last_s is None or interval_s is None:
         return state.deadline_s
-    return max(state.paced_deadline_s(_MAX_GAP), last_s + _MAX_GAP_BEHIND * interval_s)
+    paced_s = state.paced_deadline_s(_MAX_GAP)
+    return max(state.deadline_s, paced_s, last_s + _MAX_GAP_BEHIND * interval_s)
+
+
+def _has_deadline(state: RequestState) -> bool:
+    """Whether a request that had one as a best-effort one still is one."""
+    return not state.record.left and state.service_class is ServiceClass.BE
 
 
 def _section(state: RequestState) -> float:

@@ -1,0 +1,213 @@
+"""Best-effort requests: who starts first, and for how long anybody is overtaken."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.request import Hints
+from bros.scheduler.policies.filler_order import FillerOrder
+from bros.scheduler.state import Rank, RequestState
+from support.scheduling import request
+from support.virtual_time import BE, VirtualRun
+
+WAIT_S = 8.0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """after_s: since the one before. delay_s: how much later it is queued."""
+
+    after_s: float
+    delay_s: float
+    program: str
+    depth: int
+    grouped: bool
+    tenant: str
+    family: int
+
+
+arrivals = st.lists(
+    st.builds(
+        Arrival,
+        after_s=st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0, 9.0]),
+        delay_s=st.sampled_from([0.0, 0.0, 0.25]),
+        program=st.sampled_from(["", "a", "b"]),
+        depth=st.integers(0, 2),
+        grouped=st.booleans(),
+        tenant=st.sampled_from(["", "t"]),
+        family=st.integers(0, 1),
+    ),
+    max_size=14,
+)
+
+
+def state_of(index: int, arrival: Arrival, at_s: float) -> RequestState:
+    hints = Hints(program=arrival.program, depth=arrival.depth, grouped=arrival.grouped)
+    prompt = range(1 + 100 * arrival.family, 80 + 100 * arrival.family)
+    asked = request(f"r{index}", prompt, BE, arrival_s=at_s, hints=hints)
+    return RequestState(
+        dataclasses.replace(asked, tenant=arrival.tenant),
+        service_class=BE, slo=asked.slo, now=at_s + arrival.delay_s, arrival_index=index, seed=0,
+        max_length=99, eos_token_ids=frozenset(),
+    )  # fmt: skip
+
+
+def placed(load: list[Arrival]) -> list[tuple[RequestState, Rank]]:
+    """Every request, with its key, in the order in which they came."""
+    order, now, found = FillerOrder(WAIT_S), 0.0, []
+    for index, arrival in enumerate(load):
+        now += arrival.after_s
+        state = state_of(index, arrival, now or 1e-9)
+        found.append((state, order.key(state, now + arrival.delay_s)))
+    return found
+
+
+@given(load=arrivals)
+def test_nobody_is_overtaken_by_who_comes_much_later(load: list[Arrival]) -> None:
+    for (first, key), (later, later_key) in itertools.combinations(placed(load), 2):
+        assert key != later_key
+        if later.record.arrival_s > first.record.arrival_s + WAIT_S + 1e-6:
+            assert key < later_key
+
+
+@given(load=arrivals)
+def test_nothing_is_overtaken_by_who_is_of_no_program_or_group_and_begins_as_nothing_before(
+    load: list[Arrival],
+) -> None:
+    """Arrival is the order of all that have nothing to do with each other."""
+    plain = [
+        dataclasses.replace(arrival, program=f"p{index}", grouped=False)
+        for index, arrival in enumerate(load)
+    ]
+    keys = [key for _, key in placed(plain)]
+    assert keys == sorted(keys)
+
+
+@given(load=arrivals, data=st.data())
+def test_who_has_lost_its_place_gets_it_back_or_a_better_one(
+    load: list[Arrival], data: st.DataObject
+) -> None:
+    """It started and lost its memory: it still came when it came."""
+    order, now = FillerOrder(WAIT_S), 0.0
+    states = []
+    for index, arrival in enumerate(load):
+        now += arrival.after_s
+        states.append(state_of(index, arrival, now or 1e-9))
+        order.key(states[-1], now)
+    for state in states:
+        again = order.key(state, now + data.draw(st.sampled_from([0.0, 1.0, 20.0])))
+        assert again[0] <= state.record.arrival_s
+
+
+@given(
+    load=arrivals,
+    size=st.integers(2, 6),
+    within_s=st.sampled_from([0.0, 1.0, 3.9]),
+    began=st.booleans(),
+)
+def test_a_group_is_next_to_each_other(
+    load: list[Arrival], size: int, within_s: float, began: bool
+) -> None:
+    """As long as it comes within half of the time; whatever else comes meanwhile."""
+    load = [dataclasses.replace(a, program=a.program + "x", after_s=0.0) for a in load]
+    member = Arrival(0.0, 0.0, "map", 1, True, "", 0)
+    mixed = [dataclasses.replace(member, depth=0, grouped=False)] if began else []
+    for index in range(size):
+        others = load[index::size]
+        mixed += [dataclasses.replace(member, after_s=within_s / size), *others]
+    order = sorted(placed(mixed), key=lambda entry: entry[1])
+    places = [
+        index for index, (state, _) in enumerate(order)
+        if state.request.hints.program == "map" and state.request.hints.grouped
+    ]  # fmt: skip
+    assert places == list(range(places[0], places[0] + size))
+
+
+# On the engine's clock
+
+
+def start_order(run: VirtualRun) -> list[str]:
+    run.drain()
+    return list(run.first_run)
+
+
+def submit(run: VirtualRun, name: str, hints: Hints, **options: object) -> None:
+    run.submit(name, 70, BE, salt=len(run.requests) * 90, max_tokens=1, hints=hints, **options)  # type: ignore[arg-type]
+
+
+def test_what_was_begun_is_finished_before_others_begin() -> None:
+    run = VirtualRun(max_num_seqs=1)
+    for number in range(3):
+        submit(run, f"{number}.0", Hints(program=f"p{number}"))
+    run.now = 1.0
+    for number in (2, 0, 1):
+        submit(run, f"{number}.1", Hints(program=f"p{number}", depth=1))
+    assert start_order(run) == ["0.1", "0.0", "1.1", "1.0", "2.1", "2.0"]
+
+
+def test_what_a_call_waits_for_together_comes_first_and_together() -> None:
+    run = VirtualRun(max_num_seqs=1)
+    submit(run, "plain", Hints())
+    for number in range(3):
+        submit(run, f"other{number}", Hints(program=f"p{number}"))
+        submit(run, f"map{number}", Hints(program="map", grouped=True))
+    assert start_order(run) == ["map0", "map1", "map2", "plain", "other0", "other1", "other2"]
+
+
+def test_programs_of_the_same_name_are_not_the_same_for_two_tenants() -> None:
+    order = FillerOrder(WAIT_S)
+    first = Arrival(0.0, 0.0, "p", 0, False, "a", 0)
+    order.key(state_of(0, first, 1.0), 1.0)
+    same, other = (
+        order.key(state_of(index, dataclasses.replace(first, tenant=tenant), 2.0), 2.0)
+        for index, tenant in ((1, "a"), (2, "b"))
+    )
+    assert (same[0], other[0]) == (1.0, 2.0)
+
+
+def test_groups_that_never_end_starve_nobody() -> None:
+    run = VirtualRun(max_num_seqs=1, be_max_wait=2.0, max_queue=10**6)
+    submit(run, "other", Hints())
+    began = run.now
+    for number in itertools.count():
+        if "other" in run.first_run:
+            break
+        for copy in range(2):
+            submit(run, f"{number}-{copy}", Hints(program=f"p{number}", depth=1, grouped=True))
+        run.step()
+        assert run.now < 30.0, "starved"
+    overtook = [run.requests[name].arrival_s for name in list(run.first_run)[:-1]]
+    assert len(overtook) > 5, "they do go first for a while"
+    assert max(overtook) <= began + 2.0
+
+
+def test_a_map_over_one_long_prefix_computes_it_once() -> None:
+    """All of a stage beside other programs, and also who came before it and starts after it."""
+    run = VirtualRun(max_num_seqs=40, prefix_cache="class-aware", max_batch_tokens=48)
+
+    def submit_alike(name: str, hints: Hints) -> None:
+        prompt = [*range(1, 65), 500 + len(run.requests), 700]
+        asked = request(name, prompt, BE, max_tokens=4, hints=hints, ignore_eos=True)
+        run.requests[name], run.token_times[name] = asked, []
+        run.scheduler.submit(asked, run.now)
+
+    submit_alike("before", Hints(program="early"))
+    for number in range(16):
+        submit_alike(f"map{number}", Hints(program="map", depth=number % 3, grouped=True))
+        submit(run, f"other{number}", Hints(program=f"p{number}"))
+    run.drain()
+    alike = [
+        chunk for plan in run.plans for chunk in plan.chunks
+        if chunk.request_id.startswith(("before", "map")) and chunk.start < 66
+    ]  # fmt: skip
+    assert sum(len(chunk.token_ids) for chunk in alike) == 64 + 17 * 2
+    order = list(run.first_run)
+    members = [order.index(f"map{number}") for number in range(16)]
+    rest = sorted(members)[1:]
+    assert rest == list(range(rest[0], rest[0] + 15)), "one after the other, once it is there"
+    assert order.index("before") > rest[-1]
