@@ -1,1 +1,65 @@
-"""Programs of many calls: semantic variables, the graph, objectives, and the front end."""
+"""Programs of many calls: semantic variables, the graph, objectives, and the front end.
+
+What is listed here is for programs that use bros:
+
+    import bros.semantic as P
+
+    @P.semantic_function
+    def write_code(task: P.SemanticVariable):
+        \"""Write python code of {{input:task}}. Code: {{output:code}}\"""
+
+    with P.Session("http://localhost:8000"):
+        print(write_code("a snake game").get(perf=P.LATENCY))
+"""
+
+from __future__ import annotations
+
+from bros.semantic.client_session import Session
+from bros.semantic.connection import Connection, connect
+from bros.semantic.errors import (
+    Cause,
+    ConflictError,
+    FailedStage,
+    GetTimeoutError,
+    ServerUnreachableError,
+    SessionGoneError,
+    SessionLimitError,
+    UpstreamError,
+)
+from bros.semantic.functions import native_function, semantic_function
+from bros.semantic.program import Criteria, Perf
+from bros.semantic.variables import SemanticVariable, agather, gather
+
+SemanticFunction = semantic_function
+"""As the paper spells it."""
+
+LATENCY = Perf.LATENCY
+THROUGHPUT = Perf.THROUGHPUT
+TTFT = Perf.TTFT
+TPOT = Perf.TPOT
+
+__all__ = [
+    "LATENCY",
+    "THROUGHPUT",
+    "TPOT",
+    "TTFT",
+    "Cause",
+    "ConflictError",
+    "Connection",
+    "Criteria",
+    "FailedStage",
+    "GetTimeoutError",
+    "Perf",
+    "SemanticFunction",
+    "SemanticVariable",
+    "ServerUnreachableError",
+    "Session",
+    "SessionGoneError",
+    "SessionLimitError",
+    "UpstreamError",
+    "agather",
+    "connect",
+    "gather",
+    "native_function",
+    "semantic_function",
+]

@@ -5,7 +5,8 @@ BrosError
 ├── SessionGoneError         the session has been deleted or has expired            (HTTP 410)
 ├── UpstreamError            a call that the value needs has failed                 (HTTP 424)
 ├── SessionLimitError        too many sessions, calls, variables or waiting         (HTTP 429)
-└── GetTimeoutError          the value was not there in time                        (HTTP 504)
+├── GetTimeoutError          the value was not there in time                        (HTTP 504)
+└── ServerUnreachableError   the client got no answer, or none of a server like this
 """
 
 from __future__ import annotations
@@ -65,3 +66,7 @@ class SessionLimitError(BrosError):
 
 class GetTimeoutError(BrosError):
     """The value was not there in time; asking again is fine."""
+
+
+class ServerUnreachableError(BrosError):
+    """Raised on the client: the server does not answer, or not in its own words."""

@@ -1,0 +1,158 @@
+"""The way to a server, or an engine in this process, and the thread on which it is used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from bros.core.loop_thread import LoopThread
+from bros.semantic.backend import Backend
+
+T = TypeVar("T")
+
+
+class Connection:
+    """A backend, opened when it is first needed. Thread-safe; several sessions can share one.
+
+        with connect("http://localhost:8000") as connection:
+            with Session(connection=connection): ...
+            with Session(connection=connection): ...
+
+    opening: makes the context in which the backend works.
+    """
+
+    def __init__(self, opening: Callable[[], AbstractAsyncContextManager[Backend]]) -> None:
+        self._opening = opening
+        self._thread: LoopThread | None = None
+        self._exit = contextlib.AsyncExitStack()
+        self._backend: asyncio.Task[Backend] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    async def backend(self) -> Backend:
+        """Open it, the first time; only on the connection's own loop.
+
+        Raises ModelError or ConfigError of an engine in this process.
+        """
+        if self._backend is None:
+            # A task of its own: who is interrupted here does not interrupt it for others.
+            opening = self._exit.enter_async_context(self._opening())
+            self._backend = asyncio.create_task(opening)
+        return await asyncio.shield(self._backend)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], instead: str) -> T:
+        """Run on the connection's loop and wait.
+
+        Raises RuntimeError on a running event loop, which it would block; `instead`: what to call
+        there. If the connection is closed, too.
+        """
+        if _has_running_loop():
+            coroutine.close()
+            raise RuntimeError(
+                f"This would block the running event loop; here it is `{instead}` instead."
+            )
+        return self._loop_thread(coroutine).run(coroutine)
+
+    async def arun(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run on the connection's loop; cancelling this cancels it there."""
+        return await asyncio.wrap_future(self._loop_thread(coroutine).start(coroutine))
+
+    def close(self) -> None:
+        """End it. Calling it twice is fine."""
+        if (thread := self._ended_thread()) is not None:
+            thread.run(self._leave())
+            thread.close()
+
+    async def aclose(self) -> None:
+        """`close` for coroutines."""
+        if (thread := self._ended_thread()) is not None:
+            await asyncio.wrap_future(thread.start(self._leave()))
+            await asyncio.to_thread(thread.close)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Connection:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def _loop_thread(self, coroutine: Coroutine[Any, Any, Any]) -> LoopThread:
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise RuntimeError("The connection is closed.")
+            if self._thread is None:
+                self._thread = LoopThread("bros-semantic")
+            return self._thread
+
+    def _ended_thread(self) -> LoopThread | None:
+        """The thread, if there is one to be ended; no other work gets in any more."""
+        with self._lock:
+            thread, self._thread, self._closed = self._thread, None, True
+        return thread
+
+    async def _leave(self) -> None:
+        if self._backend is not None:
+            await asyncio.wait([self._backend])
+        await self._exit.aclose()
+
+
+def connect(
+    url: str | None = None,
+    *,
+    api_key: str | None = None,
+    model: str | None = None,
+    data_dir: str | Path | None = None,
+    **options: Any,
+) -> Connection:
+    """A server at `url` (with or without /v1), or an engine in this process without one.
+
+    api_key: of the server. model, data_dir, options: of the engine, the fields of EngineConfig
+    (the flags of `bros serve` with underscores).
+    Raises ConfigError for something that is no URL, and for options that are wrong.
+    """
+    # Late: these bring in an HTTP client, or torch and the model's code.
+    if url is not None:
+        if model is not None or data_dir is not None or options:
+            given = ["model"] * (model is not None) + ["data_dir"] * (data_dir is not None)
+            names = ", ".join([*given, *options])
+            raise TypeError(f"{names}: options of an engine, but the server at {url} has its own")
+        from bros.semantic.client import open_http
+
+        return Connection(open_http(url, api_key))
+    from bros.semantic.local import open_engine
+
+    return Connection(open_engine(model, data_dir, options))
+
+
+def _has_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
