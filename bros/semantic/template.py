@@ -16,6 +16,7 @@ A name without a role is what the call's parameters say it is, or else an input.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,7 +84,7 @@ def parse_template(source: str, param: str = "template") -> tuple[Piece, ...]:
 def render_template(pieces: Sequence[Piece]) -> str:
     """A template that `parse_template` makes these pieces of, if they keep its rules."""
     parts: list[str] = []
-    for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+    for piece, following in itertools.zip_longest(pieces, pieces[1:]):
         if isinstance(piece, Placeholder):
             parts.append(_written(piece))
             continue
