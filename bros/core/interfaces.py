@@ -53,7 +53,8 @@ class ClassStats:
     ttft_met and tpot_met requests (mean time between tokens) of `finished`; tokens_on_time of
     output_tokens, each against its own deadline; deadlines_met of the `deadlines` that finished
     requests had for the whole answer. slack: deadline minus commit in seconds.
-    relegated: requests of this class that came in as the other one.
+    relegated: requests of this class that came in as the other one. promoted: best-effort ones
+    that became requests of this class later.
     preemptions: how often a request had to give up KV memory; kv_taken: how many tokens of it,
     kv_copied: how many of them were copied to the host for that, kv_restored: came back.
     prefix_tokens: prompt tokens that were cached when a request began. prefix_evicted: cached
@@ -80,6 +81,7 @@ class ClassStats:
     deadlines_met: int = 0
     tokens_on_time: int = 0
     relegated: int = 0
+    promoted: int = 0
     rejected: int = 0
     slack: Buckets = Buckets()
 
@@ -97,6 +99,8 @@ class EngineStats:
     ran, and the time that went into them; they are not in the other figures.
     kv_blocks_used: blocks that requests have; kv_blocks_shared: those of prefixes that several
     may have. kv_blocks_cached: blocks that nobody has, but that may be asked for again.
+    kv_blocks_parked: those of prefixes that are kept for somebody who will come back
+    (Hints.keep_s), whether they are in use, idle, or had to be given up.
     host_kv_blocks: room for copies of KV that had to make way.
     """
 
@@ -114,6 +118,7 @@ class EngineStats:
     kv_blocks_total: int = 0
     kv_blocks_shared: int = 0
     kv_blocks_cached: int = 0
+    kv_blocks_parked: int = 0
     host_kv_blocks_used: int = 0
     host_kv_blocks_total: int = 0
     by_class: Mapping[ServiceClass, ClassStats] = field(default_factory=dict)

@@ -176,7 +176,9 @@ class Hints:
     expected_tokens: how many it is likely to generate; None: as many as usual.
     private_from: position of the first token that is not for everybody with its cache_salt: from
     there on it shares only with requests that have the same private_salt. None: nothing is.
-    keep_s: how long after its end its KV is kept as if somebody were waiting for it.
+    keep_s: for how long after its end, if it is not aborted, what is cached of prompt and answer is
+    kept for somebody who will come back: it goes after all that nobody has, but before anybody who
+    runs loses anything. At most half of the cache; the oldest is released for the latest.
     """
 
     program: str = ""
@@ -197,7 +199,8 @@ class EngineRequest:
 
     cache_salt: requests with different ones do not share what is computed of their prompts.
     fill: the prompt is computed and cached, and that is all: no token is chosen, the only output
-    has finish_reason LENGTH.
+    has finish_reason LENGTH. Whole blocks are cached, so what fills none is not computed, and
+    nothing is if there is no prefix cache.
     `sampling.n` and `sampling.stop` are the client's business (it submits n requests and
     matches stop strings on text); the engine knows token ids only.
     """

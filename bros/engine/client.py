@@ -9,7 +9,7 @@ from typing import Any
 
 from bros.core.errors import EngineDeadError, InvalidRequestError
 from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.engine.messages import (
     Abort,
     Accepted,
@@ -18,8 +18,10 @@ from bros.engine.messages import (
     Command,
     Failed,
     Outputs,
+    Promote,
     Ready,
     Refused,
+    Release,
     Reply,
     StatsReply,
     Submit,
@@ -114,6 +116,17 @@ class MessageClient:
         """Stop a request and free its KV at the next iteration. Unknown ids are ignored."""
         if request_id in self._streams and self._alive:
             self._send(Abort(request_id))
+
+    async def promote(self, request_id: str, slo: Slo) -> None:
+        """Serve a best-effort request as real-time from now on; its first token is due slo.ttft_s
+        from now if it has none yet. Real-time ones and unknown ids are ignored."""
+        if request_id in self._streams and self._alive:
+            self._send(Promote(request_id, slo))
+
+    async def release(self, request_id: str) -> None:
+        """What a request has left is kept no longer (Hints.keep_s). Unknown ids are ignored."""
+        if self._alive:
+            self._send(Release(request_id))
 
     async def stats(self) -> EngineStats:
         """Raises EngineDeadError if there is no engine to ask."""

@@ -15,7 +15,7 @@ from bros.core.interfaces import (
     RequestTrace,
     Running,
 )
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("bros.engine")
@@ -58,6 +58,14 @@ class Engine:
         """Drop a request and free its KV at once; its last output, or None if it is unknown."""
         return self._scheduler.abort(request_id, self._clock.now())
 
+    def promote(self, request_id: str, slo: Slo) -> None:
+        """Serve a best-effort request as real-time from now on; see EngineClient.promote."""
+        self._scheduler.promote(request_id, slo, self._clock.now())
+
+    def release(self, request_id: str) -> None:
+        """What a request has left is kept no longer; see EngineClient.release."""
+        self._scheduler.release(request_id)
+
     def step(self, arrivals: Callable[[], Iterable[EngineRequest]] = tuple) -> list[RequestOutput]:
         """Run one iteration. Any exception leaves the engine unusable.
 
@@ -77,7 +85,7 @@ class Engine:
     def _execute(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[RequestOutput]:
         scheduler, clock = self._scheduler, self._clock
         plan = scheduler.schedule(clock.now())
-        outputs = scheduler.take_given_up()
+        outputs = scheduler.take_ended()
         if plan is None:
             self._check_idle()
             return outputs
@@ -96,7 +104,7 @@ class Engine:
         scheduler = self._scheduler
         outputs = [] if scheduler.may_run_ahead else self._take_in()
         plan = scheduler.schedule(self._clock.now())
-        outputs += scheduler.take_given_up()
+        outputs += scheduler.take_ended()
         if plan is None and self._running is None:
             self._check_idle()
         launched = None if plan is None else launcher.launch(plan)

@@ -15,8 +15,10 @@ from bros.engine.messages import (
     AskTrace,
     Command,
     Outputs,
+    Promote,
     Ready,
     Refused,
+    Release,
     Reply,
     Shutdown,
     StatsReply,
@@ -72,6 +74,10 @@ def handle(command: Command, engine: Engine, client: Sender) -> None:
             output = engine.abort(request_id)
             if output is not None:
                 client.send(Outputs((output,)))
+        case Promote(request_id, slo):
+            engine.promote(request_id, slo)
+        case Release(request_id):
+            engine.release(request_id)
         case AskStats():
             client.send(StatsReply(engine.stats()))
         case AskTrace(request_id):

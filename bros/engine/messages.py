@@ -1,6 +1,6 @@
 """What an engine client and an engine say to each other, on any transport.
 
-client -> engine   Submit, Abort, AskStats, AskTrace, Shutdown
+client -> engine   Submit, Abort, AskStats, AskTrace, Shutdown, Promote, Release
 engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed
 """
 
@@ -16,7 +16,7 @@ from bros.core.errors import (
     QueueFullError,
 )
 from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,21 @@ class AskTrace:
 @dataclass(frozen=True, slots=True)
 class Shutdown:
     """Stop after the current step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """Serve a best-effort request as real-time from now on, held to `slo`."""
+
+    request_id: str
+    slo: Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What a request that has ended has left is kept no longer (Hints.keep_s)."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +138,7 @@ class Failed:
     message: str
 
 
-Command = Submit | Abort | AskStats | AskTrace | Shutdown
+Command = Submit | Abort | AskStats | AskTrace | Shutdown | Promote | Release
 Reply = Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed
-COMMANDS: tuple[type, ...] = (Submit, Abort, AskStats, AskTrace, Shutdown)
+COMMANDS: tuple[type, ...] = (Submit, Abort, AskStats, AskTrace, Shutdown, Promote, Release)
 REPLIES: tuple[type, ...] = (Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed)

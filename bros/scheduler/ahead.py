@@ -37,15 +37,16 @@ def foresee(step: Step, prefixes: Prefixes, ends_s: float) -> None:
         step.foreseen = True
         prefixes.publish(step.packing, ())
         for state, _ in step.packing.selected:
-            if state.remaining == 0:  # also if it has left meanwhile, which is all the same
+            # Also if it has left meanwhile, which is all the same.
+            if state.samples and state.remaining == 0:
                 state.expect_output(ends_s)
 
 
 def turn_behind(turn: Turn) -> Turn:
-    """The same without those that only wait for their last token, for a step behind another one."""
+    """The same without those that only wait for their end, for a step behind another one."""
     urgent, filler = filter(_has_more, turn.urgent), filter(_has_more, turn.filler)
     return dataclasses.replace(turn, urgent=urgent, filler=filler)
 
 
 def _has_more(state: RequestState) -> bool:
-    return len(state.token_ids) < state.max_length
+    return len(state.token_ids) < state.max_length if state.samples else state.remaining > 0

@@ -30,6 +30,7 @@ class ClassCounters:
         self.kv_taken = self.kv_copied = self.kv_restored = 0
         self.prefix_tokens = 0
         self.relegated = 0
+        self.promoted = 0
         self.rejected = 0
         self.mean_output_tokens: float | None = None
         self._ttft_met = self._tpot_met = self._both_met = 0
@@ -93,6 +94,7 @@ class ClassCounters:
             deadlines_met=self._deadlines_met,
             tokens_on_time=self.output_tokens - self._late_tokens,
             relegated=self.relegated,
+            promoted=self.promoted,
             rejected=self.rejected,
             slack=Buckets(_SLACK_BOUNDS_S, tuple(self._slack), self._slack_total),
         )

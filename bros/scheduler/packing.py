@@ -182,7 +182,7 @@ class _Packer(Generic[C]):
         assert self._predictor is not None
         packing, load = self.packing, StepLoad()
         for candidate, num_tokens in packing.selected[: packing.num_urgent]:
-            sampled = num_tokens == candidate.remaining
+            sampled = candidate.samples and num_tokens == candidate.remaining
             load.add(num_tokens, candidate.num_cached, sampled, swapped=candidate.num_missing)
         load.copy_out(self._urgent_copied)
         packing.urgent_s = self._predictor.safe_seconds(load)
@@ -312,7 +312,7 @@ class _Packer(Generic[C]):
         """The step with `num_tokens` more of a candidate, on the safe side."""
         assert self._predictor is not None
         load, context, missing = self.packing.load, candidate.num_cached, candidate.num_missing
-        sampled = num_tokens == candidate.remaining
+        sampled = candidate.samples and num_tokens == candidate.remaining
         copied = self._copies_for(candidate, num_tokens) if self._tight else 0
         load.add(num_tokens, context, sampled, swapped=missing)
         load.copy_out(copied)
@@ -361,7 +361,7 @@ class _Packer(Generic[C]):
         packing.selected.append((candidate, num_tokens))
         self._tokens_left -= num_tokens
         if self._predictor is not None:
-            complete = num_tokens == candidate.remaining
+            complete = candidate.samples and num_tokens == candidate.remaining
             missing = candidate.num_missing
             packing.load.add(num_tokens, candidate.num_cached, complete, swapped=missing)
             self._count_copies()

@@ -16,20 +16,23 @@ import random
 from array import array
 from collections import OrderedDict
 
-from bros.core.errors import InvalidRequestError, OverloadedError, QueueFullError
+from bros.core.errors import InvalidRequestError
 from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.plan import PENDING, Chunk, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler import ahead
+from bros.scheduler.admission import Admission
 from bros.scheduler.counters import ClassCounters
 from bros.scheduler.limits import Limits, objectives
 from bros.scheduler.memory import StepMemory
 from bros.scheduler.packing import pack
 from bros.scheduler.policies import Policy
 from bros.scheduler.prefixes import Prefixes
+from bros.scheduler.promotion import promoted_objectives
 from bros.scheduler.queues import Queues
-from bros.scheduler.state import SIDES, RequestState, arrived_s
+from bros.scheduler.snapshot import take_snapshot
+from bros.scheduler.state import RequestState, arrived_s
 from bros.scheduler.steps import StepLedger
 
 _MAX_TRACES = 1000
@@ -58,16 +61,17 @@ class Scheduler:
         self._rng = rng
         self._states: dict[str, RequestState] = {}
         self._queues = Queues()
+        self._admission = Admission(policy, self._queues, counters, limits.max_queue, default_slo)
         self._prefixes = Prefixes(kv, counters)
         self._arrivals = 0
         self._steps = StepLedger()
         self._started: set[str] = set()  # in the step that was scheduled last
-        self._given_up: list[RequestOutput] = []
+        self._ended: dict[str, RequestOutput] = {}
         self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._states or self._given_up)
+        return bool(self._states or self._ended)
 
     def submit(self, request: EngineRequest, now: float) -> ServiceClass:
         """Queue a request; returns the class it is served as.
@@ -75,10 +79,12 @@ class Scheduler:
         Raises InvalidRequestError, PromptTooLongError, QueueFullError or OverloadedError.
         """
         self._limits.check(request)
-        if request.request_id in self._states:
+        if request.request_id in self._states or request.request_id in self._ended:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use.", "request_id")
         asked = request.service_class
-        self._check_queue(asked, now)
+        self._admission.check_queue(asked, now)
+        if request.fill:
+            request = self._prefixes.fillable(request)
         seed = request.sampling.seed
         state = RequestState(
             request,
@@ -90,8 +96,11 @@ class Scheduler:
             max_length=self._limits.max_model_len,
             eos_token_ids=self._limits.eos_token_ids,
         )
+        if request.fill and self._prefixes.has_all(state):
+            self._ended[state.request_id] = self._filled(state, now)
+            return asked
         self._prefixes.look_up(state)
-        self._classify(state, now)
+        self._admission.classify(state, self._steps.ends_s(now), now)
         self._policy.place(state, now)
         self._arrivals += 1
         self._states[request.request_id] = state
@@ -103,16 +112,44 @@ class Scheduler:
     def abort(self, request_id: str, now: float) -> RequestOutput | None:
         """Drop a request and its memory; None if it is not (or no longer) here."""
         state = self._states.get(request_id)
-        if state is None:
+        if state is not None:
+            self._drop(state, FinishReason.ABORT, now)
+        elif self._ended.pop(request_id, None) is None:
             return None
-        self._drop(state, FinishReason.ABORT, now)
         return RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
+
+    def promote(self, request_id: str, slo: Slo, now: float) -> None:
+        """Serve a best-effort request as real-time from now on; see EngineClient.promote.
+
+        Also between a step and its result. What it has in KV memory stays where it is.
+        """
+        state = self._states.get(request_id)
+        if state is None or state.service_class is ServiceClass.RT:
+            return
+        if not state.running:
+            self._steps.note_promotion(state)
+            self._prefixes.waits_no_more(state)
+        self._queues.remove(state)
+        state.promote(promoted_objectives(state, slo, self._default_slo, now), now)
+        if not state.running:
+            self._prefixes.look_up(state)
+        self._policy.place(state, now)
+        if state.running:  # it has lost nothing: its next token is due as for any other
+            state.late, state.deadline_s = False, state.record.due_s
+        self._queues.put_back(state)
+        self._counters[ServiceClass.RT].promoted += 1
+        state.record.event(now, "promoted")
+
+    def release(self, request_id: str) -> None:
+        """What a request has left is kept no longer, see Hints.keep_s; unknown ids are ignored."""
+        self._prefixes.release(request_id)
 
     def schedule(self, now: float) -> StepPlan | None:
         """Choose the next step and allocate its memory; None if there is nothing to run.
 
         While a step runs, this is the one after it, and only if `may_run_ahead`.
         """
+        self._prefixes.expire(now)
         running, begins_s = self._steps.latest, self._steps.ends_s(now)
         if running is not None:
             ahead.foresee(running, self._prefixes, begins_s)
@@ -150,14 +187,18 @@ class Scheduler:
         return StepPlan(self._steps.count, chunks, self._kv.take_copies())
 
     def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
-        """Take in what a step produced; returns one output per sampled token."""
+        """Take in what a step produced; one output per sampled token, and per fill that is done."""
         step, seconds, be_waits = self._steps.end(now, self._policy.predictor, self._queues)
         assert result.step == step.number, "steps end in their order"
         self._policy.settle(step.packing, seconds, be_waits)
         if not step.foreseen:
             failed = {sample.request_id for sample in result.samples if sample.error is not None}
             self._prefixes.publish(step.packing, failed)
-        outputs: list[RequestOutput] = []
+        outputs = [
+            self._filled(state, now)
+            for state in step.filled
+            if self._states.get(state.request_id) is state
+        ]
         for sample in result.samples:
             state = self._states.get(sample.request_id)
             if state is None or state.arrival_index >= step.newcomer:
@@ -197,7 +238,7 @@ class Scheduler:
 
         The request is not taken in by this. Only if `may_abandon`.
         """
-        if newcomer.service_class is not ServiceClass.RT:
+        if newcomer.service_class is not ServiceClass.RT or newcomer.fill:
             return False
         ttft_s = objectives(newcomer, ServiceClass.RT, self._default_slo).ttft_s
         if ttft_s is None:
@@ -225,47 +266,15 @@ class Scheduler:
                 self._kv.truncate(chunk.request_id, chunk.start)
                 state.num_cached = chunk.start
 
-    def take_given_up(self) -> list[RequestOutput]:
-        """The last outputs of requests that were given up since the last call."""
-        outputs, self._given_up = self._given_up, []
-        return outputs
+    def take_ended(self) -> list[RequestOutput]:
+        """The last outputs of requests that ended without a step since the last call: they were
+        given up, or there was nothing to compute."""
+        ended, self._ended = self._ended, {}
+        return list(ended.values())
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, memory and counters."""
-        running = {cls: 0 for cls in ServiceClass}
-        kv_blocks = {cls: 0 for cls in ServiceClass}
-        for state in self._queues.running:
-            running[state.service_class] += 1
-            kv_blocks[state.service_class] += self._kv.blocks_of(state.request_id)
-        rows, resets = self._policy.batch_size
-        predictor = self._policy.predictor
-        return EngineStats(
-            steps=self._steps.count - self._steps.abandoned,
-            step_s=self._steps.seconds,
-            predicted_s=self._steps.predicted_s,
-            step_error_s=self._steps.error_s,
-            be_tax_s=self._steps.be_tax_s,
-            abandoned_steps=self._steps.abandoned,
-            abandoned_s=self._steps.abandoned_s,
-            safety_factor=predictor.safety_factor if predictor else 1.0,
-            batch_size=rows,
-            batch_resets=resets,
-            kv_blocks_used=self._kv.num_used_blocks,
-            kv_blocks_total=self._kv.num_blocks,
-            kv_blocks_shared=self._kv.num_shared_blocks,
-            kv_blocks_cached=self._kv.num_cached_blocks,
-            host_kv_blocks_used=self._kv.num_host_blocks_used,
-            host_kv_blocks_total=self._kv.num_host_blocks,
-            by_class={
-                cls: counters.snapshot(
-                    running[cls],
-                    len(self._queues.waiting[cls]),
-                    kv_blocks[cls],
-                    self._kv.num_evicted_blocks(SIDES[cls]),
-                )
-                for cls, counters in self._counters.items()
-            },
-        )
+        return take_snapshot(self._steps, self._policy, self._kv, self._queues, self._counters)
 
     def trace(self, request_id: str, now: float) -> RequestTrace | None:
         """What became of a request; None if nothing is known of it (any more)."""
@@ -288,28 +297,6 @@ class Scheduler:
             assert PENDING not in state.token_ids[:-1]
             assert not state.is_pending or self._steps.latest is not None, "waits for nothing"
 
-    def _check_queue(self, service_class: ServiceClass, now: float) -> None:
-        waiting = len(self._queues.waiting[service_class])
-        if waiting >= self._limits.max_queue:
-            raise QueueFullError(waiting, self._counters[service_class].retry_after_s(now))
-
-    def _classify(self, state: RequestState, now: float) -> None:
-        """Ask the policy under load whether a real-time request is served as one."""
-        asked = state.service_class
-        try:
-            used = self._policy.classify(state, self._queues, self._steps.ends_s(now))
-        except OverloadedError:
-            self._counters[asked].rejected += 1
-            raise
-        if used is not asked:
-            try:
-                self._check_queue(used, now)
-            except QueueFullError:
-                self._counters[asked].rejected += 1
-                raise
-            self._counters[used].relegated += 1
-            state.relegate(used, objectives(state.request, used, self._default_slo))
-
     def _commit(
         self,
         state: RequestState,
@@ -327,7 +314,8 @@ class Scheduler:
         segments, slots = granted
         state.num_cached = end
         state.num_missing = 0
-        sample = state.sample_spec() if end == len(state.token_ids) else None
+        is_last = state.samples and end == len(state.token_ids)
+        sample = state.sample_spec() if is_last else None
         return Chunk(state.request_id, start, state.token_ids[start:end], segments, slots, sample)
 
     def _take_token(self, state: RequestState, token_id: int, now: float) -> FinishReason | None:
@@ -340,6 +328,16 @@ class Scheduler:
             counters.note_finish(state.record, state.slo)
             self._drop(state, reason, now)
         return reason
+
+    def _filled(self, state: RequestState, now: float) -> RequestOutput:
+        """All of its prompt has been computed, which is all that was asked for."""
+        self._counters[state.service_class].prompt_tokens += state.prompt_len
+        self._drop(state, FinishReason.LENGTH, now)
+        return RequestOutput(
+            request_id=state.request_id,
+            finish_reason=FinishReason.LENGTH,
+            cached_tokens=state.num_reused or 0,
+        )
 
     def _wait(self, state: RequestState) -> None:
         """A request that ran holds no memory any more."""
@@ -379,14 +377,16 @@ class Scheduler:
             error="The server was too busy to answer within this request's time objective.",
             retry_after_s=retry_s,
         )
-        self._given_up.append(output)
+        self._ended[state.request_id] = output
 
     def _drop(self, state: RequestState, reason: FinishReason, now: float) -> None:
-        del self._states[state.request_id]
-        self._kv.free(state.request_id, keep=reason is not FinishReason.ERROR)
-        if not state.running:
-            self._prefixes.waits_no_more(state)
-        self._queues.remove(state)
+        if self._states.pop(state.request_id, None) is not None:  # else it ends as it comes
+            self._kv.free(state.request_id, keep=reason is not FinishReason.ERROR)
+            if not state.running:
+                self._prefixes.waits_no_more(state)
+            self._queues.remove(state)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._prefixes.keep(state, now)
         state.record.left = True
         state.record.event(now, f"ended: {reason.value}")
         self._counters[state.service_class].note_departure(now)

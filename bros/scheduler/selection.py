@@ -13,8 +13,8 @@ class Candidate(Protocol):
     """What packing looks at.
 
     remaining: tokens to compute before the next one is sampled, num_cached tokens before them,
-    num_missing of which have to be brought back first. running: it holds memory already.
-    late: its deadline is lost and counted already.
+    num_missing of which have to be brought back first. samples: one is sampled then at all.
+    running: it holds memory already. late: its deadline is lost and counted already.
     """
 
     @property
@@ -25,6 +25,9 @@ class Candidate(Protocol):
 
     @property
     def num_missing(self) -> int: ...
+
+    @property
+    def samples(self) -> bool: ...
 
     @property
     def running(self) -> bool: ...

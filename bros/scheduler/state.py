@@ -44,11 +44,13 @@ class RequestState:
     While a step runs that samples a token for it, and the next one is planned, the last of
     token_ids is PENDING, and counts as any other.
 
-    running: it holds KV memory. rank: who keeps that longer; never changes. queue_key: place
-    among the waiting requests of its class. deadline_s: when the token after `remaining` is due,
-    in clock seconds; moved by every token, and by the policy once it is lost (`late`). These
-    three belong to the policy. match: what of its prompt was found in the cache last.
+    running: it holds KV memory. rank: who keeps that longer; the same while its class is.
+    queue_key: place among the waiting requests of its class. deadline_s: when the token after
+    `remaining` is due, in clock seconds; moved by every token, and by the policy once it is lost
+    (`late`). These three belong to the policy. match: what of its prompt was found in the cache
+    last.
     needs_history: its tokens are chosen by those before, which have to be known for that.
+    samples: tokens are chosen for it at all; False for a fill, which ends when none `remaining`.
     """
 
     __slots__ = (
@@ -69,6 +71,7 @@ class RequestState:
         "request",
         "request_id",
         "running",
+        "samples",
         "seed",
         "service_class",
         "side",
@@ -92,7 +95,8 @@ class RequestState:
         """slo: the request's objectives with the defaults of its class filled in."""
         params = request.sampling
         self.request = request
-        self.needs_history = params.needs_history
+        self.samples = not request.fill
+        self.needs_history = self.samples and params.needs_history
         self.request_id = request.request_id
         self.service_class = service_class
         self.side = SIDES[service_class]
@@ -112,8 +116,8 @@ class RequestState:
         self.late = False
         self.record = RequestRecord(arrived_s(request, now), slo)
         self.deadline_s = self.record.due_s
-        limit = self.prompt_len + params.max_tokens if params.max_tokens else max_length
-        self.max_length = min(limit, max_length)
+        most = (params.max_tokens or max_length) if self.samples else 0
+        self.max_length = min(self.prompt_len + most, max_length)
         eos = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_ids = eos.union(params.stop_token_ids)
 
@@ -139,8 +143,17 @@ class RequestState:
         count = num_tokens // block_size
         known = self.prefix_keys
         if count > len(known):
-            extend_keys(known, self.token_ids, block_size, count, self.request.cache_salt)
+            request, hints = self.request, self.request.hints
+            extend_keys(
+                known, self.token_ids, block_size, count, request.cache_salt,
+                hints.private_from, hints.private_salt,
+            )  # fmt: skip
         return known if count == len(known) else known[:count]
+
+    @property
+    def num_known(self) -> int:
+        """Of a request that has ended, how many of its tokens were computed."""
+        return len(self.token_ids) - self.samples
 
     def relegate(self, service_class: ServiceClass, slo: Slo) -> None:
         """Serve a request that has not been queued yet as another class than it asked for."""
@@ -148,6 +161,18 @@ class RequestState:
         self.side = SIDES[service_class]
         self.slo = slo
         self.record.hold_to(slo)
+        self.deadline_s = self.record.due_s
+
+    def promote(self, slo: Slo, now: float) -> None:
+        """Serve a best-effort request as real-time; slo: its objectives from now on.
+
+        The policy has to place it anew. What it holds in KV memory grows where it grew before.
+        """
+        self.service_class = ServiceClass.RT
+        self.side = SIDES[ServiceClass.RT]
+        self.slo = slo
+        self.record.hold_from(now, slo)
+        self.late = False
         self.deadline_s = self.record.due_s
 
     def trace(
@@ -204,7 +229,7 @@ class RequestState:
         kept waiting for another's prompt, but never for more than `max_gap` intervals.
         last_s: when the last token is expected, if it is still to come.
         """
-        interval_s, first_s = self.slo.tpot_s, self.record.first_token_s
+        interval_s, first_s = self.slo.tpot_s, self.record.pace_from_s
         if last_s is None:
             last_s = self.record.last_token_s
         elif first_s is None:

@@ -18,8 +18,9 @@ class Step:
 
     began_s: when the device began with it; if it runs another one still, when it was planned.
     expected_s: seconds it should take. newcomer: arrival_index of the first request that came
-    too late for it. blocked: classes that wait, and why. idle: requests that hold memory and are
-    not in it. foreseen: its requests plan on as if it were done, see ahead.py.
+    too late for it. filled: fills that are done with it. blocked: classes that wait, and why.
+    idle: requests that hold memory and are not in it. foreseen: its requests plan on as if it were
+    done, see ahead.py.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Step:
     began_s: float
     expected_s: float
     newcomer: int
+    filled: list[RequestState]
     blocked: list[tuple[ServiceClass, str]]
     idle: list[tuple[RequestState, str]]
     foreseen: bool = False
@@ -70,6 +72,7 @@ class StepLedger:
             began_s=now,
             expected_s=predictor.seconds(packing.load) if predictor else 0.0,
             newcomer=newcomer,
+            filled=[s for s, _ in packing.selected if not s.samples and s.remaining == 0],
             blocked=[
                 (service_class, _why_waiting(packing, service_class))
                 for service_class, waiting in queues.waiting.items()
@@ -102,6 +105,14 @@ class StepLedger:
                 for service_class, reason in latest.blocked
                 if service_class is state.service_class
             ]
+
+    def note_promotion(self, state: RequestState) -> None:
+        """It leaves the best-effort queue for the other one: until the step that runs ends it
+        waits as before, unless those it joins do so, too, and it with them."""
+        latest = self.latest
+        if latest is None or any(cls is ServiceClass.RT for cls, _ in latest.blocked):
+            return
+        self.note_start(state)
 
     def abandon(self, now: float, queues: Queues) -> tuple[Step, float]:
         """The only step that runs was given up: (which one, the time that went into it)."""

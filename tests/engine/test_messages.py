@@ -35,8 +35,10 @@ from bros.engine.messages import (
     Command,
     Failed,
     Outputs,
+    Promote,
     Ready,
     Refused,
+    Release,
     Reply,
     Shutdown,
     StatsReply,
@@ -104,6 +106,8 @@ COMMAND_VALUES = {
     AskStats: st.just(AskStats()),
     AskTrace: st.builds(AskTrace, text),
     Shutdown: st.just(Shutdown()),
+    Promote: st.builds(Promote, text, slo),
+    Release: st.builds(Release, text),
 }
 REPLY_VALUES = {
     Ready: st.builds(Ready, info),

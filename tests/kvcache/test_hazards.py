@@ -140,7 +140,7 @@ class Served:
 
     def _step(self) -> None:
         plan = self.scheduler.schedule(self.now)
-        self._take(self.scheduler.take_given_up())
+        self._take(self.scheduler.take_ended())
         if plan is None:
             return
         executed, result = self._execute(plan)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bros.core.clock import ManualClock
 from bros.core.config import KV_FIND, KV_LAYOUTS, POLICIES, PREFIX_CACHE
 from bros.core.plan import PENDING, Chunk, SampledToken, StepPlan
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, Slo
+from bros.core.request import EngineRequest, FinishReason, Hints, RequestOutput, Slo
 from bros.engine.engine import Engine
 from bros.scheduler.state import RequestState
 from support.device_model import Device
@@ -62,6 +62,8 @@ class Answer:
 def right_answer(asked: EngineRequest, fails: Collection[tuple[str, int]]) -> Answer:
     """Computed the plain way."""
     params, tokens = asked.sampling, list(asked.prompt_token_ids)
+    if asked.fill:
+        return Answer((), FinishReason.LENGTH)
     assert params.max_tokens is not None
     for index in range(params.max_tokens):
         if (asked.request_id, index) in fails:
@@ -96,6 +98,7 @@ class Run:
         **options: object,
     ) -> None:
         chosen = {"prefix_cache": "class-aware", **options}
+        self._finds_prefixes = chosen["prefix_cache"] != "off"
         self.scheduler = make_scheduler(
             policy, blocks=blocks, block_size=SIZE, host_blocks=host_blocks,
             depth=2 if overlap else 1, **chosen,  # type: ignore[arg-type]
@@ -121,10 +124,16 @@ class Run:
         self._serving: dict[str, int] = {}
 
     def submit(
-        self, name: str, prompt: int | Sequence[int], service_class: object = RT, **options: object
+        self,
+        name: str,
+        prompt: int | Sequence[int],
+        service_class: object = RT,
+        *,
+        fill: bool = False,
+        **options: object,
     ) -> None:
         asked = request(name, prompt, service_class, arrival_s=self.clock.now(), **options)  # type: ignore[arg-type]
-        self.submit_as_it_is(asked)
+        self.submit_as_it_is(dataclasses.replace(asked, fill=fill))
 
     def submit_as_it_is(self, asked: EngineRequest) -> None:
         self.engine.submit(asked)
@@ -162,10 +171,17 @@ class Run:
         assert (stats.kv_blocks_used, stats.host_kv_blocks_used) == (0, 0)
         counted = stats.by_class.values()
         begun = [a for a, answer in zip(self.asked, self.answers, strict=True) if answer.tokens]
-        prompts = sum(len(asked.prompt_token_ids) for asked in begun)
+        prompts = sum(len(asked.prompt_token_ids) for asked in begun) + self._filled_tokens()
         assert sum(each.prompt_tokens for each in counted) == prompts
         outputs = sum(len(answer.tokens) for answer in self.answers)
         assert sum(each.output_tokens for each in counted) == outputs
+
+    def _filled_tokens(self) -> int:
+        """Of fills that were done, as far as they fill blocks that can be cached."""
+        pairs = zip(self.asked, self.answers, strict=True)
+        done = [a for a, answer in pairs if a.fill and answer.reason is FinishReason.LENGTH]
+        whole = sum(len(asked.prompt_token_ids) // SIZE * SIZE for asked in done)
+        return whole if self._finds_prefixes else 0
 
     def answer(self, name: str) -> Answer:
         return self.answers[self._serving[name]]
@@ -191,7 +207,8 @@ class Run:
 @dataclass(frozen=True)
 class Arrival:
     """family: those of one begin alike. stop_at: its token of that index is a stop token; fails_at:
-    cannot be chosen. penalty: tokens depend on those before. steps: until the next one arrives.
+    cannot be chosen. penalty: tokens depend on those before. fill: no tokens are asked for.
+    hints: how long what is left of it is kept, and for whom. steps: until the next one arrives.
     stays: else it is withdrawn then, and the next one has its name."""
 
     length: int
@@ -203,6 +220,8 @@ class Arrival:
     min_tokens: int
     fails_at: int
     penalty: bool
+    fill: bool
+    hints: Hints
     steps: int
     stays: bool
 
@@ -231,6 +250,8 @@ def loads() -> st.SearchStrategy[Load]:
         min_tokens=st.sampled_from([0, 0, 2]),
         fails_at=RARELY,
         penalty=st.sampled_from([False] * 7 + [True]),
+        fill=st.sampled_from([False] * 3 + [True]),
+        hints=st.sampled_from([Hints(), Hints(), Hints(keep_s=1e6), Hints(private_from=9)]),
         steps=st.integers(0, 5),
         stays=st.sampled_from([True, True, True, False]),
     )
@@ -267,6 +288,7 @@ def ask(arrival: Arrival, name: str, now: float) -> EngineRequest:
     }
     service_class = RT if arrival.service_class == "rt" else BE
     asked = request(name, prompt, service_class, arrival_s=now, slo=arrival.slo, **params)
+    asked = dataclasses.replace(asked, fill=arrival.fill, hints=arrival.hints)
     if arrival.stop_at < 0:
         return asked
     token = ToyModel.continuation(prompt, arrival.stop_at + 1)[-1]
@@ -386,6 +408,20 @@ def test_who_stops_is_in_one_more_step_that_nobody_looks_at() -> None:
             assert run.scheduler.stats().kv_blocks_used == 0, "its memory is free at once"
     assert ran == 3 and len(run.answer("a").tokens) == 2
     assert run.answer("a").reason is FinishReason.STOP
+
+
+def test_a_fill_that_is_done_is_not_in_the_next_step() -> None:
+    run = Run(max_batch_tokens=8)
+    run.submit("a", [900, 901], max_tokens=9, slo=Slo(9.0, 9.0))
+    run.submit("fill", 15, fill=True, slo=Slo(9.0, 9.0))
+    ran = []
+    while run.answer("fill").reason is None:
+        ran.append("fill" in run.step())
+    assert ran == [True, True, False], "6 tokens, 6 that make 12, and one more call to be told"
+    assert run.executor.most_in_flight == 2
+    run.drain()
+    run.submit("chat", 15)
+    assert run.step()["chat"].start == 12
 
 
 def test_whose_tokens_depend_on_those_before_waits_for_them_and_so_do_others_with_it() -> None:

@@ -39,9 +39,9 @@ def step(
     plan = scheduler.schedule(now)
     scheduler.check_integrity()
     if plan is None:
-        return None, scheduler.take_given_up()
+        return None, scheduler.take_ended()
     result = model.execute(plan, abandon if scheduler.may_abandon else None)
-    outputs = scheduler.take_given_up()
+    outputs = scheduler.take_ended()
     if result is None:
         scheduler.abandon(plan, now + seconds)
     else:

@@ -27,6 +27,7 @@ class Item:
     deadline_s: float = math.inf
     late: bool = False
     num_missing: int = 0
+    samples: bool = True
 
     @property
     def running(self) -> bool:

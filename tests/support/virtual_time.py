@@ -66,7 +66,7 @@ class VirtualRun:
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.now)
-        outputs = self.scheduler.take_given_up()
+        outputs = self.scheduler.take_ended()
         if plan is not None:
             for chunk in plan.chunks:
                 self.first_run.setdefault(chunk.request_id, self.now)
