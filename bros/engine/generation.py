@@ -12,8 +12,10 @@ from bros.core.errors import EngineDeadError, InvalidRequestError, PromptTooLong
 from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient, RequestStream
 from bros.core.request import (
+    NO_HINTS,
     EngineRequest,
     FinishReason,
+    Hints,
     RequestOutput,
     SamplingParams,
     ServiceClass,
@@ -88,6 +90,7 @@ class TextGenerator:
         cache_salt: str = "",
         param: str = "messages",
         arrival_s: float | None = None,
+        hints: Hints = NO_HINTS,
     ) -> Generation:
         """Submit sampling.n requests; returns when the engine has accepted all of them.
 
@@ -96,13 +99,7 @@ class TextGenerator:
         `param` is what a PromptTooLongError names. Raises what EngineClient.submit raises;
         nothing is left running then.
         """
-        info = self._engine.info
-        if len(prompt_token_ids) >= info.max_model_len:
-            # Here already, so that n copies of a huge prompt never go to the engine.
-            raise PromptTooLongError(len(prompt_token_ids), info.max_model_len, param)
-        if sampling.n > info.max_queue:
-            message = f"n must be at most {info.max_queue} on this server, got {sampling.n}."
-            raise InvalidRequestError(message, "n")
+        self._check(prompt_token_ids, sampling, param)
         base_id = request_id or self._ids.new("req")
         requests = [
             EngineRequest(
@@ -114,6 +111,7 @@ class TextGenerator:
                 arrival_s=self._clock.now() if arrival_s is None else arrival_s,
                 tenant=tenant,
                 cache_salt=cache_salt,
+                hints=hints,
             )
             for i, choice_id in enumerate(numbered(base_id, sampling.n))
         ]
@@ -126,6 +124,15 @@ class TextGenerator:
             for i, request in enumerate(requests)
         ]
         return Generation(self._engine, base_id, len(prompt_token_ids), choices, streams)
+
+    def _check(self, prompt: Sequence[int], sampling: SamplingParams, param: str) -> None:
+        info = self._engine.info
+        if len(prompt) >= info.max_model_len:
+            # Here already, so that n copies of a huge prompt never go to the engine.
+            raise PromptTooLongError(len(prompt), info.max_model_len, param)
+        if sampling.n > info.max_queue:
+            message = f"n must be at most {info.max_queue} on this server, got {sampling.n}."
+            raise InvalidRequestError(message, "n")
 
     async def _submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         # All at once: the engine answers between two steps, so one by one would cost n steps.

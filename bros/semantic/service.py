@@ -2,86 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from bros.core.clock import Clock
+from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient
-from bros.core.request import Hints, ServiceClass
 from bros.engine.generation import TextGenerator
 from bros.engine.tokenizer import Tokenizer
+from bros.semantic.errors import (
+    ConflictError,
+    SessionGoneError,
+    SessionLimitError,
+)
+from bros.semantic.joining import Joined
+from bros.semantic.live import CallRecord, LiveSession
+from bros.semantic.nodes import CallKind, NewCall, OutputPiece, Variable
 from bros.semantic.program import CallSpec, Criteria, SubmittedCall
+from bros.semantic.prompt import Begun, Prompt, Sharing
+from bros.semantic.registry import GENERATED_PREFIX, SessionRegistry, gone
+from bros.semantic.retention import SessionLimits
+from bros.semantic.runner import Runner
+from bros.semantic.session import SessionCore
+from bros.semantic.settings import SessionSettings
+from bros.semantic.submission import Submission, Submitter, check_sampling
+from bros.semantic.template import Text
+from bros.semantic.viewing import view_session, view_variable
 from bros.semantic.views import SessionFigures, SessionView, VariableView
+from bros.semantic.waiting import WaitingRoom
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionSettings:
-    """ttl_s: how long an idle session lives; max_ttl_s: the most that a client may ask for.
-    max_sessions: of the service; max_calls: of a session, over its whole life; max_variables and
-    max_chars: of a session, its texts in all. max_waiting: gets and streams that wait, of the
-    service. max_wait_s: after which a get without a timeout of its own gives up.
-    max_tokens: of outputs without a limit of their own. park_s: how long KV that the next turn
-    of a call needs is kept. retries: how often a turn is begun anew after the engine died;
-    recovery_s: how long it may take to come back. patience_s: how long a turn may be refused for
-    want of capacity. max_gone: ids of past sessions that are remembered.
-    """
-
-    ttl_s: float = 600.0
-    max_ttl_s: float = 86_400.0
-    max_sessions: int = 1000
-    max_calls: int = 10_000
-    max_variables: int = 50_000
-    max_chars: int = 50_000_000
-    max_waiting: int = 10_000
-    max_wait_s: float = 3600.0
-    max_tokens: int = 256
-    park_s: float = 60.0
-    retries: int = 2
-    recovery_s: float = 60.0
-    patience_s: float = 600.0
-    max_gone: int = 10_000
-    default_criteria: Criteria = field(default_factory=Criteria)
-
-
-class Joined:
-    """A request of a plain client that is recorded as a call of a session.
-
-    Of `finished`, `failed` and `cancelled` the first one counts; one of them must be called.
-    """
-
-    request_id: str
-    hints: Hints
-
-    def accepted(self, service_class: ServiceClass) -> None:
-        """The engine has taken it."""
-        raise NotImplementedError
-
-    def first_token(self) -> None:
-        """It has begun to answer."""
-        raise NotImplementedError
-
-    def finished(
-        self, text: str, *, prompt_tokens: int, cached_tokens: int, output_tokens: int
-    ) -> None:
-        """The whole answer is there."""
-        raise NotImplementedError
-
-    def failed(self, message: str) -> None:
-        """It was refused, or the engine failed."""
-        raise NotImplementedError
-
-    def cancelled(self) -> None:
-        """The client left."""
-        raise NotImplementedError
+_LOOK_S = 1.0
+_DELETED = "it was deleted."
+_EXPIRED = "it was idle for too long."
+_STOPPED = "the server stops."
 
 
 class SessionService:
     """One per server. Not thread-safe: everything on one event loop.
 
     A session of another tenant is not there: NotFoundError (code session_not_found). One that was
-    deleted or has expired: SessionGoneError, as long as its id is remembered.
+    deleted or has expired: SessionGoneError, as long as its id is remembered. Methods that take a
+    session raise these two; the ids of variables and calls, NotFoundError.
     """
 
     def __init__(
@@ -93,11 +58,26 @@ class SessionService:
         ids: IdGenerator,
         settings: SessionSettings,
     ) -> None:
-        raise NotImplementedError
+        self._engine = engine
+        self._clock = clock
+        self._ids = ids
+        self._settings = settings
+        self._runner = Runner(generator, engine, tokenizer, clock, settings)
+        self._submitter = Submitter(tokenizer, ids.new, settings.max_tokens)
+        self._registry = SessionRegistry(settings.max_gone)
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._waiting = WaitingRoom(clock, settings)
 
     async def run(self) -> None:
         """End sessions that have expired, until cancelled; then all that are left."""
-        raise NotImplementedError
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_S)
+                for session in self._registry:
+                    if self._has_expired(session):
+                        self._close(session, _EXPIRED)
+        finally:
+            await asyncio.shield(asyncio.ensure_future(self._end_all()))
 
     def create(
         self,
@@ -118,27 +98,48 @@ class SessionService:
         the session with it has ended, it may be used for another.
         Raises ConflictError (already_exists), InvalidRequestError, SessionLimitError.
         """
-        raise NotImplementedError
+        if ttl_s is not None and not 0.0 < ttl_s < math.inf:
+            raise InvalidRequestError(f"ttl_s must be more than 0, got {ttl_s!r}.", "ttl_s")
+        check_sampling(sampling or {})
+        if session_id is not None:
+            self._check_new_id(tenant, session_id)
+        session = self._open(
+            tenant,
+            session_id,
+            criteria=criteria or self._settings.criteria,
+            ttl_s=min(ttl_s or self._settings.ttl_s, self._settings.max_ttl_s),
+            scope=scope,
+            metadata=dict(metadata or {}),
+            sampling=dict(sampling or {}),
+        )
+        return view_session(session, self._clock.now())
 
     def ensure(self, tenant: str, session_id: str) -> None:
         """Like `join`: what begins with "sess-" must be there, others come into being.
 
         Raises NotFoundError, SessionGoneError, SessionLimitError.
         """
-        raise NotImplementedError
+        self._found_or_opened(tenant, session_id)
 
     def sessions(self, tenant: str) -> list[SessionView]:
         """Those of a tenant, oldest first, without calls and variables."""
-        raise NotImplementedError
+        now = self._clock.now()
+        return [
+            view_session(session, now, graph=False)
+            for session in self._registry.of_tenant(tenant)
+            if not self._has_expired(session)
+        ]
 
     def inspect(self, tenant: str, session_id: str) -> SessionView:
         """With its graph. Does not count as activity."""
-        raise NotImplementedError
+        return view_session(self._find(tenant, session_id), self._clock.now())
 
     async def delete(self, tenant: str, session_id: str) -> SessionView:
         """End it: what runs is stopped, who waits gets SessionGoneError, its KV is given back.
         Returns when all of that has happened, with what it was."""
-        raise NotImplementedError
+        session = self._find(tenant, session_id)
+        await asyncio.shield(self._close(session, _DELETED))
+        return view_session(session, self._clock.now())
 
     def submit(
         self, tenant: str, session_id: str, calls: Sequence[CallSpec]
@@ -148,7 +149,28 @@ class SessionService:
         Raises InvalidRequestError (param such as "requests[2].parameters[0].name"), ConflictError
         (already_produced, already_set, cyclic), SessionLimitError.
         """
-        raise NotImplementedError
+        session = self._touched(tenant, session_id)
+        found = self._submitter.read(calls, session.sampling)
+        text_chars = [_text_chars(submission.call) for submission in found]
+        if session.text_chars + sum(text_chars) > self._settings.max_chars:
+            raise SessionLimitError(
+                f"The templates of the session would have more than {self._settings.max_chars} "
+                "characters."
+            )
+        now = self._clock.now()
+        session.core.submit([submission.call for submission in found], now)
+        for submission, chars in zip(found, text_chars, strict=True):
+            session.records[submission.call.id] = self._new_record(session, submission, chars)
+            session.text_chars += chars
+        for submission in found:
+            for variable_id, criteria in submission.wanted.items():
+                session.core.want(variable_id, criteria, now)
+        session.forget_records()
+        self._runner.carry_out(session)
+        return [
+            SubmittedCall(request_id=submission.call.id, variables=dict(submission.variables))
+            for submission in found
+        ]
 
     def declare(
         self,
@@ -159,29 +181,42 @@ class SessionService:
         variable_id: str | None = None,
     ) -> VariableView:
         """A new variable, with its value if it has one. ConflictError (already_exists)."""
-        raise NotImplementedError
+        session = self._touched(tenant, session_id)
+        variable = session.core.declare(variable_id or self._ids.new("var"), name)
+        if value is not None:
+            session.core.set(variable.id, value, self._clock.now())
+        self._runner.carry_out(session)
+        return view_variable(variable)
 
     def set(self, tenant: str, session_id: str, variable_id: str, value: str) -> VariableView:
         """Give a variable its value, once. ConflictError (already_set, already_produced)."""
-        raise NotImplementedError
+        session = self._touched(tenant, session_id)
+        variable = session.core.set(variable_id, value, self._clock.now())
+        self._runner.carry_out(session)
+        return view_variable(variable)
 
     def fail(self, tenant: str, session_id: str, request_id: str, message: str) -> None:
-        """A native function failed on the client. InvalidRequestError if it is no native call."""
-        raise NotImplementedError
+        """A native function failed on the client. InvalidRequestError if it is no native call,
+        ConflictError if it is over."""
+        session = self._touched(tenant, session_id)
+        session.core.native_failed(request_id, message, self._clock.now())
+        self._runner.carry_out(session)
 
     def variable(self, tenant: str, session_id: str, variable_id: str) -> VariableView:
-        """As it is now. NotFoundError (variable_not_found)."""
-        raise NotImplementedError
+        """As it is now."""
+        return view_variable(self._touched(tenant, session_id).core.variable(variable_id))
 
     def variables(self, tenant: str, session_id: str) -> list[VariableView]:
         """All, in the order in which they came into being."""
-        raise NotImplementedError
+        graph = self._touched(tenant, session_id).core.graph
+        return [view_variable(variable) for variable in graph.variables.values()]
 
     def want(
         self, tenant: str, session_id: str, variable_id: str, criteria: Criteria | None = None
     ) -> VariableView:
         """Begin what it needs, or hurry it up, without waiting. None: the session's criteria."""
-        raise NotImplementedError
+        session = self._touched(tenant, session_id)
+        return view_variable(self._want(session, variable_id, criteria))
 
     async def get(
         self,
@@ -195,21 +230,31 @@ class SessionService:
 
         Raises UpstreamError, GetTimeoutError, SessionGoneError, NotFoundError, SessionLimitError.
         """
-        raise NotImplementedError
+        session = self._touched(tenant, session_id)
+        self._waiting.check()
+        variable = self._want(session, variable_id, criteria)
+        await self._waiting.value(session, variable, timeout_s)
+        return view_variable(variable)
 
     def stream(
         self, tenant: str, session_id: str, variable_id: str, criteria: Criteria | None = None
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         """`want` it; its value in pieces as they come, or at once where it has a transform.
 
-        Raises NotFoundError, SessionGoneError and SessionLimitError right away; UpstreamError,
-        GetTimeoutError and SessionGoneError from the iterator. Leave it early with `aclose`.
+        The pieces make up the value, unless the engine died on the way and said something else
+        when it was asked again. Raises NotFoundError, SessionGoneError and SessionLimitError right
+        away; UpstreamError, GetTimeoutError and SessionGoneError from the iterator. Leave it early
+        with `aclose`.
         """
-        raise NotImplementedError
+        session = self._touched(tenant, session_id)
+        self._waiting.check()
+        return self._waiting.pieces(session, self._want(session, variable_id, criteria))
 
     def cancel(self, tenant: str, session_id: str, request_id: str) -> None:
-        """Stop a call; what needs its outputs fails. Nothing happens to one that has ended."""
-        raise NotImplementedError
+        """Stop a call; what needs its outputs fails. Nothing happens to one that is over."""
+        session = self._touched(tenant, session_id)
+        session.core.cancel(request_id, self._clock.now())
+        self._runner.carry_out(session)
 
     def join(self, tenant: str, session_id: str, node_name: str = "") -> Joined:
         """Record a request that a plain client is about to make as a call of a session.
@@ -217,8 +262,124 @@ class SessionService:
         An id that begins with "sess-" must be there, any other comes into being.
         Raises NotFoundError, SessionGoneError, SessionLimitError.
         """
-        raise NotImplementedError
+        session = self._found_or_opened(tenant, session_id)
+        answer = OutputPiece(node_name or "output", self._ids.new("var"))
+        new = NewCall(
+            id=self._ids.new("req"), name=node_name, kind=CallKind.PLAIN, pieces=(answer,)
+        )
+        (call,) = session.core.submit([new], self._clock.now())
+        session.forget_records()
+        self._runner.carry_out(session)
+        return Joined(self._runner, session, call.turns[0], self._clock)
 
     def figures(self) -> SessionFigures:
         """For metrics."""
-        raise NotImplementedError
+        return SessionFigures(
+            sessions=len(self._registry),
+            calls=dict(self._runner.ended_calls),
+            prefills=self._runner.num_prefills,
+        )
+
+    def _want(self, session: LiveSession, variable_id: str, criteria: Criteria | None) -> Variable:
+        variable = session.core.want(variable_id, criteria or session.criteria, self._clock.now())
+        self._runner.carry_out(session)
+        return variable
+
+    def _open(self, tenant: str, session_id: str | None, **fields: Any) -> LiveSession:
+        if len(self._registry) >= self._settings.max_sessions:
+            raise SessionLimitError(
+                f"There are {len(self._registry)} sessions, which is the most of this server."
+            )
+        uid, now = self._ids.new("sess"), self._clock.now()
+        scope = fields["scope"]
+        sharing = Sharing(
+            model=self._engine.info.model,
+            cache_salt=tenant,
+            private_salt=f"scope:{scope}" if scope else uid,
+        )
+        limits = SessionLimits(
+            max_calls=self._settings.max_calls,
+            max_variables=self._settings.max_variables,
+            max_value_chars=self._settings.max_chars,
+        )
+        session = LiveSession(
+            id=session_id or uid,
+            uid=uid,
+            tenant=tenant,
+            created_s=now,
+            created_unix_s=self._clock.unix_time(),
+            touched_s=now,
+            core=SessionCore(uid, estimate=self._runner.estimate, limits=limits),
+            sharing=sharing,
+            begun=Begun(self._engine.info.block_size),
+            **fields,
+        )
+        self._registry.add(session)
+        return session
+
+    def _check_new_id(self, tenant: str, session_id: str) -> None:
+        if session_id.startswith(GENERATED_PREFIX):
+            message = f"Ids that begin with {GENERATED_PREFIX!r} are made up by the server."
+            raise InvalidRequestError(message, "id")
+        with contextlib.suppress(NotFoundError, SessionGoneError):
+            self._find(tenant, session_id)
+            raise ConflictError(f"There is a session {session_id!r} already.", "already_exists")
+
+    def _new_record(
+        self, session: LiveSession, submission: Submission, text_chars: int
+    ) -> CallRecord:
+        if submission.call.kind is CallKind.NATIVE:
+            return CallRecord()
+        beginning = self._runner.text_beginning if submission.is_text else ()
+        return CallRecord(prompt=Prompt(session.sharing, beginning), text_chars=text_chars)
+
+    def _find(self, tenant: str, session_id: str) -> LiveSession:
+        session = self._registry.find(tenant, session_id)
+        if self._has_expired(session):
+            self._close(session, _EXPIRED)
+            raise gone(session_id, _EXPIRED)
+        return session
+
+    def _touched(self, tenant: str, session_id: str) -> LiveSession:
+        session = self._find(tenant, session_id)
+        session.touched_s = self._clock.now()
+        return session
+
+    def _found_or_opened(self, tenant: str, session_id: str) -> LiveSession:
+        try:
+            return self._touched(tenant, session_id)
+        except (NotFoundError, SessionGoneError):
+            if session_id.startswith(GENERATED_PREFIX):
+                raise
+        return self._open(
+            tenant,
+            session_id,
+            criteria=self._settings.criteria,
+            ttl_s=self._settings.ttl_s,
+            scope="",
+            metadata={},
+            sampling={},
+        )
+
+    def _has_expired(self, session: LiveSession) -> bool:
+        expires_s = session.expires_s()
+        return expires_s is not None and expires_s <= self._clock.now()
+
+    def _close(self, session: LiveSession, why: str) -> asyncio.Task[None]:
+        """It is gone from here on; the task ends when nothing is left of it with the engine."""
+        self._registry.remove(session, why)
+        session.core.close(f"The session has ended: {why}", self._clock.now())
+        self._runner.carry_out(session)
+        stopping = asyncio.create_task(self._runner.stop(session))
+        self._stopping.add(stopping)
+        stopping.add_done_callback(self._stopping.discard)
+        return stopping
+
+    async def _end_all(self) -> None:
+        for session in self._registry:
+            self._close(session, _STOPPED)
+        await asyncio.gather(*self._stopping, return_exceptions=True)
+
+
+def _text_chars(call: NewCall) -> int:
+    return sum(len(piece.text) for piece in call.pieces if isinstance(piece, Text))

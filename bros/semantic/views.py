@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from bros.core.request import ServiceClass
 from bros.semantic.errors import Cause
+from bros.semantic.nodes import CallKind, TurnState, VariableState
 from bros.semantic.program import Criteria
-
-if TYPE_CHECKING:
-    from bros.core.request import ServiceClass
-    from bros.semantic.graph import CallKind, TurnState, VariableState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,188 @@
+"""One turn on the engine, asked for again where that may help.
+
+refused for want of capacity     wait as long as the engine says, and ask again
+the engine died                  wait until it is back, and begin anew what gives the same again
+anything else                    the turn has failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bros.core.clock import Clock
+from bros.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+    QueueFullError,
+)
+from bros.core.interfaces import EngineClient
+from bros.core.request import FinishReason, Hints, SamplingParams, ServiceClass, Slo
+from bros.engine.generation import Generation, TextDelta, TextGenerator
+from bros.semantic.errors import FailedStage
+from bros.semantic.settings import SessionSettings
+
+_LOOK_S = 0.05
+_LEAST_WAIT_S = 0.01
+
+
+class TurnFailedError(Exception):
+    """A turn has failed for good. The fields are those of a Cause."""
+
+    def __init__(self, stage: FailedStage, message: str, variable: str | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.message = message
+        self.variable = variable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the engine is asked for. arrival_s: when all that it needs was there."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    tenant: str
+    cache_salt: str
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How the engine is to serve it, which may change while it waits."""
+
+    service_class: ServiceClass
+    slo: Slo
+    hints: Hints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """token_ids: of the text, without what ended it; those before a stop string, if one did."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    cached_tokens: int
+    output_tokens: int
+
+
+class TurnWatcher(Protocol):
+    """Whom a turn tells how it goes."""
+
+    def terms(self) -> Terms:
+        """How it is to be served as of now."""
+        ...
+
+    def accepted(self, request_id: str, service_class: ServiceClass) -> None:
+        """The engine has it, under this id."""
+        ...
+
+    def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
+        """The text so far: from its beginning on, because it may have begun anew."""
+        ...
+
+
+class TurnGenerator:
+    """Runs turns. Holds no state of its own."""
+
+    def __init__(
+        self,
+        generator: TextGenerator,
+        engine: EngineClient,
+        clock: Clock,
+        settings: SessionSettings,
+    ) -> None:
+        self._generator = generator
+        self._engine = engine
+        self._clock = clock
+        self._settings = settings
+
+    async def run(self, asked: Asked, watcher: TurnWatcher) -> Generated:
+        """The whole answer. Raises TurnFailedError. Cancelling it stops the engine's work, too."""
+        deaths, attempt = 0, 0
+        refused_s: float | None = None
+        while True:
+            attempt += 1
+            request_id = asked.request_id if attempt == 1 else f"{asked.request_id}~{attempt}"
+            try:
+                return await self._once(request_id, asked, watcher)
+            except EngineDeadError as error:
+                deaths += 1
+                if deaths > self._settings.retries or not _gives_the_same(asked.sampling):
+                    raise TurnFailedError(FailedStage.GENERATE, str(error)) from error
+                await self._until_alive(error)
+            except (QueueFullError, OverloadedError) as error:
+                now = self._clock.now()
+                refused_s = now if refused_s is None else refused_s
+                wait_s = max(error.retry_after_s, _LEAST_WAIT_S)
+                if now + wait_s - refused_s > self._settings.patience_s:
+                    raise TurnFailedError(FailedStage.GENERATE, str(error)) from error
+                await asyncio.sleep(wait_s)
+            except PromptTooLongError as error:
+                raise TurnFailedError(FailedStage.FILL, str(error)) from error
+            except InvalidRequestError as error:
+                raise TurnFailedError(FailedStage.GENERATE, str(error)) from error
+
+    async def _once(self, request_id: str, asked: Asked, watcher: TurnWatcher) -> Generated:
+        terms = watcher.terms()
+        generation = await self._generator.start(
+            asked.token_ids,
+            asked.sampling,
+            request_id=request_id,
+            service_class=terms.service_class,
+            slo=terms.slo,
+            tenant=asked.tenant,
+            cache_salt=asked.cache_salt,
+            arrival_s=asked.arrival_s,
+            hints=terms.hints,
+            param="template",
+        )
+        async with generation:
+            watcher.accepted(request_id, generation.service_classes[0])
+            risen = watcher.terms()
+            if terms.service_class is ServiceClass.BE and risen.service_class is ServiceClass.RT:
+                await self._engine.promote(request_id, risen.slo)  # it was not known there before
+            return await self._collect(generation, watcher)
+
+    async def _collect(self, generation: Generation, watcher: TurnWatcher) -> Generated:
+        text = ""
+        token_ids: list[int] = []
+        last: TextDelta | None = None
+        async for last in generation:
+            text += last.text
+            token_ids += last.token_ids
+            watcher.progress(text, generation.cached_tokens, len(token_ids))
+        assert last is not None, "a generation ends with a finish reason"
+        if last.finish_reason is FinishReason.ERROR:
+            message = last.error or "The engine gave the request up."
+            if last.retry_after_s is not None:
+                raise OverloadedError(message, last.retry_after_s)
+            raise TurnFailedError(FailedStage.GENERATE, message)
+        if last.finish_reason is FinishReason.ABORT:
+            raise TurnFailedError(FailedStage.GENERATE, "The request was aborted.")
+        ended_by_token = last.finish_reason is FinishReason.STOP and not isinstance(
+            last.stop_reason, str
+        )
+        return Generated(
+            text=text,
+            token_ids=tuple(token_ids[:-1] if ended_by_token else token_ids),
+            cached_tokens=generation.cached_tokens,
+            output_tokens=len(token_ids),
+        )
+
+    async def _until_alive(self, error: EngineDeadError) -> None:
+        give_up_s = self._clock.now() + self._settings.recovery_s
+        while not self._engine.alive:
+            if self._clock.now() >= give_up_s:
+                raise TurnFailedError(FailedStage.GENERATE, str(error)) from error
+            await asyncio.sleep(_LOOK_S)
+
+
+def _gives_the_same(sampling: SamplingParams) -> bool:
+    """Whether asking again gives the same text."""
+    return sampling.greedy or sampling.seed is not None

@@ -1,0 +1,354 @@
+"""Carries out on the engine what the cores of sessions decide.
+
+```
+ SessionCore ──actions──▶ Runner ──▶ task of a turn ──▶ prompt ──▶ engine ──▶ transform ─┐
+     ▲                      │                                                            │
+     └── finished, failed ──┼────────────────────────────────────────────────────────────┘
+                            └──▶ readers: values that are settled, texts that grow
+```
+
+A turn's task ends in one call of `finished` or `failed` of the core, whatever happens in it, unless
+the core itself has given the turn up and had the task cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from bros.core.clock import Clock
+from bros.core.errors import EngineDeadError
+from bros.core.interfaces import EngineClient
+from bros.core.request import Hints, ServiceClass
+from bros.engine.generation import TextGenerator
+from bros.engine.tokenizer import Tokenizer
+from bros.semantic import objectives
+from bros.semantic.actions import Abort, Action, Prefill, Promote, Settled, Start
+from bros.semantic.errors import Cause, FailedStage
+from bros.semantic.estimates import Estimates
+from bros.semantic.generating import Asked, Generated, Terms, TurnFailedError, TurnGenerator
+from bros.semantic.live import LiveSession
+from bros.semantic.nodes import Call, OutputPiece, Turn
+from bros.semantic.prefills import Prefiller
+from bros.semantic.prompt import PieceEncoder
+from bros.semantic.prompting import Prompter, apply
+from bros.semantic.settings import SessionSettings
+from bros.semantic.template import Text
+from bros.semantic.viewing import call_state, class_name
+
+logger = logging.getLogger(__name__)
+
+_SOONEST_S = 0.001
+_CHARS_PER_TOKEN = 4
+
+
+class Runner:
+    """One for all sessions of a service. ended_calls: how many, by state and service class."""
+
+    def __init__(
+        self,
+        generator: TextGenerator,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        settings: SessionSettings,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._settings = settings
+        self._estimates = Estimates()
+        self._encoder = PieceEncoder(tokenizer)
+        self._prompter = Prompter(self._encoder)
+        self._turns = TurnGenerator(generator, engine, clock, settings)
+        self._prefiller = Prefiller(self._prompter, engine, clock, settings)
+        self._chores: set[asyncio.Task[None]] = set()
+        self.ended_calls: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def text_beginning(self) -> tuple[int, ...]:
+        """What prompts begin with that are no conversations."""
+        return self._encoder.beginning
+
+    @property
+    def num_prefills(self) -> int:
+        """Beginnings of prompts that were computed ahead so far."""
+        return self._prefiller.count
+
+    def carry_out(self, session: LiveSession) -> None:
+        """Do what the core of a session has decided. After every change of it."""
+        while actions := session.core.take_actions():
+            for action in actions:
+                self._do(session, action)
+        self._set_timer(session)
+
+    def estimate(self, turn: Turn) -> float:
+        """Seconds that a turn of the model takes, about."""
+        prompt_tokens = sum(
+            len(piece.text) // _CHARS_PER_TOKEN
+            for piece in turn.call.pieces[: turn.prompt_end]
+            if isinstance(piece, Text)
+        )
+        for variable in turn.inputs:
+            if variable.text is not None:
+                prompt_tokens += len(variable.text) // _CHARS_PER_TOKEN
+            elif variable.producer is not None:
+                prompt_tokens += self.expected_tokens(variable.producer)
+        return self._estimates.seconds(prompt_tokens, self.expected_tokens(turn))
+
+    def expected_tokens(self, turn: Turn) -> int:
+        """How many tokens a turn is likely to generate."""
+        most = None if turn.native else _output_piece(turn).sampling.max_tokens
+        return self._expected(turn.call.name, most)
+
+    def terms(self, session: LiveSession, turn: Turn) -> Terms:
+        """How the engine is to serve a turn that has been started, as of now."""
+        assert turn.ready_s is not None
+        found = self._terms(turn, turn.ready_s)  # objectives count from there
+        prompt = session.record(turn.call.id).prompt
+        assert prompt is not None
+        hints = Hints(
+            program=session.uid,
+            depth=turn.depth,
+            grouped=found.grouped,
+            expected_tokens=self.expected_tokens(turn),
+            private_from=prompt.private_from,
+            private_salt=session.sharing.private_salt,
+            keep_s=0.0 if turn.next is None else self._settings.park_s,
+        )
+        return Terms(service_class=found.service_class, slo=found.slo, hints=hints)
+
+    def plain_hints(self, session: LiveSession, call: Call) -> Hints:
+        """What the engine is told of a request that a plain client makes itself."""
+        return Hints(
+            program=session.uid,
+            depth=call.turns[0].depth,
+            expected_tokens=self._expected(call.name, None),
+            keep_s=self._settings.park_s,
+        )
+
+    def learn_tokens(self, name: str, output_tokens: int) -> None:
+        """A plain client's request of this name has generated so many."""
+        self._estimates.observe_tokens(name, output_tokens)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """What these requests of the engine have kept is not needed any more."""
+        for request_id in request_ids:
+            self._in_background(self._engine.release(request_id))
+
+    async def stop(self, session: LiveSession) -> None:
+        """After its core has been closed: returns once nothing is left of it with the engine."""
+        if session.timer is not None:
+            session.timer.cancel()
+        tasks = [*session.tasks.values()]
+        tasks += [record.fill for record in session.records.values() if record.fill is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for request_ids in session.last_plain.values():
+            self.release(request_ids)
+        session.last_plain.clear()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+
+    def _do(self, session: LiveSession, action: Action) -> None:
+        match action:
+            case Start(turn):
+                task = asyncio.create_task(self._run(session, turn))
+                session.tasks[turn] = task
+                task.add_done_callback(lambda _: self._ended(session, turn))
+            case Promote(turn):
+                self._promote(session, turn)
+            case Abort(turn):
+                if turn in session.tasks:
+                    session.tasks[turn].cancel()
+            case Prefill(turn):
+                fill = self._prefiller.begin(session, turn)
+                fill.add_done_callback(lambda _: self._tidy(session, turn.call))
+            case Settled(variable):
+                session.settled.tell(variable)
+                session.streamed.tell(variable)
+                if variable.producer is not None:
+                    self._count(session, variable.producer.call)
+                    self._tidy(session, variable.producer.call)
+
+    def _count(self, session: LiveSession, call: Call) -> None:
+        record = session.record(call.id)
+        if not call.open and not record.counted:
+            record.counted = True
+            self.ended_calls[call_state(call).value, class_name(session, call)] += 1
+
+    def _promote(self, session: LiveSession, turn: Turn) -> None:
+        record = session.record(turn.call.id).turn(turn.index)
+        if record.request_id is not None:  # else it is handed over on its new terms
+            record.service_class = ServiceClass.RT
+            slo = self._terms(turn, self._clock.now()).slo
+            self._in_background(self._engine.promote(record.request_id, slo))
+
+    async def _run(self, session: LiveSession, turn: Turn) -> None:
+        """The task of a turn."""
+        try:
+            await self._conclude(session, turn, await self._generate(session, turn))
+        except TurnFailedError as error:
+            cause = Cause(turn.call.id, error.stage, error.message, error.variable)
+            session.core.failed(turn, cause, self._clock.now())
+        except Exception:
+            logger.exception("turn %d of %s failed", turn.index, turn.call.id)
+            message = "The server failed at this request; its log says why."
+            cause = Cause(turn.call.id, FailedStage.GENERATE, message)
+            session.core.failed(turn, cause, self._clock.now())
+        self.carry_out(session)
+
+    def _ended(self, session: LiveSession, turn: Turn) -> None:
+        del session.tasks[turn]
+        session.touched_s = self._clock.now()
+        session.record(turn.call.id).turn(turn.index).text = ""
+        self._tidy(session, turn.call)
+
+    def _tidy(self, session: LiveSession, call: Call) -> None:
+        """Once a call is over and its tasks have ended, nothing of it is kept: neither by the
+        engine, which has heard of the end of its requests by then, nor here."""
+        record = session.records.get(call.id)
+        if record is None or call.open or any(turn in session.tasks for turn in call.turns):
+            return
+        if record.fill is not None and not record.fill.done():
+            record.fill.cancel()  # and this is called again
+            return
+        self.release(tuple(record.kept))
+        record.kept.clear()
+        if record.prompt is not None:
+            record.prefixes, record.prompt = record.prompt.prefixes, None
+
+    async def _generate(self, session: LiveSession, turn: Turn) -> Generated:
+        await self._prefiller.end(session, turn)
+        prompt = await self._prompter.grow(session, turn)
+        call, sampling = turn.call, _output_piece(turn).sampling
+        token_ids = prompt.token_ids()
+        session.begun.add(token_ids)
+        record = session.record(call.id).turn(turn.index)
+        record.prompt_tokens = len(token_ids)
+        assert turn.ready_s is not None, "it has been started"
+        asked = Asked(
+            request_id=call.id if len(call.turns) == 1 else f"{call.id}.{turn.index}",
+            token_ids=token_ids,
+            sampling=sampling,
+            tenant=session.tenant,
+            cache_salt=session.sharing.cache_salt,
+            arrival_s=turn.ready_s,
+        )
+        return await self._turns.run(asked, _Watcher(self, session, turn, self._clock))
+
+    async def _conclude(self, session: LiveSession, turn: Turn, generated: Generated) -> None:
+        """The value of what has been generated; then the turn is over."""
+        piece, prompt = _output_piece(turn), session.record(turn.call.id).prompt
+        assert prompt is not None
+        # After a stop string the tokens go on, so what the text is encoded as stands for it.
+        exact = not piece.sampling.stop
+        sequence = generated.token_ids if exact else await self._prompter.encode(generated.text)
+        text, token_ids = generated.text, None
+        if piece.transforms is not None:
+            text = await apply(piece.transforms, text, FailedStage.TRANSFORM, turn.output.id)
+        elif exact and self._shows(generated):
+            token_ids = generated.token_ids
+        prompt.add(sequence, turn.output.id)
+        now = self._clock.now()
+        self._learn(session, turn, generated, now)
+        session.core.finished(turn, text, token_ids, now)
+
+    def _shows(self, generated: Generated) -> bool:
+        """Whether its text says all that its tokens do: special ones, say, are not shown."""
+        written = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
+        return written == generated.text
+
+    def _learn(self, session: LiveSession, turn: Turn, generated: Generated, now: float) -> None:
+        self._estimates.observe_tokens(turn.call.name, generated.output_tokens)
+        if turn.first_token_s is not None and turn.ready_s is not None:
+            record = session.record(turn.call.id).turn(turn.index)
+            computed = record.prompt_tokens - record.cached_tokens
+            self._estimates.observe_prompt(computed, turn.first_token_s - turn.ready_s)
+            self._estimates.observe_output(generated.output_tokens - 1, now - turn.first_token_s)
+
+    def _terms(self, turn: Turn, now: float) -> objectives.Terms:
+        default_slo = self._engine.info.default_slo
+        return objectives.terms(turn, now, self.expected_tokens(turn), default_slo)
+
+    def _expected(self, name: str, max_tokens: int | None) -> int:
+        return round(self._estimates.expected_tokens(name, max_tokens))
+
+    def _set_timer(self, session: LiveSession) -> None:
+        if session.timer is not None:
+            session.timer.cancel()
+            session.timer = None
+        due_s = None if session.core.closed else session.core.due()
+        if due_s is not None:
+            delay_s = max(due_s - self._clock.now(), _SOONEST_S)
+            session.timer = asyncio.get_running_loop().call_later(delay_s, self._tick, session)
+
+    def _tick(self, session: LiveSession) -> None:
+        session.timer = None
+        session.core.tick(self._clock.now())
+        self.carry_out(session)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(_quietly(work))
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+
+class _Watcher:
+    """Keeps the record of a turn while the engine is at it."""
+
+    def __init__(self, runner: Runner, session: LiveSession, turn: Turn, clock: Clock) -> None:
+        self._runner = runner
+        self._session = session
+        self._turn = turn
+        self._clock = clock
+        self._call = session.record(turn.call.id)
+        self._record = self._call.turn(turn.index)
+        self._before: tuple[str, ...] = ()
+
+    def terms(self) -> Terms:
+        if self._turn.groups:
+            self._record.group = self._turn.groups[0].id
+        return self._runner.terms(self._session, self._turn)
+
+    def accepted(self, request_id: str, service_class: ServiceClass) -> None:
+        self._record.request_id = request_id
+        self._record.service_class = service_class
+        self._record.attempts += 1
+        self._record.text = ""
+        self._before = tuple(self._call.kept)
+        if self._turn.next is not None:
+            self._call.kept.add(request_id)
+
+    def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
+        record = self._record
+        record.cached_tokens, record.output_tokens = cached_tokens, output_tokens
+        if output_tokens and self._turn.first_token_s is None:
+            self._session.core.first_token(self._turn, self._clock.now())
+            self._runner.carry_out(self._session)
+        if output_tokens and self._before:  # what they kept is now what this one has
+            self._runner.release(self._before)
+            self._call.kept.difference_update(self._before)
+            self._before = ()
+        if len(text) > len(record.text):
+            record.text = text
+            self._session.streamed.tell(self._turn.output)
+
+
+def _output_piece(turn: Turn) -> OutputPiece:
+    piece = turn.call.pieces[turn.prompt_end]
+    assert isinstance(piece, OutputPiece)
+    return piece
+
+
+async def _quietly(work: Coroutine[Any, Any, None]) -> None:
+    """For what nobody waits for."""
+    try:
+        await work
+    except EngineDeadError:
+        pass
+    except Exception:
+        logger.exception("a message to the engine failed")
