@@ -214,7 +214,8 @@ class Turn:
         0 if not, or if the turn before this one is not over."""
         if self.previous is not None and self.previous.open:
             return 0
-        for piece in self.call.pieces[self.known : self.prompt_end]:
+        while self.known < self.prompt_end:
+            piece = self.call.pieces[self.known]
             if not isinstance(piece, Text):
                 variable = variables[piece.variable_id]
                 if variable.pending:
@@ -229,8 +230,9 @@ class Turn:
 class TaskGroup:
     """Turns at one stage before a wanted variable, of which only the last one's end counts.
 
-    left: how many are not over. deadline_s: when all of them must be. active: False once the
-    variable is settled, or the group has been made anew.
+    left: how many have not finished. deadline_s: when all of them must. active: False once the
+    variable is settled, or the group has been made anew. down_to_stragglers: those left are known
+    to be all that the next stage waits for.
     """
 
     sink: Variable
@@ -239,6 +241,7 @@ class TaskGroup:
     deadline_s: float | None
     left: int
     active: bool = True
+    down_to_stragglers: bool = False
 
     @property
     def id(self) -> str:

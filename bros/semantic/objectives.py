@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from bros.core.request import ServiceClass, Slo
-from bros.semantic.labels import Label, Level, earliest
+from bros.semantic.labels import Label, Level
 from bros.semantic.nodes import TaskGroup, Turn, Variable, open_ancestors
 from bros.semantic.program import Perf
 
@@ -192,11 +192,14 @@ def _raise(turn: Turn, label: Label, deduced: Deduced) -> None:
 def stragglers(group: TaskGroup) -> Sequence[Turn]:
     """Members that are not over, once they are so few that everything behind waits for them alone.
 
-    A group of two or three is down to its stragglers when one is left: that one gates everything
-    as a request alone at its stage does. So at least one has finished in any case.
+    They are told once. A group of two or three is down to its stragglers when one is left: that
+    one gates everything behind it, as a request alone at its stage does. A group is never smaller
+    than that, so at least one of it has finished in any case.
     """
-    if not group.active or not 0 < group.left <= max(1, int(STRAGGLERS * len(group.members))):
+    few = 0 < group.left <= max(1, int(STRAGGLERS * len(group.members)))
+    if not few or group.down_to_stragglers or not group.active:
         return ()
+    group.down_to_stragglers = True
     return [turn for turn in group.members if turn.open]
 
 

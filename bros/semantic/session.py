@@ -289,7 +289,7 @@ class SessionCore:
             self._consider(turn, now)
 
     def _consider(self, turn: Turn, now: float) -> None:
-        """Starts the turn if it can run, or what is known of its prompt if the rest is under way."""
+        """Starts the turn if it can run, else what is known of it if the rest is under way."""
         if not turn.wanted or turn.state is not TurnState.WAITING:
             return
         if not turn.missing:

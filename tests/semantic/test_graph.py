@@ -1,0 +1,188 @@
+"""Calls of a session and what they wait for, against edges found naively."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.semantic.errors import ConflictError
+from bros.semantic.graph import Graph
+from bros.semantic.nodes import NewCall, VariableState, open_ancestors
+from support.programs import (
+    NaiveGraph,
+    llm,
+    native,
+    plain_turns,
+    programs,
+    turn_id,
+    variables,
+)
+
+
+def snapshot(graph: Graph) -> object:
+    """All that is in a graph, to compare."""
+    return (
+        list(graph.calls),
+        {
+            v.id: (v.state, v.text, v.depth, v.producer, list(v.consumers))
+            for v in graph.variables.values()
+        },
+        {turn_id(t): (t.missing, t.depth) for c in graph.calls.values() for t in c.turns},
+    )
+
+
+def test_producer_and_consumers_are_linked_through_the_variable() -> None:
+    graph = Graph()
+    graph.add([llm("code", ("task", "code")), llm("test", ("task code", "test"))], 0.0)
+    producer = graph.producer("code")
+    assert producer is not None and turn_id(producer) == ("code", 0)
+    assert graph.producer("task") is None
+    assert [turn_id(turn) for turn in graph.consumers("task")] == [("code", 0), ("test", 0)]
+    assert [turn_id(turn) for turn in graph.consumers("code")] == [("test", 0)]
+
+
+def test_outputs_of_one_call_are_turns_in_a_row() -> None:
+    graph = Graph()
+    [call] = graph.add([llm("c", ("a b", "o1"), ("a o1 d", "o2"))], 0.0)
+    first, second = call.turns
+    assert [v.id for v in first.inputs] == ["a", "b"]
+    assert [v.id for v in second.inputs] == ["o1", "d"], "a was in the prompt already"
+    assert second.previous is first and first.next is second
+    assert call.pieces[second.prompt_end].variable_id == "o2"  # type: ignore[union-attr]
+    assert (first.depth, second.depth) == (0, 1)
+
+
+def test_constants_are_there_at_once() -> None:
+    graph = Graph()
+    call = NewCall(id="c", pieces=llm("c", ("k", "o")).pieces, values={"k": "7"})
+    [added] = graph.add([call], 0.0)
+    assert graph.variables["k"].state is VariableState.READY
+    assert graph.variables["k"].text == "7"
+    assert added.turns[0].missing == 0
+
+
+@given(programs(), st.randoms(use_true_random=False))
+def test_edges_depths_and_ancestors_are_those_of_the_program(
+    calls: list[NewCall], random: Random
+) -> None:
+    graph = Graph()
+    shuffled = list(calls)
+    random.shuffle(shuffled)
+    while shuffled:
+        size = random.randint(1, len(shuffled))
+        graph.add(shuffled[:size], 0.0)
+        del shuffled[:size]
+        graph.check_integrity()
+    naive = NaiveGraph(calls)
+    for call in graph.calls.values():
+        for turn in call.turns:
+            assert turn.depth == naive.depth(naive.turns[turn_id(turn)])
+    for name in variables(calls):
+        made_by = graph.producer(name)
+        expected = naive.producer.get(name)
+        assert (made_by and turn_id(made_by)) == (expected and expected.id)
+        found = open_ancestors(graph.variables[name])
+        assert {turn_id(turn) for turn in found} == {turn.id for turn in naive.ancestors(name)}
+        position = {turn: i for i, turn in enumerate(found)}
+        for turn in found:
+            assert all(position[b] > position[turn] for b in turn.open_predecessors())
+
+
+NAMES = st.sampled_from(["a", "b", "c", "d", "e", "f"])
+
+
+@st.composite
+def tangles(draw: st.DrawFn) -> list[NewCall]:
+    """Calls that may well wait for each other, or set the same variables."""
+    calls = []
+    for number in range(draw(st.integers(1, 6))):
+        inputs = draw(st.lists(NAMES, max_size=2, unique=True))
+        outputs = draw(st.lists(NAMES, min_size=1, max_size=2, unique=True))
+        if draw(st.booleans()):
+            calls.append(native(f"c{number}", " ".join(inputs), " ".join(outputs)))
+        else:
+            first, *more = outputs
+            segments = [(" ".join(inputs[:1]), first), *((" ".join(inputs[1:]), o) for o in more)]
+            calls.append(llm(f"c{number}", *segments))
+    return calls
+
+
+@given(tangles(), st.integers(1, 6))
+def test_cycles_and_second_producers_are_refused_and_nothing_is_added(
+    calls: list[NewCall], size: int
+) -> None:
+    graph = Graph()
+    accepted: list[NewCall] = []
+    for start in range(0, len(calls), size):
+        batch = calls[start : start + size]
+        outputs = [v for c in [*accepted, *batch] for t in plain_turns(c) for v in t.outputs]
+        twice = len(set(outputs)) < len(outputs)
+        wrong = twice or NaiveGraph([*accepted, *batch]).cyclic()
+        before = snapshot(graph)
+        if wrong:
+            with pytest.raises(ConflictError) as refused:
+                graph.add(batch, 0.0)
+            assert refused.value.code == ("already_produced" if twice else "cyclic")
+            assert snapshot(graph) == before
+        else:
+            graph.add(batch, 0.0)
+            accepted += batch
+        graph.check_integrity()
+
+
+def test_the_path_of_a_cycle_is_named() -> None:
+    graph = Graph()
+    graph.add([llm("a", ("z", "u")), llm("b", ("u", "v")), llm("other", ("u", "w"))], 0.0)
+    with pytest.raises(ConflictError, match="wait") as refused:
+        graph.add([llm("c", ("v", "z"))], 0.0)
+    path = str(refused.value).removesuffix(".").split(": ")[1].split(" waits for ")
+    assert path[0] == path[-1]
+    around = "acba"
+    assert "".join(path[:-1]) in around + around, str(refused.value)
+    with pytest.raises(ConflictError, match="The request d waits for an output of its own"):
+        graph.add([llm("d", ("e", "e"))], 0.0)
+
+
+def test_a_later_turn_may_need_what_the_first_one_leads_to() -> None:
+    graph = Graph()
+    graph.add(
+        [llm("talk", ("", "question"), ("answer", "thanks")), native("n", "question", "answer")],
+        0.0,
+    )
+    graph.check_integrity()
+    with pytest.raises(ConflictError) as refused:
+        graph.add([llm("t", ("back", "there"), ("", "end")), native("m", "end", "back")], 0.0)
+    assert refused.value.code == "cyclic"
+    assert list(graph.calls) == ["talk", "n"]
+
+
+def test_ids_and_values_are_taken_once() -> None:
+    graph = Graph()
+    graph.declare("k")
+    graph.add([llm("c", ("k", "o"))], 0.0)
+    for call, code in [
+        (llm("c", ("", "p")), "already_exists"),
+        (llm("d", ("", "o")), "already_produced"),
+        (NewCall(id="e", pieces=llm("e", ("k", "q")).pieces, values={"k": "1"}), "already_exists"),
+        (NewCall(id="f", pieces=llm("f", ("", "q")).pieces, values={"q": "1"}), "already_set"),
+    ]:
+        before = snapshot(graph)
+        with pytest.raises(ConflictError) as refused:
+            graph.add([llm("fine", ("k", "r")), call], 0.0)
+        assert refused.value.code == code
+        assert snapshot(graph) == before
+    with pytest.raises(ConflictError):
+        graph.declare("k")
+
+
+def test_a_chain_of_ten_thousand_is_no_deeper_than_the_stack() -> None:
+    calls = [llm(f"c{i}", (f"v{i}", f"v{i + 1}")) for i in range(10_000)]
+    graph = Graph()
+    graph.add(calls[::-1], 0.0)
+    assert len(open_ancestors(graph.variables["v10000"])) == 10_000
+    assert graph.calls["c9999"].turns[0].depth == 9_999
+    with pytest.raises(ConflictError):
+        graph.add([llm("back", ("v10000", "v0"))], 0.0)

@@ -1,0 +1,395 @@
+"""What each request must achieve, for the programs of the paper and against the naive algorithm."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.core.request import ServiceClass, Slo
+from bros.semantic.labels import Label, Level
+from bros.semantic.nodes import NewCall, Turn
+from bros.semantic.objectives import Terms, terms
+from bros.semantic.program import Criteria, Perf
+from bros.semantic.session import SessionCore
+from support.programs import (
+    NaiveObjectives,
+    TurnId,
+    criteria,
+    llm,
+    native,
+    programs,
+    turn_id,
+    turns,
+    variables,
+)
+
+LATENCY = Criteria(perf=Perf.LATENCY)
+THROUGHPUT = Criteria(perf=Perf.THROUGHPUT)
+RT, GROUP, BATCH = Level.RT, Level.GROUP, Level.THROUGHPUT
+
+
+def core_of(*calls: NewCall, seconds: float = 1.0) -> SessionCore:
+    core = SessionCore("s", estimate=lambda turn: seconds)
+    core.submit(calls, 0.0)
+    return core
+
+
+def levels(core: SessionCore) -> dict[str, tuple[Level, int | None]]:
+    """Level and stage of the first turn of each call of the model."""
+    return {
+        call: (turn.label.level, turn.stage)
+        for (call, index), turn in turns(core).items()
+        if not index and not turn.native
+    }
+
+
+def groups(core: SessionCore) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for (call, _), turn in turns(core).items():
+        for group in turn.groups:
+            found.setdefault(group.id, set()).add(call)
+    return found
+
+
+def finish(core: SessionCore, *calls: str, now: float = 1.0) -> None:
+    for call in calls:
+        core.finished(turns(core)[call, 0], "done", None, now)
+
+
+def promoted(core: SessionCore) -> set[str]:
+    return {a.turn.call.id for a in core.take_actions() if type(a).__name__ == "Promote"}
+
+
+FIGURE_9 = (
+    *(llm(name, ("doc", f"v{name}")) for name in "4567"),
+    llm("3", ("v4 v5", "v3")),
+    llm("1", ("v3", "x")),
+    llm("2", ("v6 v7", "y")),
+)
+
+
+def test_figure_9() -> None:
+    core = core_of(*FIGURE_9)
+    core.want("x", LATENCY, 0.0)
+    core.want("y", LATENCY, 0.0)
+    assert levels(core) == {
+        **{"1": (RT, 0), "2": (RT, 0), "3": (RT, 1)},
+        **{"4": (GROUP, 2), "5": (GROUP, 2), "6": (GROUP, 1), "7": (GROUP, 1)},
+    }
+    assert groups(core) == {"x:2": {"4", "5"}, "y:1": {"6", "7"}}
+
+
+def test_every_request_of_a_chain_gates_the_rest() -> None:
+    core = core_of(*(llm(f"c{i}", (f"v{i}", f"v{i + 1}")) for i in range(4)))
+    core.want("v4", LATENCY, 0.0)
+    assert levels(core) == {f"c{i}": (RT, 3 - i) for i in range(4)}
+    assert groups(core) == {}
+
+
+def map_reduce(maps: int) -> tuple[NewCall, ...]:
+    values = [f"v{i}" for i in range(maps)]
+    return (
+        *(llm(f"m{i}", (f"x{i}", value)) for i, value in enumerate(values)),
+        llm("reduce", (" ".join(values), "out")),
+    )
+
+
+def test_maps_are_a_task_group_of_their_reduce() -> None:
+    core = core_of(*map_reduce(3))
+    core.want("out", LATENCY, 0.0)
+    assert levels(core) == {**{f"m{i}": (GROUP, 1) for i in range(3)}, "reduce": (RT, 0)}
+    assert groups(core) == {"out:1": {"m0", "m1", "m2"}}
+
+
+def test_parallel_chains_are_groups_stage_by_stage() -> None:
+    core = core_of(
+        *(llm(f"a{i}", ("x", f"u{i}")) for i in range(2)),
+        *(llm(f"b{i}", (f"u{i}", f"v{i}")) for i in range(2)),
+        llm("reduce", ("v0 v1", "out")),
+    )
+    core.want("out", LATENCY, 0.0)
+    assert groups(core) == {"out:1": {"b0", "b1"}, "out:2": {"a0", "a1"}}
+
+
+def test_diamond() -> None:
+    core = core_of(
+        llm("top", ("x", "t")),
+        llm("left", ("t", "l")),
+        llm("right", ("t", "r")),
+        llm("right2", ("r", "r2")),
+        llm("bottom", ("l r2", "out")),
+    )
+    core.want("out", LATENCY, 0.0)
+    assert levels(core) == {
+        **{"top": (RT, 3), "right": (RT, 2), "bottom": (RT, 0)},
+        **{"left": (GROUP, 1), "right2": (GROUP, 1)},
+    }
+
+
+def test_native_functions_in_the_middle_add_no_stage() -> None:
+    core = core_of(
+        llm("a", ("x", "va")),
+        llm("b", ("x", "vb")),
+        native("n1", "va", "n1o"),
+        native("n2", "n1o", "n2o"),
+        llm("c", ("n2o vb", "out")),
+    )
+    core.want("out", LATENCY, 0.0)
+    assert levels(core) == {"a": (GROUP, 1), "b": (GROUP, 1), "c": (RT, 0)}
+
+
+def test_what_feeds_a_native_sink_is_at_its_own_stage_not_read_by_the_caller() -> None:
+    core = core_of(llm("a", ("x", "va")), llm("b", ("x", "vb")), native("n", "va vb", "out"))
+    core.want("out", Criteria(perf=Perf.TTFT, ttft_s=0.1), 0.0)
+    assert groups(core) == {"out:1": {"a", "b"}}
+    one = core_of(llm("a", ("x", "va")), native("n", "va", "out"))
+    one.want("out", Criteria(perf=Perf.TTFT, ttft_s=0.1), 0.0)
+    label = turns(one)["a", 0].label
+    assert label == Label(level=RT, objectives=frozenset({Perf.LATENCY}))
+
+
+def test_turns_of_one_call_are_one_request() -> None:
+    core = core_of(llm("talk", ("x", "a"), ("", "b")), llm("end", ("b", "out")))
+    core.want("out", LATENCY, 0.0)
+    both = [turns(core)["talk", i] for i in range(2)]
+    assert [(turn.label.level, turn.stage) for turn in both] == [(RT, 1), (RT, 1)]
+
+
+def test_throughput_raises_nothing_above_it() -> None:
+    core = core_of(*map_reduce(3))
+    core.want("out", THROUGHPUT, 0.0)
+    assert {level for level, _ in levels(core).values()} == {BATCH}
+    assert groups(core) == {}
+    assert turns(core)["m0", 0].label.objectives == {Perf.THROUGHPUT}
+
+
+def test_two_sinks_share_what_both_need() -> None:
+    core = core_of(
+        llm("a", ("x", "va")),
+        llm("b", ("x", "vb")),
+        llm("p", ("va vb", "out1")),
+        llm("q", ("va", "out2")),
+    )
+    core.want("out1", LATENCY, 0.0)
+    assert levels(core)["a"] == (GROUP, 1)
+    core.want("out2", LATENCY, 0.0)
+    assert levels(core)["a"] == (RT, 1), "it alone gates the second one"
+    assert levels(core)["b"] == (GROUP, 1)
+    assert groups(core) == {"out1:1": {"a", "b"}}, "it still counts for the makespan"
+
+
+def test_groups_of_two_sinks_take_the_earlier_deadline() -> None:
+    core = core_of(
+        llm("a", ("x", "va")),
+        llm("b", ("x", "vb")),
+        llm("c", ("x", "vc")),
+        llm("p", ("va vb", "out1")),
+        llm("q", ("vb vc", "out2")),
+        seconds=3.0,
+    )
+    core.want("out1", Criteria(deadline_s=100.0), 0.0)
+    core.want("out2", Criteria(deadline_s=90.0), 0.0)
+    deadlines = {name: turns(core)[name, 0].label.deadline_s for name in "abc"}
+    assert deadlines == {"a": 97.0, "b": 87.0, "c": 87.0}
+    assert {g.id for g in turns(core)["b", 0].groups} == {"out1:1", "out2:1"}
+
+
+def test_asking_again_only_makes_it_stricter() -> None:
+    core = core_of(*map_reduce(3))
+    core.set("x1", "text", 0.0)
+    core.want("out", THROUGHPUT, 0.0)
+    core.take_actions()
+    core.want("out", LATENCY, 1.0)
+    assert levels(core) == {**{f"m{i}": (GROUP, 1) for i in range(3)}, "reduce": (RT, 0)}
+    assert not promoted(core), "a group is best-effort"
+    core.want("out", THROUGHPUT, 2.0)
+    assert levels(core)["reduce"] == (RT, 0)
+    core.want("v1", Criteria(perf=Perf.TPOT, tpot_s=0.05, ttft_s=0.3), 3.0)
+    assert promoted(core) == {"m1"}
+    core.want("v1", Criteria(perf=Perf.TTFT, ttft_s=0.1), 4.0)
+    assert turns(core)["m1", 0].label == Label(
+        level=RT,
+        objectives=frozenset({Perf.THROUGHPUT, Perf.TPOT, Perf.TTFT}),
+        ttft_s=0.1,
+        tpot_s=0.05,
+    )
+
+
+def test_a_want_before_the_program_is_there() -> None:
+    core = SessionCore("s", estimate=lambda turn: 1.0)
+    core.declare("out")
+    core.want("out", LATENCY, 0.0)
+    *maps, reduce = map_reduce(2)
+    core.submit([reduce], 1.0)
+    assert levels(core) == {"reduce": (RT, 0)}
+    core.submit(maps, 2.0)
+    assert levels(core) == {"reduce": (RT, 0), "m0": (GROUP, 1), "m1": (GROUP, 1)}
+
+
+def same(core: SessionCore, naive: NaiveObjectives) -> None:
+    found = turns(core)
+    labels = {turn: t.label for turn, t in found.items() if not t.native}
+    assert labels == {turn: naive.labels[turn] for turn in labels}
+    stages = {turn: {sink.id: n for sink, n in t.stages.items()} for turn, t in found.items()}
+    assert stages == naive.stages
+    made: dict[tuple[str, int], tuple[set[TurnId], float | None]] = {}
+    for turn, t in found.items():
+        for group in t.groups:
+            members, _ = made.setdefault((group.sink.id, group.stage), (set(), group.deadline_s))
+            members.add(turn)
+            assert {turn_id(member) for member in group.members} >= members
+    assert made == naive.groups
+
+
+@settings(max_examples=100)
+@given(programs(), st.data())
+def test_incremental_is_from_scratch_in_any_order(
+    calls: list[NewCall], data: st.DataObject
+) -> None:
+    """Calls come in batches in any order, between wants; labels are joined with earlier ones."""
+    estimates = {call.id: float(1 + i % 4) for i, call in enumerate(calls)}
+    core = SessionCore("s", estimate=lambda turn: estimates[turn.call.id])
+    naive = NaiveObjectives(estimates)
+    for name in variables(calls):
+        core.declare(name)
+    waiting = data.draw(st.permutations(calls))
+    before: dict[TurnId, Label] = {}
+    for _ in range(12):
+        if waiting and data.draw(st.booleans()):
+            size = data.draw(st.integers(1, len(waiting)))
+            core.submit(waiting[:size], 0.0)
+            naive.calls += waiting[:size]
+            del waiting[:size]
+        else:
+            sink = data.draw(st.sampled_from(variables(calls)))
+            asked = data.draw(criteria())
+            core.want(sink, asked, 0.0)
+            naive.wants.append((sink, asked))
+        naive.update()
+        same(core, naive)
+        core.check_integrity()
+        now = {turn: t.label for turn, t in turns(core).items()}
+        assert all(label.joined(now[turn]) == now[turn] for turn, label in before.items())
+        before = now
+
+
+@pytest.mark.parametrize(
+    ("members", "over", "left"),
+    [(2, 1, 1), (3, 1, 0), (3, 2, 1), (20, 17, 0), (20, 18, 2), (45, 40, 0), (45, 41, 4)],
+)
+def test_stragglers_of_a_group_are_promoted(members: int, over: int, left: int) -> None:
+    """left: how many are promoted after `over` are; at most a tenth of the group, or one."""
+    core = core_of(*map_reduce(members))
+    core.want("out", LATENCY, 0.0)
+    for i in range(members):
+        core.set(f"x{i}", "text", 0.0)
+    core.take_actions()
+    finish(core, *(f"m{i}" for i in range(over - 1)))
+    assert not promoted(core)
+    finish(core, f"m{over - 1}")
+    assert promoted(core) == ({f"m{i}" for i in range(over, members)} if left else set())
+    core.check_integrity()
+
+
+def test_stragglers_that_have_not_started_start_real_time() -> None:
+    core = core_of(*map_reduce(2))
+    core.want("out", LATENCY, 0.0)
+    core.set("x0", "text", 0.0)
+    finish(core, "m0")
+    assert turns(core)["m1", 0].label.level is RT
+    core.take_actions()
+    core.set("x1", "text", 2.0)
+    assert [type(action).__name__ for action in core.take_actions()] == ["Settled", "Start"]
+
+
+def test_a_group_whose_deadline_is_at_risk_becomes_real_time() -> None:
+    core = core_of(*map_reduce(4), seconds=2.0)
+    for i in range(3):
+        core.set(f"x{i}", "text", 0.0)
+    core.want("out", Criteria(deadline_s=20.0), 0.0)
+    due = core.due()
+    assert due is not None and 18.0 - 2.0 - 1.0 < due < 16.0
+    core.take_actions()
+    core.tick(due - 0.001)
+    assert not promoted(core) and levels(core)["m0"] == (GROUP, 1)
+    finish(core, "m0")
+    core.tick(due)
+    assert promoted(core) == {"m1", "m2"}
+    assert levels(core)["m3"] == (RT, 1), "though it waits for its input"
+    assert core.due() is None
+
+
+def test_batch_work_with_a_deadline_becomes_real_time_when_it_has_to() -> None:
+    core = core_of(*(llm(f"c{i}", (f"v{i}", f"v{i + 1}")) for i in range(2)), seconds=3.0)
+    core.set("v0", "text", 0.0)
+    core.want("v2", Criteria(perf=Perf.THROUGHPUT, deadline_s=100.0), 0.0)
+    first = core.due()
+    assert first is not None and first < 94.0
+    core.take_actions()
+    core.tick(first)
+    assert promoted(core) == {"c0"}
+    assert levels(core) == {"c0": (RT, 1), "c1": (BATCH, 0)}
+    second = core.due()
+    assert second is not None and first < second < 97.0
+
+
+def test_a_deadline_that_is_at_risk_from_the_start_starts_real_time() -> None:
+    core = core_of(*map_reduce(2), seconds=2.0)
+    core.want("out", Criteria(deadline_s=3.0), 0.0)
+    assert levels(core)["m0"] == (RT, 1)
+
+
+def test_nobody_watches_the_deadline_of_what_is_settled() -> None:
+    core = core_of(*map_reduce(2))
+    core.want("out", Criteria(deadline_s=50.0), 0.0)
+    assert core.due() is not None
+    core.cancel("m0", 1.0)
+    assert core.due() is None
+
+
+DEFAULT = Slo(ttft_s=0.4, tpot_s=0.2)
+
+
+def labelled(label: Label, stage: int) -> Turn:
+    core = core_of(llm("c", ("x", "out")))
+    turn = turns(core)["c", 0]
+    turn.label = label
+    turn.stages[core.graph.variables["out"]] = stage
+    return turn
+
+
+def rt(**times: float) -> Label:
+    return Label(level=RT, objectives=frozenset({Perf.LATENCY}), **times)
+
+
+@pytest.mark.parametrize(
+    ("label", "stage", "expected"),
+    [
+        (Label(), 0, Terms(ServiceClass.BE, Slo(), False)),
+        (Label(deadline_s=15.0), 0, Terms(ServiceClass.BE, Slo(deadline_s=5.0), False)),
+        (Label(level=GROUP), 1, Terms(ServiceClass.BE, Slo(), True)),
+        (
+            Label(level=GROUP, deadline_s=12.0),
+            1,
+            Terms(ServiceClass.BE, Slo(deadline_s=2.0), True),
+        ),
+        (rt(), 0, Terms(ServiceClass.RT, Slo(), False)),
+        (rt(deadline_s=13.0), 0, Terms(ServiceClass.RT, Slo(deadline_s=3.0), False)),
+        (rt(ttft_s=0.1, tpot_s=0.05), 0, Terms(ServiceClass.RT, Slo(0.1, 0.05), False)),
+        (rt(), 1, Terms(ServiceClass.RT, Slo(), False)),
+        (rt(deadline_s=9.0), 0, Terms(ServiceClass.RT, Slo(), False)),
+        # 100 tokens: in 30 s each has 0.3 s, in 100 s more than twice the default, in 5 s less
+        # than half of it.
+        (rt(deadline_s=40.0), 2, Terms(ServiceClass.RT, Slo(0.2, 0.3, 30.0), False)),
+        (rt(deadline_s=110.0), 2, Terms(ServiceClass.RT, Slo(0.8, 0.4, 100.0), False)),
+        (rt(deadline_s=15.0), 2, Terms(ServiceClass.RT, Slo(0.2, 0.1, 5.0), False)),
+        (rt(deadline_s=9.0), 2, Terms(ServiceClass.RT, Slo(0.2, 0.1), False)),
+    ],
+)
+def test_what_a_label_means_for_the_engine(label: Label, stage: int, expected: Terms) -> None:
+    found = terms(labelled(label, stage), 10.0, 100.0, DEFAULT)
+    assert found.service_class is expected.service_class
+    assert found.grouped is expected.grouped
+    for name in ("ttft_s", "tpot_s", "deadline_s"):
+        assert getattr(found.slo, name) == pytest.approx(getattr(expected.slo, name))

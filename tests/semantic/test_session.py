@@ -1,0 +1,381 @@
+"""What a session starts, aborts and tells, event by event. test_session_machine.py has the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.semantic.actions import Abort, Action, Prefill, Promote, Settled, Start
+from bros.semantic.errors import (
+    Cause,
+    ConflictError,
+    FailedStage,
+    SessionGoneError,
+    SessionLimitError,
+)
+from bros.semantic.nodes import CallKind, NewCall, OutputPiece, TurnState, VariableState
+from bros.semantic.program import Criteria, Perf
+from bros.semantic.retention import SessionLimits
+from bros.semantic.session import SessionCore
+from support.programs import llm, native, turns
+
+LATENCY = Criteria()
+PENDING, READY = VariableState.PENDING, VariableState.READY
+FAILED, CANCELLED = VariableState.FAILED, VariableState.CANCELLED
+
+
+def core_of(*calls: NewCall, limits: SessionLimits | None = None) -> SessionCore:
+    core = SessionCore("s", estimate=lambda turn: 1.0, limits=limits or SessionLimits())
+    core.submit(calls, 0.0)
+    return core
+
+
+def shown(actions: list[Action]) -> list[str]:
+    """As 'start c', 'prefill c 2', 'ready v'; the second turn of a call as c/1."""
+
+    def name(action: Start | Promote | Abort | Prefill) -> str:
+        turn = action.turn
+        return turn.call.id + (f"/{turn.index}" if turn.index else "")
+
+    def words(action: Action) -> str:
+        match action:
+            case Settled(variable):
+                return f"{variable.state} {variable.id}"
+            case Prefill(_, pieces):
+                return f"prefill {name(action)} {pieces}"
+            case _:
+                return f"{type(action).__name__.lower()} {name(action)}"
+
+    return [words(action) for action in actions]
+
+
+def take(core: SessionCore) -> list[str]:
+    core.check_integrity()
+    return shown(core.take_actions())
+
+
+def states(core: SessionCore) -> dict[str, VariableState]:
+    return {v.id: v.state for v in core.graph.variables.values()}
+
+
+def finish(core: SessionCore, call: str, index: int = 0, text: str = "done") -> None:
+    core.finished(turns(core)[call, index], text, (1, 2), 1.0)
+
+
+def test_nothing_runs_until_it_is_wanted_and_then_only_what_is_needed() -> None:
+    core = core_of(llm("a", ("", "u")), llm("b", ("u", "v")), llm("other", ("u", "w")))
+    assert take(core) == []
+    core.want("v", LATENCY, 0.0)
+    assert take(core) == ["start a"]
+    finish(core, "a")
+    assert take(core) == ["ready u", "start b"]
+    finish(core, "b", text="value")
+    assert take(core) == ["ready v"]
+    variable = core.variable("v")
+    assert (variable.text, variable.token_ids) == ("value", (1, 2))
+    assert states(core)["w"] is PENDING
+
+
+def test_starts_come_in_the_order_of_submission() -> None:
+    core = core_of(*(llm(f"m{i}", ("", f"v{i}")) for i in range(5)), llm("r", ("v3 v0", "o")))
+    core.want("o", LATENCY, 0.0)
+    core.want("v4", LATENCY, 0.0)
+    assert take(core) == ["start m0", "start m3", "start m4"]
+
+
+def test_a_call_with_two_outputs_goes_on_where_it_was() -> None:
+    core = core_of(llm("talk", ("x", "question"), ("answer", "thanks")))
+    core.want("thanks", LATENCY, 0.0)
+    core.set("x", "text", 0.0)
+    assert take(core) == ["ready x", "start talk"]
+    core.set("answer", "text", 0.0)
+    assert take(core) == ["ready answer"]
+    finish(core, "talk")
+    assert take(core) == ["ready question", "start talk/1"]
+
+
+def test_only_the_first_turn_runs_if_nobody_wants_the_second() -> None:
+    core = core_of(llm("talk", ("", "a"), ("", "b")))
+    core.want("a", LATENCY, 0.0)
+    finish(core, "talk")
+    assert take(core) == ["ready a"], "its start was pointless by the time it was asked for"
+    core.want("b", LATENCY, 0.0)
+    assert take(core) == ["start talk/1"]
+
+
+def test_a_program_that_comes_after_the_want_runs_at_once() -> None:
+    core = core_of(llm("last", ("mid", "out")))
+    core.want("out", LATENCY, 0.0)
+    assert take(core) == []
+    core.submit([llm("first", ("", "start")), llm("second", ("start", "mid"))], 1.0)
+    assert take(core) == ["start first"]
+    finish(core, "first")
+    assert take(core) == ["ready start", "start second"]
+
+
+def test_native_calls_are_run_by_the_client_and_what_follows_goes_on() -> None:
+    core = core_of(llm("a", ("", "u")), native("f", "u", "p q"), llm("b", ("p", "out")))
+    core.want("out", LATENCY, 0.0)
+    assert take(core) == ["start a"]
+    assert turns(core)["f", 0].state is TurnState.WAITING
+    finish(core, "a")
+    assert take(core) == ["ready u"]
+    assert turns(core)["f", 0].state is TurnState.READY
+    core.set("p", "1", 0.0)
+    assert take(core) == ["ready p", "start b"]
+    core.set("q", "2", 0.0)
+    assert turns(core)["f", 0].state is TurnState.FINISHED
+
+
+def test_a_native_function_that_fails_says_so_to_all_that_need_it() -> None:
+    core = core_of(native("f", "x", "p q"), llm("b", ("q", "out")), llm("c", ("p", "fine")))
+    core.set("p", "1", 0.0)
+    core.native_failed("f", "ZeroDivisionError", 1.0)
+    take(core)
+    assert core.variable("out").cause == Cause("f", FailedStage.NATIVE, "ZeroDivisionError")
+    assert states(core) == {
+        **{"x": PENDING, "p": READY, "q": FAILED},
+        **{"out": FAILED, "fine": PENDING},
+    }
+    with pytest.raises(ConflictError):
+        core.native_failed("f", "again", 2.0)
+    with pytest.raises(InvalidRequestError):
+        core.native_failed("c", "it is not native", 2.0)
+
+
+def test_a_failure_reaches_what_needs_it_and_nothing_else() -> None:
+    core = core_of(
+        llm("bad", ("", "u")),
+        llm("sibling", ("", "w")),
+        llm("far", ("v w", "out"), ("", "more")),
+        llm("near", ("u", "v")),
+        llm("half", ("", "h1"), ("u", "h2"), ("", "h3")),
+    )
+    for name in ("more", "h3"):
+        core.want(name, LATENCY, 0.0)
+    take(core)
+    cause = Cause("bad", FailedStage.GENERATE, "out of memory", "u")
+    core.failed(turns(core)["bad", 0], cause, 1.0)
+    told = take(core)
+    assert sorted(told) == sorted(
+        f"failed {name}" for name in ("u", "v", "out", "more", "h2", "h3")
+    )
+    assert all(core.variable(name).cause is cause for name in ("u", "v", "out", "more", "h2", "h3"))
+    assert core.graph.calls["far"].cause is cause
+    finish(core, "sibling")
+    finish(core, "half")
+    assert take(core) == ["ready w", "ready h1"]
+
+
+def test_calls_that_come_after_the_failure_have_failed_too() -> None:
+    core = core_of(llm("bad", ("", "u")))
+    core.want("u", LATENCY, 0.0)
+    cause = Cause("bad", FailedStage.TRANSFORM, "no JSON", "u")
+    core.failed(turns(core)["bad", 0], cause, 1.0)
+    core.submit([llm("late", ("u", "v")), llm("later", ("v", "w"))], 2.0)
+    take(core)
+    assert core.variable("w").cause is cause
+
+
+def test_cancelling_aborts_what_runs_and_ends_what_needs_it() -> None:
+    core = core_of(llm("a", ("", "u"), ("", "u2")), llm("b", ("u2", "v")), llm("c", ("u", "w")))
+    core.want("v", LATENCY, 0.0)
+    core.want("w", LATENCY, 0.0)
+    finish(core, "a")
+    take(core)
+    core.cancel("a", 2.0)
+    assert take(core) == ["abort a/1", "cancelled u2", "cancelled v"]
+    assert core.variable("v").cause == Cause("a", FailedStage.CANCELLED, "It was cancelled.")
+    finish(core, "a", 1)
+    core.failed(turns(core)["a", 1], Cause("a", FailedStage.GENERATE, "late"), 3.0)
+    core.first_token(turns(core)["a", 1], 3.0)
+    core.cancel("a", 3.0)
+    assert take(core) == [], "it was over"
+    finish(core, "c")
+    assert take(core) == ["ready w"]
+    with pytest.raises(NotFoundError):
+        core.cancel("nobody", 3.0)
+
+
+def test_what_was_never_handed_out_is_not_aborted_either() -> None:
+    core = core_of(llm("a", ("", "u")))
+    core.want("u", LATENCY, 0.0)
+    core.cancel("a", 0.0)
+    assert take(core) == ["cancelled u"]
+
+
+def test_known_beginnings_are_computed_while_the_rest_is_generated() -> None:
+    core = core_of(llm("a", ("", "u")), llm("b", ("", "v")), llm("both", ("x u v", "out")))
+    core.set("x", "text", 0.0)
+    core.want("out", LATENCY, 0.0)
+    assert take(core) == ["ready x", "start a", "start b"]
+    core.first_token(turns(core)["b", 0], 1.0)
+    assert take(core) == [], "v is being generated, but u is missing before that"
+    core.first_token(turns(core)["a", 0], 1.0)
+    assert take(core) == ["prefill both 3"], "its name, x, and what is between"
+    finish(core, "a")
+    assert take(core) == ["ready u", "prefill both 5", "promote b"], "b is the last of its group"
+    finish(core, "b")
+    assert take(core) == ["ready v", "start both"]
+
+
+def test_no_beginning_of_what_nobody_wants_or_of_a_turn_to_come() -> None:
+    core = core_of(
+        llm("a", ("", "u")), llm("idle", ("u", "w")), llm("talk", ("", "q"), ("u", "thanks"))
+    )
+    core.want("thanks", LATENCY, 0.0)
+    take(core)
+    core.first_token(turns(core)["a", 0], 1.0)
+    assert take(core) == []
+    finish(core, "talk")
+    assert take(core) == ["ready q", "prefill talk/1 3"]
+    core.want("w", LATENCY, 0.0)
+    assert take(core) == ["prefill idle 1"]
+
+
+def test_values_are_set_once() -> None:
+    core = core_of(llm("a", ("x", "u")))
+    core.set("x", "1", 0.0)
+    for name, code in (("x", "already_set"), ("u", "already_produced")):
+        with pytest.raises(ConflictError) as refused:
+            core.set(name, "2", 0.0)
+        assert refused.value.code == code
+    assert core.variable("x").text == "1"
+    with pytest.raises(NotFoundError):
+        core.set("nobody", "2", 0.0)
+    with pytest.raises(NotFoundError):
+        core.want("nobody", LATENCY, 0.0)
+
+
+def test_plain_requests_are_watched_only() -> None:
+    plain = NewCall(id="p", kind=CallKind.PLAIN, pieces=(OutputPiece("answer", "u"),))
+    core = core_of(llm("b", ("u", "out")))
+    core.want("out", LATENCY, 0.0)
+    core.submit([plain], 1.0)
+    assert take(core) == []
+    core.first_token(turns(core)["p", 0], 2.0)
+    assert take(core) == ["prefill b 1"]
+    finish(core, "p")
+    assert take(core) == ["ready u", "start b"]
+
+
+def test_times_of_a_turn() -> None:
+    core = core_of(llm("a", ("", "u")))
+    turn = turns(core)["a", 0]
+    core.want("u", LATENCY, 1.0)
+    core.first_token(turn, 2.0)
+    core.first_token(turn, 2.5)
+    core.finished(turn, "x", None, 3.0)
+    assert (turn.ready_s, turn.first_token_s, turn.end_s) == (1.0, 2.0, 3.0)
+
+
+def test_closing_ends_everything_and_refuses_more() -> None:
+    core = core_of(llm("a", ("", "u")), llm("b", ("u z", "v")))
+    core.want("v", LATENCY, 0.0)
+    take(core)
+    core.close("The session was deleted.", 1.0)
+    told = take(core)
+    assert told[0] == "abort a"
+    assert sorted(told[1:]) == ["cancelled u", "cancelled v", "cancelled z"]
+    assert {v.cause.message for v in core.graph.variables.values() if v.cause} == {
+        "The session was deleted."
+    }
+    for change in (
+        lambda: core.submit([llm("c", ("", "w"))], 2.0),
+        lambda: core.want("v", LATENCY, 2.0),
+        lambda: core.set("z", "", 2.0),
+        lambda: core.declare("new"),
+    ):
+        with pytest.raises(SessionGoneError):
+            change()
+    assert core.due() is None
+    core.close("again", 3.0)
+    assert take(core) == []
+
+
+# Memory is bounded (the graph of the authors' code only grows).
+
+
+def test_a_session_forgets_what_was_over_long_ago() -> None:
+    limits = SessionLimits(max_calls=2, kept_calls=3, max_variables=6, max_value_chars=100)
+    core = core_of(llm("c0", ("", "v0")), limits=limits)
+    for i in range(50):
+        core.submit([llm(f"c{i + 1}", (f"v{i}", f"v{i + 1}"))], 0.0)
+        core.want(f"v{i}", LATENCY, 0.0)
+        finish(core, f"c{i}", text="ten chars.")
+        assert take(core)[-1] == f"ready v{i}"
+        assert len(core.graph.calls) <= 2 + 3
+        assert len(core.graph.variables) <= 6
+    assert "v45" not in core.graph.variables or core.variable("v45").text == "ten chars."
+    with pytest.raises(NotFoundError):
+        core.call("c0")
+    with pytest.raises(NotFoundError):
+        core.variable("v0")
+    assert core.variable("v49").text == "ten chars."
+
+
+def test_values_that_are_needed_are_not_forgotten() -> None:
+    limits = SessionLimits(kept_calls=0, max_value_chars=25)
+    core = core_of(llm("later", ("old x", "out")), llm("a", ("", "old")), limits=limits)
+    core.want("old", LATENCY, 0.0)
+    finish(core, "a", text="ten chars.")
+    for i in range(5):
+        core.submit([llm(f"b{i}", ("", f"w{i}"))], 0.0)
+        core.want(f"w{i}", LATENCY, 0.0)
+        finish(core, f"b{i}", text="ten chars.")
+        core.check_integrity()
+    assert core.variable("old").text == "ten chars."
+    assert [f"w{i}" in core.graph.variables for i in range(5)] == [False] * 4 + [True]
+
+
+def test_a_forgotten_value_that_is_used_again_stays() -> None:
+    limits = SessionLimits(kept_calls=0, max_variables=3)
+    core = core_of(llm("a", ("", "u")), limits=limits)
+    core.want("u", LATENCY, 0.0)
+    finish(core, "a")
+    core.submit([llm("b", ("u", "v"))], 0.0)
+    core.declare("k")
+    core.check_integrity()
+    with pytest.raises(SessionLimitError):
+        core.declare("too many")
+    core.want("v", LATENCY, 0.0)
+    assert take(core)[-1] == "start b"
+    finish(core, "b")
+    core.declare("now there is room")
+    assert "u" not in core.graph.variables
+
+
+def test_what_there_is_no_room_for_is_refused_and_changes_nothing() -> None:
+    limits = SessionLimits(max_calls=2, max_variables=4, max_value_chars=10)
+    core = core_of(llm("a", ("x", "u")), limits=limits)
+    with pytest.raises(SessionLimitError, match="requests"):
+        core.submit([llm("b", ("", "v")), llm("c", ("", "w"))], 0.0)
+    with pytest.raises(SessionLimitError, match="variables"):
+        core.submit([llm("b", ("k l", "v"))], 0.0)
+    pieces = llm("b", ("k", "v")).pieces
+    with pytest.raises(SessionLimitError, match="characters"):
+        core.submit([NewCall(id="b", pieces=pieces, values={"k": "x" * 11})], 0.0)
+    with pytest.raises(SessionLimitError, match="characters"):
+        core.set("x", "x" * 11, 0.0)
+    core.check_integrity()
+    assert list(core.graph.calls) == ["a"] and list(core.graph.variables) == ["x", "u"]
+    core.set("x", "x" * 10, 0.0)
+    core.want("u", LATENCY, 0.0)
+    take(core)
+    finish(core, "a", text="y")
+    assert take(core) == ["failed u"]
+    cause = core.variable("u").cause
+    assert cause is not None and "characters" in cause.message
+
+
+def test_a_thousand_maps_and_a_chain_of_ten_thousand() -> None:
+    maps = [llm(f"m{i}", ("", f"v{i}")) for i in range(1000)]
+    reduce = llm("r", (" ".join(f"v{i}" for i in range(1000)), "out"))
+    core = core_of(*maps, reduce)
+    core.want("out", Criteria(perf=Perf.LATENCY, deadline_s=60.0), 0.0)
+    assert len(core.take_actions()) == 1000
+    chain = core_of(*(llm(f"c{i}", (f"v{i}", f"v{i + 1}")) for i in range(10_000)))
+    chain.want("v10000", LATENCY, 0.0)
+    chain.cancel("c0", 1.0)
+    assert chain.variable("v10000").state is CANCELLED
+    assert chain.open_calls == 0
