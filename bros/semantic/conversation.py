@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +36,9 @@ from bros.semantic.template import (
 
 ANSWER = Placeholder("output", Role.OUTPUT)
 """What the model says to a conversation that has no output of its own."""
+
+MAX_OUTPUTS = 100
+"""Of a conversation: the chat template runs once for each, over all that is before it."""
 
 _USER = "user"
 _ASSISTANT = "assistant"
@@ -166,8 +170,16 @@ def _with_contents(spec: CallSpec) -> list[_Message]:
 
 
 def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple[Piece, ...]:
-    """The conversation in the format of the model, up to its last output."""
-    sentinels = _Sentinels([piece for message in messages for piece in message.pieces], param)
+    """The conversation in the format of the model, up to its last output.
+
+    What an assistant message holds before its last output stands after the beginning of an answer
+    as it is; what it holds after that comes with the next messages.
+    """
+    every = [piece for message in messages for piece in message.pieces]
+    if (num_outputs := sum(map(is_output, every))) > MAX_OUTPUTS:
+        reason = f"The conversation has {num_outputs} outputs, more than {MAX_OUTPUTS}."
+        raise InvalidRequestError(reason, param=param)
+    sentinels = _Sentinels(every, param)
     laid_out: list[Piece] = []
     history: list[dict[str, str]] = []
     for message in messages:
@@ -179,8 +191,8 @@ def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple
             content += sentinels.put(piece)
             if index < end:
                 laid_out.append(piece)
-        if end:
-            sentinels.pass_over()
+            if index == end - 1:
+                sentinels.pass_over()
         history.append({"role": message.role, "content": content})
     if not any(map(is_output, laid_out)):
         laid_out += sentinels.cut(chat.render_chat(history))
@@ -237,12 +249,13 @@ class _Sentinels:
         return [piece for piece in pieces if piece != Text("")]
 
     def _check(self, numbers: Sequence[int], past: Sequence[int]) -> None:
+        counts, are_past = Counter(numbers), set(past)
         for number, placeholder in enumerate(self._placed):
-            count = numbers.count(number)
+            count = counts[number]
             if count != 1:
                 found = "leaves it out" if count == 0 else f"writes it {count} times"
                 self._refuse(placeholder, found)
-            if (number < self._num_past) != (number in past):
+            if (number < self._num_past) != (number in are_past):
                 self._refuse(placeholder, "moves it past an output")
         if past and past[-1] != self._num_past - 1:
             self._refuse(self._placed[self._num_past - 1], "writes it before what precedes it")

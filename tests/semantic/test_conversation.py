@@ -71,17 +71,17 @@ def test_several_outputs_read_what_the_whole_conversation_would(template: str) -
     chat = tiny_tokenizer(template)
     messages = [
         Message(role="user", content="Ask {{q}} and {{q}}"),
-        Message(role="assistant", content="Sure: {{output:a}}, or {{output:b}}!"),
+        Message(role="assistant", content="Sure: {{output:a}}, or {{output:b}}, {{t}}!"),
         Message(role="user", content="{{r}}"),
         Message(role="assistant", content="{{output:c}} and so on"),
         Message(role="user", content="{{pruned}}"),
     ]
     pieces = lay_out(CallSpec(messages=messages), chat)
-    assert names(pieces) == ["q", "q", "a", "b", "r", "c"]
-    values = {"q": "Q", "a": "A", "b": "B", "r": "R"}
+    assert names(pieces) == ["q", "q", "a", "b", "t", "r", "c"]
+    values = {"q": "Q", "a": "A", "b": "B", "t": "T", "r": "R"}
     plain = [
         {"role": "user", "content": "Ask Q and Q"},
-        {"role": "assistant", "content": "Sure: A, or B!"},
+        {"role": "assistant", "content": "Sure: A, or B, T!"},
         {"role": "user", "content": "R"},
     ]
     assert filled(pieces[:-1], values) == chat.render_chat(plain)
@@ -151,6 +151,11 @@ ASSISTANT = Message(role="assistant", content="{{output:a}}")
         (CallSpec(template="x", messages=[USER]), "template", "either template or messages"),
         (CallSpec(template="no output {{x}}"), "template", "has no output"),
         (CallSpec(messages=[]), "messages", "at least one message"),
+        (
+            CallSpec(template="".join(f"a {{{{output:o{i}}}}}" for i in range(101)), chat=True),
+            "template",
+            "101 outputs, more than 100",
+        ),
         (CallSpec(template="{{output:a}}", chat=True), "template", "Nothing is said before"),
         (
             CallSpec(template="a {{output:a}} \n {{output:b}}", chat=True),

@@ -6,6 +6,7 @@ Apart from `regex`, which has a time limit, all of them read the text once.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import regex as regex_library
 
@@ -17,7 +18,6 @@ _MAX_PATTERN_SIZE = 50_000
 _COUNTED = re.compile(r"\{[^{}]*\}")  # a{2,5}, and some that mean other things
 _RECURSION = re.compile(r"\(\?(?:R|[+-]?[0-9]|&|P>)")
 _TAG_NAME = re.compile(r"[A-Za-z_][\w.:-]*")
-_FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)[^`\n]*")
 
 
 def regex(pattern: str, group: str = "0") -> Function:
@@ -103,24 +103,42 @@ def code_block(language: str = "") -> Function:
     return inside
 
 
+class _Fence(NamedTuple):
+    mark: str  # ` or ~
+    length: int
+    language: str
+
+    def is_closed_by(self, other: _Fence) -> bool:
+        is_long_enough = other.mark == self.mark and other.length >= self.length
+        return is_long_enough and not other.language
+
+
 def find_code_block(text: str, languages: tuple[str, ...]) -> str | None:
     """The first fenced block in one of these languages, () for any; one may end with the text."""
-    opened: re.Match[str] | None = None
+    opened: _Fence | None = None
     block: list[str] = []
     for line in text.split("\n"):
-        fence = _FENCE.fullmatch(line.rstrip())
+        fence = _fence(line)
         if opened is None:
             opened, block = fence, []
-        elif fence and not fence["language"] and fence["marks"].startswith(opened["marks"]):
-            if _is_one_of(opened, languages):
-                return "\n".join(block)
-            opened = None
-        else:
+        elif fence is None or not opened.is_closed_by(fence):
             block.append(line)
-    if opened is not None and _is_one_of(opened, languages):
+        elif not languages or opened.language in languages:
+            return "\n".join(block)
+        else:
+            opened = None
+    if opened is not None and (not languages or opened.language in languages):
         return "\n".join(block)
     return None
 
 
-def _is_one_of(fence: re.Match[str], languages: tuple[str, ...]) -> bool:
-    return not languages or fence["language"].lower() in languages
+def _fence(line: str) -> _Fence | None:
+    """A line as CommonMark's fences are: three marks or more, and the language after them."""
+    rest = line.strip()
+    if not rest.startswith(("```", "~~~")):
+        return None
+    after = rest.lstrip(rest[0])
+    if rest[0] == "`" and "`" in after:
+        return None
+    language = after.split(maxsplit=1)[0].lower() if after else ""
+    return _Fence(rest[0], len(rest) - len(after), language)

@@ -6,6 +6,7 @@ import itertools
 import json as json_library
 import re
 from collections.abc import Iterator
+from datetime import date
 from typing import Any, NoReturn
 
 import yaml
@@ -103,7 +104,9 @@ def _with_text_keys(value: Any) -> Any:
         return [_with_text_keys(inner) for inner in value]
     if isinstance(value, bool | int | float | str) or value is None:
         return value
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+    if isinstance(value, date):
+        return value.isoformat()
+    raise TransformError(f"the YAML has a {type(value).__name__}, of which JSON has none")
 
 
 def _key(key: Any) -> str:
