@@ -126,8 +126,9 @@ class _Draft:
             raise ConflictError(f"There is a request {new.id} already.", "already_exists")
         number = self._graph.added + len(self._calls)
         self._calls.add(new.id)
+        names = {p.variable_id: p.name for p in new.pieces if isinstance(p, InputPiece)}
         for variable_id, text in new.values.items():
-            self._constant(variable_id, text)
+            self._constant(variable_id, names.get(variable_id, ""), text)
         call = Call(new.id, number, new.name, new.kind, tuple(new.pieces), created_s=now)
         call.turns = tuple(self._native(call) if new.kind is CallKind.NATIVE else self._turns(call))
         for turn in call.turns:
@@ -135,10 +136,10 @@ class _Draft:
                 self._consumers.setdefault(variable, []).append(turn)
         return call
 
-    def _constant(self, variable_id: str, text: str) -> None:
+    def _constant(self, variable_id: str, name: str, text: str) -> None:
         if variable_id in self._graph.variables or variable_id in self.variables:
             raise ConflictError(f"There is a variable {variable_id} already.", "already_exists")
-        constant = Variable(variable_id, "", state=VariableState.READY, text=text)
+        constant = Variable(variable_id, name, state=VariableState.READY, text=text)
         self.variables[variable_id] = constant
 
     def _turns(self, call: Call) -> Iterator[Turn]:
