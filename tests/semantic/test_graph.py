@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bros.semantic.errors import ConflictError
 from bros.semantic.graph import Graph
 from bros.semantic.nodes import NewCall, VariableState, open_ancestors
-from support.programs import (
+from support.naive_programs import (
     NaiveGraph,
     llm,
     native,

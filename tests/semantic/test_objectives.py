@@ -12,7 +12,7 @@ from bros.semantic.nodes import NewCall, Turn
 from bros.semantic.objectives import Terms, terms
 from bros.semantic.program import Criteria, Perf
 from bros.semantic.session import SessionCore
-from support.programs import (
+from support.naive_programs import (
     NaiveObjectives,
     TurnId,
     criteria,

@@ -17,7 +17,7 @@ from bros.semantic.nodes import CallKind, NewCall, OutputPiece, TurnState, Varia
 from bros.semantic.program import Criteria, Perf
 from bros.semantic.retention import SessionLimits
 from bros.semantic.session import SessionCore
-from support.programs import llm, native, turns
+from support.naive_programs import llm, native, turns
 
 LATENCY = Criteria()
 PENDING, READY = VariableState.PENDING, VariableState.READY
