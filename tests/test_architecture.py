@@ -41,7 +41,8 @@ CONFINED = {  # library -> where it may be imported
     "triton": ("bros/kernels/",),
     "starlette": SERVER_ONLY,
     "uvicorn": SERVER_ONLY,
-    "pydantic": SERVER_ONLY,
+    "pydantic": (*SERVER_ONLY, "bros/langchain/"),  # LangChain's models are pydantic's
+    "langchain_core": ("bros/langchain/",),
     "pydantic_core": SERVER_ONLY,
     "prometheus_client": SERVER_ONLY,
     "zmq": WIRE_ONLY,

@@ -103,13 +103,13 @@ class HttpBackend:
             async with self._http.stream("GET", path, params=query, timeout=timeout) as answer:
                 if not answer.is_success:
                     await answer.aread()
-                    raise _refusal(answer)
-                async for data in _events(answer.aiter_bytes()):
+                    raise read_refusal(answer)
+                async for data in read_events(answer.aiter_bytes()):
                     if data == b"[DONE]":
                         return
                     event = json.loads(data)
                     if "error" in event:
-                        raise _error(None, event["error"], None)
+                        raise read_error(None, event["error"], None)
                     if "delta" in event:
                         yield str(event["delta"])
         raise ServerUnreachableError(f"{self._server} ended the stream in the middle of the value.")
@@ -145,7 +145,7 @@ class HttpBackend:
                 method, path, json=body, params=query, timeout=timeout
             )
             if not answer.is_success:
-                raise _refusal(answer)
+                raise read_refusal(answer)
             found: Mapping[str, Any] = answer.json()
             return found
 
@@ -257,7 +257,7 @@ def _variable(session_id: str, variable_id: str) -> str:
     return f"sessions/{session_id}/variables/{quote(variable_id, safe='')}"
 
 
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def read_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The data of each event; our server writes one line each, and comments."""
     rest = b""
     async for piece in pieces:
@@ -267,20 +267,22 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 yield event.removeprefix(b"data:").strip()
 
 
-def _refusal(answer: httpx.Response) -> BrosError:
+def read_refusal(answer: httpx.Response) -> BrosError:
     """What the server said instead of an answer, as what it raised."""
     try:
         error = answer.json()["error"]
         retry_after_s = float(answer.headers.get("retry-after", 1.0))
-        return _error(answer.status_code, error, retry_after_s)
+        return read_error(answer.status_code, error, retry_after_s)
     except (ValueError, KeyError, TypeError, AttributeError):
         return ServerUnreachableError(
             f"{answer.url} answered {answer.status_code}, and not as a server of bros does."
         )
 
 
-def _error(status: int | None, error: Mapping[str, Any], retry_after_s: float | None) -> BrosError:
-    """status: None of one that comes in the middle of a stream."""
+def read_error(
+    status: int | None, error: Mapping[str, Any], retry_after_s: float | None
+) -> BrosError:
+    """An error in a reply as what the server raised; status: None in the middle of a stream."""
     message, code, param = str(error["message"]), error.get("code"), error.get("param")
     cause = error.get("cause")
     if cause is not None:

@@ -50,16 +50,19 @@ class _Stream:
 
 
 class ProgramEngine:
-    """An EngineClient: each request takes STEP_S for every block of its prompt, then for a token.
+    """An EngineClient: each request takes step_s for every block of its prompt, then for a token.
 
-    answer: prompt -> text. Tests set: `refusals`, raised one by one on submission; `errors`: last
+    answer: prompt -> text, or its tokens. Tests set: `refusals`, raised one by one on submission; `errors`: last
     outputs, given instead of an answer one by one; `relegates`. `die` and `revive` are for the
     whole engine. open: requests that are being worked on; most_open: at once so far. kept: ids
     whose KV is kept. Everything that was asked is in submitted, aborted, promoted, released.
     """
 
-    def __init__(self, answer: Callable[[str], str] = echo) -> None:
+    def __init__(
+        self, answer: Callable[[str], str | Sequence[int]] = echo, step_s: float = STEP_S
+    ) -> None:
         self.answer = answer
+        self.step_s = step_s
         self.alive = True
         self.refusals: list[Exception] = []
         self.errors: list[RequestOutput] = []
@@ -136,7 +139,7 @@ class ProgramEngine:
     async def _outputs(
         self, request: EngineRequest, death: asyncio.Future[None]
     ) -> AsyncIterator[RequestOutput]:
-        await self._work(death, STEP_S * (1 + len(request.prompt_token_ids) // BLOCK))
+        await self._work(death, self.step_s * (1 + len(request.prompt_token_ids) // BLOCK))
         if self.errors and not request.fill:
             yield self._last(request, self.errors.pop(0))
             return
@@ -145,7 +148,8 @@ class ProgramEngine:
                 request, RequestOutput(request_id="", finish_reason=FinishReason.LENGTH)
             )
             return
-        script = [*byte_ids(self.answer(text_of(request.prompt_token_ids))), EOS]
+        answer = self.answer(text_of(request.prompt_token_ids))
+        script = [*(byte_ids(answer) if isinstance(answer, str) else answer), EOS]
         most = request.sampling.max_tokens or MAX_LEN
         for count, token_id in enumerate(script[:most], start=1):
             output = RequestOutput(request_id=request.request_id, token_ids=(token_id,))
@@ -154,12 +158,10 @@ class ProgramEngine:
                 yield self._last(request, output)
                 return
             yield output
-            await self._work(death, STEP_S)
+            await self._work(death, self.step_s)
 
     async def _work(self, death: asyncio.Future[None], seconds: float) -> None:
-        with_timeout = asyncio.wait({death}, timeout=seconds)
-        done, _ = await with_timeout
-        if done:
+        if (await asyncio.wait({death}, timeout=seconds))[0]:
             death.result()
 
     def _last(self, request: EngineRequest, output: RequestOutput) -> RequestOutput:

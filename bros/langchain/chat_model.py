@@ -1,0 +1,220 @@
+"""Requests of LangChain to /v1/chat/completions, one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import ssl
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import httpx
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    convert_to_openai_messages,
+)
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from pydantic import SecretStr
+
+from bros.core.errors import BrosError
+from bros.semantic.client import read_error, read_events, read_refusal
+from bros.semantic.errors import ServerUnreachableError
+
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class BrosChat(BaseChatModel):
+    """A chat model behind /v1/chat/completions of a bros server.
+
+    url: with or without /v1. session: id of a session (or a name of your own, which comes into
+    being) whose graph and schedule the requests become part of; node: what they are called there.
+    service_tier: "flex" for best-effort work. slo: objectives such as {"ttft_ms": 300}.
+    timeout: seconds of silence after which the server is given up. extra_body: further fields.
+    """
+
+    url: str = "http://localhost:8000"
+    model: str | None = None
+    api_key: SecretStr | None = None
+    session: str | None = None
+    node: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    service_tier: str | None = None
+    slo: dict[str, float] | None = None
+    timeout: float = 600.0
+    extra_body: dict[str, Any] | None = None
+
+    @property
+    def _llm_type(self) -> str:
+        return "bros"
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        return {"url": self.url, "model": self.model, "session": self.session}
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with httpx.Client(**self._client_options()) as http, _readable_errors(self.url):
+            answer = http.post("chat/completions", json=self._body(messages, stop, kwargs))
+            return _result(answer)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with _readable_errors(self.url):
+            async with httpx.AsyncClient(**self._client_options()) as http:
+                body = self._body(messages, stop, kwargs)
+                return _result(await http.post("chat/completions", json=body))
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        body = {**self._body(messages, stop, kwargs), "stream": True}
+        with (
+            _readable_errors(self.url),
+            httpx.Client(**self._client_options()) as http,
+            http.stream("POST", "chat/completions", json=body) as answer,
+        ):
+            if not answer.is_success:
+                answer.read()
+                raise read_refusal(answer)
+            for data in _lines(answer.iter_bytes()):
+                if (chunk := _chunk(data)) is not None:
+                    if run_manager is not None:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        body = {**self._body(messages, stop, kwargs), "stream": True}
+        with _readable_errors(self.url):
+            async with (
+                httpx.AsyncClient(**self._client_options()) as http,
+                http.stream("POST", "chat/completions", json=body) as answer,
+            ):
+                if not answer.is_success:
+                    await answer.aread()
+                    raise read_refusal(answer)
+                async for data in read_events(answer.aiter_bytes()):
+                    if (chunk := _chunk(data)) is not None:
+                        if run_manager is not None:
+                            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
+
+    @cached_property
+    def _ssl(self) -> ssl.SSLContext:
+        """Made once: it reads all certificates there are."""
+        return ssl.create_default_context()
+
+    def _client_options(self) -> dict[str, Any]:
+        headers = {}
+        if self.api_key is not None:
+            headers["authorization"] = f"Bearer {self.api_key.get_secret_value()}"
+        if self.session is not None:
+            headers["x-bros-session"] = self.session
+        if self.node is not None:
+            headers["x-bros-node"] = self.node
+        return {
+            "base_url": self.url.rstrip("/").removesuffix("/v1") + "/v1/",
+            "headers": headers,
+            "timeout": httpx.Timeout(self.timeout, connect=_CONNECT_TIMEOUT_S),
+            "verify": self._ssl,
+        }
+
+    def _body(
+        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        own = {
+            "model": self.model,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "service_tier": self.service_tier,
+            "slo": self.slo,
+            "stop": stop,
+            **(self.extra_body or {}),
+            **kwargs,
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        return {"messages": convert_to_openai_messages(messages), **given}
+
+
+def _result(answer: httpx.Response) -> ChatResult:
+    if not answer.is_success:
+        raise read_refusal(answer)
+    body = answer.json()
+    choice = body["choices"][0]
+    usage = body.get("usage") or {}
+    message = AIMessage(
+        choice["message"]["content"] or "",
+        usage_metadata=_usage(usage) if usage else None,
+        response_metadata={"finish_reason": choice["finish_reason"], "model_name": body["model"]},
+    )
+    return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+def _usage(usage: Mapping[str, int]) -> UsageMetadata:
+    return UsageMetadata(
+        input_tokens=usage["prompt_tokens"],
+        output_tokens=usage["completion_tokens"],
+        total_tokens=usage["total_tokens"],
+    )
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The data of each event."""
+    rest = b""
+    for piece in pieces:
+        *events, rest = (rest + piece).split(b"\n\n")
+        yield from (event[5:].strip() for event in events if event.startswith(b"data:"))
+
+
+def _chunk(data: bytes) -> ChatGenerationChunk | None:
+    """None of an event without text. Raises what the server says went wrong."""
+    if data == b"[DONE]":
+        return None
+    event = json.loads(data)
+    if "error" in event:
+        raise read_error(None, event["error"], None)
+    text = event["choices"][0]["delta"].get("content") if event["choices"] else None
+    return ChatGenerationChunk(message=AIMessageChunk(content=text)) if text else None
+
+
+@contextlib.contextmanager
+def _readable_errors(url: str) -> Iterator[None]:
+    try:
+        yield
+    except BrosError:
+        raise
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise ServerUnreachableError(f"{url} does not answer: {reason}") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ServerUnreachableError(f"{url} does not speak OpenAI's API: {error!r}") from error

@@ -1,0 +1,243 @@
+"""LangChain's prompt templates as functions of a session."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from string import Formatter
+from typing import Any
+
+from langchain_core.messages import BaseMessage, convert_to_openai_messages
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.runnables import Runnable, RunnableConfig
+
+from bros.semantic.calls import Form, make_call
+from bros.semantic.program import Perf, Role
+from bros.semantic.template import Piece, Placeholder, Text
+from bros.semantic.variables import SemanticVariable, agather, gather
+
+_MUSTACHE = re.compile(r"\{\{\s*([^\W\d]\w*)\s*\}\}")
+
+Part = tuple[str | None, tuple[Piece, ...]]
+"""A role of the conversation and what it says; no role: plain text."""
+
+
+class SemanticPrompt(Runnable[Any, SemanticVariable]):
+    """A prompt template as a function of the current session (`with Session(...)`).
+
+    Invoked with its variables, strings or SemanticVariables, it returns the SemanticVariable of the
+    answer at once; nothing is rendered, and nothing runs before a value is wanted (`Value`). A
+    template with one variable also takes that alone, so prompts compose with `|`.
+
+    prompt: a PromptTemplate, continued as it stands, or a ChatPromptTemplate. output: name of the
+    answer. name, sampling, transforms: as those of `semantic_function`.
+    Raises ValueError for templates that cannot be sent unrendered: jinja2, formats such as {x:>3}.
+    """
+
+    def __init__(
+        self,
+        prompt: PromptTemplate | ChatPromptTemplate,
+        *,
+        name: str | None = None,
+        output: str = "output",
+        sampling: Mapping[str, Any] | None = None,
+        transforms: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name or "prompt"
+        self._prompt = prompt
+        self._output = output
+        self._inputs = tuple(prompt.input_variables)
+        if output in self._inputs or output in prompt.partial_variables:
+            raise ValueError(f"{output!r} is a variable of the prompt; name the output otherwise")
+        self._sampling = dict(sampling or {})
+        self._transforms = dict(transforms or {})
+        if isinstance(prompt, PromptTemplate):
+            self._parts: list[Part | MessagesPlaceholder] = [(None, _pieces(prompt))]
+        else:
+            self._parts = [_part(message) for message in prompt.messages]
+
+    def invoke(
+        self, input: Any, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> SemanticVariable:
+        return self._call_with_config(self._call, input, config)
+
+    async def ainvoke(
+        self, input: Any, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> SemanticVariable:
+        return self.invoke(input, config)
+
+    def _call(self, given: Any) -> SemanticVariable:
+        arguments = self._arguments(given)
+        parts: list[Part] = []
+        for part in self._parts:
+            if isinstance(part, MessagesPlaceholder):
+                parts += _said(arguments.pop(part.variable_name, None) or [], part)
+            else:
+                parts.append(part)
+        form = Form(
+            name=self.name or "prompt",
+            outputs=(self._output,),
+            parts=_answered(parts, self._output),
+            sampling=self._sampling,
+            transforms=self._transforms,
+        )
+        return make_call(form, arguments, {}).outputs[self._output]
+
+    def _arguments(self, given: Any) -> dict[str, Any]:
+        if not isinstance(given, Mapping):
+            if len(self._inputs) != 1:
+                names = ", ".join(self._inputs)
+                raise TypeError(f"{self.name}: a mapping with {names} is needed")
+            given = {self._inputs[0]: given}
+        missing = [name for name in self._inputs if name not in given]
+        if missing:
+            raise KeyError(f"{self.name}: {', '.join(missing)} is missing")
+        partial = {
+            name: value() if callable(value) else value
+            for name, value in self._prompt.partial_variables.items()
+        }
+        used = {
+            piece.name
+            for part in self._parts
+            if isinstance(part, tuple)
+            for piece in part[1]
+            if isinstance(piece, Placeholder)
+        }
+        used |= {p.variable_name for p in self._parts if isinstance(p, MessagesPlaceholder)}
+        arguments = {}
+        for name, value in {**partial, **given}.items():
+            if name in used:
+                keep = isinstance(value, SemanticVariable | str | list | tuple)
+                arguments[name] = value if keep else str(value)
+        return arguments
+
+
+class Value(Runnable[Any, Any]):
+    """Waits for a SemanticVariable, or for all in a list or mapping; streams a single one.
+
+    perf: as of SemanticVariable.get.
+    """
+
+    def __init__(self, perf: Perf | str | None = None, *, timeout: float | None = None) -> None:
+        self._perf = perf
+        self._timeout_s = timeout
+
+    def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
+        return self._call_with_config(self._get, input, config)
+
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
+        return await self._acall_with_config(self._aget, input, config)
+
+    def stream(
+        self, input: Any, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> Iterator[Any]:
+        if isinstance(input, SemanticVariable):
+            yield from input.stream(self._perf)
+        else:
+            yield self.invoke(input, config)
+
+    async def astream(
+        self, input: Any, config: RunnableConfig | None = None, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        if isinstance(input, SemanticVariable):
+            async for piece in input.astream(self._perf):
+                yield piece
+        else:
+            yield await self.ainvoke(input, config)
+
+    def _get(self, given: Any) -> Any:
+        variables, shape = _flat(given)
+        return shape(gather(*variables, perf=self._perf, timeout=self._timeout_s))
+
+    async def _aget(self, given: Any) -> Any:
+        variables, shape = _flat(given)
+        return shape(await agather(*variables, perf=self._perf, timeout=self._timeout_s))
+
+
+def _flat(given: Any) -> tuple[list[SemanticVariable], Callable[[list[str]], Any]]:
+    """The variables in it, and what makes the same of their values."""
+    if isinstance(given, SemanticVariable):
+        return [given], lambda values: values[0]
+    if isinstance(given, Mapping):
+        names = list(given)
+        return list(given.values()), lambda values: dict(zip(names, values, strict=True))
+    if isinstance(given, list | tuple):
+        return list(given), lambda values: values
+    raise TypeError(f"Value needs variables, not {type(given).__name__}")
+
+
+def _part(message: Any) -> Part | MessagesPlaceholder:
+    """One message of a chat template."""
+    if isinstance(message, MessagesPlaceholder):
+        return message
+    if isinstance(message, BaseMessage):
+        return _role_of(message), (Text(_content(message)),)
+    prompt = getattr(message, "prompt", None)
+    if not isinstance(prompt, PromptTemplate):
+        raise ValueError(f"{type(message).__name__} cannot be sent unrendered; only text can")
+    # What a message of this template is like says its role.
+    example = message.format(**dict.fromkeys(prompt.input_variables, ""))
+    return _role_of(example), _pieces(prompt)
+
+
+def _said(messages: Sequence[Any], place: MessagesPlaceholder) -> list[Part]:
+    if not all(isinstance(message, BaseMessage) for message in messages):
+        raise TypeError(f"{place.variable_name} is a list of messages")
+    latest = messages if place.n_messages is None else messages[-place.n_messages :]
+    return [(_role_of(message), (Text(_content(message)),)) for message in latest]
+
+
+def _answered(parts: Sequence[Part], output: str) -> tuple[Part, ...]:
+    """The parts with the answer after them; a message of the assistant is continued."""
+    answer = Placeholder(output, Role.OUTPUT)
+    role, pieces = parts[-1]
+    if role is None or role == "assistant":
+        return (*parts[:-1], (role, (*pieces, answer)))
+    return (*parts, ("assistant", (answer,)))
+
+
+def _role_of(message: BaseMessage) -> str:
+    return str(convert_to_openai_messages([message])[0]["role"])
+
+
+def _content(message: BaseMessage) -> str:
+    if not isinstance(message.content, str):
+        raise ValueError("messages with other contents than text cannot be sent")
+    return message.content
+
+
+def _pieces(prompt: PromptTemplate) -> tuple[Piece, ...]:
+    if prompt.template_format == "f-string":
+        return tuple(_of_format(prompt.template))
+    if prompt.template_format == "mustache":
+        return tuple(_of_mustache(prompt.template))
+    raise ValueError(f"{prompt.template_format} templates cannot be sent unrendered")
+
+
+def _of_format(source: str) -> Iterator[Piece]:
+    text = ""
+    for literal, name, spec, conversion in Formatter().parse(source):
+        text += literal
+        if name is None:
+            continue
+        if not name.isidentifier() or spec or conversion:
+            raise ValueError(f"{{{name}}}: only plain names can be sent unrendered")
+        if text:
+            yield Text(text)
+        yield Placeholder(name, Role.INPUT)
+        text = ""
+    if text:
+        yield Text(text)
+
+
+def _of_mustache(source: str) -> Iterator[Piece]:
+    *pairs, rest = _MUSTACHE.split(source)
+    for text in (*pairs[::2], rest):
+        if "{{" in text:
+            raise ValueError("of mustache, only plain names can be sent unrendered")
+    for text, name in zip(pairs[::2], pairs[1::2], strict=True):
+        if text:
+            yield Text(text)
+        yield Placeholder(name, Role.INPUT)
+    if rest:
+        yield Text(rest)

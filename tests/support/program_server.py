@@ -1,0 +1,95 @@
+"""A server with sessions on a real socket, whose engine answers what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
+
+from bros.core.ids import IdGenerator
+from bros.core.loop_thread import LoopThread
+from bros.engine.generation import TextGenerator
+from bros.semantic.backend import Backend
+from bros.semantic.connection import Connection
+from bros.semantic.local import serve_locally
+from bros.server.app import create_app
+from bros.server.serve import HttpServer, bind
+from bros.server.tenants import load_tenants
+from bros.simulator.virtual_loop import LoopClock
+from support.program_engine import TOKENIZER, ProgramEngine, make_service
+from support.scripted_server import Server
+
+T = TypeVar("T")
+
+
+class ProgramServer:
+    """A server on a thread of its own. config: of ServerConfig."""
+
+    def __init__(self, engine: ProgramEngine, **config: Any) -> None:
+        self.engine = engine
+        self._thread = LoopThread("server")
+        self._http: HttpServer | None = None
+        self._running: list[asyncio.Task[None]] = []
+        self.url = self._thread.run(self._start(config))
+
+    def do(self, action: Callable[[], T]) -> T:
+        """Do something to the engine, on its own loop."""
+
+        async def act() -> T:
+            return action()
+
+        return self._thread.run(act())
+
+    def close(self) -> None:
+        self._thread.run(self._stop())
+        self._thread.close()
+
+    async def _start(self, config: dict[str, Any]) -> str:
+        ids, clock = IdGenerator(random.Random(1)), LoopClock()
+        service = make_service(self.engine)
+        state = dataclasses.replace(
+            Server(**config).state,
+            engine=self.engine,
+            tokenizer=TOKENIZER,
+            generator=TextGenerator(self.engine, TOKENIZER, clock, ids),
+            clock=clock,
+            sessions=service,
+        )
+        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        app = create_app(state, load_tenants(state.config))
+        self._http = HttpServer(
+            app, bind("127.0.0.1", 0), on_listening=listening.set_result, drain_s=0.1
+        )
+        self._running = [asyncio.create_task(work()) for work in (self._http.run, service.run)]
+        return await listening
+
+    async def _stop(self) -> None:
+        assert self._http is not None
+        self._http.stop()
+        http, sessions = self._running
+        await http
+        sessions.cancel()
+        await asyncio.gather(sessions, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def program_server(engine: ProgramEngine, **config: Any) -> Iterator[ProgramServer]:
+    server = ProgramServer(engine, **config)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def local_connection(engine: ProgramEngine) -> Connection:
+    """The same engine and service without a server."""
+
+    @contextlib.asynccontextmanager
+    async def opening() -> AsyncIterator[Backend]:
+        async with serve_locally(make_service(engine)) as backend:
+            yield backend
+
+    return Connection(opening)
