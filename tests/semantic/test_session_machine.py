@@ -1,0 +1,337 @@
+"""A session beside a naive model of it: programs, wants, failures, cancels in any order."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from bros.core.errors import NotFoundError
+from bros.semantic.actions import Abort, Prefill, Promote, Settled, Start
+from bros.semantic.errors import Cause, ConflictError, FailedStage, SessionGoneError
+from bros.semantic.labels import Label, Level
+from bros.semantic.nodes import InputPiece, NewCall, OutputPiece, Turn
+from bros.semantic.program import Criteria
+from bros.semantic.retention import SessionLimits
+from bros.semantic.session import SessionCore
+from support.naive_programs import (
+    NaiveGraph,
+    PlainTurn,
+    TurnId,
+    criteria,
+    llm,
+    native,
+    plain_turns,
+    turn_id,
+    turns,
+)
+
+
+@dataclass
+class Model:
+    """What should be: states are worked out by going over everything until nothing changes.
+
+    variables, turns: name or id -> state. causes: ids of requests, one of which is the root.
+    """
+
+    calls: list[NewCall] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    turns: dict[TurnId, str] = field(default_factory=dict)
+    causes: dict[str, set[str]] = field(default_factory=dict)
+    wanted: set[str] = field(default_factory=set)
+
+    def add(self, calls: list[NewCall]) -> None:
+        self.calls += calls
+        for call in calls:
+            for turn in plain_turns(call):
+                self.turns[turn.id] = "waiting"
+            for piece in call.pieces:
+                if isinstance(piece, InputPiece | OutputPiece):
+                    self.variables.setdefault(piece.variable_id, "pending")
+        self.settle()
+
+    def refuses(self, calls: list[NewCall]) -> bool:
+        made = [v for call in [*self.calls, *calls] for t in plain_turns(call) for v in t.outputs]
+        new = [v for call in calls for t in plain_turns(call) for v in t.outputs]
+        set_already = any(self.variables.get(v, "pending") != "pending" for v in new)
+        twice = len(set(made)) < len(made)
+        return set_already or twice or NaiveGraph([*self.calls, *calls]).cyclic()
+
+    def end(self, turn: PlainTurn, state: str, causes: set[str]) -> None:
+        self.turns[turn.id] = state
+        for name in turn.outputs:
+            if self.variables[name] == "pending":
+                self.variables[name] = state
+                self.causes[name] = causes
+
+    def settle(self) -> None:
+        graph = NaiveGraph(self.calls)
+        while self._pass_on(graph):
+            pass
+        needed = set(self.wanted)
+        for name in self.wanted:
+            for turn in graph.ancestors(name):
+                needed.update(turn.outputs if turn.native else (turn.outputs[0],))
+        for turn in graph.turns.values():
+            before = [self.turns[b.id] for b, same in graph.before(turn) if same]
+            there = all(self.variables[v] == "ready" for v in turn.inputs)
+            if (
+                self.turns[turn.id] == "waiting"
+                and there
+                and before in ([], ["finished"])
+                and needed.intersection(turn.outputs)
+            ):
+                self.turns[turn.id] = "started"
+
+    def _pass_on(self, graph: NaiveGraph) -> bool:
+        changed = False
+        for turn in graph.turns.values():
+            if self.turns[turn.id] not in ("waiting", "started"):
+                continue
+            if turn.native and all(self.variables[v] == "ready" for v in turn.outputs):
+                self.turns[turn.id] = "finished"
+            bad = [v for v in turn.inputs if v in self.causes]
+            bad += [b.outputs[0] for b, same in graph.before(turn) if same]
+            bad = [v for v in bad if v in self.causes]
+            if bad and self.turns[turn.id] != "finished":
+                causes = set[str]().union(*(self.causes[v] for v in bad))
+                self.end(turn, self.variables[bad[0]], causes)
+                changed = True
+        return changed
+
+    def plain(self, turn: TurnId) -> PlainTurn:
+        return NaiveGraph(self.calls).turns[turn]
+
+
+NAMES = [f"v{i}" for i in range(8)]
+
+
+class SessionMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.now = 0.0
+        self.number = 0
+        self.handed_out: dict[TurnId, Turn] = {}  # by Start
+        self.over: set[TurnId] = set()  # said to be, by us
+        self.aborted: list[TurnId] = []
+        self.settled: list[str] = []
+        self.labels: dict[TurnId, Label] = {}
+        self.closed = False
+
+    @initialize(kept=st.sampled_from([0, 1, 1000]), seconds=st.sampled_from([0.5, 20.0]))
+    def begin(self, kept: int, seconds: float) -> None:
+        limits = SessionLimits(kept_calls=kept)
+        self.core = SessionCore("s", estimate=lambda turn: seconds, limits=limits)
+
+    @precondition(lambda self: not self.closed and len(self.model.calls) < 12)
+    @rule(data=st.data())
+    def submit(self, data: st.DataObject) -> None:
+        calls = [self._draw_call(data) for _ in range(data.draw(st.integers(1, 4)))]
+        if self.model.refuses(calls):
+            before = (set(self.core.graph.calls), set(self.core.graph.variables))
+            with pytest.raises(ConflictError):
+                self.core.submit(calls, self.now)
+            assert (set(self.core.graph.calls), set(self.core.graph.variables)) == before
+        else:
+            self.core.submit(calls, self.now)
+            self.model.add(calls)
+
+    def _draw_call(self, data: st.DataObject) -> NewCall:
+        self.number += 1
+        inputs = data.draw(st.lists(st.sampled_from(NAMES), max_size=3, unique=True))
+        free = [v for v in NAMES if v not in NaiveGraph(self.model.calls).producer]
+        fresh = [f"o{self.number}.{i}" for i in range(2)]
+        pool = st.sampled_from([*free, *fresh, *fresh])
+        outputs = data.draw(st.lists(pool, min_size=1, max_size=2, unique=True))
+        name = f"c{self.number}"
+        if data.draw(st.integers(0, 3)) == 0:
+            return native(name, " ".join(inputs), " ".join(outputs))
+        cut = data.draw(st.integers(0, len(inputs)))
+        parts = [inputs[:cut], inputs[cut:]] if len(outputs) == 2 else [inputs]
+        return llm(name, *((" ".join(p), o) for p, o in zip(parts, outputs, strict=True)))
+
+    @precondition(lambda self: not self.closed)
+    @rule(data=st.data(), asked=criteria(), soon=st.booleans())
+    def want(self, data: st.DataObject, asked: Criteria, soon: bool) -> None:
+        if not self.model.variables:
+            return
+        if soon and asked.deadline_s is not None:
+            asked = dataclasses.replace(asked, deadline_s=asked.deadline_s - 999.0)
+        name = data.draw(st.sampled_from(sorted(self.model.variables)))
+        self.core.want(name, asked, self.now)
+        if self.model.variables[name] == "pending":
+            self.model.wanted.add(name)
+        self.model.settle()
+
+    @precondition(lambda self: not self.closed)
+    @rule(data=st.data())
+    def set(self, data: st.DataObject) -> None:
+        if not self.model.variables:
+            return
+        name = data.draw(st.sampled_from(sorted(self.model.variables)))
+        producer = NaiveGraph(self.model.calls).producer.get(name)
+        made = producer is not None and not producer.native
+        if made or self.model.variables[name] != "pending":
+            with pytest.raises(ConflictError):
+                self.core.set(name, "text", self.now)
+        else:
+            self.core.set(name, "text", self.now)
+            self.model.variables[name] = "ready"
+            self.model.settle()
+
+    @rule(data=st.data())
+    def first_token(self, data: st.DataObject) -> None:
+        if self._running():
+            self.core.first_token(data.draw(st.sampled_from(self._running())), self.now)
+
+    @rule(data=st.data(), ok=st.booleans())
+    def end_turn(self, data: st.DataObject, ok: bool) -> None:
+        """What the engine says comes for turns that were aborted, too."""
+        if not self._running():
+            return
+        turn = data.draw(st.sampled_from(self._running()))
+        self.over.add(turn_id(turn))
+        plain = self.model.plain(turn_id(turn))
+        counts = self.model.turns[plain.id] == "started"
+        if ok:
+            self.core.finished(turn, "text", (7,), self.now)
+            if counts:
+                self.model.turns[plain.id] = "finished"
+                self.model.variables[plain.outputs[0]] = "ready"
+        else:
+            cause = Cause(turn.call.id, FailedStage.GENERATE, "it broke")
+            self.core.failed(turn, cause, self.now)
+            if counts:
+                self.model.end(plain, "failed", {turn.call.id})
+        self.model.settle()
+
+    def _running(self) -> list[Turn]:
+        return [turn for key, turn in self.handed_out.items() if key not in self.over]
+
+    @precondition(lambda self: not self.closed)
+    @rule(data=st.data(), natively=st.booleans())
+    def end_call(self, data: st.DataObject, natively: bool) -> None:
+        if not self.model.calls:
+            return
+        call = data.draw(st.sampled_from(self.model.calls))
+        still = [t for t in plain_turns(call) if self.model.turns[t.id] in ("waiting", "started")]
+        fails = natively and plain_turns(call)[0].native and bool(still)
+        try:
+            if fails:
+                self.core.native_failed(call.id, "it broke", self.now)
+            else:
+                self.core.cancel(call.id, self.now)
+        except NotFoundError:
+            assert not still, "only what is over is forgotten"
+        for turn in still:
+            self.model.end(turn, "failed" if fails else "cancelled", {call.id})
+        self.model.settle()
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 30.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.core.tick(self.now)
+        due = self.core.due()
+        assert due is None or due > self.now
+
+    @rule()
+    def close(self) -> None:
+        if self.now < 60.0:  # late enough that something has happened
+            return
+        self.core.close("bye", self.now)
+        self.closed = True
+        for turn in NaiveGraph(self.model.calls).turns.values():
+            if self.model.turns[turn.id] in ("waiting", "started"):
+                self.model.end(turn, "cancelled", {turn.id[0] for turn in self._all()})
+        for name, state in self.model.variables.items():
+            if state == "pending":
+                self.model.variables[name] = "cancelled"
+                self.model.causes[name] = {""}
+        with pytest.raises(SessionGoneError):
+            self.core.submit([llm("late", ("", "late"))], self.now)
+
+    def _all(self) -> list[PlainTurn]:
+        return list(NaiveGraph(self.model.calls).turns.values())
+
+    @rule()
+    def carry_out(self) -> None:
+        """The runner takes the actions. Not after every event, so that some are pointless by then:
+        none of those may be left."""
+        graph = NaiveGraph(self.model.calls)
+        for action in self.core.take_actions():
+            match action:
+                case Settled(variable):
+                    self.settled.append(variable.id)
+                case Start(turn):
+                    key = turn_id(turn)
+                    assert key not in self.handed_out, "started twice"
+                    assert self.model.turns[key] == "started"
+                    assert not graph.turns[key].native
+                    assert turn.depth == graph.depth(graph.turns[key])
+                    self.handed_out[key] = turn
+                case Abort(turn):
+                    assert turn_id(turn) in self.handed_out
+                    assert self.model.turns[turn_id(turn)] in ("cancelled", "failed")
+                    self.aborted.append(turn_id(turn))
+                case Promote(turn):
+                    assert turn_id(turn) in self.handed_out
+                    assert self.model.turns[turn_id(turn)] == "started"
+                    assert turn.label.level is Level.RT
+                case Prefill(turn, pieces):
+                    assert self.model.turns[turn_id(turn)] == "waiting"
+                    self._check_prefill(turn, pieces)
+        self._check_all_told(graph)
+
+    def _check_prefill(self, turn: Turn, pieces: int) -> None:
+        known, missing = turn.call.pieces[:pieces], turn.call.pieces[pieces]
+        for piece in known:
+            if isinstance(piece, InputPiece | OutputPiece):
+                assert self.model.variables[piece.variable_id] == "ready"
+        assert pieces and isinstance(missing, InputPiece)
+
+    def _check_all_told(self, graph: NaiveGraph) -> None:
+        ready = {
+            key
+            for key, state in self.model.turns.items()
+            if state == "started" and not graph.turns[key].native
+        }
+        assert ready <= self.handed_out.keys()
+        stopped = {
+            key
+            for key in self.handed_out.keys() - self.over
+            if self.model.turns[key] in ("cancelled", "failed")
+        }
+        assert stopped <= set(self.aborted) and len(set(self.aborted)) == len(self.aborted)
+        done = [name for name, state in self.model.variables.items() if state != "pending"]
+        assert sorted(self.settled) == sorted(done), "each is told once"
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.core.check_integrity()
+        for name, variable in self.core.graph.variables.items():
+            assert variable.state == self.model.variables[name], name
+            if variable.cause is not None:
+                assert variable.cause.request_id in self.model.causes[name]
+        assert self.core.graph.variables.keys() == self.model.variables.keys()
+        for key, turn in turns(self.core).items():
+            same = {"ready": "started", "running": "started"}.get(turn.state, turn.state)
+            assert same == self.model.turns[key], key
+        for key, state in self.model.turns.items():
+            assert state not in ("waiting", "started") or key[0] in self.core.graph.calls
+        if self.closed:
+            assert "pending" not in self.model.variables.values()
+        now = {key: turn.label for key, turn in turns(self.core).items()}
+        for key in now.keys() & self.labels.keys():
+            assert self.labels[key].joined(now[key]) == now[key], "labels only rise"
+        self.labels = now
+
+
+TestSession = SessionMachine.TestCase
+TestSession.settings = settings(max_examples=60, stateful_step_count=40)
