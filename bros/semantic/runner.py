@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _SOONEST_S = 0.001
 _CHARS_PER_TOKEN = 4
+_CHORES_S = 5.0
 
 
 class Runner:
@@ -82,7 +83,10 @@ class Runner:
         """Do what the core of a session has decided. After every change of it."""
         while actions := session.core.take_actions():
             for action in actions:
-                self._do(session, action)
+                try:
+                    self._do(session, action)
+                except Exception:  # the others must not be lost
+                    logger.exception("%r in session %s failed", action, session.id)
         self._set_timer(session)
 
     def estimate(self, turn: Turn) -> float:
@@ -151,7 +155,8 @@ class Runner:
         for request_ids in session.last_plain.values():
             self.release(request_ids)
         session.last_plain.clear()
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        if self._chores:
+            await asyncio.wait(self._chores, timeout=_CHORES_S)
 
     def _do(self, session: LiveSession, action: Action) -> None:
         match action:

@@ -52,10 +52,10 @@ class _Stream:
 class ProgramEngine:
     """An EngineClient: each request takes step_s for every block of its prompt, then for a token.
 
-    answer: prompt -> text, or its tokens. Tests set: `refusals`, raised one by one on submission; `errors`: last
-    outputs, given instead of an answer one by one; `relegates`. `die` and `revive` are for the
-    whole engine. open: requests that are being worked on; most_open: at once so far. kept: ids
-    whose KV is kept. Everything that was asked is in submitted, aborted, promoted, released.
+    answer: prompt -> text, or its tokens. Tests set: `refusals`, raised one by one on submission;
+    `errors`: last outputs, given instead of an answer one by one; `relegates`. `die` and `revive`
+    are for the whole engine. open: requests that are being worked on; most_open: at once so far.
+    kept: ids whose KV is kept. What was asked is in submitted, aborted, promoted, released.
     """
 
     def __init__(

@@ -1,263 +1,119 @@
-"""Programs of calls for tests of semantic/, and what should come of them, worked out naively."""
+"""Short ways to write programs for sessions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
-from hypothesis import strategies as st
+from bros.semantic.errors import UpstreamError
+from bros.semantic.program import CallSpec, Criteria, Parameter, Perf, Role
+from bros.semantic.service import SessionService
+from bros.simulator.virtual_loop import run_virtual
+from support.program_engine import ProgramEngine, make_service
 
-from bros.semantic.labels import Label, Level
-from bros.semantic.nodes import CallKind, InputPiece, NewCall, OutputPiece, Piece, Turn
-from bros.semantic.program import Criteria, Perf
-from bros.semantic.session import SessionCore
-from bros.semantic.template import Text
+T = TypeVar("T")
 
-TurnId = tuple[str, int]
-"""Id of the call, and which of its turns."""
-
-
-def llm(call_id: str, *segments: tuple[str, str], name: str = "") -> NewCall:
-    """segments: (inputs with spaces between, output) of each turn."""
-    pieces: list[Piece] = [Text(f"{call_id}:")]
-    for inputs, output in segments:
-        for variable in inputs.split():
-            pieces += [InputPiece(variable, variable), Text(" ")]
-        pieces += [Text("="), OutputPiece(output, output)]
-    return NewCall(id=call_id, name=name, pieces=pieces)
+TENANT = "tenant"
+LATENCY = Criteria(perf=Perf.LATENCY)
+THROUGHPUT = Criteria(perf=Perf.THROUGHPUT)
 
 
-def native(call_id: str, inputs: str, outputs: str) -> NewCall:
-    pieces: list[Piece] = [InputPiece(v, v) for v in inputs.split()]
-    pieces += [OutputPiece(v, v) for v in outputs.split()]
-    return NewCall(id=call_id, kind=CallKind.NATIVE, pieces=pieces)
+def call(template: str, name: str = "", **fields: Any) -> CallSpec:
+    """A call whose placeholders are the variables of the same names.
 
-
-def turn_id(turn: Turn) -> TurnId:
-    return turn.call.id, turn.index
-
-
-def turns(core: SessionCore) -> dict[TurnId, Turn]:
-    return {turn_id(t): t for call in core.graph.calls.values() for t in call.turns}
-
-
-@dataclass(frozen=True)
-class PlainTurn:
-    """A turn as one reads it off the call."""
-
-    id: TurnId
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    native: bool
-
-
-def plain_turns(call: NewCall) -> list[PlainTurn]:
-    inputs = [p.variable_id for p in call.pieces if isinstance(p, InputPiece)]
-    outputs = [p.variable_id for p in call.pieces if isinstance(p, OutputPiece)]
-    if call.kind is CallKind.NATIVE:
-        return [PlainTurn((call.id, 0), tuple(inputs), tuple(outputs), True)]
-    made: list[PlainTurn] = []
-    segment: list[str] = []
-    for piece in call.pieces:
-        if isinstance(piece, InputPiece):
-            segment.append(piece.variable_id)
-        elif isinstance(piece, OutputPiece):
-            turn = PlainTurn((call.id, len(made)), tuple(segment), (piece.variable_id,), False)
-            made.append(turn)
-            segment = []
-    return made
-
-
-class NaiveGraph:
-    """All edges of a program, found anew at every question."""
-
-    def __init__(self, calls: Iterable[NewCall]) -> None:
-        self.turns = {turn.id: turn for call in calls for turn in plain_turns(call)}
-        self.producer = {v: t for t in self.turns.values() for v in t.outputs}
-
-    def before(self, turn: PlainTurn) -> list[tuple[PlainTurn, bool]]:
-        """What a turn waits for; True for the turn before it in its call."""
-        found = [(self.producer[v], False) for v in turn.inputs if v in self.producer]
-        call, index = turn.id
-        return found + ([(self.turns[call, index - 1], True)] if index else [])
-
-    def after(self, turn: PlainTurn) -> list[tuple[PlainTurn, bool]]:
-        return [(t, same) for t in self.turns.values() for b, same in self.before(t) if b is turn]
-
-    def ancestors(self, variable: str) -> set[PlainTurn]:
-        """The producer of the variable and everything that it waits for."""
-        found: set[PlainTurn] = set()
-        todo = [self.producer[variable]] if variable in self.producer else []
-        while todo:
-            turn = todo.pop()
-            if turn not in found:
-                found.add(turn)
-                todo += [before for before, _ in self.before(turn)]
-        return found
-
-    def cyclic(self) -> bool:
-        return any(turn in self._reachable(turn) for turn in self.turns.values())
-
-    def _reachable(self, turn: PlainTurn) -> set[PlainTurn]:
-        found: set[PlainTurn] = set()
-        todo = [turn]
-        while todo:
-            for before, _ in self.before(todo.pop()):
-                if before not in found:
-                    found.add(before)
-                    todo.append(before)
-        return found
-
-    def depth(self, turn: PlainTurn) -> int:
-        """Turns of the model on the longest way here."""
-        ways = [self.depth(before) + (not before.native) for before, _ in self.before(turn)]
-        return max(ways, default=0)
-
-
-@dataclass
-class NaiveObjectives:
-    """The algorithm of the specification, from scratch for each want that there ever was.
-
-    labels: joined with those of before, because labels only rise. groups, stages: as of now.
+    fields: of CallSpec; transforms, sampling, values, criteria: of placeholders, by name.
     """
-
-    estimates: Mapping[str, float]
-    calls: list[NewCall] = field(default_factory=list)
-    wants: list[tuple[str, Criteria]] = field(default_factory=list)
-    labels: dict[TurnId, Label] = field(default_factory=dict)
-    groups: dict[tuple[str, int], tuple[frozenset[TurnId], float | None]] = field(
-        default_factory=dict
+    by_name = {
+        kind: fields.pop(kind, {}) for kind in ("transforms", "samplings", "values", "criteria")
+    }
+    names = dict.fromkeys(
+        part.split("}}")[0].strip().split(":")[-1] for part in template.split("{{")[1:]
     )
-    stages: dict[TurnId, dict[str, int]] = field(default_factory=dict)
-
-    def update(self) -> None:
-        graph = NaiveGraph(self.calls)
-        self.labels = {turn: self.labels.get(turn, Label()) for turn in graph.turns}
-        self.stages = {turn: {} for turn in graph.turns}
-        self.groups = {}
-        for sink, criteria in self.wants:
-            self._deduce(graph, sink, criteria)
-
-    def _deduce(self, graph: NaiveGraph, sink: str, criteria: Criteria) -> None:
-        region = graph.ancestors(sink)
-        requests = [turn for turn in region if not turn.native]
-        for turn in requests:
-            self.stages[turn.id][sink] = self._stage(graph, turn, sink, region)
-        latest = {turn.id: self._latest(graph, turn, sink, criteria, region) for turn in requests}
-        if criteria.perf is Perf.THROUGHPUT:
-            for turn in requests:
-                objectives = frozenset({Perf.THROUGHPUT})
-                self._raise(turn.id, Label(objectives=objectives, deadline_s=latest[turn.id]))
-            return
-        for stage in {self.stages[turn.id][sink] for turn in requests}:
-            at_stage = {turn.id for turn in requests if self.stages[turn.id][sink] == stage}
-            self._label(sink, stage, at_stage, latest, criteria)
-
-    def _label(
-        self,
-        sink: str,
-        stage: int,
-        at_stage: set[TurnId],
-        latest: Mapping[TurnId, float | None],
-        criteria: Criteria,
-    ) -> None:
-        if stage == 0:
-            for turn in at_stage:
-                asked = Label(
-                    level=Level.RT,
-                    objectives=frozenset({criteria.perf}),
-                    ttft_s=criteria.ttft_s,
-                    tpot_s=criteria.tpot_s,
-                    deadline_s=latest[turn],
-                )
-                self._raise(turn, asked)
-        elif len({call for call, _ in at_stage}) == 1:
-            for turn in at_stage:
-                objectives = frozenset({Perf.LATENCY})
-                between = Label(level=Level.RT, objectives=objectives, deadline_s=latest[turn])
-                self._raise(turn, between)
-        else:
-            times = [s for turn in at_stage if (s := latest[turn]) is not None]
-            deadline_s = min(times, default=None)
-            before = self.groups.get((sink, stage), (None, None))[1]
-            known = [s for s in (before, deadline_s) if s is not None]
-            self.groups[sink, stage] = frozenset(at_stage), min(known, default=None)
-            for turn in at_stage:
-                self._raise(turn, Label(level=Level.GROUP, deadline_s=deadline_s))
-
-    def _raise(self, turn: TurnId, label: Label) -> None:
-        self.labels[turn] = self.labels[turn].joined(label)
-
-    def _stage(self, graph: NaiveGraph, turn: PlainTurn, sink: str, region: set[PlainTurn]) -> int:
-        """Requests that come after it on the longest way to the producer of the sink, which
-        counts also if it is native."""
-        end = graph.producer[sink]
-        ways = [0] if turn is end else []
-        for after, same_call in graph.after(turn):
-            if after in region:
-                counts = after is end or not after.native
-                rest = self._stage(graph, after, sink, region)
-                ways.append(rest + (counts and not same_call))
-        return max(ways)
-
-    def _latest(
-        self,
-        graph: NaiveGraph,
-        turn: PlainTurn,
-        sink: str,
-        criteria: Criteria,
-        region: set[PlainTurn],
-    ) -> float | None:
-        if criteria.deadline_s is None:
-            return None
-        times = [criteria.deadline_s] if turn is graph.producer[sink] else []
-        for after, _ in graph.after(turn):
-            if after in region:
-                then_s = self._latest(graph, after, sink, criteria, region)
-                assert then_s is not None
-                times.append(then_s - (0.0 if after.native else self.estimates[after.id[0]]))
-        return min(times)
+    parameters = [
+        Parameter(
+            name=placeholder,
+            variable=None if placeholder in by_name["values"] else placeholder,
+            value=by_name["values"].get(placeholder),
+            transforms=by_name["transforms"].get(placeholder),
+            sampling=by_name["samplings"].get(placeholder),
+            criteria=by_name["criteria"].get(placeholder),
+        )
+        for placeholder in names
+    ]
+    return CallSpec(name=name, template=template, parameters=parameters, **fields)
 
 
-@st.composite
-def programs(draw: st.DrawFn, max_calls: int = 8) -> list[NewCall]:
-    """Calls without cycles: each reads what calls before it make, or variables nobody makes."""
-    known = ["x", "y"]
-    calls: list[NewCall] = []
-    for number in range(draw(st.integers(1, max_calls))):
-        call_id = f"c{number}"
-        is_native = draw(st.integers(0, 4)) == 0
-        segments = []
-        for index in range(draw(st.sampled_from([1, 1, 2]))):
-            inputs = draw(st.lists(st.sampled_from(known), max_size=3, unique=True))
-            segments.append((" ".join(inputs), f"{call_id}o{index}"))
-        outputs = [output for _, output in segments]
-        if is_native:
-            calls.append(native(call_id, segments[0][0], " ".join(outputs)))
-        else:
-            calls.append(llm(call_id, *segments))
-        known += outputs
-    return calls
+def native(inputs: str, outputs: str, name: str = "") -> CallSpec:
+    """A function of the client; names of variables, with spaces between."""
+    parameters = [Parameter(name=n, variable=n, role=Role.INPUT) for n in inputs.split()]
+    parameters += [Parameter(name=n, variable=n, role=Role.OUTPUT) for n in outputs.split()]
+    return CallSpec(name=name, native=True, parameters=parameters)
 
 
-@st.composite
-def criteria(draw: st.DrawFn) -> Criteria:
-    """Times are whole seconds, so that sums of them are exact; deadlines are far away."""
-    times = st.none() | st.integers(1, 5).map(float)
-    return Criteria(
-        perf=draw(st.sampled_from(Perf)),
-        ttft_s=draw(times),
-        tpot_s=draw(times),
-        deadline_s=draw(st.none() | st.integers(1000, 1050).map(float)),
-    )
+class Desk:
+    """A service on a fake engine, and one session of it."""
+
+    def __init__(self, engine: Any = None, **settings: Any) -> None:
+        self.engine = engine or ProgramEngine()
+        self.service: SessionService = make_service(self.engine, **settings)
+        self.session = self.service.create(TENANT).id
+
+    def submit(self, *calls: CallSpec) -> list[str]:
+        """Ids of the requests."""
+        found = self.service.submit(TENANT, self.session, calls)
+        return [submitted.request_id for submitted in found]
+
+    async def value(
+        self, variable: str, criteria: Criteria | None = None, timeout_s: float | None = None
+    ) -> str:
+        view = await self.service.get(TENANT, self.session, variable, criteria, timeout_s)
+        assert view.value is not None
+        return view.value
+
+    async def cause(self, variable: str) -> tuple[str, str, str]:
+        """(request, stage, message) of the failure that a get ends with."""
+        try:
+            await self.value(variable)
+        except UpstreamError as error:
+            return error.cause.request_id, error.cause.stage.value, error.cause.message
+        raise AssertionError(f"{variable} has a value")
+
+    def want(self, variable: str, criteria: Criteria = LATENCY) -> None:
+        self.service.want(TENANT, self.session, variable, criteria)
+
+    def set(self, variable: str, value: str) -> None:
+        self.service.set(TENANT, self.session, variable, value)
+
+    def state(self, variable: str) -> str:
+        return self.service.variable(TENANT, self.session, variable).state.value
+
+    def view(self, request_id: str) -> Any:
+        views = self.service.inspect(TENANT, self.session).calls
+        return next(view for view in views if view.id == request_id)
+
+    async def close(self) -> None:
+        await self.service.delete(TENANT, self.session)
 
 
-def variables(calls: Sequence[NewCall]) -> list[str]:
-    return sorted(
-        {
-            piece.variable_id
-            for call in calls
-            for piece in call.pieces
-            if isinstance(piece, InputPiece | OutputPiece)
-        }
-    )
+def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test in virtual time, after which nothing is left to do on the loop."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def main() -> None:
+            await test(*args, **kwargs)
+            await asyncio.sleep(0)
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left, f"left behind: {left}"
+
+        run_virtual(main)
+
+    return run
+
+
+async def soon(work: Awaitable[T], seconds: float = 10_000.0) -> T:
+    """The result of what must not hang."""
+    async with asyncio.timeout(seconds):
+        return await work

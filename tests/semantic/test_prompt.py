@@ -1,0 +1,179 @@
+"""Prompts that are made of pieces: tokens, borders, hashes, and what was asked for before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.clock import ManualClock
+from bros.engine.chat_template import ChatTemplates
+from bros.engine.tokenizer import Tokenizer
+from bros.semantic.prompt import Begun, PieceEncoder, Prompt, Sharing
+from support.tiny_tokenizer import byte_level_backend, sentencepiece_backend, tiny_tokenizer
+
+SHARING = Sharing(model="m", cache_salt="tenant", private_salt="session")
+
+Part = tuple[tuple[int, ...], str | None]
+tokens = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+parts = st.lists(st.tuples(tokens, st.sampled_from([None, "a", "b"])), max_size=6)
+salts = st.sampled_from(["", "x"])
+
+
+def make_prompt(
+    pieces: Sequence[Part],
+    cache_salt: str = "",
+    private_salt: str = "",
+    beginning: Sequence[int] = (),
+) -> Prompt:
+    prompt = Prompt(Sharing("m", cache_salt, private_salt), beginning)
+    for token_ids, variable in pieces:
+        prompt.add(token_ids, variable)
+    return prompt
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    templates = ChatTemplates({}, special, ManualClock())
+    return Tokenizer(sentencepiece_backend(), special, templates)
+
+
+@given(pieces=parts, beginning=tokens)
+def test_a_prompt_is_its_pieces_and_each_has_a_border(
+    pieces: list[Part], beginning: tuple[int, ...]
+) -> None:
+    prompt = make_prompt(pieces, beginning=beginning)
+
+    joined = list(beginning)
+    for (token_ids, variable), border in zip(pieces, prompt.prefixes, strict=True):
+        joined += token_ids
+        assert (border.offset, border.after) == (len(joined), variable or "text")
+    assert prompt.token_ids() == tuple(joined)
+    assert prompt.num_tokens == len(joined)
+    assert prompt.num_pieces == len(pieces)
+
+
+@given(pieces=parts, beginning=tokens)
+def test_everything_up_to_the_first_variable_is_for_all(
+    pieces: list[Part], beginning: tuple[int, ...]
+) -> None:
+    constant = len(beginning)
+    for token_ids, variable in pieces:
+        if variable is not None:
+            break
+        constant += len(token_ids)
+
+    assert make_prompt(pieces, beginning=beginning).private_from == constant
+
+
+@given(a=parts, b=parts, salts_a=st.tuples(salts, salts), salts_b=st.tuples(salts, salts))
+def test_hashes_are_equal_where_the_same_may_be_shared(
+    a: list[Part], b: list[Part], salts_a: tuple[str, str], salts_b: tuple[str, str]
+) -> None:
+    """Until the first variable only the cache salt counts, after that both salts do."""
+    one, other = make_prompt(a, *salts_a), make_prompt(b, *salts_b)
+
+    for count, (border_a, border_b) in enumerate(
+        zip(one.prefixes, other.prefixes, strict=False), 1
+    ):
+        pieces_a, pieces_b = a[:count], b[:count]
+        private_a = [variable is not None for _, variable in pieces_a]
+        private_b = [variable is not None for _, variable in pieces_b]
+        same = [ids for ids, _ in pieces_a] == [ids for ids, _ in pieces_b]
+        same &= salts_a[0] == salts_b[0]
+        # A variable first at the same place, or nowhere.
+        first_a = private_a.index(True) if any(private_a) else None
+        first_b = private_b.index(True) if any(private_b) else None
+        same &= first_a == first_b
+        if first_a is not None:
+            same &= salts_a[1] == salts_b[1]
+        assert (border_a.hash == border_b.hash) == same
+
+
+def test_models_share_nothing() -> None:
+    one, other = Prompt(Sharing("m", "", "")), Prompt(Sharing("n", "", ""))
+    one.add((1, 2))
+    other.add((1, 2))
+    assert one.prefixes[0].hash != other.prefixes[0].hash
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, sentencepiece_tokenizer])
+@given(
+    texts=st.lists(st.text(alphabet="the st\nab.", min_size=1, max_size=8), min_size=1, max_size=5)
+)
+def test_pieces_together_say_what_the_texts_do(make: object, texts: list[str]) -> None:
+    """In particular, no space comes in between with a tokenizer that begins texts with one."""
+    tokenizer = make() if callable(make) else None
+    assert isinstance(tokenizer, Tokenizer)
+    encoder = PieceEncoder(tokenizer)
+    token_ids = [
+        token for i, text in enumerate(texts) for token in encoder.encode(text, first=i == 0)
+    ]
+    assert tokenizer.decode(token_ids) == "".join(texts)
+
+
+def test_a_piece_has_the_same_tokens_everywhere_inside() -> None:
+    encoder = PieceEncoder(sentencepiece_tokenizer())
+    assert encoder.encode("the", first=False) != encoder.encode("the", first=True)
+
+
+def test_texts_begin_with_bos_if_the_model_wants_one() -> None:
+    backend = byte_level_backend()
+    plain = PieceEncoder(tiny_tokenizer())
+    assert plain.beginning == ()
+
+    bos = backend.token_to_id("<|start|>")
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", bos)]
+    )
+    special = {"bos_token": "<|start|>", "eos_token": "<|end|>"}
+    wanted = Tokenizer(backend, special, ChatTemplates({}, special, ManualClock()))
+    assert PieceEncoder(wanted).beginning == (bos,)
+    assert bos not in PieceEncoder(wanted).encode("dog", first=True)
+
+
+def test_remembered_texts_are_found_and_old_ones_make_way() -> None:
+    encoder = PieceEncoder(tiny_tokenizer())
+    encoder.remember("dog", (1, 2), first=True)
+    assert encoder.known("dog", first=True) == (1, 2)
+    assert encoder.known("dog", first=False) is None
+
+    for number in range(9):
+        encoder.remember(str(number) * 500_000, (number,), first=False)
+        encoder.known("1" * 500_000, first=False)  # this one is in use
+    assert encoder.known("dog", first=True) is None
+    assert encoder.known("1" * 500_000, first=False) == (1,)
+    assert encoder.known("8" * 500_000, first=False) == (8,)
+
+
+@given(
+    asked=st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=6),
+    prompt=st.lists(st.integers(0, 1), max_size=9),
+    block=st.integers(1, 3),
+)
+def test_what_was_begun_is_the_longest_common_beginning_in_blocks(
+    asked: list[list[int]], prompt: list[int], block: int
+) -> None:
+    begun = Begun(block)
+    for token_ids in asked:
+        begun.add(token_ids)
+
+    longest = 0
+    for token_ids in asked:
+        for end in range(block, len(token_ids) + 1, block):
+            if token_ids[:end] == prompt[:end]:
+                longest = max(longest, end)
+    assert begun.num_tokens(prompt) == longest
+
+
+def test_only_the_latest_beginnings_are_remembered() -> None:
+    begun = Begun(2, max_blocks=3)
+    begun.add([1, 2, 3, 4])
+    begun.add([5, 6])
+    assert begun.num_tokens([1, 2, 3, 4]) == 4
+    begun.add([7, 8])
+    assert begun.num_tokens([1, 2, 3, 4]) == 0
+    assert begun.num_tokens([7, 8]) == 2

@@ -1,0 +1,411 @@
+"""How programs run: what the engine is asked for, when, and on which terms."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bros.core.errors import QueueFullError
+from bros.core.request import ServiceClass
+from bros.semantic.program import CallSpec, Criteria, Message, Parameter, Perf
+from support.program_engine import (
+    BLOCK,
+    STEP_S,
+    TOKENIZER,
+    ProgramEngine,
+    byte_ids,
+    echo,
+    text_of,
+)
+from support.programs import LATENCY, TENANT, THROUGHPUT, Desk, call, native, virtually
+
+LONG = "You are a very careful reviewer of code that others have written. "
+
+
+@virtually
+async def test_nothing_runs_until_a_value_is_wanted() -> None:
+    desk = Desk()
+    desk.submit(call("Say {{output:a}}"), call("Do {{a}} {{output:b}}"), call("No {{output:c}}"))
+    await asyncio.sleep(1.0)
+    assert not desk.engine.submitted
+
+    await desk.value("b")
+    prompts = [text_of(request.prompt_token_ids) for request in desk.engine.turns()]
+    a = echo("Say ")
+    assert prompts == ["Say ", f"Do {a} "]
+
+
+@virtually
+async def test_a_consumer_starts_the_moment_its_inputs_are_there() -> None:
+    desk = Desk()
+    first, second = desk.submit(call("Say {{output:a}}"), call("Do {{a}} {{output:b}}"))
+    await desk.value("b")
+    produced, consumed = desk.view(first), desk.view(second)
+    assert produced.end_s == consumed.queued_s
+    started = desk.engine.submitted_s[second] - desk.engine.submitted_s[first]
+    assert started == pytest.approx(produced.end_s)
+
+
+@virtually
+async def test_generated_tokens_are_passed_on_as_they_are() -> None:
+    """The answer is not what a tokenizer makes of its text, so encoding it again would show."""
+    engine = ProgramEngine(lambda prompt: "the quick brown fox")
+    desk = Desk(engine)
+    desk.submit(call("Say {{output:a}}"), call("Do {{a}} now {{output:b}}"))
+    await desk.value("b")
+
+    generated = byte_ids("the quick brown fox")
+    assert TOKENIZER.encode("the quick brown fox") != list(generated)
+    expected = [*TOKENIZER.encode("Do "), *generated, *TOKENIZER.encode(" now ")]
+    assert list(engine.turns()[1].prompt_token_ids) == expected
+
+
+@virtually
+async def test_changed_values_are_encoded() -> None:
+    engine = ProgramEngine(lambda prompt: "the quick brown fox")
+    desk = Desk(engine)
+    desk.submit(
+        call("Say {{output:a}}", transforms={"a": "upper"}),
+        call("Do {{a}}{{output:b}}"),
+        call("Say {{output:c}}"),
+        call("Do {{c}}{{output:d}}", transforms={"c": "truncate(3)"}),
+    )
+    assert await desk.value("a") == "THE QUICK BROWN FOX"
+    await desk.value("b")
+    await desk.value("d")
+    prompts = [list(request.prompt_token_ids) for request in engine.turns()]
+    assert TOKENIZER.encode("Do ") + TOKENIZER.encode("THE QUICK BROWN FOX") in prompts
+    assert TOKENIZER.encode("Do ") + TOKENIZER.encode("the") in prompts
+
+
+@virtually
+async def test_after_a_stop_string_the_text_stands_for_the_tokens() -> None:
+    engine = ProgramEngine(lambda prompt: "fox and dog. then more")
+    desk = Desk(engine)
+    desk.submit(
+        call("Say {{output:a}} so {{output:b}}", samplings={"a": {"stop": ["then"]}}),
+        call("Do {{a}}{{output:c}}"),
+    )
+    assert await desk.value("a") == "fox and dog. "
+    await desk.value("b")
+    await desk.value("c")
+    encoded = TOKENIZER.encode("fox and dog. ")
+    prompts = [list(request.prompt_token_ids) for request in engine.turns()]
+    assert TOKENIZER.encode("Say ") + encoded + TOKENIZER.encode(" so ") in prompts
+    assert TOKENIZER.encode("Do ") + encoded in prompts
+    assert all(request.sampling.stop == () for request in engine.turns())
+
+
+@virtually
+async def test_tokens_that_do_not_show_are_not_passed_on() -> None:
+    """A special token amid the answer is no text, so it must not get into other prompts."""
+    start = TOKENIZER.bos_token_id
+    assert start is not None
+    engine = ProgramEngine(lambda prompt: [*byte_ids("fox"), start, *byte_ids("dog")])
+    desk = Desk(engine)
+    desk.submit(call("Say {{output:a}}"), call("Do {{a}}{{output:b}}"))
+    await desk.value("b")
+    prompt = engine.turns()[1].prompt_token_ids
+    assert start not in prompt
+    assert text_of(prompt) == "Do foxdog"
+
+
+@virtually
+async def test_several_outputs_of_a_call_are_one_sequence() -> None:
+    """Each turn's prompt goes on where the one before ended: with its raw tokens, even if the
+    variable has been transformed."""
+    desk = Desk()
+    (request,) = desk.submit(
+        call("A {{output:x}} B {{output:y}} C {{output:z}}", transforms={"x": "upper"})
+    )
+    await desk.value("z")
+    turns = desk.engine.turns()
+    assert [turn.request_id for turn in turns] == [f"{request}.{i}" for i in range(3)]
+    for before, after in zip(turns, turns[1:], strict=False):
+        answer = byte_ids(echo(text_of(before.prompt_token_ids)))
+        start = [*before.prompt_token_ids, *answer]
+        assert list(after.prompt_token_ids[: len(start)]) == start
+    assert await desk.value("x") == echo("A ").upper()
+
+
+@virtually
+async def test_kv_is_kept_between_turns_and_given_back() -> None:
+    desk = Desk(park_s=33.0)
+    desk.submit(call("A {{output:x}} B {{output:y}}"))
+    await desk.value("x")
+    (first,) = desk.engine.turns()
+    assert first.hints.keep_s == 33.0
+    assert desk.engine.kept == {first.request_id}
+    await desk.value("y")
+    assert desk.engine.turns()[1].hints.keep_s == 0.0
+    await asyncio.sleep(0.1)
+    assert not desk.engine.kept
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+@virtually
+async def test_kept_kv_is_given_back_whatever_happens(how: str) -> None:
+    desk = Desk()
+    desk.submit(call("A {{output:x}} B {{late}} {{output:y}}"))
+    request = desk.service.variable(TENANT, desk.session, "x").producer
+    assert request is not None
+    desk.want("y")
+    await desk.value("x")
+    await asyncio.sleep(1.0)
+    assert desk.engine.kept
+    if how == "cancel":
+        desk.service.cancel(TENANT, desk.session, request)
+        await asyncio.sleep(0.1)
+    else:
+        await desk.close()
+    assert not desk.engine.kept
+
+
+@virtually
+async def test_the_beginning_of_a_consumer_is_computed_meanwhile() -> None:
+    desk = Desk()
+    first, second = desk.submit(call("Say {{output:a}}"), call(LONG + "{{a}}{{output:b}}"))
+    await desk.value("b")
+    (fill,) = desk.engine.fills()
+    assert text_of(fill.prompt_token_ids) == LONG
+    assert fill.service_class is ServiceClass.BE
+    assert fill.hints.grouped
+    assert fill.hints.keep_s > 0
+    times = desk.engine.submitted_s
+    assert times[first] < times[fill.request_id] < times[second]
+    await asyncio.sleep(0.1)
+    assert fill.request_id in desk.engine.released and not desk.engine.kept
+    assert desk.service.figures().prefills == 1
+
+
+@virtually
+async def test_short_or_known_beginnings_are_not_worth_it() -> None:
+    desk = Desk()
+    text = text_of(TOKENIZER.encode(LONG)[: 2 * BLOCK - 1])
+    desk.submit(call("Say {{output:a}}"), call(text + "{{a}}{{output:b}}"))
+    await desk.value("b")
+    assert not desk.engine.fills()
+
+    desk.submit(*(call(f"{LONG}{{{{c}}}}{{{{output:d{i}}}}}") for i in range(4)))
+    desk.submit(call("Say {{output:c}}"))
+    for i in range(4):
+        desk.want(f"d{i}")
+    await desk.value("d0")
+    assert len(desk.engine.fills()) == 1
+
+
+@virtually
+async def test_a_fill_that_comes_too_late_is_stopped() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "x"))
+    _, second = desk.submit(call("S{{output:a}}"), call(20 * LONG + "{{a}}{{output:b}}"))
+    await desk.value("b")
+    (fill,) = desk.engine.fills()
+    assert desk.engine.aborted == [fill.request_id]
+    order = [request.request_id for request in desk.engine.submitted]
+    assert order[-1] == second
+
+
+@virtually
+async def test_a_failed_fill_does_no_harm() -> None:
+    engine = ProgramEngine()
+
+    async def refuse_fills(request: object) -> object:
+        if getattr(request, "fill", False):
+            raise RuntimeError("no fills today")
+        return await submit(request)
+
+    submit = engine.submit
+    engine.submit = refuse_fills  # type: ignore[method-assign,assignment]
+    desk = Desk(engine)
+    desk.submit(call("Say {{output:a}}"), call(LONG + "{{a}}{{output:b}}"))
+    assert await desk.value("b") == echo(LONG + echo("Say "))
+
+
+@virtually
+async def test_map_reduce_is_served_as_its_objectives_say() -> None:
+    desk = Desk()
+    maps = [call(f"Part {i} {{{{output:m{i}}}}}", name="map") for i in range(4)]
+    inputs = " ".join(f"{{{{m{i}}}}}" for i in range(4))
+    *_, reduce = desk.submit(*maps, call(f"All {inputs} {{{{output:r}}}}"))
+    desk.want("r", Criteria(perf=Perf.LATENCY, deadline_s=60.0))
+    await desk.value("r")
+    *mapped, reduced = desk.engine.turns()
+    assert {request.service_class for request in mapped} == {ServiceClass.BE}
+    assert all(request.hints.grouped for request in mapped)
+    assert {request.hints.depth for request in mapped} == {0}
+    assert all(0 < (request.slo.deadline_s or 0) < 60.0 for request in mapped)
+    assert reduced.service_class is ServiceClass.RT
+    assert reduced.hints.depth == 1
+    assert 0 < (reduced.slo.deadline_s or 0) < 60.0
+    programs = {request.hints.program for request in desk.engine.submitted}
+    assert programs == {desk.session}
+    view = desk.view(reduce)
+    assert (view.stage, view.level, view.depth) == (0, "rt", 1)
+    groups = {call.group for call in desk.service.inspect(TENANT, desk.session).calls[:4]}
+    assert len(groups) == 1 and None not in groups
+
+
+@virtually
+async def test_the_last_of_a_group_is_promoted() -> None:
+    def answer(prompt: str) -> str:
+        return "x" * (500 if prompt == "Part 3 " else 5)
+
+    desk = Desk(ProgramEngine(answer))
+    requests = desk.submit(
+        *(call(f"Part {i} {{{{output:m{i}}}}}") for i in range(4)),
+        call("{{m0}}{{m1}}{{m2}}{{m3}}{{output:r}}", sampling={"max_tokens": 5}),
+    )
+    desk.want("r")
+    await asyncio.sleep(1.0)
+    assert set(desk.engine.promoted) == {requests[3]}
+    assert desk.view(requests[3]).service_class is ServiceClass.RT
+    await desk.close()
+
+
+@virtually
+async def test_an_upgrade_promotes_what_runs_and_what_waits_for_room() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "x" * 200))
+    (running,) = desk.submit(call("A {{output:a}}"))
+    desk.want("a", THROUGHPUT)
+    await asyncio.sleep(0.5)
+    desk.engine.refusals = [QueueFullError(5, 3.0)]
+    (refused,) = desk.submit(call("B {{output:b}}"))
+    desk.want("b", THROUGHPUT)
+    await asyncio.sleep(0.5)
+    desk.want("a", Criteria(perf=Perf.TTFT, ttft_s=0.125))
+    desk.want("b", LATENCY)
+    await asyncio.sleep(0.01)
+    assert desk.engine.promoted[running].ttft_s == 0.125
+    await desk.value("b")
+    served = {request.request_id: request.service_class for request in desk.engine.turns()}
+    assert served[running] is ServiceClass.BE
+    assert served[f"{refused}~2"] is ServiceClass.RT
+
+
+@virtually
+async def test_a_deadline_at_risk_promotes() -> None:
+    """By the timer, without anything else happening."""
+    desk = Desk(ProgramEngine(lambda prompt: "x" * 250))
+    (request,) = desk.submit(call("A {{output:a}}"))
+    desk.want("a", Criteria(perf=Perf.THROUGHPUT, deadline_s=5.0))
+    await asyncio.sleep(0.1)
+    assert not desk.engine.promoted
+    (turn,) = desk.engine.turns()
+    assert (turn.service_class, turn.slo.deadline_s) == (ServiceClass.BE, 5.0)
+    desk.engine.answer = lambda prompt: ""
+    await asyncio.sleep(2.3)
+    assert set(desk.engine.promoted) == {request}
+    await desk.close()
+
+
+@virtually
+async def test_lengths_are_learnt_by_name() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "12345"))
+    for i in range(3):
+        desk.submit(call(f"A{i} {{{{output:a{i}}}}}", name="count"))
+        await desk.value(f"a{i}")
+    desk.submit(call("B {{output:b}}", name="other"))
+    await desk.value("b")
+    expected = [request.hints.expected_tokens for request in desk.engine.turns()]
+    assert expected[1:3] == [6, 6]  # five and the end
+    assert expected[0] == expected[3] != 6
+
+
+@virtually
+async def test_native_functions_are_left_to_the_client() -> None:
+    desk = Desk()
+    desk.submit(
+        call("A {{output:a}}"), native("a", "b c", name="cut"), call("D {{b}}{{c}}{{output:d}}")
+    )
+    desk.want("d")
+    a = await desk.value("a")
+    desk.set("b", a[:3])
+    assert desk.state("d") == "pending"
+    desk.set("c", "tail")
+    assert await desk.value("d") == echo(f"D {a[:3]}tail")
+
+
+@virtually
+async def test_sampling_of_an_output_over_that_of_the_call_over_that_of_the_session() -> None:
+    desk = Desk(max_tokens=99)
+    session = desk.service.create(TENANT, sampling={"temperature": 0.5, "top_k": 7, "seed": 1})
+    spec = call(
+        "A {{output:a}} B {{output:b}}",
+        sampling={"top_k": 8, "seed": 2},
+        samplings={"b": {"seed": 3, "max_tokens": 4}},
+    )
+    desk.service.submit(TENANT, session.id, [spec])
+    await desk.service.get(TENANT, session.id, "b")
+    a, b = (request.sampling for request in desk.engine.turns())
+    assert (a.temperature, a.top_k, a.seed, a.max_tokens) == (0.5, 8, 2, 99)
+    assert (b.temperature, b.top_k, b.seed, b.max_tokens) == (0.5, 8, 3, 4)
+
+
+@virtually
+async def test_conversations_are_written_in_the_models_format() -> None:
+    desk = Desk()
+    spec = CallSpec(
+        messages=[
+            Message(role="system", content="Be brief."),
+            Message(role="user", content="About {{topic}}?"),
+        ],
+        parameters=[Parameter(name="topic", value="dogs"), Parameter(name="output", variable="o")],
+    )
+    desk.submit(spec, call("Cats {{output:p}}", chat=True))
+    await desk.value("o")
+    await desk.value("p")
+    first, second = (text_of(request.prompt_token_ids) for request in desk.engine.turns())
+    assert first == (
+        "<|start|>system\nBe brief.<|end|>\n<|start|>user\nAbout dogs?<|end|>\n<|start|>assistant\n"
+    )
+    assert second == "<|start|>user\nCats<|end|>\n<|start|>assistant\n"
+
+
+@virtually
+async def test_who_may_share_what() -> None:
+    """The constant beginning within the tenant, the rest within the session or its scope."""
+    desk = Desk()
+    alone = desk.session
+    scoped = [desk.service.create(TENANT, scope="team").id for _ in range(2)]
+    other = desk.service.create("other").id
+    for tenant, session in ((TENANT, alone), *((TENANT, s) for s in scoped), ("other", other)):
+        desk.service.submit(
+            tenant, session, [call("Long {{x}} text {{output:a}}", values={"x": "v"})]
+        )
+        await desk.service.get(tenant, session, "a")
+    turns = desk.engine.turns()
+    assert {turn.hints.private_from for turn in turns} == {len(TOKENIZER.encode("Long "))}
+    salts = [(turn.cache_salt, turn.hints.private_salt) for turn in turns]
+    assert [salt for salt, _ in salts] == [TENANT, TENANT, TENANT, "other"]
+    private = [salt for _, salt in salts]
+    assert private[1] == private[2]
+    assert len(set(private)) == 3
+
+    prefixes = [
+        desk.service.inspect(tenant, session).calls[0].prefixes
+        for tenant, session in ((TENANT, alone), *((TENANT, s) for s in scoped), ("other", other))
+    ]
+    for index, distinct in ((0, 2), (1, 3), (2, 3)):
+        assert len({borders[index].hash for borders in prefixes}) == distinct
+
+
+@virtually
+async def test_what_is_seen_of_a_call_adds_up() -> None:
+    desk = Desk()
+    (request,) = desk.submit(call("A {{output:x}} B {{output:y}}", name="two"))
+    await desk.value("y")
+    view = desk.view(request)
+    assert (view.name, view.kind, view.state, view.outputs) == (
+        "two",
+        "llm",
+        "finished",
+        ("x", "y"),
+    )
+    assert view.output_tokens == sum(turn.output_tokens for turn in view.turns) == 22
+    assert view.prompt_tokens == len(desk.engine.turns()[1].prompt_token_ids)
+    assert [turn.attempts for turn in view.turns] == [1, 1]
+    first, second = view.turns
+    assert 0 == first.queued_s < first.first_token_s < first.end_s <= second.queued_s
+    assert first.first_token_s == pytest.approx(STEP_S * (1 + first.prompt_tokens // BLOCK))
+    assert (view.queued_s, view.end_s) == (first.queued_s, second.end_s)

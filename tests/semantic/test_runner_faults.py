@@ -1,0 +1,228 @@
+"""What becomes of turns when the engine, a transform or the server itself fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from bros.core.errors import OverloadedError, QueueFullError
+from bros.core.request import FinishReason, RequestOutput
+from support.program_engine import MAX_LEN, ProgramEngine, byte_ids, echo
+from support.programs import TENANT, Desk, call, native, soon, virtually
+
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, {"seed": 5}])
+@virtually
+async def test_what_gives_the_same_again_survives_the_engine(sampling: dict[str, float]) -> None:
+    desk = Desk(retries=2)
+    (request,) = desk.submit(call("Say {{output:a}}", sampling=sampling))
+    desk.want("a")
+    for _ in range(2):
+        await asyncio.sleep(0.08)
+        desk.engine.die()
+        await asyncio.sleep(5.0)
+        desk.engine.revive()
+    assert await desk.value("a") == echo("Say ")
+    attempts = [turn.request_id for turn in desk.engine.turns()]
+    assert attempts == [request, f"{request}~2", f"{request}~3"]
+    assert desk.view(request).turns[0].attempts == 3
+
+
+@virtually
+async def test_what_would_come_out_differently_fails_with_the_engine() -> None:
+    desk = Desk()
+    (request,) = desk.submit(call("Say {{output:a}}"))
+    desk.want("a")
+    await asyncio.sleep(0.08)
+    desk.engine.die()
+    desk.engine.revive()
+    assert await desk.cause("a") == (request, "generate", "The engine died.")
+
+
+@virtually
+async def test_an_engine_that_dies_too_often_is_given_up() -> None:
+    desk = Desk(retries=2)
+    (request,) = desk.submit(call("Say {{output:a}}", sampling=GREEDY))
+    desk.want("a")
+    for _ in range(3):
+        await asyncio.sleep(0.08)
+        desk.engine.die()
+        desk.engine.revive()
+    assert await soon(desk.cause("a"), 1.0) == (request, "generate", "The engine died.")
+    assert len(desk.engine.turns()) == 3
+
+
+@virtually
+async def test_an_engine_that_does_not_come_back_is_given_up() -> None:
+    desk = Desk(recovery_s=30.0)
+    (request,) = desk.submit(call("Say {{output:a}}", sampling=GREEDY))
+    desk.want("a")
+    await asyncio.sleep(0.08)
+    desk.engine.die()
+    with pytest.raises(TimeoutError):
+        await soon(desk.value("a"), 29.0)
+    assert await soon(desk.cause("a"), 2.0) == (request, "generate", "The engine died.")
+
+
+@pytest.mark.parametrize("refusal", [QueueFullError(9, 2.5), OverloadedError("Too busy.", 2.5)])
+@virtually
+async def test_an_engine_without_room_is_asked_again(refusal: Exception) -> None:
+    """As late as it says, and without harm to what else runs in the session."""
+    desk = Desk()
+    desk.engine.refusals = [refusal] * 3
+    (request, other) = desk.submit(call("Say {{output:a}}"), call("Other {{output:b}}"))
+    desk.want("a")
+    await asyncio.sleep(0.1)
+    desk.engine.refusals, left = [], desk.engine.refusals
+    assert await desk.value("b") == echo("Other ")
+    desk.engine.refusals = left
+    assert await desk.value("a") == echo("Say ")
+    late = desk.engine.submitted_s[f"{request}~4"] - 5000.0
+    assert 7.5 <= late < 7.6
+    assert desk.view(request).turns[0].attempts == 1
+    assert other in desk.engine.submitted_s
+
+
+@virtually
+async def test_an_engine_that_never_has_room_is_given_up() -> None:
+    desk = Desk(patience_s=60.0)
+    desk.engine.refusals = [QueueFullError(9, 7.0)] * 100
+    (request,) = desk.submit(call("Say {{output:a}}"))
+    _, stage, message = await soon(desk.cause("a"), 61.0)
+    assert (stage, message) == ("generate", "9 requests are already waiting; retry in 7 s.")
+    assert 100 - len(desk.engine.refusals) == 9
+
+
+@virtually
+async def test_a_request_given_up_for_want_of_room_comes_back() -> None:
+    desk = Desk()
+    desk.engine.errors = [
+        RequestOutput(
+            request_id="", finish_reason=FinishReason.ERROR, error="No room.", retry_after_s=1.5
+        )
+    ]
+    (request,) = desk.submit(call("Say {{output:a}}"))
+    assert await desk.value("a") == echo("Say ")
+    assert desk.engine.submitted_s[f"{request}~2"] > 5001.5
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (RequestOutput(request_id="", finish_reason=FinishReason.ERROR, error="NaN!"), "NaN!"),
+        (
+            RequestOutput(request_id="", finish_reason=FinishReason.ABORT),
+            "The request was aborted.",
+        ),
+    ],
+)
+@virtually
+async def test_what_the_engine_says_of_a_failure_is_the_cause(
+    output: RequestOutput, message: str
+) -> None:
+    desk = Desk()
+    desk.engine.errors = [output]
+    (request, *_) = desk.submit(call("Say {{output:a}}"), call("{{a}}{{output:b}}"))
+    assert await desk.cause("b") == (request, "generate", message)
+    assert await desk.cause("a") == (request, "generate", message)
+
+
+@virtually
+async def test_a_prompt_that_is_too_long_fails_to_fill() -> None:
+    desk = Desk()
+    (request,) = desk.submit(call("{{x}}{{output:a}}", values={"x": "dog and " * MAX_LEN}))
+    failed, stage, message = await desk.cause("a")
+    assert (failed, stage) == (request, "fill")
+    assert str(MAX_LEN) in message
+
+
+@virtually
+async def test_a_failing_transform_of_an_output() -> None:
+    desk = Desk()
+    request, *_ = desk.submit(
+        call("Say {{output:a}} and {{output:b}}", transforms={"a": "json"}),
+        call("{{b}}{{output:c}}"),
+        call("Other {{output:d}}"),
+    )
+    desk.want("d")
+    failed, stage, _ = await desk.cause("c")
+    assert (failed, stage) == (request, "transform")
+    assert desk.view(request).error.variable == "a"
+    assert await desk.value("d") == echo("Other ")
+    await asyncio.sleep(0.1)
+    assert not desk.engine.kept
+
+
+@virtually
+async def test_a_failing_transform_of_an_input() -> None:
+    desk = Desk()
+    _, request = desk.submit(
+        call("Say {{output:a}}"), call("Long {{a}}{{output:b}}", transforms={"a": "json"})
+    )
+    failed, stage, _ = await desk.cause("b")
+    assert (failed, stage) == (request, "fill")
+    assert await desk.value("a") == echo("Say ")
+
+
+@virtually
+async def test_a_failing_native_function() -> None:
+    desk = Desk()
+    _, request, _ = desk.submit(
+        call("Say {{output:a}}"), native("a", "b"), call("{{b}}{{output:c}}")
+    )
+    desk.want("c")
+    await desk.value("a")
+    desk.service.fail(TENANT, desk.session, request, "ValueError: no")
+    assert await desk.cause("c") == (request, "native", "ValueError: no")
+
+
+@virtually
+async def test_a_bug_fails_one_turn_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def answer(prompt: str) -> str | Sequence[int]:
+        if prompt.startswith("Bad"):
+            raise ZeroDivisionError("a bug")
+        return byte_ids(prompt[:3])
+
+    desk = Desk(ProgramEngine(answer))
+    bad, *_ = desk.submit(
+        call("Bad {{output:a}}"), call("{{a}}{{output:b}}"), call("Good {{output:c}}")
+    )
+    with caplog.at_level(logging.ERROR, "bros.semantic.runner"):
+        failed, stage, message = await desk.cause("b")
+    assert (failed, stage) == (bad, "generate")
+    assert "a bug" in caplog.text and "a bug" not in message
+    assert await desk.value("c") == "Goo"
+
+
+@virtually
+async def test_a_cancelled_call_leaves_the_engine_at_once() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "x" * 500))
+    request, _ = desk.submit(
+        call("A {{output:a}}", sampling={"max_tokens": 400}), call("{{a}}{{output:b}}")
+    )
+    waiting = asyncio.create_task(desk.cause("b"))
+    await asyncio.sleep(1.0)
+    desk.service.cancel(TENANT, desk.session, request)
+    failed, stage, _ = await soon(waiting, 0.1)
+    assert (failed, stage) == (request, "cancelled")
+    assert desk.state("a") == desk.state("b") == "cancelled"
+    await asyncio.sleep(0.1)
+    assert desk.engine.aborted == [request]
+    assert not desk.engine.open
+
+
+@virtually
+async def test_cancelled_before_the_engine_has_heard_of_it() -> None:
+    desk = Desk()
+    (request,) = desk.submit(call("A {{output:a}}"))
+    desk.want("a")
+    desk.service.cancel(TENANT, desk.session, request)
+    await asyncio.sleep(1.0)
+    assert not desk.engine.open
+    view = await desk.service.delete(TENANT, desk.session)
+    assert view.state == "closed"
