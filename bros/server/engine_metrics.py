@@ -123,6 +123,11 @@ _CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Requests served as this class that came in as the other one, because their "
             "objectives could not be met; needs --overload relegate. If it rises, add capacity",
         ),
+        "promoted": (
+            "requests_promoted",
+            "Best-effort requests that were served as this class from some time on, because "
+            "somebody came to wait for what follows from them",
+        ),
         "rejected": (
             "requests_rejected",
             "Requests answered with 429 because of overload, on arrival or before their first "
@@ -156,6 +161,11 @@ class EngineCollector(Collector):
             "bros_kv_blocks_cached",
             "Those that nobody has, but that may be asked for again; they count as free",
             stats.kv_blocks_cached,
+        )
+        yield GaugeMetricFamily(
+            "bros_kv_blocks_parked",
+            "Those of prefixes that are kept for calls to come, in use or not; they go last",
+            stats.kv_blocks_parked,
         )
         yield GaugeMetricFamily(
             "bros_host_kv_blocks",

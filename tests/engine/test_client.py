@@ -21,6 +21,7 @@ from bros.engine.messages import (
     AskTrace,
     Command,
     Outputs,
+    Promote,
     Ready,
     Refused,
     StatsReply,
@@ -75,6 +76,28 @@ async def test_a_refusal_for_overload_reaches_the_caller(wire: Wire) -> None:
         await submission
     assert refused.value.retry_after_s == 7.5
     assert wire.client.num_open == 0
+
+
+async def test_only_what_is_open_is_promoted(wire: Wire) -> None:
+    soon = Slo(ttft_s=0.2)
+    await wire.client.promote("r", soon)
+    assert wire.sent == []
+    submission = asyncio.create_task(wire.client.submit(ASK))
+    await asyncio.sleep(0)
+    await wire.client.promote("r", soon)
+    await wire.client.promote("other", soon)
+    assert wire.sent == [Submit(ASK), Promote("r", soon)], "in this order, accepted or not yet"
+    wire.client.on_reply(Accepted("r", ServiceClass.BE))
+    stream = await submission
+    await wire.client.promote("r", soon)
+    assert len(wire.sent) == 3
+    last = RequestOutput(request_id="r", finish_reason=FinishReason.LENGTH)
+    wire.client.on_reply(Outputs((last,)))
+    await wire.client.promote("r", soon)
+    wire.client.on_death("It burnt.")
+    await wire.client.promote("r", soon)
+    assert len(wire.sent) == 3
+    assert stream.service_class is ServiceClass.BE, "what it was accepted as"
 
 
 async def test_questions_are_answered_in_the_order_in_which_they_were_asked(wire: Wire) -> None:

@@ -10,7 +10,7 @@ from bros.core.clock import ManualClock
 from bros.core.errors import ConfigError
 from bros.core.interfaces import LaunchingExecutor
 from bros.core.plan import StepPlan, StepResult
-from bros.core.request import EngineRequest
+from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.engine import Engine
 from bros.engine.loop import run_engine
 from bros.engine.messages import Abort, Command, Outputs, Reply, Shutdown, Submit
@@ -136,3 +136,32 @@ def test_what_comes_between_two_steps_is_in_the_one_after_the_next() -> None:
     assert tokens["b"] == tuple(ToyModel.continuation([7, 8], 4))
     # Of steps 1 and 2; it was in 3 when it was withdrawn.
     assert tokens["a"] == tuple(ToyModel.continuation([1, 2, 3], 2))
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_who_is_promoted_while_a_step_runs_is_first_in_the_next_one(mode: str) -> None:
+    """With a step of it under way, or waiting behind others."""
+    clock = ManualClock()
+    plans: list[list[str]] = []
+    executor = LateExecutor(
+        ToyModel(4), clock, watch=lambda plan: plans.append([c.request_id for c in plan.chunks])
+    )
+    info, scheduler = engine_info(), make_scheduler("bros", max_num_seqs=2)
+    engine = Engine(scheduler, executor, clock, info, async_scheduling=mode)
+    for name in "abcd":
+        asked = request(name, 5, ServiceClass.BE, max_tokens=6, ignore_eos=True)
+        engine.submit(asked)
+    answers: dict[str, list[int]] = {name: [] for name in "abcd"}
+    while engine.has_work:
+        if len(plans) == 2:
+            engine.promote("b", Slo(9.0, 9.0))
+            engine.promote("d", Slo(9.0, 9.0))
+        for output in engine.step():
+            answers[output.request_id] += output.token_ids
+        scheduler.check_integrity()
+    assert [set(plan) for plan in plans[:2]] == [{"a", "b"}, {"a", "b"}]
+    assert "d" in plans[2] and not any("c" in plan for plan in plans[:4])
+    for name, service_class in (("b", ServiceClass.RT), ("c", ServiceClass.BE)):
+        trace = engine.trace(name)
+        assert trace is not None and trace.service_class is service_class
+    assert list(answers.values()) == [ToyModel.continuation(range(1, 6), 6)] * 4

@@ -103,6 +103,9 @@ class ScriptedEngine:
         await self.gate.wait()
         self.aborted.append(request_id)
 
+    async def promote(self, request_id: str, slo: Slo) -> None:
+        pass
+
     async def stats(self) -> EngineStats:
         return EngineStats()
 

@@ -18,6 +18,7 @@ from bros.engine.messages import (
     AskTrace,
     Command,
     Outputs,
+    Promote,
     Ready,
     Refused,
     Reply,
@@ -118,6 +119,9 @@ class BusyEngine(FullEngine):
         self.handled.append(f"abort {request_id}")
         return RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
 
+    def promote(self, request_id: str, slo: Slo) -> None:
+        self.handled.append(f"promote {request_id} {slo.ttft_s}")
+
     def step(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[RequestOutput]:
         before = list(self.handled)
         self.seen.append([request.request_id for _ in range(2) for request in arrivals()])
@@ -146,14 +150,17 @@ def test_what_arrives_during_a_step_is_seen_at_once_and_handled_after_it_in_orde
     engine = BusyEngine()
     transport = Drip(
         [Submit(first)],
-        [Submit(second), Abort("a")], [Submit(third), AskStats()],  # during the step
+        [Submit(second), Abort("a")],  # during the step
+        [Submit(third), Promote("c", Slo(0.3)), AskStats()],
         [Abort("b")],
         [], [Shutdown()],  # during the second step
         [],
     )  # fmt: skip
     run_engine(engine, transport)  # type: ignore[arg-type]
     assert engine.seen == [["b", "c"], []]
-    assert engine.handled == ["submit a", "submit b", "abort a", "submit c", "abort b"]
+    assert engine.handled == [
+        "submit a", "submit b", "abort a", "submit c", "promote c 0.3", "abort b",
+    ]  # fmt: skip
     assert [type(reply) for reply in transport.replies] == [
         Ready, Accepted, Accepted, Outputs, Accepted, StatsReply, Outputs,
     ]  # fmt: skip

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import Hints
@@ -67,7 +68,20 @@ def placed(load: list[Arrival]) -> list[tuple[RequestState, Rank]]:
     return found
 
 
-@given(load=arrivals)
+same_program = st.builds(
+    Arrival,
+    after_s=st.sampled_from([1.0, 3.0]),
+    delay_s=st.just(0.0),
+    program=st.sampled_from(["a", "b"]),
+    depth=st.just(0),
+    grouped=st.booleans(),
+    tenant=st.just(""),
+    family=st.just(0),
+)
+
+
+@given(load=arrivals | st.lists(same_program, min_size=4, max_size=8))
+@settings(max_examples=300)
 def test_nobody_is_overtaken_by_who_comes_much_later(load: list[Arrival]) -> None:
     for (first, key), (later, later_key) in itertools.combinations(placed(load), 2):
         assert key != later_key
@@ -114,18 +128,31 @@ def test_a_group_is_next_to_each_other(
     load: list[Arrival], size: int, within_s: float, began: bool
 ) -> None:
     """As long as it comes within half of the time; whatever else comes meanwhile."""
-    load = [dataclasses.replace(a, program=a.program + "x", after_s=0.0) for a in load]
-    member = Arrival(0.0, 0.0, "map", 1, True, "", 0)
-    mixed = [dataclasses.replace(member, depth=0, grouped=False)] if began else []
-    for index in range(size):
-        others = load[index::size]
-        mixed += [dataclasses.replace(member, after_s=within_s / size), *others]
-    order = sorted(placed(mixed), key=lambda entry: entry[1])
-    places = [
-        index for index, (state, _) in enumerate(order)
-        if state.request.hints.program == "map" and state.request.hints.grouped
+    member = Arrival(within_s / size, 0.0, "map", 1, True, "", 0)
+    plain = dataclasses.replace(member, grouped=False)
+    others = [
+        dataclasses.replace(
+            arrival, after_s=0.0, program=arrival.program + "x" if arrival.grouped else "map",
+            tenant="",
+        )
+        for arrival in load
     ]  # fmt: skip
+    mixed = [plain, dataclasses.replace(member, after_s=4.05)] if began else [member]
+    for index in range(size - 1):
+        mixed += [*others[index::size], member]
+    order = [state.request.hints for state, _ in sorted(placed(mixed), key=lambda each: each[1])]
+    places = [
+        index for index, hints in enumerate(order) if hints.program == "map" and hints.grouped
+    ]
     assert places == list(range(places[0], places[0] + size))
+
+
+@pytest.mark.parametrize(("later_s", "first"), [(3.9, "group"), (4.1, "plain")])
+def test_a_group_counts_as_half_of_the_time_older(later_s: float, first: str) -> None:
+    plain = Arrival(1.0, 0.0, "plain", 0, False, "", 0)
+    group = Arrival(later_s, 0.0, "group", 0, True, "", 0)
+    found = sorted(placed([plain, group]), key=lambda each: each[1])
+    assert found[0][0].request.hints.program == first
 
 
 # On the engine's clock
