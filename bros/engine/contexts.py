@@ -35,8 +35,9 @@ from bros.core.request import (
 
 @dataclass(slots=True)
 class _Context:
-    """parent_id: of the context that it was forked from. request_id: of its last job, which keeps
-    its KV. busy: a job runs. is_new: none has ended well."""
+    """parent_id: of the context that it was forked from. tokens: replaced when a job ends, never
+    changed, as forks have the same ones. request_id: of its last job, which keeps its KV. busy: a
+    job runs. is_new: none has ended well."""
 
     parent_id: str | None
     tokens: array[int]
@@ -175,7 +176,7 @@ class Contexts:
         if parent is None:
             raise InvalidRequestError(f"there is no context {parent_id!r}.", "parent_id")
         _check_idle(parent_id, parent)
-        return parent.tokens[:]
+        return parent.tokens
 
     async def _run(
         self, context_id: str, parent_id: str | None, job: EngineRequest

@@ -16,11 +16,13 @@ from bros.core.errors import (
     BrosError,
     EngineDeadError,
     InvalidRequestError,
+    OverloadedError,
     PromptTooLongError,
 )
 from bros.core.ids import IdGenerator
 from bros.core.plan import Chunk, SampledToken, StepPlan, StepResult
-from bros.core.request import SamplingParams
+from bros.core.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
+from bros.engine.client import OutputStream
 from bros.engine.contexts import Contexts
 from bros.engine.engine import Engine
 from bros.engine.thread_client import ThreadEngineClient
@@ -204,6 +206,29 @@ async def test_jobs_that_fail_leave_no_trace() -> None:
         assert list(contexts.token_ids("c")) == list(range(1, 10))
         assert await desk.left() == kept
         assert await desk.generate("c", None, [4]) == ToyModel.continuation([*range(1, 10), 4], 3)
+
+
+async def test_a_job_that_is_given_up_for_want_of_capacity_says_when_to_come_back() -> None:
+    class Busy:
+        """Gives up what it has accepted."""
+
+        async def submit(self, request: EngineRequest) -> OutputStream:
+            stream = OutputStream(request.service_class)
+            stream.put(
+                RequestOutput(
+                    request_id=request.request_id, finish_reason=FinishReason.ERROR,
+                    error="Too busy.", retry_after_s=7.5,
+                )
+            )  # fmt: skip
+            return stream
+
+        async def abort(self, request_id: str) -> None:
+            pass
+
+    contexts = Contexts(Busy(), IdGenerator(random.Random(1)))  # type: ignore[arg-type]
+    with pytest.raises(OverloadedError, match="Too busy") as refused:
+        await contexts.fill("c", None, [1, 2])
+    assert refused.value.retry_after_s == 7.5 and len(contexts) == 0
 
 
 async def test_a_cancelled_fill_leaves_no_trace() -> None:

@@ -420,8 +420,20 @@ def test_a_fill_that_is_done_is_not_in_the_next_step() -> None:
     assert ran == [True, True, False], "6 tokens, 6 that make 12, and one more call to be told"
     assert run.executor.most_in_flight == 2
     run.drain()
+    trace = run.engine.trace("fill")
+    assert trace is not None and trace.waits == {}, "it had nothing to wait for"
     run.submit("chat", 15)
     assert run.step()["chat"].start == 12
+
+
+def test_a_fill_that_is_withdrawn_while_it_runs_does_not_end_its_namesake() -> None:
+    run = Run()
+    run.submit("a", 16, fill=True)
+    run.step()
+    assert run.abort("a")
+    run.submit("a", [900, 901], max_tokens=3)
+    run.drain()
+    assert run.answer("a") == right_answer(run.asked[-1], ())
 
 
 def test_whose_tokens_depend_on_those_before_waits_for_them_and_so_do_others_with_it() -> None:

@@ -104,6 +104,15 @@ def test_fills_are_no_finished_requests_and_have_no_first_token() -> None:
     assert trace is not None and (trace.ttft_s, trace.late_tokens) == (None, 0)
 
 
+def test_predictions_know_that_no_token_is_chosen() -> None:
+    run = Run()
+    run.submit("fill", 60, fill=True)
+    run.submit("more", range(500, 560), BE, fill=True)
+    run.drain()
+    stats = run.scheduler.stats()
+    assert stats.steps >= 2 and stats.step_error_s == pytest.approx(0.0, abs=1e-9)
+
+
 def test_no_step_is_given_up_for_a_fill() -> None:
     asked = []
     for fill in (False, True):

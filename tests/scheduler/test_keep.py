@@ -98,6 +98,7 @@ def test_what_is_aborted_or_fails_is_not_kept() -> None:
     run.submit("aborted", 20, hints=KEPT)
     run.step()
     assert run.scheduler.abort("aborted", run.now) is not None
+    assert parked(run) == 0
     run.submit("stops", 20, hints=KEPT, stop_token_ids=(run.answer("aborted")[1],))
     run.drain()
     assert run.ends["stops"] is FinishReason.STOP
@@ -154,6 +155,23 @@ def test_answers_are_private_if_anything_is() -> None:
         run.submit(name, longer, max_tokens=1, hints=Hints(private_from=40, private_salt=salt))
         run.drain()
     assert (run.cached["same"], run.cached["other"]) == (48, 40)
+
+
+def test_scopes_count_when_a_step_is_given_up_for_somebody() -> None:
+    """Who finds its prompt in the cache can have its first token in time if the step makes way."""
+    asked = {}
+    for salt in ("same", "other"):
+        run = Run(max_batch_tokens=512)
+        run.submit("before", 40, hints=Hints(private_from=0, private_salt="same"))
+        run.drain()
+        run.submit("be", range(500, 900), BE)
+        plan = run.schedule()
+        hints = Hints(private_from=0, private_salt=salt)
+        run.submit("rt", 41, slo=Slo(0.06), hints=hints)
+        asked[salt] = run.scheduler.makes_way(run.requests["rt"], run.now + 0.02)
+        run.finish(plan)
+        run.drain()
+    assert asked == {"same": True, "other": False}
 
 
 @given(data=st.data())

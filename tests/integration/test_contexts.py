@@ -1,0 +1,50 @@
+"""Fills and contexts with the embedded model: what is filled is not computed again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bros.core.config import EngineConfig
+from bros.core.ids import IdGenerator
+from bros.core.request import EngineRequest, FinishReason, SamplingParams
+from bros.engine.contexts import Contexts
+from bros.engine.local import LocalEngine, open_local
+from bros.executor.model_store import default_cache_dir
+
+pytestmark = pytest.mark.slow
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+async def answer(local: LocalEngine, prompt: list[int], salt: str) -> list[int]:
+    """Of a plain request that shares nothing."""
+    request = EngineRequest(
+        request_id=local.ids.new("plain"), prompt_token_ids=prompt, sampling=GREEDY, cache_salt=salt
+    )
+    stream = await local.client.submit(request)
+    return [token async for output in stream for token in output.token_ids]
+
+
+async def test_what_was_filled_is_cached_for_what_is_generated() -> None:
+    rng = random.Random(3)
+    async with open_local(EngineConfig(), default_cache_dir()) as local:
+        contexts = Contexts(local.client, IdGenerator(rng))
+        filled = [rng.randrange(1000, 30000) for _ in range(500)]
+        assert await contexts.fill("system", None, filled) == 500
+        before = await local.client.stats()
+        assert all(each.finished == 0 for each in before.by_class.values())
+        said: dict[str, list[int]] = {}
+        for name in ("one", "two"):
+            own = [rng.randrange(1000, 30000) for _ in range(20)]
+            outputs = [each async for each in contexts.generate(name, "system", own, GREEDY)]
+            assert outputs[-1].finish_reason is FinishReason.LENGTH
+            assert all(each.cached_tokens >= 480 for each in outputs)
+            said[name] = [*filled, *own]
+            found = [token for each in outputs for token in each.token_ids]
+            assert found == await answer(local, said[name], salt=name)
+        for name in ("system", "one", "two"):
+            await contexts.free(name)
+        stats = await local.client.stats()
+        assert (stats.kv_blocks_used, stats.kv_blocks_parked) == (0, 0)
