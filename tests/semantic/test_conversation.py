@@ -223,6 +223,10 @@ class Format:
         (Format(lambda contents: "".join(contents[1:])), "'x': it leaves it out"),
         (Format(lambda contents: "".join(contents * 2)), "'x': it writes it 2 times"),
         (Format(lambda contents: "".join(reversed(contents))), "'x': it moves it past an output"),
+        (
+            Format(lambda contents: "".join([*contents[1:2], *contents[:1], *contents[2:]])),
+            "'a': it writes it before what precedes it",
+        ),
         (Format(lambda contents: contents[-1] if len(contents) == 1 else "-".join(contents[:2])),
          "'y': it leaves it out"),
         (Format(lambda contents: "".join(contents).upper().replace("\ue001", "")), "leaves it out"),

@@ -190,6 +190,23 @@ def test_roles_are_agreed_or_refused(drawn: list[Any], given_roles: dict[str, Ro
     ]
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{output:a}}{{output:b}}", "'b' follows another output directly"),
+        ("{{output:a}}{{b}}", "'b' follows another output directly"),
+        ("{{output:a}} {{a}}", "'a' occurs twice"),
+        ("{{output:a}} {{input:a}}", "'a' is an input here and an output"),
+        ("{{input:b}}", "'b' is an input here and an output"),
+    ],
+)
+def test_outputs_that_cannot_be_are_refused(source: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        with_roles(parse_template(source), {"b": OUTPUT}, param="field")
+    assert message in str(raised.value)
+    assert raised.value.param == "field"
+
+
 def test_sampling_of_an_input_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="'x' cannot have sampling"):
         with_roles(parse_template("{{x:fast}}"), {})

@@ -255,7 +255,8 @@ def test_xml_tags_that_are_missing() -> None:
     assert "there is no </a>" in fails("xml_tag(a)", "<a><a></a>")
 
 
-LINES = st.lists(st.text("ab `~#", max_size=8), max_size=5).map("\n".join)
+LINE = st.text("ab `~#", max_size=8) | st.sampled_from(["```", "~~~", "```c"])
+LINES = st.lists(LINE, max_size=5).map("\n".join)
 
 
 @given(LINES, st.sampled_from(["`", "~"]), st.sampled_from(["", "python", "Python title=x"]))
