@@ -1,0 +1,349 @@
+"""Sessions: whose they are, how long they live, how many there may be, and what joins them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.request import ServiceClass
+from bros.semantic.errors import ConflictError, SessionGoneError, SessionLimitError
+from bros.semantic.program import CallSpec, Criteria, Parameter, Perf, Role
+from bros.semantic.service import SessionService
+from support.program_engine import ProgramEngine, echo, make_service
+from support.programs import TENANT, Desk, call, native, soon, virtually
+
+
+@contextlib.asynccontextmanager
+async def running(service: SessionService) -> AsyncIterator[None]:
+    task = asyncio.create_task(service.run())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@virtually
+async def test_a_session_is_there_for_its_tenant_alone() -> None:
+    service = make_service(ProgramEngine())
+    mine = service.create("a", metadata={"app": "x"}, criteria=Criteria(perf=Perf.THROUGHPUT))
+    theirs = service.create("b", session_id="same")
+    also = service.create("a", session_id="same")
+    assert [view.id for view in service.sessions("a")] == [mine.id, also.id]
+    assert service.inspect("a", mine.id).metadata == {"app": "x"}
+    assert service.inspect("a", mine.id).criteria.perf is Perf.THROUGHPUT
+    with pytest.raises(NotFoundError) as refused:
+        service.inspect("b", mine.id)
+    assert refused.value.code == "session_not_found"
+    await service.delete("b", theirs.id)
+    assert service.inspect("a", "same").state == "open"
+
+
+OPERATIONS: dict[str, Any] = {
+    "inspect": lambda s, i: s.inspect(TENANT, i),
+    "submit": lambda s, i: s.submit(TENANT, i, [call("A {{output:a}}")]),
+    "declare": lambda s, i: s.declare(TENANT, i, "x"),
+    "set": lambda s, i: s.set(TENANT, i, "x", "y"),
+    "fail": lambda s, i: s.fail(TENANT, i, "x", "y"),
+    "variable": lambda s, i: s.variable(TENANT, i, "x"),
+    "variables": lambda s, i: s.variables(TENANT, i),
+    "want": lambda s, i: s.want(TENANT, i, "x"),
+    "get": lambda s, i: s.get(TENANT, i, "x"),
+    "stream": lambda s, i: s.stream(TENANT, i, "x"),
+    "cancel": lambda s, i: s.cancel(TENANT, i, "x"),
+    "join": lambda s, i: s.join(TENANT, i),
+    "ensure": lambda s, i: s.ensure(TENANT, i),
+    "delete": lambda s, i: s.delete(TENANT, i),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@virtually
+async def test_gone_is_told_from_never_there(operation: str) -> None:
+    service = make_service(ProgramEngine())
+    deleted, expired = service.create(TENANT).id, service.create(TENANT, ttl_s=10.0).id
+    await service.delete(TENANT, deleted)
+    await asyncio.sleep(11.0)
+
+    async def attempt(session_id: str) -> None:
+        result = OPERATIONS[operation](service, session_id)
+        if asyncio.iscoroutine(result):
+            await result
+
+    for session_id in (deleted, expired):
+        with pytest.raises(SessionGoneError):
+            await attempt(session_id)
+    with pytest.raises(NotFoundError):
+        await attempt("sess-unknown")
+
+
+@virtually
+async def test_idle_sessions_expire_and_what_they_keep_is_given_back() -> None:
+    engine = ProgramEngine()
+    service = make_service(engine, ttl_s=100.0, park_s=1e6)
+    async with running(service):
+        session = service.create(TENANT).id
+        service.submit(TENANT, session, [call("A {{output:a}} B {{late}}{{output:b}}")])
+        service.want(TENANT, session, "b")
+        await asyncio.sleep(50.0)
+        assert engine.kept
+        assert service.inspect(TENANT, session).expires_in_s == pytest.approx(50.0, abs=1.0)
+        await asyncio.sleep(52.0)
+        assert service.figures().sessions == 0
+        assert not engine.kept and not engine.open
+        with pytest.raises(SessionGoneError, match="idle"):
+            service.variable(TENANT, session, "a")
+
+
+@virtually
+async def test_waiting_and_running_work_keep_a_session_alive() -> None:
+    engine = ProgramEngine(lambda prompt: "x" * 1500, step_s=1.0)
+    service = make_service(engine, ttl_s=100.0, max_wait_s=1e6)
+    async with running(service):
+        session = service.create(TENANT).id
+        service.submit(TENANT, session, [call("A {{output:a}}", sampling={"max_tokens": 500})])
+        service.want(TENANT, session, "a")
+        await asyncio.sleep(400.0)
+        assert service.inspect(TENANT, session).expires_in_s is None  # it runs
+        await asyncio.sleep(150.0)
+        view = service.declare(TENANT, session, "later")
+        waiting = asyncio.create_task(service.get(TENANT, session, view.id))
+        await asyncio.sleep(1000.0)
+        assert service.inspect(TENANT, session).expires_in_s is None  # somebody waits
+        service.set(TENANT, session, view.id, "now")
+        assert (await waiting).value == "now"
+        await asyncio.sleep(99.0)
+        assert service.sessions(TENANT)
+        await asyncio.sleep(2.0)
+        assert not service.sessions(TENANT)
+
+
+@virtually
+async def test_the_end_of_a_service_ends_its_sessions() -> None:
+    engine = ProgramEngine(lambda prompt: "x" * 500)
+    service = make_service(engine)
+    async with running(service):
+        session = service.create(TENANT).id
+        service.submit(TENANT, session, [call("A {{output:a}} B {{output:b}}")])
+        waiting = asyncio.create_task(service.get(TENANT, session, "b"))
+        await asyncio.sleep(0.5)
+        assert engine.open
+    assert not engine.open and not engine.kept
+    with pytest.raises(SessionGoneError, match="server"):
+        await soon(waiting)
+
+
+@virtually
+async def test_only_so_many_past_ids_are_remembered() -> None:
+    service = make_service(ProgramEngine(), max_gone=2)
+    ids = [service.create(TENANT).id for _ in range(3)]
+    for session_id in ids:
+        await service.delete(TENANT, session_id)
+    with pytest.raises(NotFoundError):
+        service.inspect(TENANT, ids[0])
+    for session_id in ids[1:]:
+        with pytest.raises(SessionGoneError):
+            service.inspect(TENANT, session_id)
+
+
+@virtually
+async def test_names_may_be_used_again_and_nothing_of_the_past_comes_back() -> None:
+    desk = Desk()
+    views = []
+    for _ in range(2):
+        desk.service.create(TENANT, session_id="mine")
+        with pytest.raises(ConflictError):
+            desk.service.create(TENANT, session_id="mine")
+        desk.service.submit(TENANT, "mine", [call("A {{x}}{{output:a}}", values={"x": "1"})])
+        views.append(await desk.service.get(TENANT, "mine", "a"))
+        await desk.service.delete(TENANT, "mine")
+    first, second = desk.engine.turns()
+    assert first.hints.program != second.hints.program
+    assert first.hints.private_salt != second.hints.private_salt
+    with pytest.raises(InvalidRequestError):
+        desk.service.create(TENANT, session_id="sess-abc")
+
+
+@virtually
+async def test_limits() -> None:
+    service = make_service(
+        ProgramEngine(), max_sessions=2, max_calls=3, max_waiting=2, max_chars=100, max_ttl_s=50.0
+    )
+    session = service.create(TENANT, ttl_s=1e9)
+    assert session.ttl_s == 50.0
+    service.join(TENANT, "other").cancelled()
+    with pytest.raises(SessionLimitError):
+        service.create(TENANT)
+    with pytest.raises(SessionLimitError):
+        service.join(TENANT, "third")
+
+    specs = [call(f"{i} {{{{output:a{i}}}}}") for i in range(4)]
+    with pytest.raises(SessionLimitError):
+        service.submit(TENANT, session.id, specs)
+    assert not service.variables(TENANT, session.id)
+    with pytest.raises(SessionLimitError):
+        service.submit(TENANT, session.id, [call("x" * 101 + "{{output:a}}")])
+    with pytest.raises(SessionLimitError):
+        service.declare(TENANT, session.id, "v", "x" * 101)
+
+    waits = [
+        asyncio.create_task(
+            service.get(TENANT, session.id, service.declare(TENANT, session.id, n).id)
+        )
+        for n in "ab"
+    ]
+    await asyncio.sleep(1.0)
+    more = service.declare(TENANT, session.id, "c").id
+    with pytest.raises(SessionLimitError):
+        await service.get(TENANT, session.id, more)
+    with pytest.raises(SessionLimitError):
+        service.stream(TENANT, session.id, more)
+    await service.delete(TENANT, session.id)
+    gone = await asyncio.gather(*waits, return_exceptions=True)
+    assert all(isinstance(error, SessionGoneError) for error in gone)
+
+
+@virtually
+async def test_a_program_is_added_as_a_whole_or_not_at_all() -> None:
+    desk = Desk()
+    good = call("A {{output:a}}")
+    wrong: list[tuple[CallSpec, type[Exception], str | None]] = [
+        (call("no output"), InvalidRequestError, "requests[1].template"),
+        (call("B {{output:a}}"), ConflictError, None),
+        (call("{{b}}{{output:b}}"), InvalidRequestError, "requests[1].template"),
+        (native("b", "b"), InvalidRequestError, "requests[1].parameters[1].name"),
+        (call("B {{output:b}}", sampling={"tempo": 1}), InvalidRequestError,
+         "requests[1].sampling.tempo"),
+        (call("B {{output:b}}", sampling={"temperature": -1}), InvalidRequestError,
+         "requests[1].sampling.temperature"),
+        (call("B {{output:b}}", samplings={"b": {"top_p": 7}}), InvalidRequestError,
+         "requests[1].parameters[0].sampling.top_p"),
+        (call("B {{output:b}}", sampling={"n": 2}), InvalidRequestError, "requests[1].sampling.n"),
+        (call("B {{output:b}}", sampling={"max_tokens": 1.5}), InvalidRequestError,
+         "requests[1].sampling.max_tokens"),
+        (call("B {{output:b}}", sampling={"stop": 7}), InvalidRequestError, None),
+        (call("B {{output:b}}", transforms={"b": "nonsense("}), InvalidRequestError,
+         "requests[1].parameters[0].transforms"),
+        (call("B {{output:b:fine}}"), InvalidRequestError, None),
+        (native("x", ""), InvalidRequestError, "requests[1].parameters"),
+        (CallSpec(template="{{x}}{{output:b}}", parameters=[
+            Parameter(name="x", variable="v", value="w")]), InvalidRequestError,
+         "requests[1].parameters[0].value"),
+        (CallSpec(template="A{{output:b}}", parameters=[Parameter(name="b", value="w")]),
+         InvalidRequestError, "requests[1].parameters[0].value"),
+        (CallSpec(native=True, template="x"), InvalidRequestError, "requests[1].native"),
+        (CallSpec(native=True, parameters=[
+            Parameter(name="o", role=Role.OUTPUT, transforms="strip")]), InvalidRequestError,
+         "requests[1].parameters[0].transforms"),
+        (CallSpec(template="{{x}}{{output:b}}", parameters=[
+            Parameter(name="x", sampling={"seed": 1})]), InvalidRequestError,
+         "requests[1].parameters[0].sampling"),
+        (CallSpec(template="{{x}}{{output:b}}", parameters=[
+            Parameter(name="x", criteria=Criteria())]), InvalidRequestError,
+         "requests[1].parameters[0].criteria"),
+    ]  # fmt: skip
+    for spec, kind, param in wrong:
+        with pytest.raises(kind) as refused:
+            desk.submit(good, spec)
+        if param is not None:
+            assert getattr(refused.value, "param", None) == param, spec
+        view = desk.service.inspect(TENANT, desk.session)
+        assert not view.calls and not view.variables
+    desk.submit(good)
+
+
+@virtually
+async def test_calls_that_wait_for_each_other_are_refused() -> None:
+    desk = Desk()
+    with pytest.raises(ConflictError) as refused:
+        desk.submit(call("{{b}} x {{output:a}}"), call("{{a}} x {{output:b}}"))
+    assert refused.value.code == "cyclic"
+    assert not desk.service.variables(TENANT, desk.session)
+
+
+@virtually
+async def test_criteria_with_an_output_start_it_at_once() -> None:
+    desk = Desk()
+    desk.submit(call("A {{output:a}}", criteria={"a": Criteria(perf=Perf.THROUGHPUT)}))
+    await asyncio.sleep(0.01)
+    (turn,) = desk.engine.turns()
+    assert turn.service_class is ServiceClass.BE
+    assert desk.service.variable(TENANT, desk.session, "a").perf == "throughput"
+    await desk.close()
+
+
+@virtually
+async def test_variables_that_clients_set() -> None:
+    desk = Desk()
+    made = desk.service.declare(TENANT, desk.session, "question", variable_id="q")
+    assert (made.id, made.name, made.state) == ("q", "question", "pending")
+    desk.submit(call("Answer {{q}} {{output:a}}"))
+    desk.want("a")
+    await asyncio.sleep(1.0)
+    assert not desk.engine.turns()
+    desk.set("q", "why?")
+    with pytest.raises(ConflictError):
+        desk.set("q", "again")
+    with pytest.raises(ConflictError):
+        desk.set("a", "mine")
+    with pytest.raises(ConflictError):
+        desk.service.declare(TENANT, desk.session, "other", variable_id="q")
+    assert await desk.value("a") == echo("Answer why? ")
+    shown = desk.service.variable(TENANT, desk.session, "q")
+    assert (shown.value, len(shown.consumers), shown.producer) == ("why?", 1, None)
+
+
+@virtually
+async def test_plain_requests_are_part_of_a_session() -> None:
+    desk = Desk()
+    service, engine = desk.service, desk.engine
+    for number in range(2):
+        joined = service.join(TENANT, "crew", "planner")
+        assert joined.hints.program == desk_program(service, "crew")
+        assert joined.hints.keep_s > 0
+        engine.kept.add(f"plain-{number}")
+        joined.accepted(ServiceClass.RT, [f"plain-{number}"])
+        assert service.inspect(TENANT, "crew").expires_in_s is None
+        await asyncio.sleep(1.0)
+        joined.first_token()
+        joined.first_token()
+        await asyncio.sleep(1.0)
+        joined.finished("plan", prompt_tokens=9, cached_tokens=4, output_tokens=3)
+        joined.failed("too late to say")
+    await asyncio.sleep(0.01)
+    assert engine.kept == {"plain-1"}
+    assert service.join(TENANT, "crew", "planner").hints.expected_tokens == 3
+
+    view = service.inspect(TENANT, "crew").calls[0]
+    assert (view.name, view.kind, view.state) == ("planner", "plain", "finished")
+    assert (view.queued_s, view.first_token_s, view.end_s) == (0.0, 1.0, 2.0)
+    assert (view.prompt_tokens, view.cached_tokens, view.output_tokens) == (9, 4, 3)
+    assert view.service_class is ServiceClass.RT
+    assert service.figures().calls["finished", "rt"] == 2
+    await service.delete(TENANT, "crew")
+    assert not engine.kept
+
+
+@virtually
+async def test_plain_requests_that_fail_or_leave() -> None:
+    service = make_service(ProgramEngine())
+    failed, left, late = (service.join(TENANT, "crew") for _ in range(3))
+    failed.failed("The engine died.")
+    left.cancelled()
+    states = [(view.state, view.error) for view in service.inspect(TENANT, "crew").calls]
+    assert [state for state, _ in states] == ["failed", "cancelled", "ready"]
+    assert states[0][1] is not None and states[0][1].message == "The engine died."
+    await service.delete(TENANT, "crew")
+    late.accepted(ServiceClass.BE, ["x"])
+    late.first_token()
+    late.finished("text", prompt_tokens=1, cached_tokens=0, output_tokens=1)
+
+
+def desk_program(service: SessionService, session_id: str) -> str:
+    """By what the engine knows the session: as any other of its requests says."""
+    joined = service.join(TENANT, session_id)
+    joined.cancelled()
+    return joined.hints.program

@@ -1,0 +1,164 @@
+"""Waiting for values: each get and stream ends, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.semantic.errors import GetTimeoutError, SessionGoneError, UpstreamError
+from support.program_engine import STEP_S, ProgramEngine, echo
+from support.programs import TENANT, Desk, call, native, soon, virtually
+
+
+@virtually
+async def test_a_value_that_is_there_is_given_at_once() -> None:
+    desk = Desk()
+    desk.submit(call("A {{output:a}}"))
+    first = await desk.value("a")
+    before = asyncio.get_running_loop().time()
+    assert await desk.value("a", timeout_s=0.0) == first == echo("A ")
+    assert asyncio.get_running_loop().time() == before
+
+
+@virtually
+async def test_a_get_that_gives_up_changes_nothing() -> None:
+    desk = Desk()
+    desk.submit(call("A {{output:a}}"))
+    with pytest.raises(GetTimeoutError):
+        await desk.value("a", timeout_s=0.0)
+    with pytest.raises(GetTimeoutError):
+        await desk.value("a", timeout_s=0.05)
+    assert await desk.value("a") == echo("A ")
+    assert len(desk.engine.turns()) == 1
+
+
+@virtually
+async def test_a_value_that_nobody_makes_times_out() -> None:
+    desk = Desk(max_wait_s=70.0)
+    variable = desk.service.declare(TENANT, desk.session, "never").id
+    for timeout_s, after_s in ((None, 70.0), (1e9, 70.0), (5.0, 5.0)):
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(GetTimeoutError):
+            await desk.value(variable, timeout_s=timeout_s)
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(after_s)
+    with pytest.raises(InvalidRequestError):
+        await desk.value(variable, timeout_s=-1.0)
+    with pytest.raises(NotFoundError):
+        await desk.value("unknown")
+
+
+@virtually
+async def test_a_client_that_leaves_does_not_wait_any_more() -> None:
+    """A session with somebody waiting does not expire, so it shows if one is left."""
+    desk = Desk(ttl_s=100.0)
+    variable = desk.service.declare(TENANT, desk.session, "v").id
+    waiting = asyncio.create_task(desk.value(variable))
+
+    async def read() -> None:
+        async with aclosing(desk.service.stream(TENANT, desk.session, variable)) as pieces:
+            async for _ in pieces:
+                pass
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(1.0)
+    assert desk.service.inspect(TENANT, desk.session).expires_in_s is None
+    for task in (waiting, reading):
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert desk.service.inspect(TENANT, desk.session).expires_in_s == 100.0
+
+
+@pytest.mark.parametrize("how", ["delete", "cancel", "fail"])
+@virtually
+async def test_all_who_wait_are_told(how: str) -> None:
+    desk = Desk()
+    request, *_ = desk.submit(
+        native("", "a"), *(call(f"{{{{a}}}}{{{{output:b{i}}}}}") for i in range(3))
+    )
+
+    async def read(variable: str) -> str:
+        return "".join([x async for x in desk.service.stream(TENANT, desk.session, variable)])
+
+    waits = [asyncio.create_task(desk.value(f"b{i}")) for i in range(3)]
+    waits += [asyncio.create_task(read(f"b{i}")) for i in range(3)]
+    await asyncio.sleep(1.0)
+    if how == "delete":
+        await desk.close()
+    elif how == "cancel":
+        desk.service.cancel(TENANT, desk.session, request)
+    else:
+        desk.service.fail(TENANT, desk.session, request, "oh no")
+    results = await soon(asyncio.gather(*waits, return_exceptions=True), 1.0)
+    for error in results:
+        if how == "delete":
+            assert isinstance(error, SessionGoneError)
+        else:
+            assert isinstance(error, UpstreamError)
+            assert error.cause.request_id == request
+
+
+@virtually
+async def test_a_stream_gives_a_value_as_it_grows() -> None:
+    engine = ProgramEngine(lambda prompt: "abcdef")
+    desk = Desk(engine)
+    desk.submit(call("A {{output:a}}"))
+    pieces: list[tuple[float, str]] = []
+    begun = asyncio.get_running_loop().time()
+    async for piece in desk.service.stream(TENANT, desk.session, "a"):
+        pieces.append((asyncio.get_running_loop().time() - begun, piece))
+    assert [piece for _, piece in pieces] == list("abcdef")
+    assert [time_s for time_s, _ in pieces] == pytest.approx([STEP_S * i for i in range(1, 7)])
+
+
+@virtually
+async def test_who_comes_late_to_a_stream_gets_all_of_it() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "abcdef"))
+    desk.submit(call("A {{output:a}}"))
+    desk.want("a")
+    await asyncio.sleep(3.5 * STEP_S)
+    pieces = [piece async for piece in desk.service.stream(TENANT, desk.session, "a")]
+    assert pieces == ["abc", "d", "e", "f"]
+    again = [piece async for piece in desk.service.stream(TENANT, desk.session, "a")]
+    assert again == ["abcdef"]
+
+
+@virtually
+async def test_transformed_and_set_values_stream_at_once() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "abc"))
+    desk.submit(call("A {{output:a}}", transforms={"a": "upper"}))
+    assert [x async for x in desk.service.stream(TENANT, desk.session, "a")] == ["ABC"]
+    empty = desk.service.declare(TENANT, desk.session, "e", "").id
+    assert [x async for x in desk.service.stream(TENANT, desk.session, empty)] == []
+
+
+@virtually
+async def test_a_stream_goes_on_after_the_engine_died() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "abcdef"))
+    desk.submit(call("A {{output:a}}", sampling={"temperature": 0.0}))
+
+    async def read() -> list[str]:
+        return [piece async for piece in desk.service.stream(TENANT, desk.session, "a")]
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(3.5 * STEP_S)
+    desk.engine.die()
+    await asyncio.sleep(1.0)
+    desk.engine.revive()
+    assert "".join(await reading) == "abcdef"
+
+
+@virtually
+async def test_a_stream_ends_with_the_cause() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "abcdef"))
+    desk.submit(call("A {{output:a}}"))
+    pieces = []
+    with pytest.raises(UpstreamError) as failed:
+        async for piece in desk.service.stream(TENANT, desk.session, "a"):
+            pieces.append(piece)
+            if len(pieces) == 3:
+                desk.engine.die()
+    assert pieces == ["a", "b", "c"]
+    assert failed.value.cause.stage == "generate"
