@@ -99,7 +99,7 @@ class Variable:
     token_ids: of the text, only if they are exactly what was generated. wanted: whether somebody
     asked for it, or for something that it is needed for. want: what was asked of this one.
     depth: turns of the model behind it, on the longest way. groups: of the turns that it needs,
-    and stages of them whose deadline is watched.
+    and stages of them whose deadline is watched; region: how many those turns were when labelled.
     """
 
     id: str
@@ -114,6 +114,7 @@ class Variable:
     want: Want | None = None
     depth: int = 0
     groups: list[TaskGroup] = field(default_factory=list)
+    region: int = 0
 
     @property
     def pending(self) -> bool:

@@ -56,6 +56,7 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
     drop_groups(sink)
     want = sink.want
     order = open_ancestors(sink)
+    sink.region = len(order)
     if want is None or not order:
         return Deduced([], [])
     stages = _stages(order)

@@ -17,26 +17,30 @@ class SessionLimits:
 
     max_calls: that are not over; kept_calls: that are, of which the oldest are forgotten.
     max_variables, max_value_chars: in total. Beyond them the oldest values go that no call
-    remembered here has made or reads.
+    remembered here has made or reads. max_labels: calls behind each value that is waited for,
+    summed over those values; it bounds what a program costs of which every value is asked for.
     """
 
     max_calls: int = 10_000
     kept_calls: int = 2_000
     max_variables: int = 50_000
     max_value_chars: int = 64_000_000
+    max_labels: int = 500_000
 
 
 class Retention:
     """Keeps count, forgets calls that are over, and says what there is no room for.
 
-    A variable is *loose* once all calls around it are forgotten. One that no call has used yet is
-    not: whoever made it is about to. Loose ones can still be read and used until room is needed.
+    A variable is *loose* once all calls around it are forgotten and nobody waits for it. One that
+    no call has used yet is not: whoever made it is about to. Loose ones can still be read, set and
+    used until room is needed.
     """
 
     def __init__(self, graph: Graph, limits: SessionLimits) -> None:
         self._graph = graph
         self._limits = limits
         self.open_calls = 0
+        self.labels = 0
         self._chars = 0
         self._over: deque[Call] = deque()
         self._loose: dict[Variable, None] = {}
@@ -88,15 +92,29 @@ class Retention:
         self._chars += sum(len(text) for call in new for text in call.values.values())
         for call in calls:
             for turn in call.turns:
-                for variable in turn.inputs:
-                    if variable in self._loose:
-                        del self._loose[variable]
-                        self._loose_chars -= _chars(variable)
+                for variable in (*turn.inputs, *turn.outputs):
+                    self._keep(variable)
         self.make_room()
+
+    def check_want(self) -> None:
+        """Raises SessionLimitError if nothing more may be waited for."""
+        if self.labels >= self._limits.max_labels:
+            raise SessionLimitError("The session waits for too many values at once.")
+
+    def wanted(self, variable: Variable) -> None:
+        """Somebody waits for it."""
+        self._keep(variable)
+
+    def _keep(self, variable: Variable) -> None:
+        if variable in self._loose:
+            del self._loose[variable]
+            self._loose_chars -= _chars(variable)
 
     def valued(self, variable: Variable) -> None:
         """The variable has its value now."""
         self._chars += _chars(variable)
+        if variable in self._loose:
+            self._loose_chars += _chars(variable)
         self.make_room()
 
     def over(self, call: Call) -> None:
@@ -134,6 +152,7 @@ class Retention:
         assert len(self._over) <= self._limits.kept_calls
         assert self._chars == sum(map(_chars, variables)) <= self._limits.max_value_chars
         assert len(variables) <= self._limits.max_variables
+        assert self.labels == sum(variable.region for variable in variables)
         assert self._loose_chars == sum(map(_chars, self._loose))
         assert all(_unconnected(v) and self._graph.variables[v.id] is v for v in self._loose)
 
@@ -143,4 +162,5 @@ def _chars(variable: Variable) -> int:
 
 
 def _unconnected(variable: Variable) -> bool:
-    return not variable.pending and variable.producer is None and not variable.consumers
+    awaited = variable.pending and variable.want is not None
+    return not awaited and variable.producer is None and not variable.consumers

@@ -126,7 +126,7 @@ class SessionCore:
     def want(self, variable_id: str, criteria: Criteria, now: float) -> Variable:
         """Somebody asks for a value: all that it needs may run, and as soon as it has to.
 
-        Asked again, the stricter of everything that was asked holds.
+        Asked again, the stricter of everything that was asked holds. Raises SessionLimitError.
         """
         self._check_alive()
         variable = self.variable(variable_id)
@@ -134,9 +134,11 @@ class SessionCore:
             deadline_s = None if criteria.deadline_s is None else now + criteria.deadline_s
             want = (variable.want or Want()).joined(criteria, deadline_s)
             if want != variable.want:
+                self._retention.check_want()
                 variable.want = want
                 self._label([variable], now)
             variable.wanted = True
+            self._retention.wanted(variable)
             if variable.producer is not None:
                 self._activate([variable.producer], now)
         return variable
@@ -252,7 +254,9 @@ class SessionCore:
 
     def _label(self, sinks: Iterable[Variable], now: float) -> None:
         for sink in sinks:
+            self._retention.labels -= sink.region
             changed, watched = deduce(sink, self._estimate)
+            self._retention.labels += sink.region
             for group in watched:
                 self._watch.add(group, at_risk_s(group, self._estimate))
             self._tell_promoted(changed)
@@ -323,6 +327,8 @@ class SessionCore:
 
     def _settled(self, variable: Variable) -> None:
         drop_groups(variable)
+        self._retention.labels -= variable.region
+        variable.region = 0
         self._actions.append(Settled(variable))
 
     def _finish(self, turn: Turn, now: float) -> None:

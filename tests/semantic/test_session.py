@@ -368,6 +368,39 @@ def test_what_there_is_no_room_for_is_refused_and_changes_nothing() -> None:
     assert cause is not None and "characters" in cause.message
 
 
+def test_inputs_that_nobody_set_go_with_their_calls_unless_somebody_waits_for_them() -> None:
+    core = core_of(limits=SessionLimits(kept_calls=0, max_variables=4, max_value_chars=10))
+    core.submit([llm("asked", ("", "v"))], 0.0)
+    core.submit([llm("a", ("waited", "u"))], 0.0)
+    core.want("waited", LATENCY, 0.0)
+    core.cancel("a", 0.0)
+    for i in range(5):
+        core.submit([llm(f"b{i}", (f"x{i}", f"w{i}"))], 0.0)
+        core.cancel(f"b{i}", 0.0)
+        core.check_integrity()
+    assert list(core.graph.variables) == ["v", "waited", "x4", "w4"]
+    core.set("x4", "ten chars.", 0.0)
+    core.check_integrity()
+    core.set("waited", "ten chars.", 0.0)
+    core.check_integrity()
+    assert list(core.graph.variables) == ["v", "waited", "w4"]
+
+
+def test_asking_for_every_value_of_a_long_chain_is_bounded() -> None:
+    chain = [llm(f"c{i}", (f"v{i}", f"v{i + 1}")) for i in range(20)]
+    core = core_of(*chain, limits=SessionLimits(max_labels=50))
+    for i in range(1, 11):
+        core.want(f"v{i}", LATENCY, 0.0)
+    with pytest.raises(SessionLimitError, match="waits"):
+        core.want("v11", LATENCY, 0.0)
+    core.want("v10", LATENCY, 0.0)
+    core.check_integrity()
+    core.cancel("c9", 0.0)
+    core.cancel("c8", 0.0)
+    core.want("v8", Criteria(perf=Perf.TTFT), 0.0)
+    core.check_integrity()
+
+
 def test_a_thousand_maps_and_a_chain_of_ten_thousand() -> None:
     maps = [llm(f"m{i}", ("", f"v{i}")) for i in range(1000)]
     reduce = llm("r", (" ".join(f"v{i}" for i in range(1000)), "out"))
