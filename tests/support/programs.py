@@ -55,9 +55,10 @@ def native(inputs: str, outputs: str, name: str = "") -> CallSpec:
 class Desk:
     """A service on a fake engine, and one session of it."""
 
-    def __init__(self, engine: Any = None, **settings: Any) -> None:
+    def __init__(self, engine: Any = None, seed: int = 0, **settings: Any) -> None:
+        """seed: of ids, which must differ for services on one engine."""
         self.engine = engine or ProgramEngine()
-        self.service: SessionService = make_service(self.engine, **settings)
+        self.service: SessionService = make_service(self.engine, seed, **settings)
         self.session = self.service.create(TENANT).id
 
     def submit(self, *calls: CallSpec) -> list[str]:
