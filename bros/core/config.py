@@ -259,6 +259,11 @@ class ServerConfig(_Checked):
     batch_max_tokens: int = option(
         1_000_000_000, "most prompt tokens in unfinished batches of one tenant", low=1
     )
+    session_ttl: float = option(
+        600.0, "seconds without any activity after which a session ends", low=1, high=86400
+    )
+    max_sessions: int = option(1000, "most sessions at a time", low=1)
+    session_max_calls: int = option(10_000, "most requests of one session", low=1)
     log_level: str = option("info", "how much to log", choices=LOG_LEVELS)
     on_engine_death: str = option(
         "restart", "what to do when the engine dies", choices=ON_ENGINE_DEATH

@@ -7,16 +7,30 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from bros.core.errors import OverloadedError
+from bros.core.errors import EngineDeadError, OverloadedError
 from bros.core.request import FinishReason, ServiceClass, TokenLogprobs
 from bros.engine.generation import Generation, TextDelta
 from bros.server.errors import GenerationFailedError
-from bros.server.metrics import RequestObserver
 from bros.server.replies import PromptTokensDetails, Usage
 
-Observe = Callable[[Sequence[ServiceClass]], RequestObserver]
+
+class Observer(Protocol):
+    """Is told what becomes of a request; see RequestObserver."""
+
+    def on_delta(self, delta: TextDelta) -> None: ...
+
+    def on_error(self, message: str) -> None:
+        """The engine died."""
+        ...
+
+    def close(self) -> None:
+        """Nothing follows."""
+        ...
+
+
+Observe = Callable[[Sequence[ServiceClass]], Observer]
 
 
 @dataclass(slots=True)
@@ -79,15 +93,19 @@ class Answer:
         GenerationFailedError if it ends without a proper finish for any other reason, and
         EngineDeadError if the engine dies.
         """
-        if len(self._generations) == 1:
-            async for delta in self._generations[0]:
-                self._take(delta)
-                yield delta
-            return
-        async with contextlib.aclosing(self._merged()) as merged:
-            async for delta in merged:
-                self._take(delta)
-                yield delta
+        try:
+            if len(self._generations) == 1:
+                async for delta in self._generations[0]:
+                    self._take(delta)
+                    yield delta
+                return
+            async with contextlib.aclosing(self._merged()) as merged:
+                async for delta in merged:
+                    self._take(delta)
+                    yield delta
+        except EngineDeadError as error:
+            self._observer.on_error(str(error))
+            raise
 
     async def collect(self) -> list[FinishedChoice]:
         """Wait for everything; the choices in the order of their index. Raises as `deltas`."""

@@ -9,7 +9,19 @@ from starlette.middleware import Middleware
 from bros.core.errors import BrosError
 from bros.server.errors import handle_expected, handle_http
 from bros.server.middleware import BearerAuth, ErrorBarrier, RequestLog
-from bros.server.routes import batches, files, generation, models, service, tokens, traces
+from bros.server.routes import (
+    batches,
+    files,
+    generation,
+    models,
+    paper,
+    service,
+    session_requests,
+    session_variables,
+    sessions,
+    tokens,
+    traces,
+)
 from bros.server.state import ServerState
 from bros.server.tenants import Tenants
 
@@ -18,10 +30,13 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. Whoever builds the state closes the engine afterwards."""
     routes = [
         *(generation.ROUTES + models.ROUTES + tokens.ROUTES + traces.ROUTES),
-        *service.routes(has_jobs=state.jobs is not None),
+        *service.routes(has_jobs=state.jobs is not None, has_sessions=state.sessions is not None),
     ]
     if state.jobs is not None:
         routes += files.ROUTES + batches.ROUTES
+    if state.sessions is not None:
+        routes += sessions.ROUTES + session_requests.ROUTES + session_variables.ROUTES
+        routes += paper.ROUTES
     middleware = [
         Middleware(RequestLog, state=state, routes=routes),
         Middleware(ErrorBarrier),

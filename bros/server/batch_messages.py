@@ -29,6 +29,9 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata)]
+
+
 class ExpiresAfter(WireModel):
     """A time from the creation of a file on."""
 
@@ -46,7 +49,7 @@ class CreateBatch(WireModel):
         "30d, such as 90m. It is a deadline: jobs that end earlier go first, and what is "
         "not done by then expires"
     )
-    metadata: Annotated[dict[str, str], AfterValidator(_check_metadata)] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 

@@ -27,6 +27,7 @@ from bros.engine.process_client import ProcessEngineClient
 from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.scheduler.profiles import profile_folders
+from bros.semantic.service import SessionService, SessionSettings
 from bros.server.app import create_app
 from bros.server.jobs import Jobs
 from bros.server.metrics import ServerMetrics
@@ -129,7 +130,25 @@ def _state(
         ids=ids,
         metrics=ServerMetrics(clock),
     )
-    return with_jobs(state, store)
+    return with_sessions(with_jobs(state, store))
+
+
+def with_sessions(state: ServerState) -> ServerState:
+    """The same server, for programs of many calls as well."""
+    config = state.config
+    service = SessionService(
+        state.generator,
+        state.engine,
+        state.tokenizer,
+        state.clock,
+        state.ids,
+        SessionSettings(
+            ttl_s=config.session_ttl,
+            max_sessions=config.max_sessions,
+            max_calls=config.session_max_calls,
+        ),
+    )
+    return dataclasses.replace(state, sessions=service)
 
 
 def with_jobs(state: ServerState, store: Store) -> ServerState:
@@ -160,14 +179,18 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
 
 @contextlib.asynccontextmanager
 async def _running(state: ServerState) -> AsyncIterator[None]:
-    """Work on batches while the server runs."""
-    assert state.jobs is not None
-    task = asyncio.create_task(state.jobs.runner.run(), name="batches")
+    """Work on batches and keep sessions while the server runs."""
+    assert state.jobs is not None and state.sessions is not None
+    tasks = [
+        asyncio.create_task(state.jobs.runner.run(), name="batches"),
+        asyncio.create_task(state.sessions.run(), name="sessions"),
+    ]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _banner(url: str, state: ServerState, config: EngineConfig) -> str:

@@ -23,6 +23,13 @@ from bros.core.errors import (
     OverloadedError,
     QueueFullError,
 )
+from bros.semantic.errors import (
+    ConflictError,
+    GetTimeoutError,
+    SessionGoneError,
+    SessionLimitError,
+    UpstreamError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +57,7 @@ class GenerationFailedError(BrosError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiError:
-    """An error as the client sees it."""
+    """An error as the client sees it. more: further fields of it."""
 
     status: int
     message: str
@@ -58,13 +65,15 @@ class ApiError:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, object] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        error = {
+        error: dict[str, object] = {
             "message": self.message[:_MAX_MESSAGE_CHARS],
             "type": self.type,
             "param": self.param,
             "code": self.code,
+            **self.more,
         }
         return json.dumps({"error": error}, separators=(",", ":"))
 
@@ -120,6 +129,8 @@ def describe(error: Exception) -> ApiError:
             # Not to be tried again: batches take longer than clients retry.
             headers = {"x-should-retry": "false"}
             return _describe_refused(error, "batch_quota_exceeded", headers)
+        case ConflictError() | SessionGoneError() | SessionLimitError() | UpstreamError():
+            return _describe_session(error)
         case HTTPException():
             return _describe_http(error)
     return _describe_server_error(error)
@@ -136,6 +147,41 @@ def _describe_busy(error: QueueFullError | OverloadedError, code: str) -> ApiErr
 
 def _describe_refused(error: BrosError, code: str, headers: Mapping[str, str]) -> ApiError:
     return ApiError(status=429, message=str(error), type=RATE_LIMIT, code=code, headers=headers)
+
+
+def _describe_session(
+    error: ConflictError | SessionGoneError | SessionLimitError | UpstreamError,
+) -> ApiError:
+    if isinstance(error, ConflictError):
+        # Some clients try again after a conflict, which changes nothing here.
+        headers = {"x-should-retry": "false"}
+        return ApiError(
+            status=409,
+            message=str(error),
+            type=INVALID_REQUEST,
+            param=error.param,
+            code=error.code,
+            headers=headers,
+        )
+    if isinstance(error, SessionGoneError):
+        return ApiError(status=410, message=str(error), type=INVALID_REQUEST, code="session_gone")
+    if isinstance(error, SessionLimitError):
+        return _describe_refused(error, "session_limit_exceeded", {"x-should-retry": "false"})
+    cause = error.cause
+    return ApiError(
+        status=424,
+        message=str(error),
+        type=SERVER_ERROR,
+        code="upstream_failed",
+        more={
+            "cause": {
+                "request_id": cause.request_id,
+                "stage": cause.stage.value,
+                "message": cause.message[:_MAX_MESSAGE_CHARS],
+                "variable": cause.variable,
+            }
+        },
+    )
 
 
 def _describe_http(error: HTTPException) -> ApiError:
@@ -155,6 +201,8 @@ def _describe_server_error(error: Exception) -> ApiError:
         status, code = 503, "engine_unavailable"
     elif isinstance(error, ServerStoppingError):
         status, code = 503, "server_shutting_down"
+    elif isinstance(error, GetTimeoutError):
+        status, code = 504, "get_timeout"
     elif isinstance(error, StoreFullError):
         status, code = 507, "insufficient_storage"
     elif isinstance(error, StoreError):

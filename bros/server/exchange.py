@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import bros
-from bros.core.request import Slo
+from bros.core.errors import BrosError
+from bros.core.request import NO_HINTS, ServiceClass, Slo
 from bros.engine.generation import numbered
+from bros.semantic.service import Joined
 from bros.server import offload
-from bros.server.answer import Answer
+from bros.server.answer import Answer, Observer
 from bros.server.calls import Call
 from bros.server.interrupts import run_interruptible
-from bros.server.sse import EventStream
+from bros.server.joining import JoinedObserver
+from bros.server.sse import AnswerStream
 from bros.server.state import ServerState
 from bros.server.stream import ChunkFrame
 from bros.server.terms import Tier, slo_of, tier_of, tier_used
@@ -25,15 +29,25 @@ class Exchange:
     """One call and its answer. Close it in any case: nothing else ends what runs for it."""
 
     def __init__(
-        self, state: ServerState, call: Call, *, tier: Tier, slo: Slo, tenant: str, arrival_s: float
+        self,
+        state: ServerState,
+        call: Call,
+        *,
+        tier: Tier,
+        slo: Slo,
+        tenant: str,
+        arrival_s: float,
+        joined: Joined | None = None,
     ) -> None:
-        """arrival_s: on the state's clock; objectives count from then."""
+        """arrival_s: on the state's clock; objectives count from then. joined: the session that
+        the call is part of."""
         self._state = state
         self._call = call
         self._tier = tier
         self._slo = slo
         self._tenant = tenant
         self._arrival_s = arrival_s
+        self._joined = joined
         self._id = state.ids.new(call.id_prefix)
         self._created = int(state.clock.unix_time())
         self._answer: Answer | None = None
@@ -64,6 +78,7 @@ class Exchange:
         """Hand over all prompts. Raises what `Call.prompts` and TextGenerator.start raise."""
         state, call = self._state, self._call
         prompts = await call.prompts()
+        hints = NO_HINTS if self._joined is None else self._joined.hints
         starts = [
             state.generator.start(
                 prompt,
@@ -75,10 +90,11 @@ class Exchange:
                 cache_salt=call.body.cache_salt or "",
                 param=call.param,
                 arrival_s=self._arrival_s,
+                hints=hints,
             )
             for request_id, prompt in zip(numbered(self._id, len(prompts)), prompts, strict=True)
         ]
-        observe = partial(state.metrics.observer, self._arrival_s)
+        observe = partial(self._observer, prompts)
         self._answer = await Answer.start(starts, call.sampling.n, observe)
         state.recent.note(self._id, prompts=len(prompts), n=call.sampling.n)
 
@@ -99,32 +115,73 @@ class Exchange:
         if self._answer is not None:
             await self._answer.aclose()
 
-    def stream(self) -> EventStream:
+    def _observer(
+        self, prompts: Sequence[Sequence[int]], classes: Sequence[ServiceClass]
+    ) -> Observer:
+        observer = self._state.metrics.observer(self._arrival_s, classes)
+        joined = self._joined
+        if joined is None:
+            return observer
+        engine_ids = [
+            choice_id
+            for prompt_id in numbered(self._id, len(prompts))
+            for choice_id in numbered(prompt_id, self._call.sampling.n)
+        ]
+        served_as = ServiceClass.BE if ServiceClass.BE in classes else ServiceClass.RT
+        joined.accepted(served_as, engine_ids)
+        prompt_tokens = sum(map(len, prompts))
+        return JoinedObserver(
+            joined, observer, num_choices=len(classes), prompt_tokens=prompt_tokens
+        )
+
+    def stream(self) -> AnswerStream:
         """The answer as events; closing it is the stream's business from then on."""
         call, options = self._call, self._call.body.stream_options
         include_usage = bool(options and options.include_usage)
         frame = ChunkFrame(call.chunk_kind, self.header, include_usage=include_usage)
-        return EventStream(self.answer, call.writer(frame), self._state.stopping)
+        return AnswerStream(self.answer, call.writer(frame), self._state.stopping)
 
 
-async def respond(request: Request, call: Call, arrival_s: float) -> Response:
-    """Answer a call that came over HTTP.
+async def respond(
+    request: Request, call: Call, arrival_s: float, joined: Joined | None = None
+) -> Response:
+    """Answer a call that came over HTTP. joined: the session that it is part of.
 
     Nothing is left running when the client leaves or anything fails. Raises InvalidRequestError
     for wrong headers, EngineDeadError if there is no engine, and what Exchange raises.
     """
-    state, body = ServerState.of(request), call.body
-    exchange = Exchange(
+    state = ServerState.of(request)
+    try:
+        exchange = _exchange(request, state, call, arrival_s, joined)
+        return await _answer(request, state, exchange, call)
+    except BaseException as error:
+        if joined is not None:
+            if isinstance(error, BrosError):
+                joined.failed(str(error))
+            else:
+                joined.cancelled()
+        raise
+
+
+def _exchange(
+    request: Request, state: ServerState, call: Call, arrival_s: float, joined: Joined | None
+) -> Exchange:
+    body = call.body
+    return Exchange(
         state,
         call,
         tier=tier_of(body),
         slo=slo_of(body, request.headers, state.engine.info.default_slo),
         tenant=body.safety_identifier or body.user or "",
         arrival_s=arrival_s,
+        joined=joined,
     )
+
+
+async def _answer(request: Request, state: ServerState, exchange: Exchange, call: Call) -> Response:
     try:
         await run_interruptible(exchange.start(), request.receive, state.stopping)
-        if body.stream:
+        if call.body.stream:
             return exchange.stream()
         reply = await run_interruptible(exchange.complete(), request.receive, state.stopping)
     except BaseException:

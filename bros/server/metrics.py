@@ -10,8 +10,10 @@ from bros.core.clock import Clock
 from bros.core.interfaces import EngineStats
 from bros.core.request import FinishReason, ServiceClass
 from bros.engine.generation import TextDelta
+from bros.semantic.views import SessionFigures
 from bros.server.batch_metrics import BatchCollector, BatchFigures
 from bros.server.engine_metrics import EngineCollector
+from bros.server.session_metrics import SessionCollector
 
 _TTFT_BUCKETS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
@@ -35,8 +37,9 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._engine = EngineCollector()
         self._batches = BatchCollector()
-        self._registry.register(self._engine)
-        self._registry.register(self._batches)
+        self._sessions = SessionCollector()
+        for collector in (self._engine, self._batches, self._sessions):
+            self._registry.register(collector)
         self._http = Counter(
             "bros_http_requests",
             "HTTP requests answered",
@@ -65,11 +68,17 @@ class ServerMetrics:
         """
         return RequestObserver(self, arrival_s, classes)
 
-    def render(self, stats: EngineStats | None, batches: BatchFigures | None = None) -> bytes:
+    def render(
+        self,
+        stats: EngineStats | None,
+        batches: BatchFigures | None = None,
+        sessions: SessionFigures | None = None,
+    ) -> bytes:
         """Everything in Prometheus' text format. None: the engine gives no figures, or there are
-        no batches here."""
+        no batches or no sessions here."""
         self._engine.stats = stats
         self._batches.figures = batches
+        self._sessions.figures = sessions
         return generate_latest(self._registry)
 
     def _make_histograms(self) -> dict[ServiceClass, list[Histogram]]:
@@ -145,6 +154,9 @@ class RequestObserver:
             self._last_s[index] = now
         if delta.finish_reason is not None:
             self._finish(delta, delta.finish_reason, now)
+
+    def on_error(self, message: str) -> None:
+        """The engine died. Nothing is counted before `close`."""
 
     def close(self) -> None:
         """Nothing follows: choices without a finish reason were given up."""

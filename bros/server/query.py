@@ -27,3 +27,23 @@ def query_choice(query: QueryParams, name: str, choices: Sequence[str]) -> str:
         message = f"'{name}' must be one of {', '.join(choices)}."
         raise InvalidRequestError(message, param=name, code="invalid_value")
     return text
+
+
+def query_flag(query: QueryParams, name: str) -> bool:
+    """False if there is none. Raises InvalidRequestError for anything but true and false."""
+    return query_choice(query, name, ("false", "true")) == "true"
+
+
+def query_number(query: QueryParams, name: str, *, most: float) -> float | None:
+    """Raises InvalidRequestError for anything but a number above 0, and at most `most`."""
+    text = query.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= most:
+        message = f"'{name}' must be a number above 0, at most {most:g}."
+        raise InvalidRequestError(message, param=name, code="invalid_value")
+    return value

@@ -1,4 +1,4 @@
-"""An answer as server-sent events."""
+"""Answers as server-sent events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEADERS = {
 
 
 class EventStream(Response):
-    """Sends deltas as they come. The answer is closed however the stream ends.
+    """Sends events as they come. What they come from is closed however the stream ends.
 
     The status line goes out with the first event, so an error before it has a status of its
     own. A later one is sent as an event with the error envelope, and no [DONE] follows.
@@ -33,19 +33,29 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, writer: ChunkWriter, stopping: asyncio.Event) -> None:
+    def __init__(self, stopping: asyncio.Event) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
-        self._answer = answer
-        self._writer = writer
         self._stopping = stopping
         self._begun = False
+
+    async def send_all(self, send: Send) -> None:
+        """`send_events` with everything but what `ending` gives."""
+        raise NotImplementedError
+
+    def ending(self) -> bytes:
+        """The last events, before [DONE]."""
+        return b""
+
+    async def close(self) -> None:
+        """Called in any case, once nothing is sent any more but the end."""
+        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         failure: ApiError | None = None
         try:
-            await run_interruptible(self._send_deltas(send), receive, self._stopping)
+            await run_interruptible(self.send_all(send), receive, self._stopping)
         except (ClientDisconnect, OSError):
             raise ClientDisconnect() from None
         except Exception as error:
@@ -53,24 +63,16 @@ class EventStream(Response):
                 logger.exception("a stream failed")
             failure = describe(error)
         finally:
-            await self._answer.aclose()
+            await self.close()
         if failure is None:
-            rest = self._writer.end(self._answer.usage()) + DONE
-            await self._send(send, rest, more=False)
+            await self.send_events(send, self.ending() + DONE, more=False)
         elif self._begun:
-            await self._send(send, failure.to_event(), more=False)
+            await self.send_events(send, failure.to_event(), more=False)
         else:
             await failure.to_response()(scope, receive, send)
 
-    async def _send_deltas(self, send: Send) -> None:
-        write = self._writer.write
-        async with contextlib.aclosing(self._answer.deltas()) as deltas:
-            async for delta in deltas:
-                events = write(delta)
-                if events:
-                    await self._send(send, events, more=True)
-
-    async def _send(self, send: Send, events: bytes, *, more: bool) -> None:
+    async def send_events(self, send: Send, events: bytes, *, more: bool = True) -> None:
+        """For send_all."""
         if not self._begun:
             self._begun = True
             await send(
@@ -81,3 +83,26 @@ class EventStream(Response):
                 }
             )
         await send({"type": "http.response.body", "body": events, "more_body": more})
+
+
+class AnswerStream(EventStream):
+    """The deltas of an answer."""
+
+    def __init__(self, answer: Answer, writer: ChunkWriter, stopping: asyncio.Event) -> None:
+        super().__init__(stopping)
+        self._answer = answer
+        self._writer = writer
+
+    async def send_all(self, send: Send) -> None:
+        write = self._writer.write
+        async with contextlib.aclosing(self._answer.deltas()) as deltas:
+            async for delta in deltas:
+                events = write(delta)
+                if events:
+                    await self.send_events(send, events)
+
+    def ending(self) -> bytes:
+        return self._writer.end(self._answer.usage())
+
+    async def close(self) -> None:
+        await self._answer.aclose()

@@ -163,7 +163,7 @@ async def test_completed(server: BatchServer) -> None:
     await until(lambda: server.engine.waiting == 1)
     server.clock.advance(10)
     with server.full():
-        server.engine.release.set()
+        server.engine.go_on.set()
         finalizing = await server.wait(batch, "finalizing")
         assert (finalizing.finalizing_at, finalizing.completed_at) == (NOW + 20, None)
         assert finalizing.output_file_id is None
@@ -228,7 +228,7 @@ async def test_output_expires_after(server: BatchServer) -> None:
     batch = await server.submit(row(1), output_expires_after=anchor)
     await until(lambda: server.engine.waiting == 1)
     server.clock.advance(1000)
-    server.engine.release.set()
+    server.engine.go_on.set()
     done = await server.wait(batch)
     file = await server.client.files.retrieve(done.output_file_id or "")
     assert (file.created_at, file.expires_at) == (NOW + 1000, NOW + 8200)
@@ -244,7 +244,7 @@ async def test_input_may_be_deleted_at_once(server: BatchServer) -> None:
     batch = await server.submit(row(1, "held"), row(2))
     await server.wait_done(batch, 1)
     await server.client.files.delete(batch.input_file_id)
-    server.engine.release.set()
+    server.engine.go_on.set()
     done = await server.wait(batch)
     assert done.request_counts == counts(2, 2, 0)
     assert len(server.bodies()) == 1 + 1  # the output, and the input until it is swept
@@ -301,7 +301,7 @@ async def test_cancel_when_it_is_too_late(server: BatchServer) -> None:
     server.engine.held = "row"
     batch = await server.submit(row(1))
     with server.full():  # so that it stays where it is
-        server.engine.release.set()
+        server.engine.go_on.set()
         await server.wait(batch, "finalizing")
         with pytest.raises(openai.BadRequestError, match="finalizing") as error:
             await server.client.batches.cancel(batch.id)
@@ -378,7 +378,7 @@ async def test_earlier_windows_go_first(server: BatchServer) -> None:
     await server.wait(soon, "in_progress")
     for _ in range(10):  # until its rows queue for their turn
         await server.client.batches.retrieve(soon.id)
-    server.engine.release.set()
+    server.engine.go_on.set()
     await server.wait(soon)
     assert (await server.wait(late)).request_counts == counts(100, 100, 0)
     order = [server.engine.prompt(request) for request in server.engine.submitted]

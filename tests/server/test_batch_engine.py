@@ -59,7 +59,7 @@ async def test_rows_are_best_effort(server: BatchServer) -> None:
     rows = [request for request in server.engine.submitted if request is not direct]
     assert rows and {request.service_class for request in rows} == {ServiceClass.BE}
     assert all(0 < (request.slo.deadline_s or 0) <= 16 * DAY_S for request in rows)
-    server.engine.release.set()
+    server.engine.go_on.set()
     done = await server.wait(batch)
     assert done.request_counts == counts(30, 30, 0)
 
@@ -100,7 +100,7 @@ async def test_rows_of_an_engine_that_died_run_again(server: BatchServer) -> Non
     await until(lambda: server.engine.waiting == 4)
     server.engine.die()
     await until(lambda: server.engine.waiting == 4 and len(server.engine.submitted) == 16)
-    server.engine.release.set()
+    server.engine.go_on.set()
     done = await server.wait(batch)
     assert done.request_counts == counts(12, 12, 0)
     assert done.error_file_id is None
@@ -198,7 +198,7 @@ async def test_a_row_that_breaks_the_server_is_an_error(
     batch = await server.submit(row(1))
     await until(lambda: server.engine.waiting == 1)
     monkeypatch.setattr("bros.server.calls.CompletionCall.reply", broken)
-    server.engine.release.set()
+    server.engine.go_on.set()
     done = await server.wait(batch)
     (line,) = (await server.results(done.error_file_id)).values()
     assert line["response"]["status_code"] == 500
@@ -262,7 +262,7 @@ async def test_a_job_on_a_broken_store_is_given_up(
         raise StoreError("the store cannot be used: no such table: rows")
 
     monkeypatch.setattr(server.store.batches, "commit", broken)
-    server.engine.release.set()
+    server.engine.go_on.set()
     failed = await given_up(server, batch, lambda: len(tries))
     assert failed.request_counts == counts(5, 3, 2)
     assert failed.errors is not None and failed.errors.data is not None

@@ -63,7 +63,7 @@ async def test_a_job_on_a_full_disk_waits_for_room(
         batch = await server.submit(*(row(number, max_tokens=450) for number in range(ROWS)))
         await until(lambda: server.engine.waiting > 0)
         with filled(disk, spare):
-            server.engine.release.set()
+            server.engine.go_on.set()
             await until(lambda: "no room" in caplog.text or "disk of the store" in caplog.text)
             server.clock.advance(100.0)  # the lease runs out and cannot be renewed
             held = server.bodies(), len(server.unplaced())
@@ -119,7 +119,7 @@ async def test_a_job_waits_for_a_store_that_cannot_be_reached(
         batch = await server.submit(*map(row, range(num_rows)))
         await until(lambda: server.engine.waiting > 0)
         with out_of_reach(server, monkeypatch):
-            server.engine.release.set()
+            server.engine.go_on.set()
             await until(lambda: len(server.engine.submitted) == rows_at_once)
             tried = caplog.text.count("tried again")
             # It says so for the outcomes and, then at the latest, for the rows.
@@ -225,7 +225,7 @@ async def test_rows_that_are_damaged_after_they_were_checked_cost_no_others(
     async with batch_server(tmp_path, batch_order="file") as server:
         batch = await begun(server)
         damage(body_of(server, INPUT))
-        server.engine.release.set()
+        server.engine.go_on.set()
         await check_ended(server, batch, lost)
 
 

@@ -171,7 +171,7 @@ async def test_a_server_that_hangs_loses_its_batches(
     one.clock.advance(1)
     other.wake()
     done = await other.wait(batch)
-    one.engine.release.set()
+    one.engine.go_on.set()
     assert done.request_counts == counts(5, 5, 0)
     assert done.usage is not None and done.usage.output_tokens == 5 * ANSWER_TOKENS
     assert other.engine.prompts == {"held": 2}
@@ -196,7 +196,7 @@ async def test_rows_that_could_not_begin_hold_no_place(
 
     monkeypatch.setattr(one.store.batches, "renew", unreachable)
     one.clock.advance(LEASE_S)
-    one.engine.release.set()
+    one.engine.go_on.set()
     await one.wait_done(batch, 16)
     await until(lambda: in_flight(one) == 1)  # one more, which waits for the lease
     other.wake()

@@ -225,7 +225,7 @@ async def test_most_queued_tokens(tmp_path: Path) -> None:
         assert second.errors is not None and second.errors.data is not None
         (error,) = second.errors.data
         assert (error.code, error.line, error.param) == ("token_limit_exceeded", None, None)
-        server.engine.release.set()
+        server.engine.go_on.set()
         await server.wait(first)
         third = await server.wait(await server.submit(row(1, "second" * 60)))
         assert third.status == "completed"

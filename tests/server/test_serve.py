@@ -69,7 +69,7 @@ async def test_requests_that_end_in_time_end_well() -> None:
         request = asyncio.ensure_future(client.post(CHAT, json={**BODY, "stream": True}))
         await engine.holding.wait()
         live.http.stop()
-        engine.release.set()
+        engine.go_on.set()
         text = (await request).text
         await live.running
     assert events(text)[-1] == "[DONE]"

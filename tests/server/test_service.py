@@ -79,27 +79,27 @@ async def test_version(server: Server) -> None:
 
 async def test_api_description_covers_every_route_and_resolves(server: Server) -> None:
     document = (await server.http.get("/openapi.json")).json()
-    routes = {
-        re.sub(r":\w+}", "}", route.path): route.methods
-        for route in server.app.routes
-        if isinstance(route, Route)
-    }
+    routes: dict[str, set[str]] = {}
+    for route in server.app.routes:
+        assert isinstance(route, Route)
+        routes.setdefault(re.sub(r":\w+}", "}", route.path), set()).update(route.methods or ())
     assert document["paths"].keys() == routes.keys()
     for path, methods in document["paths"].items():
-        assert {method.upper() for method in methods} <= (routes[path] or set())
+        assert {method.upper() for method in methods} == routes[path] - {"HEAD"}
     references = set(re.findall(r'"#/components/schemas/([^"]+)"', str(document).replace("'", '"')))
     assert references
     assert references <= document["components"]["schemas"].keys()
     chat = document["components"]["schemas"]["ChatCompletionRequest"]
     assert chat["required"] == ["messages"]
     assert {"slo", "service_tier", "top_k", "stop"} <= chat["properties"].keys()
-    objectives = document["components"]["schemas"]["SloFields"]["properties"]
-    assert all(field["description"] for field in objectives.values())
+    fields = document["components"]["schemas"]["SloFields"]["properties"]
+    assert all(field["description"] for field in fields.values())
     for path in ("/v1/chat/completions", "/v1/completions"):
         busy = document["paths"][path]["post"]["responses"]["429"]
         assert busy["headers"].keys() == {"Retry-After"}
         headers = {each["name"] for each in document["paths"][path]["post"]["parameters"]}
-        assert headers == {"x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"}
+        objectives = {"x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"}
+        assert headers == objectives | {"x-bros-session", "x-bros-node"}
     trace = document["paths"]["/v1/requests/{id}/trace"]["get"]
     assert [parameter["name"] for parameter in trace["parameters"]] == ["id"]
 

@@ -150,7 +150,7 @@ async def test_batches_are_their_tenants_only(server: BatchServer, bob: openai.A
         with pytest.raises(openai.NotFoundError):
             await ask
     assert (await bob.batches.list()).data == []
-    server.engine.release.set()
+    server.engine.go_on.set()
     done = await server.wait(batch)
     assert done.status == "completed"
     with pytest.raises(openai.NotFoundError):

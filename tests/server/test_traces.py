@@ -107,7 +107,7 @@ async def test_a_running_request_has_a_trace(server: Server) -> None:
     base_id = server.last().request_id.removesuffix("-1")
     server.engine.traces = {f"{base_id}-0": make_trace(f"{base_id}-0")}
     assert (await get(server, base_id))["id"] == base_id
-    server.engine.release.set()
+    server.engine.go_on.set()
     assert (await running).json()["id"] == base_id
 
 

@@ -81,7 +81,7 @@ class RowEngine(ScriptedEngine):
     async def _wait(self, life: int) -> None:
         self.waiting += 1
         try:
-            await until(lambda: self.release.is_set() or self.deaths > life, patience_s=60)
+            await until(lambda: self.go_on.is_set() or self.deaths > life, patience_s=60)
         finally:
             self.waiting -= 1
 

@@ -26,6 +26,7 @@ from bros.core.request import (
     FinishReason,
     RequestOutput,
     ServiceClass,
+    Slo,
     TokenLogprobs,
 )
 from bros.engine.chat_template import ChatTemplates
@@ -33,7 +34,7 @@ from bros.engine.generation import TextGenerator
 from bros.engine.tokenizer import Tokenizer
 from bros.scheduler.limits import Limits
 from bros.server.app import create_app
-from bros.server.build import with_jobs
+from bros.server.build import with_jobs, with_sessions
 from bros.server.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
@@ -75,7 +76,7 @@ class ScriptedEngine:
     """An EngineClient that answers with a text, token by token, and EOS.
 
     Tests set: `text`; `refusal`, raised on submission; `hold_after`, tokens after which a request
-    waits for `release`; `die_after`, tokens after which the engine dies of `death`; `fail_after`,
+    waits for `go_on`; `die_after`, tokens after which the engine dies of `death`; `fail_after`,
     after which requests whose id ends with `fails` end with an error, one that may be tried again
     after `retry_after_s` if that is not None; `relegates`, the end of ids that are served as
     best-effort; `step_s`, by which each token moves the clock; `cached_tokens`; `figures`, its
@@ -101,8 +102,10 @@ class ScriptedEngine:
         self.alive = True
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.promoted: list[tuple[str, Slo]] = []
+        self.released: list[str] = []
         self.holding = asyncio.Event()
-        self.release = asyncio.Event()
+        self.go_on = asyncio.Event()
         self.abort_seen = asyncio.Event()
         assert tokenizer.eos_token_id is not None
         self.eos = tokenizer.eos_token_id
@@ -142,6 +145,12 @@ class ScriptedEngine:
         self.aborted.append(request_id)
         self.abort_seen.set()
 
+    async def promote(self, request_id: str, slo: Slo) -> None:
+        self.promoted.append((request_id, slo))
+
+    async def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+
     async def stats(self) -> EngineStats:
         if not self.alive:
             raise EngineDeadError("The engine is not running.")
@@ -175,7 +184,7 @@ class ScriptedEngine:
         self.clock.advance(self.step_s)
         if produced == self.hold_after:
             self.holding.set()
-            await self.release.wait()
+            await self.go_on.wait()
         if produced == self.die_after:
             raise self.death
 
@@ -231,6 +240,7 @@ class Server:
             ids=ids,
             metrics=ServerMetrics(self.clock),
         )
+        state = with_sessions(state)
         self.state = state if jobs_in is None else with_jobs(state, jobs_in)
         self.app: Starlette = create_app(self.state, load_tenants(self.state.config))
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

@@ -9,6 +9,7 @@ from starlette.routing import Route
 from bros.server.body import read_object
 from bros.server.calls import CALLS
 from bros.server.exchange import respond
+from bros.server.joining import join
 from bros.server.state import ServerState
 
 
@@ -17,7 +18,8 @@ async def generate(request: Request) -> Response:
     state = ServerState.of(request)
     arrival_s = state.clock.now()
     fields = await read_object(request, state.max_body_bytes)
-    return await respond(request, CALLS[request.url.path](state, fields), arrival_s)
+    call = CALLS[request.url.path](state, fields)
+    return await respond(request, call, arrival_s, join(request, fields))
 
 
 ROUTES = tuple(Route(path, generate, methods=["POST"]) for path in CALLS)

@@ -43,7 +43,11 @@ async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     state = ServerState.of(request)
     return Response(
-        state.metrics.render(await _stats(state), await _batches(state)),
+        state.metrics.render(
+            await _stats(state),
+            await _batches(state),
+            None if state.sessions is None else state.sessions.figures(),
+        ),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
     )
 
@@ -73,10 +77,10 @@ async def _batches(state: ServerState) -> BatchFigures | None:
     return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
 
 
-def routes(*, has_jobs: bool) -> tuple[Route, ...]:
+def routes(*, has_jobs: bool, has_sessions: bool) -> tuple[Route, ...]:
     """The page and the API description are made once, here."""
     page = importlib.resources.files("bros.server").joinpath("static/index.html").read_bytes()
-    api = json.dumps(describe_api(bros.__version__, has_jobs=has_jobs))
+    api = json.dumps(describe_api(bros.__version__, has_jobs=has_jobs, has_sessions=has_sessions))
 
     async def index(request: Request) -> Response:
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
