@@ -1,0 +1,43 @@
+"""Summarize a text chapter by chapter, each time with what has been said so far.
+
+A chain: each call needs the one before. The server has the whole chain from the beginning, so
+between two calls nothing goes to the client and back.
+"""
+
+from __future__ import annotations
+
+import time
+
+from common import arguments, chapters, open_session, show_graph
+
+import bros.semantic as P
+
+
+@P.semantic_function(
+    chat=True,
+    system="You keep a short summary of a long text. Answer with the summary only.",
+    sampling={"temperature": 0.0, "max_tokens": 50},
+    transforms={"summary": "strip"},
+)
+def go_on(so_far: P.SemanticVariable, chapter: str):
+    """Summary so far: {{so_far}}
+
+    Next part: {{chapter}}
+
+    Write the summary of everything in two sentences. {{output:summary}}"""
+
+
+def main() -> None:
+    given = arguments(__doc__.splitlines()[0], chapters=(6, "how many parts the text has"))
+    with open_session(given) as session:
+        began = time.perf_counter()
+        summary: P.SemanticVariable | str = "nothing yet"
+        for chapter in chapters(given.chapters):
+            summary = go_on(summary, chapter)
+        print(summary.get(perf=P.LATENCY))
+        print(f"\n{time.perf_counter() - began:.1f} s")
+        show_graph(session)
+
+
+if __name__ == "__main__":
+    main()

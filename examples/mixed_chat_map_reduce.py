@@ -1,0 +1,52 @@
+"""A map-reduce summary in the background while somebody chats, on one engine.
+
+Nobody waits for the summary (THROUGHPUT), so it takes the time that the answers of the chat, which
+somebody reads as they come (TTFT), leave over.
+"""
+
+from __future__ import annotations
+
+import time
+
+from common import arguments, chapters, open_session, show_graph
+from map_reduce_summary import combine, summarize
+
+import bros.semantic as P
+
+QUESTIONS = (
+    "Name a fish.",
+    "What is a harbour?",
+    "Why do boats float?",
+    "What do seals eat?",
+)
+
+
+@P.semantic_function(chat=True, sampling={"temperature": 0.2, "seed": 3, "max_tokens": 30})
+def chat(question: str):
+    """{{question}} Answer in one sentence. {{output:reply}}"""
+
+
+def main() -> None:
+    given = arguments(
+        __doc__.splitlines()[0],
+        chapters=(8, "how many parts the text has"),
+        questions=(4, "how many are asked meanwhile"),
+    )
+    with open_session(given) as session:
+        began = time.perf_counter()
+        story = combine([summarize(chapter) for chapter in chapters(given.chapters)])
+        story.want(perf=P.THROUGHPUT)
+        for number in range(given.questions):
+            question = QUESTIONS[number % len(QUESTIONS)]
+            asked = time.perf_counter()
+            pieces = chat(question).stream(perf=P.TTFT)
+            first = next(pieces, "")
+            first_s = time.perf_counter() - asked
+            print(f"{question}\n  {first}{''.join(pieces)}\n  (first words after {first_s:.2f} s)")
+        print(f"\nThe summary: {story.get(perf=P.THROUGHPUT)}")
+        print(f"\n{time.perf_counter() - began:.1f} s")
+        show_graph(session)
+
+
+if __name__ == "__main__":
+    main()

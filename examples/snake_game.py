@@ -1,0 +1,42 @@
+"""Two calls of which one needs the other: the example of the Parrot paper (figure 7)."""
+
+from __future__ import annotations
+
+from common import arguments, open_session
+
+import bros.semantic as P
+from bros.semantic import LATENCY
+
+
+# fmt: off  (as printed there)
+@P.SemanticFunction
+def WritePythonCode(task: P.SemanticVariable):
+    """You are an expert software engineer.
+    Write python code of {{input:task}}.
+    Code: {{output:code}}
+    """
+
+
+@P.SemanticFunction
+def WriteTestCode(task: P.SemanticVariable, code: P.SemanticVariable):
+    """You are an experienced QA engineer.
+    You write test code for {{input:task}}.
+    Code: {{input:code}}.
+    Your test code: {{output:test}}
+    """
+
+
+def WriteSnakeGame():
+    task = P.SemanticVariable("a snake game")
+    code = WritePythonCode(task)
+    test = WriteTestCode(task, code)
+    return code.get(perf=LATENCY), test.get(perf=LATENCY)
+
+
+# fmt: on
+
+
+if __name__ == "__main__":
+    with open_session(arguments(__doc__)):
+        for text in WriteSnakeGame():
+            print(text, end="\n\n" + "-" * 80 + "\n\n")

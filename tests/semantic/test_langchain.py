@@ -1,0 +1,203 @@
+"""LangChain's prompts as functions of a session, and its chat models in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("langchain_core")
+
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+
+import bros.semantic as P
+from bros.core.errors import InvalidRequestError
+from bros.langchain import BrosChat, SemanticPrompt, Value
+from support.fake_sessions import FakeBackend, fake_connection, shout
+from support.program_engine import ProgramEngine
+from support.program_server import ProgramServer, program_server
+
+
+@pytest.fixture
+def backend() -> Iterator[FakeBackend]:
+    backend = FakeBackend()
+    with fake_connection(backend) as connection, P.Session(connection=connection):
+        yield backend
+
+
+def prompt(template: str, name: str = "prompt", **options: Any) -> SemanticPrompt:
+    return SemanticPrompt(PromptTemplate.from_template(template), name=name, **options)
+
+
+class TestPrompts:
+    def test_nothing_is_rendered(self, backend: FakeBackend) -> None:
+        write = prompt("Write {{{{ about {topic}, {topic}: ", "write")
+        value = write.invoke({"topic": "a {game}"})
+        assert isinstance(value, P.SemanticVariable)
+        text = "Write {{ about a {game}, a {game}: "
+        assert value.get() == shout("write", "output", text)
+        [[call]] = backend.programs
+        assert (
+            call.template == r"Write \{{ about {{input:topic}}, {{input:topic}}: {{output:output}}"
+        )
+
+    def test_prompts_compose_and_are_sent_together(self, backend: FakeBackend) -> None:
+        first, second = prompt("One {x}. ", "first"), prompt("Two {y}, {z}. ", "second")
+        chain = {"y": first, "z": RunnablePassthrough()} | second | Value(perf=P.LATENCY)
+        one = shout("first", "output", "One a. ")
+        assert chain.invoke("a") == shout("second", "output", f"Two {one}, a. ")
+        [program] = backend.programs
+        assert [call.name for call in program] == ["first", "second"]
+
+    async def test_coroutines_and_streams(self) -> None:
+        backend = FakeBackend()
+        chain = prompt("One {x}. ", "first") | prompt("Two {y}. ", "second") | Value()
+        expected = shout("second", "output", f"Two {shout('first', 'output', 'One a. ')}. ")
+        async with fake_connection(backend) as connection, P.Session(connection=connection):
+            assert await chain.ainvoke("a") == expected
+            pieces = [piece async for piece in chain.astream("a")]
+        assert len(pieces) > 1 and "".join(pieces) == expected
+
+    def test_streams_of_a_chain_are_in_pieces(self, backend: FakeBackend) -> None:
+        pieces = list((prompt("One {x}. ") | Value()).stream("a"))
+        assert len(pieces) > 1
+        assert "".join(pieces) == shout("prompt", "output", "One a. ")
+
+    def test_values_of_many_are_asked_for_at_once(self, backend: FakeBackend) -> None:
+        chain = {"a": prompt("A {x}", "a"), "b": prompt("B {x}", "b")} | Value()
+        expected = {name: shout(name, "output", f"{name.upper()} 1") for name in ("a", "b")}
+        assert chain.invoke({"x": 1}) == expected
+        listed = RunnableLambda(lambda x: [prompt("A {x}", "a").invoke(x)]) | Value()
+        assert listed.invoke("1") == [expected["a"]]
+
+    def test_conversations_keep_their_roles(self, backend: FakeBackend) -> None:
+        template = ChatPromptTemplate.from_messages(
+            [
+                ("system", "Be {mood}."),
+                SystemMessage("Say {{ or {x}."),
+                MessagesPlaceholder("history"),
+                ("human", "{question}"),
+            ]
+        )
+        history = [HumanMessage("Hi"), AIMessage("Yes?")]
+        given = {"mood": "kind", "history": history, "question": "Why {{?"}
+        SemanticPrompt(template, name="talk").invoke(given).get()
+        [[call]] = backend.programs
+        assert [(message.role, message.content) for message in call.messages or ()] == [
+            ("system", "Be {{input:mood}}."),
+            ("system", r"Say \{{ or {x}."),
+            ("user", "Hi"),
+            ("assistant", "Yes?"),
+            ("user", "{{input:question}}"),
+            ("assistant", "{{output:output}}"),
+        ]
+
+    def test_what_the_assistant_began_is_continued(self, backend: FakeBackend) -> None:
+        template = ChatPromptTemplate.from_messages([("human", "{x}"), ("ai", "Well, ")])
+        SemanticPrompt(template).invoke({"x": "1"}).get()
+        [[call]] = backend.programs
+        assert (call.messages or ())[-1].content == "Well, {{output:output}}"
+
+    def test_partial_variables_and_other_formats(self, backend: FakeBackend) -> None:
+        template = PromptTemplate(
+            template="{{a}} {{ b }} {{c}}",
+            template_format="mustache",
+            input_variables=["a"],
+            partial_variables={"b": "two", "c": lambda: "three"},
+        )
+        value = SemanticPrompt(template).invoke({"a": 1, "unused": object()})
+        assert value.get() == shout("prompt", "output", "1 two three")
+
+    def test_sampling_transforms_and_the_name_of_the_output(self, backend: FakeBackend) -> None:
+        asked = prompt(
+            "{x}", sampling={"max_tokens": 3}, transforms={"verdict": "strip"}, output="verdict"
+        )
+        asked.invoke("a").get()
+        [[call]] = backend.programs
+        assert dict(call.sampling) == {"max_tokens": 3}
+        assert [(p.name, p.transforms) for p in call.parameters] == [
+            ("x", None),
+            ("verdict", "strip"),
+        ]
+
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            (PromptTemplate.from_template("{x:>3}"), "only plain names"),
+            (PromptTemplate.from_template("{{#x}}y{{/x}}", template_format="mustache"), "mustache"),
+            (PromptTemplate.from_template("{output}"), "name the output otherwise"),
+        ],
+    )
+    def test_what_has_to_be_rendered_is_refused(
+        self, template: PromptTemplate, message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            SemanticPrompt(template)
+
+    def test_wrong_arguments(self, backend: FakeBackend) -> None:
+        two = prompt("{x} {y}")
+        with pytest.raises(TypeError, match="a mapping with x, y is needed"):
+            two.invoke("a")
+        with pytest.raises(KeyError, match="y is missing"):
+            two.invoke({"x": "a"})
+        with pytest.raises(TypeError, match="Value needs variables, not str"):
+            Value().invoke("a")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ProgramServer]:
+    engine = ProgramEngine(lambda prompt: "Two seals.", step_s=0.0001)
+    with program_server(engine, api_key="key") as server:
+        yield server
+
+
+class TestChatModel:
+    def test_answers_and_counts(self, server: ProgramServer) -> None:
+        model = BrosChat(url=server.url, api_key="key", max_tokens=20)
+        answer = model.invoke("How many?")
+        assert answer.content == "Two seals."
+        assert answer.response_metadata["finish_reason"] == "stop"
+        usage = answer.usage_metadata
+        assert usage is not None
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        assert "".join(str(chunk.content) for chunk in model.stream("How many?")) == "Two seals."
+
+    async def test_coroutines(self, server: ProgramServer) -> None:
+        model = BrosChat(url=server.url + "/v1", api_key="key")
+        assert (await model.ainvoke([HumanMessage("How many?")])).content == "Two seals."
+        pieces = [str(chunk.content) async for chunk in model.astream("How many?")]
+        assert len(pieces) > 1 and "".join(pieces) == "Two seals."
+
+    def test_requests_join_a_session(self, server: ProgramServer) -> None:
+        with P.Session(server.url, api_key="key") as session:
+            model = BrosChat(url=server.url, api_key="key", session=session.id, node="count")
+            model.invoke("How many?")
+            list(model.stream("How many?"))
+            prompt("Describe {x}: ", "describe").invoke("two seals").get()
+            calls = [(r["name"], r["kind"], r["state"]) for r in session.inspect()["requests"]]
+        assert calls == [
+            ("count", "plain", "finished"),
+            ("count", "plain", "finished"),
+            ("describe", "llm", "finished"),
+        ]
+
+    def test_stop_and_other_fields_reach_the_engine(self, server: ProgramServer) -> None:
+        model = BrosChat(url=server.url, api_key="key", temperature=0.0, extra_body={"top_k": 3})
+        model.invoke("How many?", stop=["!"], seed=4)
+        sampling = server.engine.turns()[-1].sampling
+        assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.0, 3, 4)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_errors_are_those_of_bros(self, server: ProgramServer, stream: bool) -> None:
+        model = BrosChat(url=server.url, api_key="key", temperature=-1)
+        with pytest.raises(InvalidRequestError) as raised:
+            list(model.stream("Hi")) if stream else model.invoke("Hi")
+        assert raised.value.param == "temperature"
+        with pytest.raises(P.ServerUnreachableError):
+            BrosChat(url="http://127.0.0.1:9").invoke("Hi")
+
+    def test_the_key_is_not_shown(self) -> None:
+        assert "secret" not in repr(BrosChat(api_key="secret"))

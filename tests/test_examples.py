@@ -1,0 +1,76 @@
+"""The examples run: all of them against a server, one with the embedded model in its own process."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.program_engine import ProgramEngine, echo
+from support.program_server import ProgramServer, program_server
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.stem != "common")
+CALLS = {  # example -> (calls in its session, of which are the model's)
+    "chain_summary.py": (6, 6),
+    "map_reduce_summary.py": (9, 9),
+    "multi_agent_coding.py": (23, 22),
+    "shared_system_prompt.py": (7, 7),
+    "mixed_chat_map_reduce.py": (13, 13),
+    "langchain_chain.py": (3, 3),
+}
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    environ = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(Path.home())}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def server() -> Iterator[ProgramServer]:
+    engine = ProgramEngine(step_s=0.0001)
+    # Its tokens are bytes, or nearly so, and some of the prompts are long.
+    engine.info = dataclasses.replace(engine.info, max_model_len=20_000)
+    with program_server(engine) as server:
+        yield server
+
+
+def test_every_example_is_tried() -> None:
+    assert set(EXAMPLES) == {*CALLS, "snake_game.py"}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_is_short(name: str) -> None:
+    assert len(run(name, "--help").splitlines()) < 20
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_example_makes_its_calls_in_one_session(name: str, server: ProgramServer) -> None:
+    calls, turns = CALLS[name]
+    assert f"\n{calls} calls:\n" in run(name, "--url", server.url)
+    assert len(server.engine.turns()) == turns
+
+
+def test_the_papers_example_gives_code_and_test(server: ProgramServer) -> None:
+    code = echo("You are an expert software engineer.\nWrite python code of a snake game.\nCode: ")
+    test = echo(
+        "You are an experienced QA engineer.\nYou write test code for a snake game.\n"
+        f"Code: {code}.\nYour test code: "
+    )
+    printed = run("snake_game.py", "--url", server.url)
+    assert [line for line in printed.splitlines() if line.startswith("<")] == [code, test]
+
+
+def test_an_engine_in_the_process_of_the_example() -> None:
+    printed = run("chain_summary.py", "--chapters", "2")
+    assert "\n2 calls:\n" in printed
+    assert "class rt     stage 1" in printed and "class rt     stage 0" in printed
