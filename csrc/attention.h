@@ -7,23 +7,21 @@
 namespace bros {
 namespace {
 
-void merge_parts(const Problem& p, const Merge& merge, float* partials) {
-  const int64_t lanes = merge.num_queries * p.group;
-  const int64_t size = p.partial_size(lanes);
-  float* first = partials + merge.partial;
-  for (int64_t lane = 0; lane < lanes; ++lane) {
+void merge_parts(const Problem& p, const Merge& merge, const int64_t* sources, float* partials) {
+  for (int64_t lane = 0; lane < merge.num_queries * p.group; ++lane) {
+    const auto result = [&](int64_t i) {
+      return Partial(partials + sources[merge.first_source + i] + lane * p.lane_size(), p.dim);
+    };
     float top = -__builtin_inff();
-    for (int64_t part = 0; part < merge.num_parts; ++part) {
-      top = max_of(top, Partial(first + part * size, lanes, p.dim).m[lane]);
-    }
+    for (int64_t i = 0; i < merge.num_sources; ++i) top = max_of(top, *result(i).m);
     float* out = p.output(merge.token + lane / p.group, merge.kv_head * p.group + lane % p.group);
     for (int64_t d = 0; d < p.dim; ++d) out[d] = 0.0f;
     float sum = 0.0f;
-    for (int64_t part = 0; part < merge.num_parts; ++part) {
-      const Partial x(first + part * size, lanes, p.dim);
-      const float weight = exp2_nonpositive(splat(x.m[lane] - top))[0];
-      sum += weight * x.l[lane];
-      for (int64_t d = 0; d < p.dim; ++d) out[d] += weight * x.o[lane * p.dim + d];
+    for (int64_t i = 0; i < merge.num_sources; ++i) {
+      const Partial x = result(i);
+      const float weight = exp2_nonpositive(splat(*x.m - top))[0];
+      sum += weight * *x.l;
+      for (int64_t d = 0; d < p.dim; ++d) out[d] += weight * x.o[d];
     }
     for (int64_t d = 0; d < p.dim; ++d) out[d] /= sum;
   }
@@ -62,7 +60,10 @@ RunTask task_runner(KvType type) {
 const char* attention(const AttentionArgs& a) {
   if (const char* error = check_batch(a)) return error;
   const Problem p(a);
-  const TaskList counted(p, nullptr, nullptr);
+  thread_local Scratch index_memory;
+  const SharedIndex shared(p, &index_memory);
+  if (!shared.ok) return "no memory for attention";
+  const TaskList counted(p, shared, nullptr, nullptr, nullptr);
   const bool parallel =
       a.threads > 1 && counted.num_tasks > 1 && counted.multiply_adds / 8 >= kMinParallelWork;
   const int threads = parallel ? a.threads : 1;
@@ -73,13 +74,15 @@ const char* attention(const AttentionArgs& a) {
   thread_local Scratch memory;
   void* base = memory.reserve(threads * thread_bytes + counted.num_tasks * sizeof(Task) + 64 +
                               counted.num_merges * sizeof(Merge) + 64 +
+                              counted.num_sources * sizeof(int64_t) + 64 +
                               counted.partial_floats * sizeof(float));
   if (!base) return "no memory for attention";
   Arena arena(static_cast<char*>(base) + threads * thread_bytes);
   float* partials = arena.take<float>(counted.partial_floats);
   Task* tasks = arena.take<Task>(counted.num_tasks);
   Merge* merges = arena.take<Merge>(counted.num_merges);
-  const TaskList list(p, tasks, merges);
+  int64_t* sources = arena.take<int64_t>(counted.num_sources);
+  const TaskList list(p, shared, tasks, merges, sources);
 
   const RunTask run = task_runner(a.cache.type);
   const float q_scale = a.scale * 1.44269504f;  // scores in base 2
@@ -87,7 +90,7 @@ const char* attention(const AttentionArgs& a) {
     Arena own(base);
     const ThreadScratch scratch(&own, p);
     for (int64_t i = 0; i < list.num_tasks; ++i) run(p, tasks[i], q_scale, scratch, partials);
-    for (int64_t i = 0; i < list.num_merges; ++i) merge_parts(p, merges[i], partials);
+    for (int64_t i = 0; i < list.num_merges; ++i) merge_parts(p, merges[i], sources, partials);
     return nullptr;
   }
 #pragma omp parallel num_threads(threads)
@@ -97,7 +100,7 @@ const char* attention(const AttentionArgs& a) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < list.num_tasks; ++i) run(p, tasks[i], q_scale, scratch, partials);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < list.num_merges; ++i) merge_parts(p, merges[i], partials);
+    for (int64_t i = 0; i < list.num_merges; ++i) merge_parts(p, merges[i], sources, partials);
   }
   return nullptr;
 }

@@ -174,7 +174,7 @@ BROS_INLINE void softmax_lane(float* scores, int64_t n, float* max, float* sum) 
 template <class T>
 int64_t list_runs(const Problem& p, const Task& task, Run* runs) {
   int64_t n = 0;
-  for_each_stretch(p, task, [&](int64_t block, int64_t offset, int32_t count) {
+  for_each_stretch(task, [&](int64_t block, int64_t offset, int32_t count) {
     const int64_t row = p.cache_row(block, task.kv_head, offset);
     runs[n++] = {static_cast<const T*>(p.args.cache.k) + row,
                  static_cast<const T*>(p.args.cache.v) + row, count};
@@ -187,13 +187,13 @@ BROS_INLINE void write_lane(const Problem& p, const Task& task, int64_t lane, co
   float* out;
   float scale = 1.0f;
   if (task.partial < 0) {
-    out = p.output(task.token + lane / p.group, task.kv_head * p.group + lane % p.group);
+    out = p.output(task.query_token(lane / p.group), task.kv_head * p.group + lane % p.group);
     scale /= sum;
   } else {
-    const Partial part(partials + task.partial, task.num_queries * p.group, p.dim);
-    out = part.o + lane * p.dim;
-    part.m[lane] = max;
-    part.l[lane] = sum;
+    const Partial part(partials + task.partial + lane * p.lane_size(), p.dim);
+    out = part.o;
+    *part.m = max;
+    *part.l = sum;
   }
   for (int64_t d = 0; d < p.dim; ++d) out[d] = o[d] * scale;
 }
@@ -201,7 +201,8 @@ BROS_INLINE void write_lane(const Problem& p, const Task& task, int64_t lane, co
 void start_lanes(const Problem& p, const Task& task, float q_scale, const DecodeScratch& s,
                  int64_t stride) {
   for (int64_t lane = 0; lane < task.num_queries * p.group; ++lane) {
-    const float* q = p.query(task.token + lane / p.group, task.kv_head * p.group + lane % p.group);
+    const float* q =
+        p.query(task.query_token(lane / p.group), task.kv_head * p.group + lane % p.group);
     for (int64_t d = 0; d < stride; ++d) {
       s.q[lane * stride + d] = d < p.dim ? q[d] * q_scale : 0.0f;
       s.o[lane * stride + d] = 0.0f;

@@ -164,17 +164,16 @@ class KeyStream {
   void fill(const TileScratch& s, int64_t count) {
     int64_t row = 0;
     while (row < count && left_ > 0) {
-      const int32_t* segment = p_.args.segments + 3 * segment_;
-      const int64_t lo = segment[1] + skip_;
-      const int64_t n = min_of<int64_t>(min_of<int64_t>(segment[2] - lo, left_), count - row);
-      const int64_t source = p_.cache_row(segment[0], task_.kv_head, lo);
+      const int64_t lo = segment_[1] + skip_;
+      const int64_t n = min_of<int64_t>(min_of<int64_t>(segment_[2] - lo, left_), count - row);
+      const int64_t source = p_.cache_row(segment_[0], task_.kv_head, lo);
       copy(s, row, n, static_cast<const T*>(p_.args.cache.k) + source,
            static_cast<const T*>(p_.args.cache.v) + source, p_.dim);
       row += n;
       left_ -= n;
       skip_ += n;
-      if (segment[1] + skip_ == segment[2]) {
-        ++segment_;
+      if (segment_[1] + skip_ == segment_[2]) {
+        segment_ += 3;
         skip_ = 0;
       }
     }
@@ -200,7 +199,7 @@ class KeyStream {
 
   const Problem& p_;
   const Task& task_;
-  int64_t segment_;
+  const int32_t* segment_;
   int64_t skip_;
   int64_t left_;
   int64_t chunk_ = 0;
@@ -218,7 +217,7 @@ void start_panels(const Problem& p, const Task& task, float q_scale, const TileS
     s.visible[i] = task.with_chunk
                        ? task.num_context + task.first_query + static_cast<int32_t>(query) + 1
                        : kSeesAll;
-    const float* in = p.query(task.token + query, task.kv_head * p.group + lane % p.group);
+    const float* in = p.query(task.query_token(query), task.kv_head * p.group + lane % p.group);
     float* out = s.q + i / kPanel * p.dim * kPanel + i % kPanel;
     for (int64_t d = 0; d < p.dim; ++d) out[d * kPanel] = in[d] * q_scale;
   }
@@ -231,13 +230,13 @@ void finish_panels(const Problem& p, const Task& task, const TileScratch& s, flo
     float* out;
     float scale = 1.0f;
     if (task.partial < 0) {
-      out = p.output(task.token + lane / p.group, task.kv_head * p.group + lane % p.group);
+      out = p.output(task.query_token(lane / p.group), task.kv_head * p.group + lane % p.group);
       scale /= s.l[lane];
     } else {
-      const Partial part(partials + task.partial, lanes, p.dim);
-      out = part.o + lane * p.dim;
-      part.m[lane] = s.m[lane];
-      part.l[lane] = s.l[lane];
+      const Partial part(partials + task.partial + lane * p.lane_size(), p.dim);
+      out = part.o;
+      *part.m = s.m[lane];
+      *part.l = s.l[lane];
     }
     for (int64_t d = 0; d < p.dim; ++d) out[d] = o[d * kPanel] * scale;
   }

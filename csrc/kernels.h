@@ -53,6 +53,17 @@ struct RopeArgs {
   int threads;
 };
 
+// Context that several rows read beside their own. With parts == 0 the rest is not looked at.
+struct SharedArgs {
+  const int32_t* row_start;      // [parts + 1]
+  const int32_t* rows;           // [num_rows]
+  const int32_t* segment_start;  // [parts + 1]
+  const int32_t* segments;       // [num_segments, 3] of (block, lo, hi)
+  int64_t parts;
+  int64_t num_rows;
+  int64_t num_segments;
+};
+
 struct AttentionArgs {
   float* out;        // [tokens, heads * head_dim]
   const float* qkv;  // [tokens, (heads + 2 * kv_heads) * head_dim]
@@ -64,6 +75,7 @@ struct AttentionArgs {
   const int32_t* segments;       // [num_segments, 3] of (block, lo, hi)
   int64_t rows;
   int64_t num_segments;
+  SharedArgs shared;
   float scale;
   int threads;
 };

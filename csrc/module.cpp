@@ -73,6 +73,18 @@ class Arguments {
     return c;
   }
 
+  SharedArgs shared() {
+    SharedArgs s;
+    s.row_start = pointer<const int32_t>();
+    s.rows = pointer<const int32_t>();
+    s.segment_start = pointer<const int32_t>();
+    s.segments = pointer<const int32_t>();
+    s.parts = integer();
+    s.num_rows = integer();
+    s.num_segments = integer();
+    return s;
+  }
+
   bool ok() const {
     if (PyErr_Occurred()) return false;
     if (left_ != 0) PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
@@ -160,10 +172,12 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.segments = in.pointer<const int32_t>();
   a.rows = in.integer();
   a.num_segments = in.integer();
+  a.shared = in.shared();
   a.scale = in.real();
   a.threads = static_cast<int>(in.integer());
   // A guess of the keys per query that needs no pass over the batch.
-  const int64_t keys = a.rows ? a.num_segments * a.cache.block_size / a.rows + a.tokens : 0;
+  const int64_t per_row = a.rows ? a.num_segments / a.rows : 0;
+  const int64_t keys = (per_row + a.shared.num_segments) * a.cache.block_size + a.tokens;
   const int64_t work = a.tokens * keys * a.layout.heads * a.layout.head_dim / 8;
   return in.ok() ? call(table->attention, a, work) : nullptr;
 }

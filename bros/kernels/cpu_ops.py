@@ -10,8 +10,13 @@ from torch import Tensor
 
 from bros.core.errors import ConfigError
 from bros.kernels import _C
-from bros.kernels.interface import AttentionBatch, GraphBuffers, GraphLimits, HeadLayout
-from bros.kernels.parts import without_shared
+from bros.kernels.interface import (
+    AttentionBatch,
+    GraphBuffers,
+    GraphLimits,
+    HeadLayout,
+    SharedParts,
+)
 from bros.kernels.rows import empty_rows
 
 _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -25,8 +30,8 @@ def levels() -> list[str]:
 class CpuKernels:
     """Implements `Kernels` for CPU tensors, on torch.get_num_threads() threads.
 
-    Asserts guard what would otherwise corrupt memory. Slots, positions and segments outside
-    their tables raise IndexError, with nothing written.
+    Asserts guard what would otherwise corrupt memory. Slots, positions, segments and rows of shared
+    parts outside their tables raise IndexError, with nothing written.
     """
 
     def __init__(self, level: str | None = None) -> None:
@@ -56,9 +61,9 @@ class CpuKernels:
         device: torch.device,
         into: GraphBuffers | None = None,
     ) -> AttentionBatch:
-        """The batch, with shared segments put back to each row that reads them."""
+        """The batch as it is."""
         assert device.type == "cpu" and into is None
-        return without_shared(batch)
+        return batch
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last axis, in a new tensor."""
@@ -136,7 +141,6 @@ class CpuKernels:
         scale: float,
     ) -> Tensor:
         """Softmax attention over the cached segments and, causally, the chunk (see `Kernels`)."""
-        batch = without_shared(batch)
         rows = batch.num_rows
         num_segments = batch.segments.numel() // 3
         assert qkv.shape[1] == layout.qkv_size and layout.num_heads % layout.num_kv_heads == 0
@@ -157,6 +161,7 @@ class CpuKernels:
             _address(batch.segments, torch.int32),
             rows,
             num_segments,
+            *_shared_arguments(batch.shared),
             scale,
             torch.get_num_threads(),
         )
@@ -196,4 +201,24 @@ def _cache_arguments(
         _KV_TYPES[dtype],
         num_blocks,
         block_size,
+    )
+
+
+def _shared_arguments(
+    shared: SharedParts | None,
+) -> tuple[int, int, int, int, int, int, int]:
+    if shared is None:
+        return 0, 0, 0, 0, 0, 0, 0
+    parts = shared.num_parts
+    num_segments = shared.segments.numel() // 3
+    assert parts >= 0 and shared.segment_start.shape == (parts + 1,)
+    assert shared.segments.numel() == 3 * num_segments
+    return (
+        _address(shared.row_start, torch.int32),
+        _address(shared.rows, torch.int32),
+        _address(shared.segment_start, torch.int32),
+        _address(shared.segments, torch.int32),
+        parts,
+        shared.rows.numel(),
+        num_segments,
     )

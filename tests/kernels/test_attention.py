@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels
+from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
 from support.kernel_cases import (
+    KV_DTYPES,
     AttentionCase,
     Backend,
+    Parts,
     attend,
     cpu_kernels,
     each_backend,
@@ -81,14 +84,49 @@ def test_rows_read_the_parts_they_share(backend: Backend) -> None:
     assert_matches(backend, make_case(rows, kv_heads=2, parts=parts))
 
 
+@each_backend
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        pytest.param(
+            [(1, 5)] * 70 + [(30, 20), (0, 3), (9, 0)],
+            [(range(72), 1100), (range(5, 73), 40)],
+            id="more queries than a tile has lanes",
+        ),
+        pytest.param([(400, 30), (1, 20), (65, 0)], [((2, 0, 1), 600)], id="tiles of a long chunk"),
+        pytest.param([(1, 300), (1, 0)], [((0, 1), 700)], id="two rows, in several parts"),
+        pytest.param(
+            [(1, 4 * row) for row in range(16)],
+            [(range(16 >> level), 16 + 130 * level) for level in range(5)],
+            id="five levels",
+        ),
+        pytest.param(
+            [(1, 0), (2, 9)], [((0, 1), 513), ((), 9), ((0,), 0), ((1,), 1)], id="few keys"
+        ),
+    ],
+)
+def test_parts_are_split_and_merged(
+    backend: Backend, rows: list[tuple[int, int]], parts: Parts
+) -> None:
+    with torch_threads(2):
+        heads = {"kv_heads": 1, "group": 1, "head_dim": 16} if backend.is_interpreted else {}
+        assert_matches(backend, make_case(rows, parts=parts, **heads))
+
+
 @each_level
-def test_parts_that_rows_share_are_prepared_once_or_put_back_per_layer(level: str) -> None:
-    parts = [((0, 1, 3), 300), ((3, 1), 17), ((), 20), ((2,), 0)]
-    case = make_case([(1, 30), (1, 0), (3, 40), (20, 5)], parts=parts)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+def test_parts_do_not_depend_on_threads_or_on_what_is_beside_them(
+    level: str, kv_dtype: torch.dtype
+) -> None:
+    rows = [(1, 90)] * 12 + [(40, 70), (1, 1300)]
+    case = make_case(rows, kv_dtype=kv_dtype, parts=[(range(12), 1500), (range(3, 13), 30)])
     kernels = cpu_kernels(level)
-    prepared = kernels.prepare(case.batch, case.layout, torch.device("cpu"))
-    assert prepared.shared is None
-    assert torch.equal(run(kernels, case), run(kernels, replace(case, batch=prepared)))
+    with torch_threads(2):
+        together = run(kernels, case)
+    with torch_threads(1):
+        assert torch.equal(together, run(kernels, case))
+    last = run(kernels, case.row(len(rows) - 1))  # reads no part
+    assert torch.equal(together[-1:], last)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -196,6 +234,38 @@ def test_segments_outside_the_cache_are_refused(level: str, segment: tuple[int, 
     segments[random.Random(0).randrange(len(segments))] = torch.tensor(segment)
     with pytest.raises(IndexError, match="segment outside"):
         run(cpu_kernels(level), with_segments(case, segments))
+
+
+@each_level
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("row_start", [0, 2, 5], "row_start"),
+        ("row_start", [-1, 2, 3], "row_start"),
+        ("row_start", [0, 3, 2], "row_start"),
+        ("rows", [0, 1, 2], "row outside"),
+        ("rows", [0, -1, 1], "row outside"),
+        ("segment_start", [0, 1, 3], "segment_start"),
+        ("segment_start", [-1, 1, 2], "segment_start"),
+        ("segment_start", [0, 2, 1], "segment_start"),
+        ("segments", [[0, 0, 4], [10**6, 0, 1]], "segment outside"),
+        ("segments", [[-1, 0, 4], [1, 0, 1]], "segment outside"),
+        ("segments", [[0, 0, 4], [1, 0, 17]], "segment outside"),
+        ("segments", [[0, 5, 4], [1, 0, 1]], "segment outside"),
+    ],
+)
+def test_parts_outside_the_batch_or_the_cache_are_refused(
+    level: str, field: str, values: list[Any], message: str
+) -> None:
+    case = make_case([(1, 16), (1, 3)])
+    shared = SharedParts(
+        int32([0, 2, 3]), int32([0, 1, 1]), int32([0, 1, 2]), int32([[0, 0, 4], [1, 0, 1]])
+    )
+    good = replace(case, batch=replace(case.batch, shared=shared))
+    assert run(cpu_kernels(level), good).isfinite().all()
+    wrong = replace(case.batch, shared=replace(shared, **{field: int32(values)}))
+    with pytest.raises(IndexError, match=message):
+        run(cpu_kernels(level), replace(case, batch=wrong))
 
 
 @each_level

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def int32(values: Sequence[int]) -> Tensor:
+def int32(values: Sequence[Any]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 

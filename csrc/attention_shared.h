@@ -1,0 +1,162 @@
+// Parts of the cached context that several rows read: who reads them, and where the results go.
+//
+//   part    readers (rows)    queries of the part, in this order    its context keys, in splits
+//   0       0 1 2             q0 | q1 q1 q1 | q2                    [ split 0 | split 1 | ... ]
+//   1       1 2               q1 q1 q1 | q2                         [ split 0 ]
+//
+// All queries of a part attend to its keys in common, tile by tile, so that K and V are loaded once
+// per tile and not once per row. Each (KV head, split) leaves the partial results of all queries of
+// the part in a row, where the merge of a reader finds its own.
+#pragma once
+
+#include "attention_problem.h"
+
+namespace bros {
+namespace {
+
+constexpr int64_t kSharedSplit = 512;  // context keys of a tile of queries of several rows
+
+struct SharedPart {
+  const int32_t* tokens;    // [num_queries], of the queries of all its readers
+  const int32_t* segments;  // (block, lo, hi) of each
+  int64_t num_queries;
+  int64_t num_context;
+  int64_t split;       // context keys of all splits but the last
+  int64_t num_splits;  // 0 if there is nothing to do
+  int64_t partial;     // of the first KV head and split; the others follow
+};
+
+// A row in a part.
+struct Reader {
+  int32_t part;
+  int32_t first_query;  // of the row, among the queries of the part
+};
+
+const char* check_segments(const AttentionArgs& a, const int32_t* start, int64_t count,
+                           const int32_t* segments, int64_t num_segments) {
+  if (start[0] < 0 || start[count] > num_segments) return "segment_start outside segments";
+  for (int64_t owner = 0; owner < count; ++owner) {
+    if (start[owner] > start[owner + 1]) return "segment_start decreases";
+    for (int64_t i = start[owner]; i < start[owner + 1]; ++i) {
+      const int32_t block = segments[3 * i];
+      const int32_t lo = segments[3 * i + 1], hi = segments[3 * i + 2];
+      if (block < 0 || block >= a.cache.num_blocks) return "segment outside the KV cache";
+      if (lo < 0 || lo > hi || hi > a.cache.block_size) return "segment outside its block";
+    }
+  }
+  return nullptr;
+}
+
+const char* check_shared(const AttentionArgs& a) {
+  const SharedArgs& s = a.shared;
+  if (s.row_start[0] < 0 || s.row_start[s.parts] > s.num_rows) {
+    return "row_start of shared parts outside their rows";
+  }
+  for (int64_t part = 0; part < s.parts; ++part) {
+    if (s.row_start[part] > s.row_start[part + 1]) return "row_start of shared parts decreases";
+    for (int64_t i = s.row_start[part]; i < s.row_start[part + 1]; ++i) {
+      if (s.rows[i] < 0 || s.rows[i] >= a.rows) return "shared part of a row outside the batch";
+    }
+  }
+  return check_segments(a, s.segment_start, s.parts, s.segments, s.num_segments);
+}
+
+int64_t count_keys(const int32_t* segments, int64_t num_segments) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < num_segments; ++i) total += segments[3 * i + 2] - segments[3 * i + 1];
+  return total;
+}
+
+// The parts of a batch, and for each row the parts that it reads. `memory` holds what it points to.
+class SharedIndex {
+ public:
+  SharedIndex(const Problem& p, Scratch* memory) {
+    const SharedArgs& s = p.args.shared;
+    if (s.parts == 0) return;
+    int64_t num_tokens = 0;
+    for (int64_t i = s.row_start[0]; i < s.row_start[s.parts]; ++i) {
+      num_tokens += p.num_queries(s.rows[i]);
+    }
+    Arena measured(nullptr);
+    take(&measured, p, num_tokens);
+    void* base = memory->reserve(measured.used());
+    ok = base != nullptr;
+    if (!ok) return;
+    Arena arena(base);
+    take(&arena, p, num_tokens);
+    list_parts(p);
+    list_readers(p);
+  }
+
+  bool ok = true;
+  int64_t num_parts = 0;
+  int64_t partial_floats = 0;
+  SharedPart* parts = nullptr;
+
+  // Calls visit(part, first query of the row in it) for the parts that a row reads.
+  template <class Visit>
+  void for_each_part(int64_t row, const Visit& visit) const {
+    if (num_parts == 0) return;
+    for (int64_t i = reader_start_[row]; i < reader_start_[row + 1]; ++i) {
+      const SharedPart& part = parts[readers_[i].part];
+      if (part.num_splits > 0) visit(part, readers_[i].first_query);
+    }
+  }
+
+ private:
+  void take(Arena* arena, const Problem& p, int64_t num_tokens) {
+    const SharedArgs& s = p.args.shared;
+    parts = arena->take<SharedPart>(s.parts);
+    readers_ = arena->take<Reader>(s.num_rows);
+    reader_start_ = arena->take<int64_t>(p.args.rows + 1);
+    tokens_ = arena->take<int32_t>(num_tokens);
+  }
+
+  void list_parts(const Problem& p) {
+    const SharedArgs& s = p.args.shared;
+    int32_t* token = tokens_;
+    num_parts = s.parts;
+    for (int64_t i = 0; i < num_parts; ++i) {
+      SharedPart& part = parts[i];
+      part.tokens = token;
+      for (int64_t j = s.row_start[i]; j < s.row_start[i + 1]; ++j) {
+        const int32_t* query_start = p.args.query_start + s.rows[j];
+        for (int32_t t = query_start[0]; t < query_start[1]; ++t) *token++ = t;
+      }
+      part.num_queries = token - part.tokens;
+      part.segments = s.segments + 3 * static_cast<int64_t>(s.segment_start[i]);
+      part.num_context = count_keys(part.segments, s.segment_start[i + 1] - s.segment_start[i]);
+      part.split = part.num_queries * p.group <= kDecodeLanes ? kDecodeSplit : kSharedSplit;
+      part.num_splits = part.num_queries ? ceil_div(part.num_context, part.split) : 0;
+      part.partial = partial_floats;
+      partial_floats += p.args.layout.kv_heads * part.num_splits * p.partial_size(part.num_queries);
+    }
+  }
+
+  // Groups the readers by row. While they are placed, reader_start_[row + 1] is where the next one
+  // of `row` goes; in the end that is where those of the next row begin.
+  void list_readers(const Problem& p) {
+    const SharedArgs& s = p.args.shared;
+    __builtin_memset(reader_start_, 0, (p.args.rows + 1) * sizeof *reader_start_);
+    for (int64_t i = s.row_start[0]; i < s.row_start[s.parts]; ++i) {
+      if (s.rows[i] + 1 < p.args.rows) ++reader_start_[s.rows[i] + 2];
+    }
+    for (int64_t row = 2; row <= p.args.rows; ++row) reader_start_[row] += reader_start_[row - 1];
+    for (int64_t part = 0; part < s.parts; ++part) {
+      int64_t query = 0;
+      for (int64_t i = s.row_start[part]; i < s.row_start[part + 1]; ++i) {
+        const int32_t row = s.rows[i];
+        readers_[reader_start_[row + 1]++] = {static_cast<int32_t>(part),
+                                              static_cast<int32_t>(query)};
+        query += p.num_queries(row);
+      }
+    }
+  }
+
+  Reader* readers_ = nullptr;
+  int64_t* reader_start_ = nullptr;
+  int32_t* tokens_ = nullptr;
+};
+
+}  // namespace
+}  // namespace bros
