@@ -1,9 +1,11 @@
 """Speed of every kernel on SmolLM2-135M shapes: the reference and each compiled level.
 
-    python benchmarks/kernels_speed.py [--threads 2] [--repeats 30]
+    python benchmarks/kernels_speed.py [--threads 2] [--repeats 30] [--only shared]
 
 Prints medians in microseconds. KV caches of 30 layers take turns, so that decode reads memory
-rather than the processor's cache, as in a real step.
+rather than the processor's cache, as in a real step. The second table is of decode steps whose
+rows have a prefix in common: attention of all layers, with the prefix read by each row and read
+once for all of them, the two in turn.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bros.core.clock import SystemClock
+from bros.executor.grouping import Grouping, group_shared
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels
 from bros.kernels.reference import ReferenceKernels
 
@@ -33,6 +36,10 @@ ATTENTION_ROWS = {
     "decode 32 x 512": [(1, 512)] * 32,
     "prefill 224 + decode 32 x 512": [(224, 0)] + [(1, 512)] * 32,
 }
+# (rows, tokens that they have in common); each has PRIVATE_TOKENS more.
+SHARED_PREFIXES = [(16, 64), (16, 256), (16, 1500), (16, 6000)]
+SHARED_PREFIXES += [(2, 64), (2, 256), (2, 1500), (4, 64), (4, 1500), (8, 1500), (32, 1500)]
+PRIVATE_TOKENS = 100
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -73,13 +80,8 @@ def attention_case(name: str, rows: Sequence[tuple[int, int]], kv_dtype: str) ->
         for begin in range(0, context, BLOCK_SIZE):
             segments.append((next(blocks), 0, min(BLOCK_SIZE, context - begin)))
         segment_start.append(len(segments))
-    batch = AttentionBatch(
-        torch.tensor(query_start, dtype=torch.int32),
-        torch.tensor(segment_start, dtype=torch.int32),
-        torch.tensor(segments, dtype=torch.int32).reshape(-1, 3),
-    )
-    shape = (LAYERS, 2, num_blocks, LAYOUT.num_kv_heads, BLOCK_SIZE, LAYOUT.head_dim)
-    caches = torch.randn(shape).to(KV_DTYPES[kv_dtype])
+    batch = batch_of(query_start, segment_start, segments)
+    caches = random_caches(num_blocks, kv_dtype)
     qkv = torch.randn(query_start[-1], LAYOUT.qkv_size)
     layer = itertools.cycle(range(LAYERS))
 
@@ -95,6 +97,77 @@ def attention_case(name: str, rows: Sequence[tuple[int, int]], kv_dtype: str) ->
         return f"{4 * pairs * LAYOUT.q_size / seconds / 1e9:.0f} GFLOP/s"
 
     return Case(f"attention, {name}, {kv_dtype}", run, note)
+
+
+def batch_of(
+    query_start: Sequence[int], segment_start: Sequence[int], segments: Sequence[Sequence[int]]
+) -> AttentionBatch:
+    return AttentionBatch(
+        torch.tensor(query_start, dtype=torch.int32),
+        torch.tensor(segment_start, dtype=torch.int32),
+        torch.tensor(segments, dtype=torch.int32).reshape(-1, 3),
+    )
+
+
+def random_caches(num_blocks: int, kv_dtype: str) -> Tensor:
+    shape = (LAYERS, 2, num_blocks, LAYOUT.num_kv_heads, BLOCK_SIZE, LAYOUT.head_dim)
+    return torch.randn(shape).to(KV_DTYPES[kv_dtype])
+
+
+def batch_with_prefix(rows: int, prefix: int) -> tuple[AttentionBatch, int]:
+    """A decode step whose rows begin with the same blocks, and how many blocks there are."""
+    num_common, num_own = prefix // BLOCK_SIZE, -(-(PRIVATE_TOKENS + prefix % BLOCK_SIZE) // 16)
+    num_blocks = num_common + rows * num_own
+    blocks = iter(torch.randperm(num_blocks).tolist())
+    common = [(next(blocks), 0, BLOCK_SIZE) for _ in range(num_common)]
+    segments = []
+    for _ in range(rows):
+        lengths = [BLOCK_SIZE] * (num_own - 1)
+        lengths.append(prefix % BLOCK_SIZE + PRIVATE_TOKENS - sum(lengths))
+        segments += common + [(next(blocks), 0, length) for length in lengths]
+    per_row = num_common + num_own
+    starts = range(0, rows * per_row + 1, per_row)
+    return batch_of(range(rows + 1), starts, segments), num_blocks
+
+
+def shared_row(kernels: Kernels, rows: int, prefix: int, kv_dtype: str, repeats: int) -> list[str]:
+    """A line of the second table."""
+    clock = SystemClock()
+    alone, num_blocks = batch_with_prefix(rows, prefix)
+    caches = random_caches(num_blocks, kv_dtype)
+    qkv = torch.randn(rows, LAYOUT.qkv_size)
+    durations: dict[str, list[float]] = {"alone": [], "grouping": [], "together": []}
+
+    def attend(name: str, batch: AttentionBatch) -> None:
+        before = clock.now()
+        for k_cache, v_cache in caches:
+            kernels.attention(qkv, LAYOUT, k_cache, v_cache, batch, LAYOUT.head_dim**-0.5)
+        durations[name].append(clock.now() - before)
+
+    for _ in range(1 + repeats):
+        attend("alone", alone)
+        before = clock.now()
+        together = group_shared(alone, Grouping(BLOCK_SIZE, min_blocks=1))
+        durations["grouping"].append(clock.now() - before)
+        attend("together", together)
+    medians = {name: statistics.median(values[1:]) for name, values in durations.items()}
+    ratio = medians["alone"] / (medians["grouping"] + medians["together"])
+    return [
+        f"{rows} rows, {prefix} in common, {kv_dtype}",
+        *(f"{median * 1e6:,.0f}" for median in medians.values()),
+        f"{ratio:.2f}",
+    ]
+
+
+def shared_table(kernels: Kernels, repeats: int) -> Table:
+    table = Table(title=f"Attention of a decode step, microseconds, {kernels.name}")
+    table.add_column("rows, tokens", no_wrap=True)
+    for name in ("each reads it", "grouping", "read once", "times as fast"):
+        table.add_column(name, justify="right")
+    for kv_dtype in KV_DTYPES:
+        for rows, prefix in SHARED_PREFIXES:
+            table.add_row(*shared_row(kernels, rows, prefix, kv_dtype, repeats))
+    return table
 
 
 def all_cases() -> Iterator[Case]:
@@ -126,23 +199,32 @@ def median_s(case: Case, kernels: Kernels, repeats: int) -> float:
     return statistics.median(durations[3:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=30)
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_num_threads(args.threads)
-    kernels = back_ends()
-    table = Table(title=f"Median microseconds, {args.threads} threads")
+def table_of_all(kernels: Sequence[Kernels], threads: int, repeats: int) -> Table:
+    table = Table(title=f"Median microseconds, {threads} threads")
     table.add_column("operation, tokens", no_wrap=True)
     for each in kernels:
         table.add_column(each.name, justify="right")
     table.add_column(f"{kernels[-1].name} rate", justify="right")
     for case in all_cases():
-        medians = [median_s(case, each, args.repeats) for each in kernels]
+        medians = [median_s(case, each, repeats) for each in kernels]
         table.add_row(case.name, *(f"{m * 1e6:,.0f}" for m in medians), case.note(medians[-1]))
-    Console(width=120).print(table)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--only", choices=["each", "shared"], help="one of the two tables")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    kernels = back_ends()
+    console = Console(width=120)
+    if args.only != "shared":
+        console.print(table_of_all(kernels, args.threads, args.repeats))
+    if args.only != "each" and len(kernels) > 1:
+        console.print(shared_table(kernels[-1], max(1, args.repeats // 3)))
 
 
 if __name__ == "__main__":

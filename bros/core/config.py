@@ -30,6 +30,7 @@ KV_FIND = ("final", "paper")
 ON_PRESSURE = ("checkpoint", "recompute")
 KERNELS = ("auto", "reference", "cpu", "triton")
 SELF_ATTENTION = ("auto", "triton", "xformers")
+SHARED_ATTENTION = ("on", "off")
 CUDA_GRAPHS = ("on", "off")
 ASYNC_SCHEDULING = ("auto", "on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -121,6 +122,11 @@ class EngineConfig(_Checked):
         "auto",
         "on a GPU, what attends within the chunks of prompts: auto is triton",
         choices=SELF_ATTENTION,
+    )
+    shared_attention: str = option(
+        "on",
+        "read KV that several requests begin with once for all of them",
+        choices=SHARED_ATTENTION,
     )
     kv_dtype: str = option("auto", "precision of the KV cache", choices=KV_DTYPES)
     kv_memory: str | None = option(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bros.executor.grouping import group_shared
+from bros.executor.grouping import Grouping, group_shared
 from bros.executor.inputs import StepInputs
 from bros.kernels.interface import HeadLayout, Kernels
 from bros.kernels.staging import Staging
@@ -32,8 +32,8 @@ class Pending:
 class InputFeed:
     """One per runner.
 
-    block_size: group rows that begin with the same blocks of so many slots; None: do not, the
-    kernels would gain nothing. staging: None where the decoder reads host memory.
+    grouping: of rows that begin with the same blocks; None: leave each row to itself. staging:
+    None where the decoder reads host memory.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class InputFeed:
         kernels: Kernels,
         layout: HeadLayout,
         device: torch.device,
-        block_size: int | None = None,
+        grouping: Grouping | None = None,
         staging: Staging | None = None,
     ) -> None:
         self._kernels = kernels
         self._layout = layout
         self._device = device
-        self._block_size = block_size
+        self._grouping = grouping
         self._staging = staging
 
     def grouped(self, inputs: StepInputs) -> StepInputs:
         """The same with shared prefixes found."""
-        if self._block_size is None:
+        if self._grouping is None:
             return inputs
-        attention = group_shared(inputs.attention, self._block_size)
+        attention = group_shared(inputs.attention, self._grouping)
         if attention is inputs.attention:
             return inputs
         return dataclasses.replace(inputs, attention=attention)

@@ -12,6 +12,7 @@ of blocks each has in common with the one before gives the groups, which nest:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +22,40 @@ from numpy.typing import NDArray
 from bros.kernels.interface import AttentionBatch, SharedParts
 from bros.kernels.parts import offsets
 
-MIN_SHARED_BLOCKS = 4
-"""Shorter common prefixes stay with their rows: a part of its own costs each row of it a merge."""
-
 _Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What makes a part of its own: at least min_blocks full blocks of block_size slots that at
+    least min_rows rows, two or more, have in common.
+
+    Less stays with the rows, as a part costs each row of it a merge.
+    """
+
+    block_size: int
+    min_blocks: int
+    min_rows: int = 2
+
+
+def grouping_for(kernels: str, block_size: int) -> Grouping | None:
+    """What pays with the kernels of this name (Kernels.name); None: nothing does.
+
+    On the CPU much is won where the lanes of all rows fill the vectors of a tile. Times that a
+    decode step's attention took with each row reading for itself, in those with the prefix read
+    once, which include finding it; benchmarks/kernels_speed.py, SmolLM2-135M (3 lanes per row), two
+    cores with AVX2, fp32 and bf16 KV:
+
+        rows          2          4          8         16         32
+        64 tokens   .72 .72    .74 .83               .90 .95
+        256         .77 .79                         1.05 1.29
+        1,500       .75 1.0   1.20 1.20  1.80 1.68  1.87 1.88  1.79 2.19
+    """
+    if kernels.startswith("triton"):
+        return Grouping(block_size, min_blocks=4)
+    if kernels.startswith("cpu"):
+        return Grouping(block_size, min_blocks=16, min_rows=4)
+    return None
 
 
 class _Part(NamedTuple):
@@ -36,31 +67,29 @@ class _Part(NamedTuple):
     hi: int
 
 
-def group_shared(
-    batch: AttentionBatch, block_size: int, min_blocks: int = MIN_SHARED_BLOCKS
-) -> AttentionBatch:
-    """The same attention, with common prefixes of at least min_blocks full blocks as shared parts.
+def group_shared(batch: AttentionBatch, grouping: Grouping) -> AttentionBatch:
+    """The same attention, with common prefixes as shared parts.
 
-    batch: without shared parts; it is returned as it is if no rows have so much in common.
+    batch: without shared parts; it is returned as it is if no rows have enough in common.
     """
     assert batch.shared is None
     start, segments = batch.segment_start.numpy(), batch.segments.numpy()
-    rows = _candidates(start, segments, block_size, min_blocks)
+    rows = _candidates(start, segments, grouping)
     if not len(rows):
         return batch
-    rows, common = _sorted_rows(rows, start, segments, block_size)
-    parts = _parts(common, min_blocks)
+    rows, common = _sorted_rows(rows, start, segments, grouping.block_size)
+    parts = _parts(common, grouping)
     return _regrouped(batch, rows, parts) if parts else batch
 
 
-def _candidates(start: _Ints, segments: _Ints, block_size: int, min_blocks: int) -> _Ints:
-    """Rows that begin with a full block that another row begins with, too."""
-    rows = np.flatnonzero(np.diff(start) >= max(min_blocks, 1))
+def _candidates(start: _Ints, segments: _Ints, grouping: Grouping) -> _Ints:
+    """Rows that begin with a full block that enough other rows begin with, too."""
+    rows = np.flatnonzero(np.diff(start) >= max(grouping.min_blocks, 1))
     first = segments[start[rows]]
-    full = first[:, 2] - first[:, 1] == block_size
+    full = first[:, 2] - first[:, 1] == grouping.block_size
     rows, first = rows[full], first[full]
     _, which, counts = np.unique(first[:, 0], return_inverse=True, return_counts=True)
-    found: _Ints = rows[counts[which] > 1].astype(np.int32)
+    found: _Ints = rows[counts[which] >= grouping.min_rows].astype(np.int32)
     return found
 
 
@@ -88,19 +117,20 @@ def _sorted_rows(
     return rows[order], np.minimum(common, shorter).astype(np.int32)
 
 
-def _parts(common: _Ints, min_blocks: int) -> list[_Part]:
+def _parts(common: _Ints, grouping: Grouping) -> list[_Part]:
     """common[i]: what sorted rows i and i + 1 have in common, in blocks. Outer parts come first."""
     parts = []
+    least = grouping.min_rows
     todo = [(0, len(common) + 1, 0)]  # rows [first, end) have `lo` blocks in parts already
     while todo:
         first, end, lo = todo.pop()
         within = common[first : end - 1]
         hi = int(within.min())
-        if hi - lo >= min_blocks:
+        if hi - lo >= grouping.min_blocks:
             parts.append(_Part(first, end, lo, hi))
             lo = hi
         cuts = [first, *(np.flatnonzero(within == hi) + first + 1).tolist(), end]
-        todo += [(a, b, lo) for a, b in zip(cuts, cuts[1:], strict=False) if b - a > 1]
+        todo += [(a, b, lo) for a, b in zip(cuts, cuts[1:], strict=False) if b - a >= least]
     return parts
 
 

@@ -18,6 +18,7 @@ from bros.executor.cuda_graphs import CudaRecorder, GraphSizes, StepGraphs, reco
 from bros.executor.cuda_kv_storage import Buffers, cuda_kv_storage
 from bros.executor.feed import InputFeed
 from bros.executor.gpu_memory import largest_step, measure_use
+from bros.executor.grouping import grouping_for
 from bros.executor.kv_storage import (
     DTYPES,
     KV_BLOCK_SIZE,
@@ -99,8 +100,8 @@ class _Loader:
         self_part = self_part_for(config, self._target, self._kernels_name, self._layout)
         self._kernels = select_kernels(self._kernels_name, self._device, self_part)
         self._kv_dtype = kv_dtype_for(config, self._target)
-        # Only these kernels read what several rows share once.
-        grouping = KV_BLOCK_SIZE if self._kernels_name == "triton" else None
+        self._shares = config.shared_attention == "on"
+        grouping = grouping_for(self._kernels.name, KV_BLOCK_SIZE) if self._shares else None
         staging = None if self._device.type == "cpu" else Staging(self._device)
         self._feed = InputFeed(self._kernels, self._layout, self._device, grouping, staging)
 
@@ -199,7 +200,7 @@ class _Loader:
         if self._config.cuda_graphs == "off" or self._device.type != "cuda":
             return None
         sizes = GraphSizes.of(
-            self._bounds.rows, max_model_len, num_blocks, KV_BLOCK_SIZE, shares=True
+            self._bounds.rows, max_model_len, num_blocks, KV_BLOCK_SIZE, self._shares
         )
         return recorded_or_warn(
             lambda: StepGraphs(

@@ -48,7 +48,7 @@ _NOT_SIMULATED = (
     *("model", "weights", "kernels", "kv_dtype", "kv_memory", "host_kv_memory", "threads"),
     *("policy", "prefix_cache", "rt_cache_share"),
     *("device", "gpu_memory_utilization"),
-    *("self_attention", "cuda_graphs", "async_scheduling"),
+    *("self_attention", "shared_attention", "cuda_graphs", "async_scheduling"),
 )
 FLAGS = (
     FILE_FLAG,

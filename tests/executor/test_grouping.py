@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.executor.grouping import group_shared
+from bros.executor.grouping import Grouping, group_shared
 from bros.kernels.interface import AttentionBatch, HeadLayout
 from bros.kernels.parts import without_shared
 from bros.kernels.reference import ReferenceKernels
@@ -65,22 +65,29 @@ def test_groups_nest() -> None:
         [*full(4, 8, 5, 6, 3), (10, 2, 16)],
         full(4, 8, 11, 12),
     ]
-    grouped = group_shared(batch_of(rows), BLOCK_SIZE, min_blocks=2)
+    grouped = group_shared(batch_of(rows), Grouping(BLOCK_SIZE, 2))
     assert parts_of(grouped) == [([0, 2, 3], [4, 8]), ([0, 2], [5, 6])]
     assert own_of(grouped) == [rows[0][4:], rows[1], rows[2][4:], rows[3][2:]]
 
 
 def test_what_is_too_little_is_left_to_what_is_inside_it() -> None:
     rows = [full(1, 2, 3, 4), full(1, 2, 3, 5), full(1, 6, 7, 8)]
-    grouped = group_shared(batch_of(rows), BLOCK_SIZE, min_blocks=2)
+    grouped = group_shared(batch_of(rows), Grouping(BLOCK_SIZE, 2))
     assert parts_of(grouped) == [([0, 1], [1, 2, 3])]
     assert own_of(grouped) == [full(4), full(5), rows[2]]
+
+
+def test_few_rows_keep_what_they_have_in_common() -> None:
+    rows = [full(1, 2, 3, 7), full(1, 2, 3, 7), full(1, 2, 3), full(4, 5), full(4, 5)]
+    grouped = group_shared(batch_of(rows), Grouping(BLOCK_SIZE, 1, min_rows=3))
+    assert parts_of(grouped) == [([0, 1, 2], [1, 2, 3])]
+    assert own_of(grouped) == [full(7), full(7), [], *rows[3:]]
 
 
 def test_only_full_blocks_are_shared() -> None:
     """Two requests may have parts of one block, which are not the same tokens."""
     rows = [[(1, 0, 16), (2, 0, 7)], [(1, 0, 16), (2, 0, 7)], [(3, 0, 5)], [(3, 0, 5)]]
-    grouped = group_shared(batch_of(rows), BLOCK_SIZE, min_blocks=1)
+    grouped = group_shared(batch_of(rows), Grouping(BLOCK_SIZE, 1))
     assert parts_of(grouped) == [([0, 1], [1])]
 
 
@@ -93,7 +100,7 @@ def test_nothing_in_common_leaves_the_batch_alone() -> None:
         [[(1, 0, 15), *full(2, 3)]] * 2,
     ):
         batch = batch_of(rows)
-        assert group_shared(batch, BLOCK_SIZE, min_blocks=2) is batch
+        assert group_shared(batch, Grouping(BLOCK_SIZE, 2)) is batch
 
 
 @st.composite
@@ -118,16 +125,18 @@ def trees(draw: st.DrawFn) -> Rows:
     return rows
 
 
-@given(trees(), st.integers(1, 4))
-def test_every_row_keeps_its_segments(rows: Rows, min_blocks: int) -> None:
+@given(trees(), st.integers(1, 4), st.integers(2, 4))
+def test_every_row_keeps_its_segments(rows: Rows, min_blocks: int, min_rows: int) -> None:
     batch = batch_of(rows)
-    grouped = group_shared(batch, BLOCK_SIZE, min_blocks)
+    grouped = group_shared(batch, Grouping(BLOCK_SIZE, min_blocks, min_rows))
     again = without_shared(grouped)
     assert [sorted(row) for row in own_of(again)] == [sorted(row) for row in rows]
     listed = [row for members, _ in parts_of(grouped) for row in members]
     for members, blocks in parts_of(grouped):
-        assert len(blocks) >= min_blocks and len(members) >= 2
+        assert len(blocks) >= min_blocks and len(members) >= min_rows
         assert members == sorted(set(members))
+    if min_rows > 2:
+        return
     # Nothing of min_blocks or more that two rows have in common is read twice.
     own = own_of(grouped)
     for one in range(len(rows)):
@@ -153,7 +162,7 @@ def test_attention_is_the_same(rows: Rows, min_blocks: int, rng: random.Random) 
     k_cache, v_cache = torch.randn(2, 200, 2, BLOCK_SIZE, 8, generator=generator)
     scale = layout.head_dim**-0.5
     plain = kernels.attention(qkv, layout, k_cache, v_cache, batch, scale)
-    grouped = group_shared(batch, BLOCK_SIZE, min_blocks)
+    grouped = group_shared(batch, Grouping(BLOCK_SIZE, min_blocks))
     again = kernels.attention(qkv, layout, k_cache, v_cache, grouped, scale)
     torch.testing.assert_close(again, plain, atol=1e-5, rtol=0)
 
@@ -161,7 +170,7 @@ def test_attention_is_the_same(rows: Rows, min_blocks: int, rng: random.Random) 
 def test_many_levels_do_not_overflow_anything() -> None:
     """As many nested groups as rows: each row has one block more in common with the next."""
     rows = [full(*range(row + 1), 5000 + row) for row in range(300)]
-    grouped = group_shared(batch_of(rows), BLOCK_SIZE, min_blocks=1)
+    grouped = group_shared(batch_of(rows), Grouping(BLOCK_SIZE, 1))
     assert len(parts_of(grouped)) == 299
     assert [len(own) for own in own_of(grouped)] == [1] * 299 + [2]
 
@@ -169,6 +178,6 @@ def test_many_levels_do_not_overflow_anything() -> None:
 def test_a_row_ends_where_it_ends() -> None:
     """Also if the next one in the list goes on as another row of the group does."""
     rows = [full(1, 2), full(3, 4), full(1, 2, 3, 4, 5), full(1, 2, 3, 4, 6)]
-    grouped = group_shared(batch_of(rows), BLOCK_SIZE, min_blocks=2)
+    grouped = group_shared(batch_of(rows), Grouping(BLOCK_SIZE, 2))
     assert parts_of(grouped) == [([0, 2, 3], [1, 2]), ([2, 3], [3, 4])]
     assert own_of(grouped) == [[], full(3, 4), full(5), full(6)]

@@ -11,7 +11,7 @@ import torch
 
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
-from bros.executor.grouping import group_shared
+from bros.executor.grouping import group_shared, grouping_for
 from bros.executor.inputs import build_inputs
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import random_executor
@@ -79,7 +79,9 @@ def test_triton_gives_what_the_cpu_kernels_give(build: str) -> None:
     }
     plans = family_plans(random.Random(100), 3, 64, most_decodes=2)
     attention = [build_inputs(plan).attention for plan in plans]
-    assert any(group_shared(batch, KV_BLOCK_SIZE).shared for batch in attention)
+    grouping = grouping_for("triton", KV_BLOCK_SIZE)
+    assert grouping is not None
+    assert any(group_shared(batch, grouping).shared for batch in attention)
     by_cpu, by_triton = loaded(tiny_spec())[0], builders[build]()
     for plan in plans:
         torch.testing.assert_close(by_triton.logits(plan), by_cpu.logits(plan), atol=1e-4, rtol=0)

@@ -14,6 +14,7 @@ from bros.core.plan import Chunk, SampleSpec, StepPlan
 from bros.executor.choosing import DeviceChooser
 from bros.executor.cuda_graphs import GraphSizes, StepGraphs
 from bros.executor.feed import InputFeed
+from bros.executor.grouping import grouping_for
 from bros.executor.kv_storage import KvStorage
 from bros.executor.launching import LaunchingRunner
 from bros.executor.models.build import build_decoder
@@ -249,7 +250,9 @@ def assemble(
     with torch.inference_mode():
         decoder = build_decoder(spec, RandomWeights(), kernels, target, spec.max_positions)
     kv = KvStorage(spec, kv_blocks, target.dtype, host_blocks)
-    feed = InputFeed(kernels, layout, CPU, BLOCK if groups else None, Staging(CPU))
+    feed = InputFeed(
+        kernels, layout, CPU, grouping_for("triton", BLOCK) if groups else None, Staging(CPU)
+    )
     graphs = None
     if graph_rows is not None:
         sizes = GraphSizes(graph_rows, segments, segments, groups)

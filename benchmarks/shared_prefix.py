@@ -1,0 +1,130 @@
+"""Decode steps of requests that begin alike: their common KV read once, and by each of them.
+
+    python benchmarks/shared_prefix.py [--rows 16] [--prefix 1500] [--kv-dtype fp32]
+        [--json benchmarks/results/shared_prefix_cpu.json]
+
+Two engines with the embedded model, --shared-attention on and off, take turns step by step, so that
+a slow minute of the machine hits both; the figures are medians of whole iterations. The requests
+have a prompt of the common prefix, which the prefix cache holds, and 100 tokens of their own. Run
+it with nothing else on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bros.bench.environment import environment as bench_environment
+from bros.core.clock import SystemClock
+from bros.core.config import SHARED_ATTENTION, EngineConfig
+from bros.core.request import EngineRequest, SamplingParams
+from bros.engine.build import build_engine
+from bros.engine.engine import Engine
+from bros.executor.model_store import default_cache_dir, resolve_model
+
+PRIVATE_TOKENS = 100
+VOCAB = 49152
+
+
+def prompt(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(1000, VOCAB) for _ in range(tokens)]
+
+
+def submit(engine: Engine, name: str, tokens: list[int], outputs: int) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
+    engine.submit(EngineRequest(request_id=name, prompt_token_ids=tokens, sampling=sampling))
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def measure(engines: dict[str, Engine], rows: int, prefix: int, steps: int) -> dict[str, float]:
+    """Milliseconds of a decode step of each engine."""
+    rng = random.Random(rows * 100_000 + prefix)
+    common = prompt(rng, prefix)
+    prompts = [common + prompt(rng, PRIVATE_TOKENS) for _ in range(rows)]
+    for engine in engines.values():
+        submit(engine, "first", common, 1)
+        finish(engine)  # from now on the prefix is cached
+        for row, tokens in enumerate(prompts):
+            submit(engine, str(row), tokens, 2 * steps + 100)
+        for _ in range(1 + rows * PRIVATE_TOKENS // 1024 + 4):
+            engine.step()
+    clock = SystemClock()
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(steps):
+        for name, engine in engines.items():
+            began = clock.now()
+            engine.step()
+            times[name].append((clock.now() - began) * 1e3)
+    for engine in engines.values():
+        for row in range(rows):
+            engine.abort(str(row))
+        finish(engine)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[16])
+    parser.add_argument("--prefix", type=int, nargs="+", default=[1500])
+    parser.add_argument("--kv-dtype", default="fp32")
+    parser.add_argument("--weights", default="fp32")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    files = resolve_model(None, default_cache_dir())
+    engines = {
+        choice: build_engine(
+            EngineConfig(
+                device="cpu",
+                weights=args.weights,
+                kv_dtype=args.kv_dtype,
+                policy="fcfs",
+                max_batch_tokens=1024,
+                shared_attention=choice,
+            ),
+            files,
+            SystemClock(),
+        )
+        for choice in SHARED_ATTENTION
+    }
+    table = Table(title=f"Decode step, milliseconds, {args.weights}, {args.kv_dtype} KV")
+    for column in ("rows", "in common", *(f"shared attention {x}" for x in engines), "ratio"):
+        table.add_column(column, justify="right")
+    found = []
+    for rows in args.rows:
+        for prefix in args.prefix:
+            ms = measure(engines, rows, prefix, args.steps)
+            found.append({"rows": rows, "prefix": prefix, **ms})
+            ratio = ms["off"] / ms["on"]
+            table.add_row(
+                str(rows), str(prefix), *(f"{x:.1f}" for x in ms.values()), f"{ratio:.2f}"
+            )
+    Console().print(table)
+    if args.json:
+        args.json.write_text(
+            json.dumps(
+                {
+                    "environment": bench_environment(),
+                    "weights": args.weights,
+                    "kv_dtype": args.kv_dtype,
+                    "private_tokens": PRIVATE_TOKENS,
+                    "decode_step_ms": found,
+                },
+                indent=2,
+            )
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
