@@ -410,8 +410,9 @@ def test_who_stops_is_in_one_more_step_that_nobody_looks_at() -> None:
     assert run.answer("a").reason is FinishReason.STOP
 
 
-def test_a_fill_that_is_done_is_not_in_the_next_step() -> None:
-    run = Run(max_batch_tokens=8)
+@pytest.mark.parametrize("policy", ["bros", "fcfs"])
+def test_a_fill_that_is_done_is_not_in_the_next_step(policy: str) -> None:
+    run = Run(policy, max_batch_tokens=8)
     run.submit("a", [900, 901], max_tokens=9, slo=Slo(9.0, 9.0))
     run.submit("fill", 15, fill=True, slo=Slo(9.0, 9.0))
     ran = []

@@ -41,6 +41,7 @@ class ToyModel:
             self._copy(plan.copies)
         samples = []
         for chunk in plan.chunks:
+            assert len(chunk.token_ids) > 0, "a chunk of nothing"
             context = self._read(chunk.segments)
             assert [position for position, _ in context] == list(range(chunk.start))
             for offset, (slot, token) in enumerate(zip(chunk.slots, chunk.token_ids, strict=True)):
