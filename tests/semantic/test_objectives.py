@@ -195,6 +195,23 @@ def test_groups_of_two_sinks_take_the_earlier_deadline() -> None:
     assert {g.id for g in turns(core)["b", 0].groups} == {"out1:1", "out2:1"}
 
 
+@pytest.mark.parametrize("inputs", ["vfast vslow", "vslow vfast"])
+def test_latest_finish_is_that_of_the_slowest_way_to_the_sink(inputs: str) -> None:
+    seconds = {"slow": 10.0}
+    core = SessionCore("s", estimate=lambda turn: seconds.get(turn.call.id, 1.0))
+    core.submit(
+        [
+            llm("first", ("x", "v")),
+            *(llm(name, ("v", f"v{name}")) for name in ("fast", "slow")),
+            llm("last", (inputs, "out")),
+        ],
+        0.0,
+    )
+    core.want("out", Criteria(deadline_s=100.0), 0.0)
+    deadlines = {call: turn.label.deadline_s for (call, _), turn in turns(core).items()}
+    assert deadlines == {"first": 89.0, "fast": 99.0, "slow": 99.0, "last": 100.0}
+
+
 def test_asking_again_only_makes_it_stricter() -> None:
     core = core_of(*map_reduce(3))
     core.set("x1", "text", 0.0)

@@ -204,6 +204,19 @@ def test_what_was_never_handed_out_is_not_aborted_either() -> None:
     assert take(core) == ["cancelled u"]
 
 
+def test_nothing_is_done_for_a_turn_that_was_over_in_the_meantime() -> None:
+    core = core_of(llm("a", ("", "u")), llm("b", ("u", "v")), llm("c", ("", "w")))
+    for name in ("v", "w"):
+        core.want(name, Criteria(perf=Perf.THROUGHPUT), 0.0)
+    assert take(core) == ["start a", "start c"]
+    core.want("v", LATENCY, 1.0)
+    core.want("w", LATENCY, 1.0)
+    core.first_token(turns(core)["a", 0], 1.0)
+    finish(core, "a")
+    core.cancel("b", 1.0)
+    assert take(core) == ["promote c", "ready u", "cancelled v"]
+
+
 def test_known_beginnings_are_computed_while_the_rest_is_generated() -> None:
     core = core_of(llm("a", ("", "u")), llm("b", ("", "v")), llm("both", ("x u v", "out")))
     core.set("x", "text", 0.0)
