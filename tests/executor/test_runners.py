@@ -11,6 +11,7 @@ import torch
 
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
+from bros.core.plan import StepPlan
 from bros.executor.grouping import group_shared, grouping_for
 from bros.executor.inputs import build_inputs
 from bros.executor.kv_storage import KV_BLOCK_SIZE
@@ -20,7 +21,16 @@ from bros.executor.random_weights import RandomWeights
 from bros.executor.runner import ModelRunner
 from bros.executor.target import CPU
 from bros.kernels.dispatch import select_kernels
-from support.device_runners import OPT, VOCAB, assemble, check_alike, family_plans, tiny_spec
+from support.device_runners import (
+    OPT,
+    VOCAB,
+    Scripted,
+    assemble,
+    check_alike,
+    family_plans,
+    tiny_spec,
+)
+from support.kernel_cases import compiled_levels
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -48,6 +58,39 @@ def test_plain_weights_give_what_packed_ones_give(shape: str, kernels: str) -> N
     spec = tiny_spec(**SHAPES[shape])
     packed, _ = loaded(spec, kernels=kernels)
     check_alike(packed, assemble(spec).runner, family_plans(random.Random(1), 6, 64))
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        "reference",
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(not compiled_levels(), reason="kernels were not built")
+        ),
+    ],
+)
+def test_what_rows_begin_with_may_be_read_once_for_all(kernels: str) -> None:
+    """Compiled kernels then sum in another order; the reference does not care, so nothing is
+    grouped for it."""
+    spec, rng = tiny_spec(max_position_embeddings=512), random.Random(5)
+    prefix = [rng.randrange(VOCAB) for _ in range(20 * KV_BLOCK_SIZE)]
+    blocks = list(range(20))
+    first = Scripted("first", prefix, blocks, 0)
+    rows = [
+        Scripted(f"row {row}", [*prefix, row, 5, 7], [*blocks, 20 + row], len(prefix))
+        for row in range(6)
+    ]
+    plans = [
+        StepPlan(0, (first.chunk(len(prefix)),)),
+        StepPlan(1, tuple(row.chunk(2) for row in rows)),
+        StepPlan(2, tuple(row.chunk(1) for row in rows)),
+    ]
+    on, off = (
+        loaded(spec, kernels=kernels, shared_attention=choice)[0] for choice in ("on", "off")
+    )
+    check_alike(on, off, plans)
+    same = torch.equal(on.logits(plans[2]), off.logits(plans[2]))
+    assert same == (kernels == "reference")
 
 
 def test_plain_weights_of_opt() -> None:
