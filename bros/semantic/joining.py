@@ -54,7 +54,7 @@ class Joined:
         record = self._record
         record.prompt_tokens, record.cached_tokens = prompt_tokens, cached_tokens
         record.output_tokens = output_tokens
-        self._runner.learn_tokens(self._turn.call.name, output_tokens)
+        self._runner.learn_tokens(self._session, self._turn.call, output_tokens)
         self._let_go()
         if self._session.core.closed:
             self._runner.release(self._engine_ids)
@@ -65,15 +65,15 @@ class Joined:
 
     def failed(self, message: str) -> None:
         """It was refused, or the engine failed."""
-        if not self._over:
-            cause = Cause(self.request_id, FailedStage.GENERATE, message)
-            self._session.core.failed(self._turn, cause, self._clock.now())
-            self._end()
+        self._fail(Cause(self.request_id, FailedStage.GENERATE, message))
 
     def cancelled(self) -> None:
         """The client left."""
+        self._fail(Cause(self.request_id, FailedStage.CANCELLED, "The client left."))
+
+    def _fail(self, cause: Cause) -> None:
         if not self._over:
-            cause = Cause(self.request_id, FailedStage.CANCELLED, "The client left.")
+            self._runner.release(self._engine_ids)  # of several choices, some may have ended well
             self._session.core.failed(self._turn, cause, self._clock.now())
             self._end()
 

@@ -89,12 +89,6 @@ class Readers:
         for event in self._events.get(variable.id, ()):
             event.set()
 
-    def tell_all(self) -> None:
-        """There is something new about the whole session."""
-        for events in self._events.values():
-            for event in events:
-                event.set()
-
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class LiveSession:

@@ -89,7 +89,7 @@ class Runner:
                     logger.exception("%r in session %s failed", action, session.id)
         self._set_timer(session)
 
-    def estimate(self, turn: Turn) -> float:
+    def estimate(self, tenant: str, turn: Turn) -> float:
         """Seconds that a turn of the model takes, about."""
         prompt_tokens = sum(
             len(piece.text) // _CHARS_PER_TOKEN
@@ -100,25 +100,20 @@ class Runner:
             if variable.text is not None:
                 prompt_tokens += len(variable.text) // _CHARS_PER_TOKEN
             elif variable.producer is not None:
-                prompt_tokens += self.expected_tokens(variable.producer)
-        return self._estimates.seconds(prompt_tokens, self.expected_tokens(turn))
-
-    def expected_tokens(self, turn: Turn) -> int:
-        """How many tokens a turn is likely to generate."""
-        most = None if turn.native else _output_piece(turn).sampling.max_tokens
-        return self._expected(turn.call.name, most)
+                prompt_tokens += self._expected_tokens(tenant, variable.producer)
+        return self._estimates.seconds(prompt_tokens, self._expected_tokens(tenant, turn))
 
     def terms(self, session: LiveSession, turn: Turn) -> Terms:
         """How the engine is to serve a turn that has been started, as of now."""
         assert turn.ready_s is not None
-        found = self._terms(turn, turn.ready_s)  # objectives count from there
+        found = self._terms(session, turn, turn.ready_s)  # objectives count from there
         prompt = session.record(turn.call.id).prompt
         assert prompt is not None
         hints = Hints(
             program=session.uid,
             depth=turn.depth,
             grouped=found.grouped,
-            expected_tokens=self.expected_tokens(turn),
+            expected_tokens=self._expected_tokens(session.tenant, turn),
             private_from=prompt.private_from,
             private_salt=session.sharing.private_salt,
             keep_s=0.0 if turn.next is None else self._settings.park_s,
@@ -130,13 +125,13 @@ class Runner:
         return Hints(
             program=session.uid,
             depth=call.turns[0].depth,
-            expected_tokens=self._expected(call.name, None),
+            expected_tokens=self._expected_tokens(session.tenant, call.turns[0]),
             keep_s=self._settings.park_s,
         )
 
-    def learn_tokens(self, name: str, output_tokens: int) -> None:
-        """A plain client's request of this name has generated so many."""
-        self._estimates.observe_tokens(name, output_tokens)
+    def learn_tokens(self, session: LiveSession, call: Call, output_tokens: int) -> None:
+        """A turn of a call has generated so many."""
+        self._estimates.observe_tokens(_key(session.tenant, call), output_tokens)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """What these requests of the engine have kept is not needed any more."""
@@ -189,7 +184,7 @@ class Runner:
         record = session.record(turn.call.id).turn(turn.index)
         if record.request_id is not None:  # else it is handed over on its new terms
             record.service_class = ServiceClass.RT
-            slo = self._terms(turn, self._clock.now()).slo
+            slo = self._terms(session, turn, self._clock.now()).slo
             self._in_background(self._engine.promote(record.request_id, slo))
 
     async def _run(self, session: LiveSession, turn: Turn) -> None:
@@ -268,19 +263,21 @@ class Runner:
         return written == generated.text
 
     def _learn(self, session: LiveSession, turn: Turn, generated: Generated, now: float) -> None:
-        self._estimates.observe_tokens(turn.call.name, generated.output_tokens)
+        self.learn_tokens(session, turn.call, generated.output_tokens)
         if turn.first_token_s is not None and turn.ready_s is not None:
             record = session.record(turn.call.id).turn(turn.index)
             computed = record.prompt_tokens - record.cached_tokens
             self._estimates.observe_prompt(computed, turn.first_token_s - turn.ready_s)
             self._estimates.observe_output(generated.output_tokens - 1, now - turn.first_token_s)
 
-    def _terms(self, turn: Turn, now: float) -> objectives.Terms:
-        default_slo = self._engine.info.default_slo
-        return objectives.terms(turn, now, self.expected_tokens(turn), default_slo)
+    def _terms(self, session: LiveSession, turn: Turn, now: float) -> objectives.Terms:
+        expected = self._expected_tokens(session.tenant, turn)
+        return objectives.terms(turn, now, expected, self._engine.info.default_slo)
 
-    def _expected(self, name: str, max_tokens: int | None) -> int:
-        return round(self._estimates.expected_tokens(name, max_tokens))
+    def _expected_tokens(self, tenant: str, turn: Turn) -> int:
+        """How many tokens a turn is likely to generate: as others of its function and tenant."""
+        most = None if turn.native else _output_piece(turn).sampling.max_tokens
+        return round(self._estimates.expected_tokens(_key(tenant, turn.call), most))
 
     def _set_timer(self, session: LiveSession) -> None:
         if session.timer is not None:
@@ -341,6 +338,11 @@ class _Watcher:
         if len(text) > len(record.text):
             record.text = text
             self._session.streamed.tell(self._turn.output)
+
+
+def _key(tenant: str, call: Call) -> str:
+    """Calls of one are expected to be alike in length."""
+    return f"{tenant}\0{call.name}"
 
 
 def _output_piece(turn: Turn) -> OutputPiece:

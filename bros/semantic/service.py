@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -309,7 +310,9 @@ class SessionService:
             created_s=now,
             created_unix_s=self._clock.unix_time(),
             touched_s=now,
-            core=SessionCore(uid, estimate=self._runner.estimate, limits=limits),
+            core=SessionCore(
+                uid, estimate=functools.partial(self._runner.estimate, tenant), limits=limits
+            ),
             sharing=sharing,
             begun=Begun(self._engine.info.block_size),
             **fields,

@@ -329,10 +329,16 @@ async def test_plain_requests_are_part_of_a_session() -> None:
 
 @virtually
 async def test_plain_requests_that_fail_or_leave() -> None:
-    service = make_service(ProgramEngine())
+    engine = ProgramEngine()
+    service = make_service(engine)
     failed, left, late = (service.join(TENANT, "crew") for _ in range(3))
+    engine.kept = {"a", "b"}
+    failed.accepted(ServiceClass.RT, ["a"])
+    left.accepted(ServiceClass.RT, ["b"])
     failed.failed("The engine died.")
     left.cancelled()
+    await asyncio.sleep(0.1)
+    assert not engine.kept
     states = [(view.state, view.error) for view in service.inspect(TENANT, "crew").calls]
     assert [state for state, _ in states] == ["failed", "cancelled", "ready"]
     assert states[0][1] is not None and states[0][1].message == "The engine died."
