@@ -80,6 +80,21 @@ def test_the_engine_in_this_process_generates(model: Path) -> None:
     assert output_of(run_without(f"{SERVER} {OTHERS} {CLIENTS}", code, str(model))) == ["5", "5"]
 
 
+def test_programs_can_be_written_without_any_library() -> None:
+    """Whatever is needed to run them comes when they are."""
+    code = """
+        import bros.semantic as P
+
+        @P.semantic_function(sampling={"max_tokens": 5})
+        def write(task: P.SemanticVariable):
+            "Write {{input:task}}. Code: {{output:code}}"
+
+        print(write(write("a game")).value)
+        """
+    computing = "torch numpy tokenizers jinja2 safetensors regex yaml"
+    assert output_of(run_without(f"{SERVER} {OTHERS} {CLIENTS} {computing}", code)) == ["None"]
+
+
 @pytest.mark.slow
 def test_commands_that_measure_run(model: Path, tmp_path: Path) -> None:
     code = "from bros.cli import main; sys.exit(main(sys.argv[1:], {}))"
