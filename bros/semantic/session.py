@@ -231,14 +231,16 @@ class SessionCore:
         """Raises NotFoundError."""
         variable = self.graph.variables.get(variable_id)
         if variable is None:
-            raise NotFoundError(f"The session has no variable {variable_id}.")
+            message = f"The session has no variable {variable_id[:200]!r}."
+            raise NotFoundError(message, code="variable_not_found")
         return variable
 
     def call(self, call_id: str) -> Call:
         """Raises NotFoundError, also for calls that were over long ago."""
         call = self.graph.calls.get(call_id)
         if call is None:
-            raise NotFoundError(f"The session has no request {call_id}.")
+            message = f"The session has no request {call_id[:200]!r}."
+            raise NotFoundError(message, code="request_not_found")
         return call
 
     @property
