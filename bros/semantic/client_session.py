@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from bros.semantic.calls import Program
-from bros.semantic.connection import Connection, connect
+from bros.semantic.connection import Connection, connect, refuse_running_loop
 from bros.semantic.current import CURRENT
 from bros.semantic.errors import SessionGoneError
 from bros.semantic.program import Criteria, Perf
@@ -120,6 +120,7 @@ class Session:
 
     def close(self) -> None:
         """End it; functions of the client that wait or run are given up. Twice is fine."""
+        refuse_running_loop("aclose")
         if self._end():
             self._connection.run(self._work.close(), "aclose")
             if self._owns_connection:

@@ -56,11 +56,11 @@ class Connection:
         Raises RuntimeError on a running event loop, which it would block; `instead`: what to call
         there. If the connection is closed, too.
         """
-        if _has_running_loop():
+        try:
+            refuse_running_loop(instead)
+        except RuntimeError:
             coroutine.close()
-            raise RuntimeError(
-                f"This would block the running event loop; here it is `{instead}` instead."
-            )
+            raise
         return self._loop_thread(coroutine).run(coroutine)
 
     async def arun(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -150,9 +150,10 @@ def connect(
     return Connection(open_engine(model, data_dir, options))
 
 
-def _has_running_loop() -> bool:
+def refuse_running_loop(instead: str) -> None:
+    """Raise RuntimeError where waiting would block an event loop. instead: what to call there."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        return
+    raise RuntimeError(f"This would block the running event loop; here it is `{instead}` instead.")
