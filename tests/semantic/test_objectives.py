@@ -244,6 +244,18 @@ def test_a_want_before_the_program_is_there() -> None:
     assert levels(core) == {"reduce": (RT, 0), "m0": (GROUP, 1), "m1": (GROUP, 1)}
 
 
+def test_groups_are_made_anew_when_a_longer_way_comes() -> None:
+    core = core_of(
+        *(llm(f"m{i}", (f"x{i}", f"v{i}")) for i in range(2)), llm("reduce", ("v0 v1 z", "out"))
+    )
+    core.want("out", LATENCY, 0.0)
+    assert groups(core) == {"out:1": {"m0", "m1"}}
+    core.submit([llm("detour", ("v0", "z"))], 0.0)
+    assert groups(core) == {"out:1": {"detour", "m1"}}
+    assert levels(core)["m0"] == (RT, 2)
+    assert [len(turns(core)[call, 0].groups) for call in ("m1", "detour")] == [1, 1]
+
+
 def same(core: SessionCore, naive: NaiveObjectives) -> None:
     found = turns(core)
     labels = {turn: t.label for turn, t in found.items() if not t.native}

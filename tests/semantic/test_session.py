@@ -358,6 +358,19 @@ def test_a_forgotten_value_that_is_used_again_stays() -> None:
     assert "u" not in core.graph.variables
 
 
+def test_no_room_is_made_by_what_the_new_call_reads() -> None:
+    core = core_of(llm("a", ("", "u")), limits=SessionLimits(kept_calls=0, max_variables=3))
+    core.want("u", LATENCY, 0.0)
+    finish(core, "a")
+    core.declare("k")
+    core.declare("j")
+    with pytest.raises(SessionLimitError, match="variables"):
+        core.submit([llm("b", ("u", "v"))], 0.0)
+    core.submit([llm("c", ("k", "v"))], 0.0)
+    core.check_integrity()
+    assert list(core.graph.variables) == ["k", "j", "v"]
+
+
 def test_what_there_is_no_room_for_is_refused_and_changes_nothing() -> None:
     limits = SessionLimits(max_calls=2, max_variables=4, max_value_chars=10)
     core = core_of(llm("a", ("x", "u")), limits=limits)
