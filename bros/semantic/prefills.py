@@ -62,8 +62,9 @@ class Prefiller:
                 await before
             prompt = await self._prompter.grow(session, turn)
             token_ids, private_from = prompt.token_ids(), prompt.private_from
-            new = len(token_ids) - session.begun.num_tokens(token_ids)
-            if new < _LEAST_BLOCKS * self._engine.info.block_size:
+            block_size = self._engine.info.block_size
+            whole = len(token_ids) // block_size * block_size  # only full blocks can be shared
+            if whole - session.begun.num_tokens(token_ids) < _LEAST_BLOCKS * block_size:
                 return
             session.begun.add(token_ids)
             self.count += 1
@@ -87,7 +88,7 @@ class Prefiller:
             )
             record.kept.add(request.request_id)
             if await self._run(request):
-                record.turn(turn.index).prefilled_tokens = len(token_ids)
+                record.turn(turn.index).prefilled_tokens = whole
         except (BrosError, TurnFailedError) as error:
             logger.debug("no prefill of %s: %s", turn.call.id, error)
         except Exception:

@@ -163,11 +163,17 @@ class SessionService:
         for submission, chars in zip(found, text_chars, strict=True):
             session.records[submission.call.id] = self._new_record(session, submission, chars)
             session.text_chars += chars
-        for submission in found:
-            for variable_id, criteria in submission.wanted.items():
-                session.core.want(variable_id, criteria, now)
-        session.forget_records()
-        self._runner.carry_out(session)
+        try:
+            for submission in found:
+                for variable_id, criteria in submission.wanted.items():
+                    session.core.want(variable_id, criteria, now)
+        except SessionLimitError:
+            for submission in found:
+                session.core.cancel(submission.call.id, now)
+            raise
+        finally:
+            session.forget_records()
+            self._runner.carry_out(session)
         return [
             SubmittedCall(request_id=submission.call.id, variables=dict(submission.variables))
             for submission in found
@@ -302,6 +308,7 @@ class SessionService:
             max_calls=self._settings.max_calls,
             max_variables=self._settings.max_variables,
             max_value_chars=self._settings.max_chars,
+            max_labels=self._settings.max_labels,
         )
         session = LiveSession(
             id=session_id or uid,

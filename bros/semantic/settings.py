@@ -14,6 +14,7 @@ class SessionSettings:
     ttl_s: how long an idle session lives; max_ttl_s: the most that a client may ask for.
     max_sessions: of the service. max_calls: of a session, over its whole life; max_variables and
     max_chars likewise, of texts that clients send and of values together.
+    max_labels: of a session, see SessionLimits; that many take a second or two of the processor.
     max_waiting: gets and streams that wait, of the service. max_wait_s: after which a get without
     a timeout of its own gives up.
     criteria: of sessions that do not say. max_tokens: of outputs without a limit of their own; a
@@ -31,6 +32,7 @@ class SessionSettings:
     max_calls: int = 10_000
     max_variables: int = 50_000
     max_chars: int = 50_000_000
+    max_labels: int = 100_000
     max_waiting: int = 10_000
     max_wait_s: float = 3600.0
     criteria: Criteria = Criteria()

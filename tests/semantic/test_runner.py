@@ -207,6 +207,20 @@ async def test_a_fill_that_comes_too_late_is_stopped() -> None:
 
 
 @virtually
+async def test_a_fill_for_nobody_is_stopped() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "x" * 100))
+    _, second = desk.submit(call("S{{output:a}}"), call(20 * LONG + "{{a}}{{output:b}}"))
+    desk.want("b")
+    await asyncio.sleep(0.1)
+    (fill,) = desk.engine.fills()
+    desk.service.cancel(TENANT, desk.session, second)
+    await asyncio.sleep(0.01)
+    assert desk.engine.aborted == [fill.request_id]
+    assert desk.state("a") == "pending"  # the producer goes on
+    await desk.close()
+
+
+@virtually
 async def test_a_failed_fill_does_no_harm() -> None:
     engine = ProgramEngine()
 

@@ -353,3 +353,21 @@ def desk_program(service: SessionService, session_id: str) -> str:
     joined = service.join(TENANT, session_id)
     joined.cancelled()
     return joined.hints.program
+
+
+@virtually
+async def test_a_program_of_which_too_much_is_wanted_is_refused_as_a_whole() -> None:
+    """Each value of a long chain is asked for at once, so that all of it is behind each."""
+    desk = Desk(max_labels=300)
+    names = [f"v{i}" for i in range(40)]
+    chain = [
+        call(f"{{{{{before}}}}} {{{{output:{name}}}}}", criteria={name: Criteria()})
+        for before, name in zip(names, names[1:], strict=False)
+    ]
+    with pytest.raises(SessionLimitError):
+        desk.submit(*chain)
+    view = desk.service.inspect(TENANT, desk.session)
+    assert {shown.state for shown in view.calls} <= {"cancelled"}
+    desk.set("v0", "x")
+    await asyncio.sleep(1.0)
+    assert not desk.engine.submitted
