@@ -79,7 +79,7 @@ class TurnWatcher(Protocol):
         ...
 
     def accepted(self, request_id: str, service_class: ServiceClass) -> None:
-        """The engine has it, under this id."""
+        """The engine has it, under this id and as this class. It may have to be promoted now."""
         ...
 
     def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
@@ -144,9 +144,6 @@ class TurnGenerator:
         )
         async with generation:
             watcher.accepted(request_id, generation.service_classes[0])
-            risen = watcher.terms()
-            if terms.service_class is ServiceClass.BE and risen.service_class is ServiceClass.RT:
-                await self._engine.promote(request_id, risen.slo)  # it was not known there before
             return await self._collect(generation, watcher)
 
     async def _collect(self, generation: Generation, watcher: TurnWatcher) -> Generated:

@@ -30,6 +30,7 @@ from bros.semantic.actions import Abort, Action, Prefill, Promote, Settled, Star
 from bros.semantic.errors import Cause, FailedStage
 from bros.semantic.estimates import Estimates
 from bros.semantic.generating import Asked, Generated, Terms, TurnFailedError, TurnGenerator
+from bros.semantic.labels import Level
 from bros.semantic.live import LiveSession
 from bros.semantic.nodes import Call, OutputPiece, Turn
 from bros.semantic.prefills import Prefiller
@@ -120,6 +121,14 @@ class Runner:
         )
         return Terms(service_class=found.service_class, slo=found.slo, hints=hints)
 
+    def promote(self, session: LiveSession, turn: Turn) -> None:
+        """Have a turn that was handed over as best-effort served as real-time from now on."""
+        record = session.record(turn.call.id).turn(turn.index)
+        if record.request_id is not None:  # else it is on its way, see _Watcher.accepted
+            record.service_class = ServiceClass.RT
+            slo = self._terms(session, turn, self._clock.now()).slo
+            self._in_background(self._engine.promote(record.request_id, slo))
+
     def plain_hints(self, session: LiveSession, call: Call) -> Hints:
         """What the engine is told of a request that a plain client makes itself."""
         return Hints(
@@ -160,7 +169,7 @@ class Runner:
                 session.tasks[turn] = task
                 task.add_done_callback(lambda _: self._ended(session, turn))
             case Promote(turn):
-                self._promote(session, turn)
+                self.promote(session, turn)
             case Abort(turn):
                 if turn in session.tasks:
                     session.tasks[turn].cancel()
@@ -179,13 +188,6 @@ class Runner:
         if not call.open and not record.counted:
             record.counted = True
             self.ended_calls[call_state(call).value, class_name(session, call)] += 1
-
-    def _promote(self, session: LiveSession, turn: Turn) -> None:
-        record = session.record(turn.call.id).turn(turn.index)
-        if record.request_id is not None:  # else it is handed over on its new terms
-            record.service_class = ServiceClass.RT
-            slo = self._terms(session, turn, self._clock.now()).slo
-            self._in_background(self._engine.promote(record.request_id, slo))
 
     async def _run(self, session: LiveSession, turn: Turn) -> None:
         """The task of a turn."""
@@ -310,11 +312,14 @@ class _Watcher:
         self._call = session.record(turn.call.id)
         self._record = self._call.turn(turn.index)
         self._before: tuple[str, ...] = ()
+        self._asked = ServiceClass.BE
 
     def terms(self) -> Terms:
         if self._turn.groups:
             self._record.group = self._turn.groups[0].id
-        return self._runner.terms(self._session, self._turn)
+        terms = self._runner.terms(self._session, self._turn)
+        self._asked = terms.service_class
+        return terms
 
     def accepted(self, request_id: str, service_class: ServiceClass) -> None:
         self._record.request_id = request_id
@@ -324,6 +329,8 @@ class _Watcher:
         self._before = tuple(self._call.kept)
         if self._turn.next is not None:
             self._call.kept.add(request_id)
+        if self._asked is ServiceClass.BE and self._turn.label.level is Level.RT:
+            self._runner.promote(self._session, self._turn)  # it has risen while it was asked for
 
     def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
         record = self._record

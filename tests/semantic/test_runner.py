@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bros.core.errors import QueueFullError
-from bros.core.request import ServiceClass
+from bros.core.request import EngineRequest, ServiceClass
 from bros.semantic.program import CallSpec, Criteria, Message, Parameter, Perf
 from support.program_engine import (
     BLOCK,
@@ -295,6 +295,31 @@ async def test_an_upgrade_promotes_what_runs_and_what_waits_for_room() -> None:
     served = {request.request_id: request.service_class for request in desk.engine.turns()}
     assert served[running] is ServiceClass.BE
     assert served[f"{refused}~2"] is ServiceClass.RT
+
+
+@virtually
+async def test_an_upgrade_while_the_engine_is_being_asked_is_not_lost() -> None:
+    engine = ProgramEngine()
+    door, submit = asyncio.Event(), engine.submit
+
+    async def slow_submit(request: EngineRequest) -> object:
+        await door.wait()
+        return await submit(request)
+
+    engine.submit = slow_submit  # type: ignore[method-assign,assignment]
+    desk = Desk(engine)
+    (request,) = desk.submit(call("A {{output:a}}"))
+    desk.want("a", THROUGHPUT)
+    await asyncio.sleep(0.1)
+    desk.want("a", LATENCY)
+    await asyncio.sleep(0.1)
+    assert not engine.promoted
+    door.set()
+    await desk.value("a")
+    (turn,) = engine.turns()
+    assert turn.service_class is ServiceClass.BE
+    assert set(engine.promoted) == {request}
+    assert desk.view(request).service_class is ServiceClass.RT
 
 
 @virtually
