@@ -14,7 +14,7 @@ from bros.semantic.views import CallView, SessionView, VariableView
 MAX_CALLS = 400
 """A picture of more would be none; those that come after are left out, and it says so."""
 
-_BOX_WIDTH, _BOX_HEIGHT = 216.0, 82.0
+_BOX_WIDTH, _BOX_HEIGHT = 236.0, 82.0
 _PORT_HEIGHT = 16.0
 _MARGIN, _HEADER, _FOOTER = 16.0, 56.0, 34.0
 _CHAR_WIDTH = 6.2
@@ -104,7 +104,8 @@ class _Wires(NamedTuple):
 
 def _wires(calls: Sequence[CallView], variables: Sequence[VariableView]) -> _Wires:
     index = {call.id: i for i, call in enumerate(calls)}
-    passed, given = [], {}
+    passed: list[_Wire] = []
+    given: dict[int, list[VariableView]] = {}
     for variable in variables:
         targets = [index[i] for i in dict.fromkeys(variable.consumers) if i in index]
         if variable.producer in index:
@@ -251,7 +252,7 @@ def _box(call: CallView, x: float, y: float, height: float) -> str:
     state = call.state.value
     dashes = ' stroke-dasharray="4 3"' if call.kind.value == "native" else ""
     lines = (
-        f'<text class="n" x="10" y="19">{_text(call.name or call.id, 17)}</text>'
+        f'<text class="n" x="10" y="19">{_text(call.name or call.id, 19)}</text>'
         f'<circle cx="{_BOX_WIDTH - 12:.0f}" cy="15" r="4" '
         f'fill="{_CALL_COLOURS.get(state, "none")}" stroke="{_CALL_COLOURS.get(state, "#666")}"/>'
         f'<text class="r" x="{_BOX_WIDTH - 20:.0f}" y="19">{_text(state, 12)}</text>'
@@ -295,8 +296,12 @@ def _place(call: CallView) -> str:
 def _times(call: CallView) -> str:
     """Seconds after the beginning of the session."""
     named = (("queued", call.queued_s), ("first", call.first_token_s), ("end", call.end_s))
-    parts = [f"{name} {seconds:.2f}" for name, seconds in named if seconds is not None]
+    parts = [f"{name} {_seconds(seconds)}" for name, seconds in named if seconds is not None]
     return " · ".join(parts) + " s" if parts else "not begun"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 1000 else f"{seconds:.0f}"
 
 
 def _tokens(call: CallView) -> str:

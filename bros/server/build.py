@@ -27,7 +27,8 @@ from bros.engine.process_client import ProcessEngineClient
 from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.scheduler.profiles import profile_folders
-from bros.semantic.service import SessionService, SessionSettings
+from bros.semantic.service import SessionService
+from bros.semantic.settings import SessionSettings
 from bros.server.app import create_app
 from bros.server.jobs import Jobs
 from bros.server.metrics import ServerMetrics

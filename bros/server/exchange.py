@@ -13,7 +13,7 @@ import bros
 from bros.core.errors import BrosError
 from bros.core.request import NO_HINTS, ServiceClass, Slo
 from bros.engine.generation import numbered
-from bros.semantic.service import Joined
+from bros.semantic.joining import Joined
 from bros.server import offload
 from bros.server.answer import Answer, Observer
 from bros.server.calls import Call

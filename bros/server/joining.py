@@ -11,7 +11,7 @@ from starlette.requests import Request
 from bros.core.errors import InvalidRequestError
 from bros.core.request import FinishReason
 from bros.engine.generation import TextDelta
-from bros.semantic.service import Joined
+from bros.semantic.joining import Joined
 from bros.server.metrics import RequestObserver
 from bros.server.session_messages import MAX_NAME_CHARS
 from bros.server.state import ServerState

@@ -58,7 +58,8 @@ async def submit(request: Request) -> Response:
         )
         for call, found in zip(submitted, values, strict=True)
     ]
-    return json_reply(SubmittedRequests(requests=reply))
+    text = SubmittedRequests(requests=reply).model_dump_json(exclude_none=True)
+    return Response(text, media_type="application/json")
 
 
 async def cancel(request: Request) -> Response:
