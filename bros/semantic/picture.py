@@ -252,7 +252,7 @@ def _box(call: CallView, x: float, y: float, height: float) -> str:
     state = call.state.value
     dashes = ' stroke-dasharray="4 3"' if call.kind.value == "native" else ""
     lines = (
-        f'<text class="n" x="10" y="19">{_text(call.name or call.id, 19)}</text>'
+        f'<text class="n" x="10" y="19">{_text(call.name or call.id, 17)}</text>'
         f'<circle cx="{_BOX_WIDTH - 12:.0f}" cy="15" r="4" '
         f'fill="{_CALL_COLOURS.get(state, "none")}" stroke="{_CALL_COLOURS.get(state, "#666")}"/>'
         f'<text class="r" x="{_BOX_WIDTH - 20:.0f}" y="19">{_text(state, 12)}</text>'
