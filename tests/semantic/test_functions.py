@@ -372,6 +372,21 @@ class TestVariables:
                 variable.set("c")
             assert raised.value.code == code
 
+    def test_who_has_no_timeout_asks_as_often_as_the_server_gives_up(self) -> None:
+        class ImpatientBackend(FakeBackend):
+            gave_up = 0
+
+            async def get(self, *arguments: Any) -> str:
+                if self.gave_up < 3:
+                    self.gave_up += 1
+                    raise P.GetTimeoutError("Not yet.")
+                return await super().get(*arguments)
+
+        backend = ImpatientBackend()
+        with fake_connection(backend) as connection, P.Session(connection=connection):
+            assert write("a").get() == code_of("a")
+        assert backend.gave_up == 3
+
     def test_a_value_set_on_another_thread_is_waited_for(self, desk: Desk) -> None:
         task = P.SemanticVariable(name="task")
         code = write(task)
@@ -506,6 +521,25 @@ class TestCoroutines:
             await task.aset("a")
             assert await code.aget() == code_of("a")
 
+    async def test_who_is_interrupted_while_a_program_is_sent_does_not_undo_it(self) -> None:
+        entered, go_on = threading.Event(), threading.Event()
+
+        class SlowBackend(FakeBackend):
+            async def submit(self, session_id: str, calls: Any) -> Any:
+                entered.set()
+                await asyncio.to_thread(go_on.wait)
+                return await super().submit(session_id, calls)
+
+        async with fake_connection(SlowBackend()) as connection, P.Session(connection=connection):
+            code = write("a")
+            waiting = asyncio.create_task(code.aget())
+            await asyncio.to_thread(entered.wait)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            go_on.set()
+            assert await code.aget() == code_of("a")
+
 
 class TestThreads:
     def test_threads_use_one_session_at_once(self, desk: Desk) -> None:
@@ -569,9 +603,20 @@ class TestNative:
         write("b").get()
         assert ran == [] and len(desk.backend.prompts) == 1
         assert noted.get() == code_of("a")
-        noted_again = write(noted)
-        noted_again.get()
         assert ran == [code_of("a")]
+
+    def test_it_runs_once_for_all_that_need_it(self, desk: Desk) -> None:
+        ran: list[str] = []
+
+        @P.native_function
+        def note(text):
+            ran.append(text)
+            return text
+
+        noted = note("a")
+        assert write(noted).get() == code_of("a")
+        assert judge(noted).verdict.get().startswith("<judge")
+        assert ran == ["a"]
 
     def test_several_outputs_lists_and_coroutines(self, desk: Desk) -> None:
         @P.native_function(outputs=("longest", "lengths"))
