@@ -306,6 +306,7 @@ class SessionService:
         )
         limits = SessionLimits(
             max_calls=self._settings.max_calls,
+            kept_calls=self._settings.kept_calls,
             max_variables=self._settings.max_variables,
             max_value_chars=self._settings.max_chars,
             max_labels=self._settings.max_labels,

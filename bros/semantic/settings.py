@@ -12,8 +12,9 @@ class SessionSettings:
     """Limits and times, all in seconds.
 
     ttl_s: how long an idle session lives; max_ttl_s: the most that a client may ask for.
-    max_sessions: of the service. max_calls: of a session, over its whole life; max_variables and
-    max_chars likewise, of texts that clients send and of values together.
+    max_sessions: of the service. max_calls: of a session that are not over; kept_calls: that are,
+    and are remembered. max_variables and max_chars: of a session, the latter of all values, and of
+    all templates.
     max_labels: of a session, see SessionLimits; that many take a second or two of the processor.
     max_waiting: gets and streams that wait, of the service. max_wait_s: after which a get without
     a timeout of its own gives up.
@@ -30,6 +31,7 @@ class SessionSettings:
     max_ttl_s: float = 86_400.0
     max_sessions: int = 1000
     max_calls: int = 10_000
+    kept_calls: int = 2_000
     max_variables: int = 50_000
     max_chars: int = 50_000_000
     max_labels: int = 100_000

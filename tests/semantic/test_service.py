@@ -371,3 +371,15 @@ async def test_a_program_of_which_too_much_is_wanted_is_refused_as_a_whole() -> 
     desk.set("v0", "x")
     await asyncio.sleep(1.0)
     assert not desk.engine.submitted
+
+
+@virtually
+async def test_what_is_forgotten_makes_room() -> None:
+    """Of a long life only the latest calls count, and no more of their templates either."""
+    desk = Desk(kept_calls=5, max_chars=5000)
+    for i in range(300):
+        (request,) = desk.submit(call(f"{i} some twenty chars {{{{output:v{i}}}}}"))
+        await desk.value(f"v{i}")
+    calls = desk.service.inspect(TENANT, desk.session).calls
+    assert len(calls) == 5
+    assert calls[-1].id == request

@@ -53,7 +53,7 @@ async def test_a_value_that_nobody_makes_times_out() -> None:
 @virtually
 async def test_a_client_that_leaves_does_not_wait_any_more() -> None:
     """A session with somebody waiting does not expire, so it shows if one is left."""
-    desk = Desk(ttl_s=100.0)
+    desk = Desk(ttl_s=100.0, max_waiting=2)
     variable = desk.service.declare(TENANT, desk.session, "v").id
     waiting = asyncio.create_task(desk.value(variable))
 
@@ -69,6 +69,8 @@ async def test_a_client_that_leaves_does_not_wait_any_more() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     assert desk.service.inspect(TENANT, desk.session).expires_in_s == 100.0
+    with pytest.raises(GetTimeoutError):  # and there is room again
+        await desk.value(variable, timeout_s=1.0)
 
 
 @pytest.mark.parametrize("how", ["delete", "cancel", "fail"])
