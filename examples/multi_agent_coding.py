@@ -61,7 +61,7 @@ def count_lines(files: list[P.SemanticVariable]) -> P.SemanticVariable:
 def main() -> None:
     given = arguments(
         __doc__.splitlines()[0],
-        files=(3, "how many files the program has"),
+        files=(2, "how many files the program has"),
         rounds=(3, "how often they are reviewed"),
     )
     with open_session(given) as session:

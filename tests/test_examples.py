@@ -20,7 +20,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path
 CALLS = {  # example -> (calls in its session, of which are the model's)
     "chain_summary.py": (6, 6),
     "map_reduce_summary.py": (9, 9),
-    "multi_agent_coding.py": (23, 22),
+    "multi_agent_coding.py": (16, 15),
     "shared_system_prompt.py": (7, 7),
     "mixed_chat_map_reduce.py": (13, 13),
     "langchain_chain.py": (3, 3),
