@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -25,9 +24,6 @@ from bros.semantic.program import CallSpec, Criteria, Message, Parameter, Perf, 
 from bros.server.batch_messages import Metadata
 from bros.server.protocol import Int, MaxTokens, Milliseconds, Stop, TokenId, WireModel
 
-SESSION_PREFIX = "sess-"
-"""Ids that begin so are made by the server."""
-
 MAX_WAIT_S = 600.0
 MAX_NAME_CHARS = 128
 _MAX_SCOPE_CHARS = 512
@@ -41,13 +37,6 @@ Lifetime = Annotated[float, Field(ge=1, le=86_400)]
 
 
 _PERFS = tuple(perf.value for perf in Perf)
-
-
-def _check_new_id(value: str) -> str:
-    if value.startswith(SESSION_PREFIX):
-        reason = f"must not begin with {SESSION_PREFIX!r}, as those the server makes do"
-        raise PydanticCustomError("session_id_value", "{reason}", {"reason": reason})
-    return value
 
 
 def _check_perf(value: object) -> Perf:
@@ -154,8 +143,8 @@ class CreateSession(_Strict):
     sampling: SamplingFields | None = Field(
         None, description="Of outputs, where nothing else is said"
     )
-    id: Annotated[Id, AfterValidator(_check_new_id)] | None = Field(
-        None, description="Left out: the server makes one"
+    id: Id | None = Field(
+        None, description="Not one that begins with sess-; left out: the server makes one"
     )
     metadata: Metadata | None = None
 

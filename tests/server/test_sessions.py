@@ -372,6 +372,19 @@ async def test_native_functions_of_the_client(session: SessionClient) -> None:
     assert (states[good], states[bad]) == ("finished", "failed")
 
 
+async def test_native_outputs_are_waited_for_only_if_asked(session: SessionClient) -> None:
+    native = {
+        "native": True,
+        "parameters": [
+            {"name": "code", "role": "input", "value": "x = 1"},
+            {"name": "report", "role": "output"},
+        ],
+    }
+    model = {"template": "Go {{output:y}}"}
+    reply = ok(await session.submit(requests=[native, model], wait=True, timeout_s=SOON_S))
+    assert [each["values"] for each in reply["requests"]] == [{}, {"y": "Hello world"}]
+
+
 async def test_wanting_without_waiting(kept: Server, session: SessionClient) -> None:
     kept.engine.hold_after = 0
     variables = await session.call("Go {{output:y}}")
