@@ -288,7 +288,13 @@ def read_error(
     if cause is not None:
         stage = FailedStage(cause["stage"])
         return UpstreamError(
-            Cause(cause["request_id"], stage, cause["message"], cause.get("variable"))
+            Cause(
+                cause["request_id"],
+                stage,
+                cause["message"],
+                cause.get("variable"),
+                cause.get("name", ""),
+            )
         )
     if code == "session_limit_exceeded":
         return SessionLimitError(message)

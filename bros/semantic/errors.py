@@ -29,12 +29,14 @@ class FailedStage(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The first failure, of which all others follow. variable: its id, if it is about one."""
+    """The first failure, of which all others follow. variable: its id, if it is about one. name:
+    of the call's function, if it has one."""
 
     request_id: str
     stage: FailedStage
     message: str
     variable: str | None = None
+    name: str = ""
 
 
 class ConflictError(BrosError):
@@ -55,8 +57,10 @@ class UpstreamError(BrosError):
     """The value will never be there: `cause` says what failed first."""
 
     def __init__(self, cause: Cause) -> None:
-        verb = "was cancelled" if cause.stage is FailedStage.CANCELLED else "failed"
-        super().__init__(f"The request {cause.request_id} {verb} ({cause.stage}): {cause.message}")
+        cancelled = cause.stage is FailedStage.CANCELLED
+        verb = "was cancelled" if cancelled else f"failed ({cause.stage})"
+        who = f"{cause.name} ({cause.request_id})" if cause.name else cause.request_id
+        super().__init__(f"The request {who} {verb}: {cause.message}")
         self.cause = cause
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from bros.semantic.errors import ConflictError
@@ -101,6 +102,17 @@ class Graph:
         assert len(_Draft(self).producers_first(turns)) == len(turns)
 
 
+def already_set(variable: Variable) -> ConflictError:
+    """A variable that is not pending cannot be given a value."""
+    fate = {
+        VariableState.READY: "has its value",
+        VariableState.FAILED: "has failed",
+        VariableState.CANCELLED: "was cancelled",
+    }
+    message = f"The variable {variable.id} {fate[variable.state]} already."
+    return ConflictError(message, "already_set")
+
+
 def _set_depth(turn: Turn) -> None:
     """Depth is the longest way from a source in turns of the model; native ones do not count."""
     before = turn.previous
@@ -118,7 +130,7 @@ class _Draft:
         self._graph = graph
         self.variables: dict[str, Variable] = {}
         self._calls: set[str] = set()
-        self._produced: set[Variable] = set()
+        self._makers: dict[Variable, Call] = {}
         self._consumers: dict[Variable, list[Turn]] = {}
 
     def call(self, new: NewCall, now: float) -> Call:
@@ -153,7 +165,7 @@ class _Draft:
                 if variable not in seen:
                     inputs[variable] = None
             elif isinstance(piece, OutputPiece):
-                output = self._output(piece)
+                output = self._output(piece, call)
                 yield Turn(call, index, position, tuple(inputs), (output,))
                 seen.update(inputs)
                 inputs = {}
@@ -161,7 +173,7 @@ class _Draft:
 
     def _native(self, call: Call) -> Iterator[Turn]:
         inputs = {self._variable(p): None for p in call.pieces if isinstance(p, InputPiece)}
-        outputs = [self._output(p) for p in call.pieces if isinstance(p, OutputPiece)]
+        outputs = [self._output(p, call) for p in call.pieces if isinstance(p, OutputPiece)]
         assert outputs
         yield Turn(call, 0, len(call.pieces), tuple(inputs), tuple(outputs))
 
@@ -172,15 +184,17 @@ class _Draft:
         self.variables[piece.variable_id] = new = Variable(piece.variable_id, piece.name)
         return new
 
-    def _output(self, piece: OutputPiece) -> Variable:
+    def _output(self, piece: OutputPiece, call: Call) -> Variable:
         variable = self._variable(piece)
-        if variable in self._produced or variable.producer is not None:
-            raise ConflictError(
-                f"Another request sets the variable {variable.id} already.", "already_produced"
-            )
+        maker = self._makers.get(variable)
+        if variable.producer is not None:
+            maker = variable.producer.call
+        if maker is not None:
+            message = f"The variable {variable.id} is an output of {self._title(maker)} already."
+            raise ConflictError(message, "already_produced")
         if not variable.pending:
-            raise ConflictError(f"The variable {variable.id} is {variable.state}.", "already_set")
-        self._produced.add(variable)
+            raise already_set(variable)
+        self._makers[variable] = call
         return variable
 
     def producers_first(self, turns: Iterable[Turn]) -> list[Turn]:
@@ -218,9 +232,16 @@ class _Draft:
         while turn not in path:
             path[turn] = None
             turn = waits_for[turn]
-        ids = [step.call.id for step in path]
-        circle = [*ids[list(path).index(turn) :], turn.call.id]
-        steps = [circle[0], *(b for a, b in zip(circle, circle[1:], strict=False) if a != b)]
-        if len(steps) == 1:
-            return f"The request {steps[0]} waits for an output of its own."
-        return f"Requests wait for each other: {' waits for '.join(steps)}."
+        circle = [*list(path)[list(path).index(turn) :], turn]
+        steps = [
+            f"{self._title(later.call)} needs {passed[0].id} of {self._title(earlier.call)}"
+            for later, earlier in itertools.pairwise(circle)
+            if (passed := [v for v in later.inputs if v in earlier.outputs])
+        ]
+        return f"Requests wait for each other: {', '.join(steps)}."
+
+    def _title(self, call: Call) -> str:
+        """In words of the client's own, which has not been told the ids of calls to be refused."""
+        if call.id in self._graph.calls:
+            return call.title
+        return call.name or f"requests[{call.number - self._graph.added}]"

@@ -65,11 +65,14 @@ class Joined:
 
     def failed(self, message: str) -> None:
         """It was refused, or the engine failed."""
-        self._fail(Cause(self.request_id, FailedStage.GENERATE, message))
+        self._fail(self._cause(FailedStage.GENERATE, message))
 
     def cancelled(self) -> None:
         """The client left."""
-        self._fail(Cause(self.request_id, FailedStage.CANCELLED, "The client left."))
+        self._fail(self._cause(FailedStage.CANCELLED, "The client left."))
+
+    def _cause(self, stage: FailedStage, message: str) -> Cause:
+        return Cause(self.request_id, stage, message, name=self._turn.call.name)
 
     def _fail(self, cause: Cause) -> None:
         if not self._over:

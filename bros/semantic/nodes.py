@@ -138,6 +138,11 @@ class Call:
     def open(self) -> bool:
         return any(turn.open for turn in self.turns)
 
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return f"{self.name} ({self.id})" if self.name else self.id
+
 
 @dataclass(eq=False, slots=True, repr=False)
 class Turn:

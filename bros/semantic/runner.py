@@ -194,12 +194,13 @@ class Runner:
         try:
             await self._conclude(session, turn, await self._generate(session, turn))
         except TurnFailedError as error:
-            cause = Cause(turn.call.id, error.stage, error.message, error.variable)
+            call = turn.call
+            cause = Cause(call.id, error.stage, error.message, error.variable, call.name)
             session.core.failed(turn, cause, self._clock.now())
         except Exception:
             logger.exception("turn %d of %s failed", turn.index, turn.call.id)
             message = "The server failed at this request; its log says why."
-            cause = Cause(turn.call.id, FailedStage.GENERATE, message)
+            cause = Cause(turn.call.id, FailedStage.GENERATE, message, name=turn.call.name)
             session.core.failed(turn, cause, self._clock.now())
         self.carry_out(session)
 

@@ -18,7 +18,7 @@ from bros.semantic.errors import (
     SessionGoneError,
     SessionLimitError,
 )
-from bros.semantic.graph import Graph
+from bros.semantic.graph import Graph, already_set
 from bros.semantic.labels import Level, Want
 from bros.semantic.laxity import Watch
 from bros.semantic.nodes import (
@@ -110,11 +110,11 @@ class SessionCore:
         self._check_alive()
         variable = self.variable(variable_id)
         if not variable.pending:
-            raise ConflictError(f"The variable {variable_id} is {variable.state}.", "already_set")
+            raise already_set(variable)
         producer = variable.producer
         if producer is not None and not producer.native:
             raise ConflictError(
-                f"The request {producer.call.id} makes the variable {variable_id}.",
+                f"The request {producer.call.title} makes the variable {variable_id}.",
                 "already_produced",
             )
         self._retention.check_value(text)
@@ -146,7 +146,7 @@ class SessionCore:
     def cancel(self, call_id: str, now: float) -> Call:
         """Ends what is not over of a call, and all that needs it."""
         call = self.call(call_id)
-        cause = Cause(call_id, FailedStage.CANCELLED, "It was cancelled.")
+        cause = Cause(call_id, FailedStage.CANCELLED, "A client asked for that.", name=call.name)
         self._end(call.turns, cause, now)
         return call
 
@@ -154,7 +154,8 @@ class SessionCore:
         """Ends everything that is not over; `reason` is told to whoever waits."""
         self.closed = True
         for call in list(self.graph.calls.values()):
-            self._end(call.turns, Cause(call.id, FailedStage.CANCELLED, reason), now)
+            cause = Cause(call.id, FailedStage.CANCELLED, reason, name=call.name)
+            self._end(call.turns, cause, now)
         for variable in self.graph.variables.values():
             if variable.pending:
                 cause = Cause("", FailedStage.CANCELLED, reason, variable.id)
@@ -179,7 +180,8 @@ class SessionCore:
         try:
             self._retention.check_value(text)
         except SessionLimitError as error:
-            cause = Cause(turn.call.id, FailedStage.GENERATE, str(error), turn.output.id)
+            call, output = turn.call, turn.output
+            cause = Cause(call.id, FailedStage.GENERATE, str(error), output.id, call.name)
             self._end([turn], cause, now, gone=turn)
             return
         turn.state = TurnState.FINISHED
@@ -196,17 +198,14 @@ class SessionCore:
             self._end([turn], cause, now, gone=turn)
 
     def native_failed(self, call_id: str, message: str, now: float) -> Call:
-        """A function of the client could not set its outputs.
-
-        Raises InvalidRequestError if that is no native call, ConflictError (already_set) if it
-        is over.
-        """
+        """A function of the client could not set its outputs. Raises InvalidRequestError if that is
+        no native call, ConflictError (already_set) if it is over."""
         call = self.call(call_id)
         if call.kind is not CallKind.NATIVE:
             raise InvalidRequestError(f"The request {call_id} does not run on the client.")
         if not call.open:
             raise ConflictError(f"The request {call_id} is over.", "already_set")
-        self._end(call.turns, Cause(call_id, FailedStage.NATIVE, message), now)
+        self._end(call.turns, Cause(call_id, FailedStage.NATIVE, message, name=call.name), now)
         return call
 
     # What is to be done

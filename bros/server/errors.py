@@ -179,6 +179,7 @@ def _describe_session(
                 "stage": cause.stage.value,
                 "message": cause.message[:_MAX_MESSAGE_CHARS],
                 "variable": cause.variable,
+                "name": cause.name,
             }
         },
     )

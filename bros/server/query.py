@@ -9,6 +9,14 @@ from starlette.datastructures import QueryParams
 from bros.core.errors import InvalidRequestError
 
 
+def query_names(query: QueryParams, known: Sequence[str]) -> None:
+    """Raises InvalidRequestError for a parameter that is none of these."""
+    for name in query:
+        if name not in known:
+            message = f"There is no parameter {name[:50]!r} here; there are {', '.join(known)}."
+            raise InvalidRequestError(message, param=name[:50], code="invalid_value")
+
+
 def query_int(query: QueryParams, name: str, default: int, *, low: int, high: int) -> int:
     """Raises InvalidRequestError for anything but a whole number in the range."""
     text = query.get(name)

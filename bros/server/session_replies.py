@@ -19,6 +19,7 @@ class CauseObject(BaseModel):
     stage: Literal["fill", "generate", "transform", "native", "cancelled"]
     message: str
     variable: str | None
+    name: str = Field(description="What the request is called")
 
     @classmethod
     def of(cls, cause: Cause | None) -> CauseObject | None:
@@ -29,6 +30,7 @@ class CauseObject(BaseModel):
             stage=cause.stage.value,
             message=cause.message,
             variable=cause.variable,
+            name=cause.name,
         )
 
 

@@ -138,12 +138,22 @@ def test_the_path_of_a_cycle_is_named() -> None:
     graph.add([llm("a", ("z", "u")), llm("b", ("u", "v")), llm("other", ("u", "w"))], 0.0)
     with pytest.raises(ConflictError, match="wait") as refused:
         graph.add([llm("c", ("v", "z"))], 0.0)
-    path = str(refused.value).removesuffix(".").split(": ")[1].split(" waits for ")
-    assert path[0] == path[-1]
-    around = "acba"
-    assert "".join(path[:-1]) in around + around, str(refused.value)
-    with pytest.raises(ConflictError, match="The request d waits for an output of its own"):
-        graph.add([llm("d", ("e", "e"))], 0.0)
+    steps = str(refused.value).removesuffix(".").split(": ")[1].split(", ")
+    # c is refused, so that its id means nothing to the client.
+    around = ["a needs z of requests[0]", "requests[0] needs v of b", "b needs u of a"]
+    start = around.index(steps[0])
+    assert steps == [*around[start:], *around[:start]]
+    with pytest.raises(ConflictError, match=r"needs e of judge\.$"):
+        graph.add([llm("d", ("e", "e"), name="judge")], 0.0)
+
+
+def test_who_makes_a_variable_already_is_named() -> None:
+    graph = Graph()
+    graph.add([llm("a", ("", "u"), name="draft")], 0.0)
+    with pytest.raises(ConflictError, match=r"u is an output of draft \(a\) already"):
+        graph.add([llm("b", ("", "u"))], 0.0)
+    with pytest.raises(ConflictError, match=r"v is an output of requests\[1\] already"):
+        graph.add([llm("b", ("", "w")), llm("c", ("", "v")), llm("d", ("", "v"))], 0.0)
 
 
 def test_a_later_turn_may_need_what_the_first_one_leads_to() -> None:

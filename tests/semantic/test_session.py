@@ -12,6 +12,7 @@ from bros.semantic.errors import (
     FailedStage,
     SessionGoneError,
     SessionLimitError,
+    UpstreamError,
 )
 from bros.semantic.nodes import CallKind, NewCall, OutputPiece, TurnState, VariableState
 from bros.semantic.program import Criteria, Perf
@@ -185,7 +186,9 @@ def test_cancelling_aborts_what_runs_and_ends_what_needs_it() -> None:
     take(core)
     core.cancel("a", 2.0)
     assert take(core) == ["abort a/1", "cancelled u2", "cancelled v"]
-    assert core.variable("v").cause == Cause("a", FailedStage.CANCELLED, "It was cancelled.")
+    cause = core.variable("v").cause
+    assert cause == Cause("a", FailedStage.CANCELLED, "A client asked for that.")
+    assert str(UpstreamError(cause)) == "The request a was cancelled: A client asked for that."
     finish(core, "a", 1)
     core.failed(turns(core)["a", 1], Cause("a", FailedStage.GENERATE, "late"), 3.0)
     core.first_token(turns(core)["a", 1], 3.0)

@@ -105,7 +105,7 @@ async def test_calls_survive_the_wire(program: list[CallSpec]) -> None:
     assert received == program
 
 
-CAUSE = Cause("req-1", FailedStage.TRANSFORM, "int: 'x' is no number", "var-2")
+CAUSE = Cause("req-1", FailedStage.TRANSFORM, "int: 'x' is no number", "var-2", "count")
 ERRORS: list[tuple[BrosError, tuple[str, ...]]] = [
     (InvalidRequestError("Wrong.", "requests[0].name", "invalid_value"), ("param", "code")),
     (AuthenticationError("No key."), ()),

@@ -178,6 +178,8 @@ async def test_the_place_of_a_mistake_is_named(
         ({"stream": "true", "tpot_ms": "x"}, "tpot_ms"),
         ({"criteria": "latency"}, "criteria"),
         ({"timeout": "5"}, "timeout"),
+        ({"wait": "true", "timeout_s": "5"}, "timeout_s"),
+        ({"wiat": "true"}, "wiat"),
     ],
 )
 async def test_queries_are_checked(kept: Server, query: dict[str, str], param: str) -> None:

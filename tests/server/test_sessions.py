@@ -42,7 +42,7 @@ def assert_upstream(response: Any, stage: str) -> dict[str, Any]:
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code", "cause"}
     assert error["code"] == "upstream_failed"
-    assert error["cause"].keys() == {"request_id", "stage", "message", "variable"}
+    assert error["cause"].keys() == {"request_id", "stage", "message", "variable", "name"}
     assert error["cause"]["stage"] == stage
     cause: dict[str, Any] = error["cause"]
     return cause
@@ -221,7 +221,7 @@ async def test_a_failed_transform_is_told_to_all_who_need_the_value(
     reply = ok(
         await session.submit(
             requests=[
-                {"template": "One {{output:a}}",
+                {"template": "One {{output:a}}", "name": "count",
                  "parameters": [{"name": "a", "variable": "number", "transforms": "int"}]},
                 {"template": "Two {{a}} {{output:b}}",
                  "parameters": [{"name": "a", "variable": "number"},
@@ -231,8 +231,11 @@ async def test_a_failed_transform_is_told_to_all_who_need_the_value(
     )  # fmt: skip
     root = reply["requests"][0]["id"]
     for variable in ("end", "number"):
-        cause = assert_upstream(await session.look(variable, wait="true"), "transform")
-        assert cause["request_id"] == root
+        response = await session.look(variable, wait="true")
+        cause = assert_upstream(response, "transform")
+        assert (cause["request_id"], cause["name"]) == (root, "count")
+        said = response.json()["error"]["message"]
+        assert said == f"The request count ({root}) failed (transform): {cause['message']}"
         shown = ok(await session.look(variable))
         assert (shown["state"], shown["error"]) == ("failed", cause)
     assert {call["state"] for call in (await session.graph())["requests"]} == {"failed"}
@@ -262,7 +265,9 @@ async def test_variables_are_set_once(session: SessionClient) -> None:
     path = f"/variables/{made['id']}"
     assert ok(await session.ask("PUT", path, json={"value": "a"}))["value"] == "a"
     again = await session.ask("PUT", path, json={"value": "b"})
-    assert assert_envelope(again, 409)["code"] == "already_set"
+    error = assert_envelope(again, 409)
+    assert error["code"] == "already_set"
+    assert error["message"] == f"The variable {made['id']} has its value already."
     named = {"id": "mine", "value": "v"}
     assert ok(await session.ask("POST", "/variables", json=named))["state"] == "ready"
     again = await session.ask("POST", "/variables", json=named)

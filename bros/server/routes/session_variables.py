@@ -13,7 +13,7 @@ from bros.core.errors import InvalidRequestError
 from bros.semantic.program import Criteria, Perf
 from bros.server.body import read_object, validate
 from bros.server.interrupts import run_interruptible
-from bros.server.query import query_flag, query_number
+from bros.server.query import query_flag, query_names, query_number
 from bros.server.session_access import DEFAULT_WAIT_S, Place, json_reply
 from bros.server.session_messages import (
     MAX_WAIT_S,
@@ -28,6 +28,8 @@ from bros.server.state import ServerState
 from bros.server.value_stream import ValueStream
 
 _TIMES_MS = ("ttft_ms", "tpot_ms", "deadline_ms")
+_CRITERIA = ("criteria", *_TIMES_MS)
+_WAITING = ("wait", "stream", "timeout", *_CRITERIA)
 _MAX_MS = 1e12
 
 
@@ -49,6 +51,7 @@ async def list_variables(request: Request) -> Response:
 async def retrieve_variable(request: Request) -> Response:
     """A variable as it is; with wait, once its value is there; with stream, as it comes."""
     state, place, query = ServerState.of(request), Place.of(request), request.query_params
+    query_names(query, _WAITING)
     wait, stream = query_flag(query, "wait"), query_flag(query, "stream")
     criteria, timeout_s = _criteria(query), query_number(query, "timeout", most=MAX_WAIT_S)
     service, variable = place.service, (*place[1:], request.path_params["vid"])
@@ -64,7 +67,7 @@ async def retrieve_variable(request: Request) -> Response:
         waiting = service.get(*variable, criteria, timeout_s or DEFAULT_WAIT_S)
         view = await run_interruptible(waiting, request.receive, state.stopping)
         return json_reply(VariableObject.of(view))
-    for name in ("criteria", *_TIMES_MS, "timeout"):
+    for name in (*_CRITERIA, "timeout"):
         if name in query:
             message = f"'{name}' needs wait=true or stream=true."
             raise InvalidRequestError(message, param=name, code="invalid_value")
