@@ -1,4 +1,4 @@
-"""A chain of LangChain prompts that is sent to bros unrendered, with `pip install bros[langchain]`.
+"""A chain of LangChain prompts that is sent to bros unrendered, with `pip install .[langchain]`.
 
 LangChain would render the first prompt, wait for the answer, and render the second one with it.
 Here both prompts go out together, and the second call begins on the server.

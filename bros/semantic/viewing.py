@@ -53,6 +53,8 @@ def view_call(session: LiveSession, call: Call) -> CallView:
     record = session.records.get(call.id) or CallRecord()
     turns = tuple(_view_turn(session, turn, record) for turn in call.turns)
     at = next((index for index, turn in enumerate(call.turns) if turn.open), len(turns) - 1)
+    if at and not call.turns[at].wanted:
+        at -= 1  # nobody has asked for more so far
     current = turns[at]
     prefixes = record.prefixes if record.prompt is None else record.prompt.prefixes
     return CallView(

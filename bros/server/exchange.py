@@ -143,16 +143,22 @@ class Exchange:
 
 
 async def respond(
-    request: Request, call: Call, arrival_s: float, joined: Joined | None = None
+    request: Request,
+    call: Call,
+    arrival_s: float,
+    joined: Joined | None = None,
+    deadline_ms: float | None = None,
 ) -> Response:
-    """Answer a call that came over HTTP. joined: the session that it is part of.
+    """Answer a call that came over HTTP. joined: the session that it is part of. deadline_ms: if
+    the request has none in the usual places.
 
     Nothing is left running when the client leaves or anything fails. Raises InvalidRequestError
     for wrong headers, EngineDeadError if there is no engine, and what Exchange raises.
     """
     state = ServerState.of(request)
     try:
-        exchange = _exchange(request, state, call, arrival_s, joined)
+        slo = slo_of(call.body, request.headers, state.engine.info.default_slo, deadline_ms)
+        exchange = _exchange(state, call, slo, arrival_s, joined)
         return await _answer(request, state, exchange, call)
     except BaseException as error:
         if joined is not None:
@@ -164,14 +170,14 @@ async def respond(
 
 
 def _exchange(
-    request: Request, state: ServerState, call: Call, arrival_s: float, joined: Joined | None
+    state: ServerState, call: Call, slo: Slo, arrival_s: float, joined: Joined | None
 ) -> Exchange:
     body = call.body
     return Exchange(
         state,
         call,
         tier=tier_of(body),
-        slo=slo_of(body, request.headers, state.engine.info.default_slo),
+        slo=slo,
         tenant=body.safety_identifier or body.user or "",
         arrival_s=arrival_s,
         joined=joined,

@@ -15,10 +15,12 @@ from bros.semantic.joining import Joined
 from bros.server.metrics import RequestObserver
 from bros.server.session_messages import MAX_NAME_CHARS
 from bros.server.state import ServerState
+from bros.server.terms import to_milliseconds
 
 _SESSION_HEADERS = ("x-bros-session", "x-dynamo-session-id")
 _NODE_HEADERS = ("x-bros-node",)
 _SESSION_FIELD, _NODE_FIELD = "bros_session", "bros_node"
+_DEADLINE_FIELD = "bros_deadline_ms"
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@~-]{0,127}")
 
 
@@ -42,6 +44,7 @@ def join(request: Request, fields: Mapping[str, Any]) -> Joined | None:
     if node is not None and len(node) > MAX_NAME_CHARS:
         message = f"'{param}' must have at most {MAX_NAME_CHARS} characters."
         raise InvalidRequestError(message, param=param, code="invalid_value")
+    deadline_ms(fields)  # a wrong one is refused before the session comes into being
     return state.sessions.join(state.tenant(request), session_id, node or "")
 
 
@@ -52,12 +55,23 @@ def _find(
     for header in headers:
         if header in request.headers:
             return request.headers[header], header
+    return _metadata(fields, field), f"metadata.{field}"
+
+
+def _metadata(fields: Mapping[str, Any], field: str) -> str | None:
     metadata, param = fields.get("metadata"), f"metadata.{field}"
     value = metadata.get(field) if isinstance(metadata, dict) else None
     if value is not None and not isinstance(value, str):
         message = f"'{param}' must be a string."
         raise InvalidRequestError(message, param=param, code="invalid_type")
-    return value, param
+    return value
+
+
+def deadline_ms(fields: Mapping[str, Any]) -> float | None:
+    """What the metadata of a body says of it. Raises InvalidRequestError."""
+    text = _metadata(fields, _DEADLINE_FIELD)
+    param = f"metadata.{_DEADLINE_FIELD}"
+    return None if text is None else to_milliseconds(text, f"'{param}'", param)
 
 
 class JoinedObserver:

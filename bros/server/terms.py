@@ -91,10 +91,13 @@ def completion_sampling(request: CompletionRequest) -> SamplingParams:
     return _sampling(request, request.max_tokens or _COMPLETION_MAX_TOKENS, request.logprobs)
 
 
-def slo_of(request: GenerationRequest, headers: Headers, default: Slo) -> Slo:
+def slo_of(
+    request: GenerationRequest, headers: Headers, default: Slo, deadline_ms: float | None = None
+) -> Slo:
     """Field by field: the body's `slo`, else the header, else its llm-d alias, else the tier's.
 
-    default: the server's objectives, of which a tier may take a fraction. None where nothing
+    default: the server's objectives, of which a tier may take a fraction. deadline_ms: if neither
+    the body nor a header has one. None where nothing
     was asked: then they are the engine's to apply. Raises InvalidRequestError naming a header
     that is not a positive number.
     """
@@ -103,7 +106,7 @@ def slo_of(request: GenerationRequest, headers: Headers, default: Slo) -> Slo:
     asked = Slo(
         _seconds(body.ttft_ms or _header_ms(headers, "ttft")),
         _seconds(body.tpot_ms or _header_ms(headers, "tpot")),
-        _seconds(body.deadline_ms or _header_ms(headers, "deadline")),
+        _seconds(body.deadline_ms or _header_ms(headers, "deadline") or deadline_ms),
     )
     return Slo(
         _first(asked.ttft_s, _scaled(default.ttft_s, scale)),
@@ -143,16 +146,21 @@ def _header_ms(headers: Headers, objective: str) -> float | None:
         text = headers.get(name)
         if text is None:
             continue
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0 < value <= _MAX_SLO_MS:
-            raise InvalidRequestError(
-                f"The header {name} must be a positive number of milliseconds.", param=name
-            )
-        return value
+        return to_milliseconds(text, f"The header {name}", name)
     return None
+
+
+def to_milliseconds(text: str, title: str, param: str) -> float:
+    """Raises InvalidRequestError, with the title, for what is no positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= _MAX_SLO_MS:
+        raise InvalidRequestError(
+            f"{title} must be a positive number of milliseconds.", param=param
+        )
+    return value
 
 
 def _first(asked: float | None, otherwise: float | None) -> float | None:

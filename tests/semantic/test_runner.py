@@ -448,3 +448,15 @@ async def test_what_is_seen_of_a_call_adds_up() -> None:
     assert 0 == first.queued_s < first.first_token_s < first.end_s <= second.queued_s
     assert first.first_token_s == pytest.approx(STEP_S * (1 + first.prompt_tokens // BLOCK))
     assert (view.queued_s, view.end_s) == (first.queued_s, second.end_s)
+
+
+@virtually
+async def test_a_call_of_which_only_the_beginning_is_wanted_is_seen_as_that() -> None:
+    desk = Desk()
+    (request,) = desk.submit(call("A {{output:x}} B {{output:y}}"))
+    assert desk.view(request).service_class is None
+    await desk.value("x")
+    view = desk.view(request)
+    assert (view.state, view.service_class, view.level) == ("waiting", ServiceClass.RT, "rt")
+    await desk.value("y", THROUGHPUT)
+    assert desk.view(request).service_class is ServiceClass.BE

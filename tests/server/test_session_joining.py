@@ -62,6 +62,26 @@ async def test_a_request_joins(
     assert variable["value"] == "Hello world"
 
 
+@pytest.mark.parametrize(
+    ("headers", "fields", "deadline_s"),
+    [
+        ({"x-bros-session": "app"}, {"metadata": {"bros_deadline_ms": "5000"}}, 5.0),
+        ({}, {"metadata": {"bros_session": "app", "bros_deadline_ms": "1.5e3"}}, 1.5),
+        (
+            {"x-bros-session": "app", "x-slo-deadline-ms": "700"},
+            {"metadata": {"bros_deadline_ms": "5000"}},
+            0.7,
+        ),
+        ({}, {"metadata": {"bros_deadline_ms": "5000"}}, None),
+    ],
+)
+async def test_deadlines(
+    kept: Server, headers: dict[str, str], fields: dict[str, Any], deadline_s: float | None
+) -> None:
+    ok(await chat(kept, headers, **fields))
+    assert kept.last().slo.deadline_s == deadline_s
+
+
 async def test_without_a_session_nothing_changes(kept: Server) -> None:
     await chat(kept, {"x-bros-node": "plan"}, metadata={"bros_node": "plan", "a": 1})
     assert ok(await kept.http.get("/v1/sessions"))["data"] == []
@@ -97,6 +117,9 @@ async def test_which_session(kept: Server) -> None:
         ({}, {"bros_session": 5}, "metadata.bros_session"),
         ({}, {"bros_session": "a/b"}, "metadata.bros_session"),
         ({"x-bros-session": "a"}, {"bros_node": []}, "metadata.bros_node"),
+        ({"x-bros-session": "a"}, {"bros_deadline_ms": 5}, "metadata.bros_deadline_ms"),
+        ({"x-bros-session": "a"}, {"bros_deadline_ms": "-5"}, "metadata.bros_deadline_ms"),
+        ({"x-bros-session": "a"}, {"bros_deadline_ms": "soon"}, "metadata.bros_deadline_ms"),
     ],
 )
 async def test_what_cannot_be(
