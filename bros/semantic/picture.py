@@ -14,7 +14,7 @@ from bros.semantic.views import CallView, SessionView, VariableView
 MAX_CALLS = 400
 """A picture of more would be none; those that come after are left out, and it says so."""
 
-_BOX_WIDTH, _BOX_HEIGHT = 236.0, 82.0
+_BOX_WIDTH, _BOX_HEIGHT = 272.0, 82.0
 _PORT_HEIGHT = 16.0
 _MARGIN, _HEADER, _FOOTER = 16.0, 56.0, 34.0
 _CHAR_WIDTH = 6.2
@@ -256,13 +256,13 @@ def _box(call: CallView, x: float, y: float, height: float) -> str:
         f'<circle cx="{_BOX_WIDTH - 12:.0f}" cy="15" r="4" '
         f'fill="{_CALL_COLOURS.get(state, "none")}" stroke="{_CALL_COLOURS.get(state, "#666")}"/>'
         f'<text class="r" x="{_BOX_WIDTH - 20:.0f}" y="19">{_text(state, 12)}</text>'
-        f'<text x="10" y="37">{_text(_place(call), 38)}</text>'
+        f'<text x="10" y="37">{_text(_place(call), 44)}</text>'
     )
     if call.error is not None:
-        lines += f'<text class="e" x="10" y="54">{_text(call.error.message, 36)}</text>'
+        lines += f'<text class="e" x="10" y="54">{_text(call.error.message, 42)}</text>'
     else:
-        lines += f'<text x="10" y="54">{_text(_times(call), 38)}</text>'
-    lines += f'<text class="m" x="10" y="71">{_text(_tokens(call), 38)}</text>'
+        lines += f'<text x="10" y="54">{_text(_times(call), 44)}</text>'
+    lines += f'<text class="m" x="10" y="71">{_text(_tokens(call), 44)}</text>'
     return (
         f'<g transform="translate({x:.1f} {y:.1f})"><title>{_text(_details(call), 1000)}</title>'
         f'<rect width="{_BOX_WIDTH:.0f}" height="{height:.0f}" rx="6" fill="{look.fill}" '

@@ -139,9 +139,7 @@ class Prompt:
             self._hash = _digest(self._hash + self._salt.encode(), ())
         self._token_ids += token_ids
         self._hash = _digest(self._hash, token_ids)
-        place = PrefixView(
-            offset=len(self._token_ids), hash=self._hash.hex(), after=variable or "text"
-        )
+        place = PrefixView(offset=len(self._token_ids), hash=self._hash.hex(), after=variable)
         self._prefixes.append(place)
         self.num_pieces += 1
 

@@ -36,13 +36,13 @@ class VariableView:
 class PrefixView:
     """A place where prompts may part: everything before token `offset`, and the hash of that.
 
-    Equal hashes mean equal tokens, of the same model and for those who may share them. after: what
-    ends there, "text" or the id of a variable.
+    Equal hashes mean equal tokens, of the same model and for those who may share them. after: the
+    variable whose value ends there, by its id; None: it is a text of the template.
     """
 
     offset: int
     hash: str
-    after: str
+    after: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

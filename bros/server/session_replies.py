@@ -115,7 +115,7 @@ class PrefixObject(BaseModel):
 
     offset: int
     hash: str
-    after: str
+    after: str | None = Field(description="Id of the variable that ends there; null: a text")
 
 
 class CallObject(_Progress):

@@ -49,15 +49,15 @@ def test_a_call_says_what_became_of_it() -> None:
         name="Summarize",
         level="group",
         service_class=BE,
-        group="g1",
+        group="summary-12:2",
         stage=2,
-        depth=3,
+        depth=13,
         state=TurnState.RUNNING,
         end_s=None,
     )
     shown = texts(make_session([call]))
     for text in (
-        *("Summarize", "running", "BE · group g1 · stage 2 · depth 3"),
+        *("Summarize", "running", "BE · group summary-12:2 · stage 2 · depth 13"),
         *("queued 0.25 · first 0.50 s", "tokens: 300 (100 cached) in, 20 out"),
     ):
         assert text in shown

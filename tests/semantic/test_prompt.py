@@ -50,7 +50,7 @@ def test_a_prompt_is_its_pieces_and_each_has_a_border(
     joined = list(beginning)
     for (token_ids, variable), border in zip(pieces, prompt.prefixes, strict=True):
         joined += token_ids
-        assert (border.offset, border.after) == (len(joined), variable or "text")
+        assert (border.offset, border.after) == (len(joined), variable)
     assert prompt.token_ids() == tuple(joined)
     assert prompt.num_tokens == len(joined)
     assert prompt.num_pieces == len(pieces)
