@@ -1,0 +1,480 @@
+"""The Parrot paper's settings in simulated time: programs in sessions, and by calls, on one A100.
+
+    python benchmarks/session_paper.py [--figures 11a,14a,...] [--json FILE]
+
+Sessions, scheduler and KV memory are the real ones; steps take what the analytic profile of LLaMA
+on one A100 says, and no text is made: outputs are drawn words of the fixed lengths. Every
+request of a client takes 250 ms longer (the paper: 200 to 300). The paper's baseline holds at
+most 4,096 tokens of requests on an engine, so that each decodes quickly ("latency"), or as many
+as fit ("throughput"), and knows no prefixes that are only known at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import re
+import statistics
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_speed import environment
+from rich.console import Console
+from rich.table import Table
+from session_clients import BE, RT, Answered, Run, ServiceEnd, run_by_calls, run_in_session
+from session_programs import (
+    Program,
+    Texts,
+    chain_summary,
+    map_reduce_summary,
+    multi_agent_coding,
+    question,
+)
+
+from bros.core.config import EngineConfig
+from bros.core.ids import IdGenerator
+from bros.core.plan import Chunk
+from bros.core.request import SamplingParams
+from bros.engine.generation import TextGenerator
+from bros.engine.tokenizer import Tokenizer
+from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.semantic.service import SessionService
+from bros.semantic.settings import SessionSettings
+from bros.simulator.build import BLOCK_SIZE
+from bros.simulator.devices import device_of, read_profile
+from bros.simulator.virtual_engine import virtual_engine
+from bros.simulator.virtual_loop import LoopClock, run_virtual
+from bros.simulator.workload import PoissonLoad
+
+ROOT = Path(__file__).resolve().parents[1]
+DELAY_S = 0.25
+CAPACITY_TOKENS = 4096
+DOCUMENT_TOKENS = 20_480
+VOCAB = 1 << 16
+LLAMA_13B, LLAMA_7B = "1x-a100-80g/llama-13b-fp16", "1x-a100-80g/llama-7b-fp16"
+# Who reads along wants a token every 40 ms, as in the paper.
+OURS = EngineConfig(
+    max_num_seqs=256, max_batch_tokens=2048, max_queue=100_000, slo_ttft=1000, slo_tpot=40
+)
+THROUGHPUT = dataclasses.replace(OURS, policy="fcfs", prefix_cache="off")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a program is run, and on what kind of engine.
+
+    session: sent whole. grouped: rows read common prefixes once. best_effort: of calls.
+    kv_tokens: room for so many tokens instead of what the device has.
+    """
+
+    name: str
+    config: EngineConfig = OURS
+    session: bool = True
+    grouped: bool = False
+    best_effort: bool = False
+    kv_tokens: int | None = None
+
+
+def limited(request_tokens: int, **changes: Any) -> EngineConfig:
+    """The paper's engine for latency, whose requests have so many tokens each."""
+    rows = max(1, CAPACITY_TOKENS // request_tokens)
+    return dataclasses.replace(THROUGHPUT, max_num_seqs=rows, **changes)
+
+
+class World:
+    """What all simulations share."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        # Words that are one token wherever they stand, so that calls and sessions send the same.
+        texts = ((i, tokenizer.token_text(i)) for i in range(min(tokenizer.vocab_size, VOCAB)))
+        self._words = [i for i, text in texts if re.fullmatch(r" [a-z]{3,9}", text)]
+
+    def texts(self, seed: int) -> Texts:
+        return Texts(self.tokenizer, seed)
+
+    def word(self, chunk: Chunk) -> int:
+        """The token after a chunk; another one for every request and position."""
+        place = zlib.crc32(f"{chunk.request_id} {chunk.start}".encode())
+        return self._words[place % len(self._words)]
+
+
+async def asked(end: ServiceEnd, program: Program, way: Way) -> Run:
+    if way.session:
+        return await run_in_session(end, program, LoopClock(), delay_s=DELAY_S)
+    kind = BE if way.best_effort else RT
+    return await run_by_calls(end, program, LoopClock(), delay_s=DELAY_S, service_class=kind)
+
+
+def simulate(
+    world: World,
+    way: Way,
+    profile: str,
+    use: Callable[[ServiceEnd, TextGenerator], Awaitable[Row]],
+) -> Row:
+    """What `use` makes of a server with one engine."""
+    blocks = None if way.kv_tokens is None else way.kv_tokens // BLOCK_SIZE
+    device = device_of(read_profile(profile, [ROOT / "profiles"]), blocks)
+
+    async def main() -> Row:
+        engine = virtual_engine(
+            way.config, device, vocab_size=VOCAB, choose=world.word, grouped=way.grouped
+        )
+        clock, ids = LoopClock(), IdGenerator(random.Random(1))
+        generator = TextGenerator(engine, world.tokenizer, clock, ids)
+        settings = SessionSettings(ttl_s=86_400.0, max_wait_s=1e6)
+        service = SessionService(generator, engine, world.tokenizer, clock, ids, settings)
+        sweep = asyncio.create_task(service.run())
+        row = await use(ServiceEnd(service, generator, world.tokenizer, clock), generator)
+        sweep.cancel()
+        await asyncio.gather(sweep, return_exceptions=True)
+        await engine.close()
+        return row
+
+    return run_virtual(main)
+
+
+def at_once(
+    world: World, way: Way, profile: str, programs: Sequence[Program], background: float = 0.0
+) -> Row:
+    """All programs begin together, beside other people's chats at a rate per second."""
+
+    async def use(end: ServiceEnd, generator: TextGenerator) -> Row:
+        others = asyncio.create_task(chats_at_rate(generator, background))
+        runs = await asyncio.gather(*(asked(end, program, way) for program in programs))
+        others.cancel()
+        await asyncio.gather(others, return_exceptions=True)
+        gaps = [answer.tpot_s for run in runs for answer in run.answers] + [
+            (call["end_s"] - call["first_token_s"]) / (call["output_tokens"] - 1)
+            for run in runs
+            for call in run.calls
+            if call["output_tokens"] > 1
+        ]
+        return {
+            "seconds": statistics.mean(run.seconds for run in runs),
+            "each_s": [run.seconds for run in runs],
+            "decode_s": statistics.mean(gaps),
+        }
+
+    return simulate(world, way, profile, use)
+
+
+async def chats_at_rate(generator: TextGenerator, rate: float) -> list[Answered]:
+    """Somebody else's chats, with lengths as in LMSYS-Chat, until cancelled."""
+    if not rate:
+        return []
+    tasks: list[asyncio.Task[Answered]] = []
+    rng, clock = random.Random(2), LoopClock()
+    began_s = clock.now()
+    try:
+        for arrival in PoissonLoad(rate, "lmsys").arrivals(3600.0, seed=3):
+            await asyncio.sleep(max(0.0, began_s + arrival.time_s - clock.now()))
+            prompt = [rng.randrange(1000, 30_000) for _ in range(arrival.size.prompt_tokens)]
+            tasks.append(asyncio.create_task(chat(generator, prompt, arrival.size.output_tokens)))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return []
+
+
+async def chat(generator: TextGenerator, prompt: list[int], tokens: int) -> Answered:
+    clock = LoopClock()
+    answer = Answered(clock.now())
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+    async with await generator.start(prompt, sampling) as generation:
+        async for delta in generation:
+            answer.last_s = clock.now()
+            answer.first_s = answer.first_s or answer.last_s
+            answer.tokens += len(delta.token_ids)
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One of the paper's. x: what is varied. ways: of an x, ours first. paper: ratio of a way's
+    time to that of the paper's system, by way and x; None where it gives none."""
+
+    title: str
+    x_label: str
+    x: Sequence[float]
+    ways: Callable[[float], Sequence[Way]]
+    run: Callable[[World, Way, float], Row]
+    paper: Mapping[str, Sequence[float | None]]
+
+
+LATENCY, MANY = "by calls, latency", "by calls, throughput"
+# Requests of different lengths: so many tokens of them, however many requests that is.
+SMALL = Way(LATENCY, THROUGHPUT, session=False, kv_tokens=CAPACITY_TOKENS)
+
+
+def ours_and_latency(request_tokens: int) -> Sequence[Way]:
+    return (Way("session", grouped=True), Way(LATENCY, limited(request_tokens), session=False))
+
+
+def chain(
+    world: World, way: Way, *, chunk: int, output: int, apps: int = 1, rate: float = 0.0
+) -> Row:
+    programs = [
+        chain_summary(
+            world.texts(seed),
+            chunks=DOCUMENT_TOKENS // chunk,
+            chunk_tokens=chunk,
+            output_tokens=output,
+        )
+        for seed in range(apps)
+    ]
+    return at_once(world, way, LLAMA_13B, programs, rate)
+
+
+def map_reduce(world: World, way: Way, *, chunk: int, output: int) -> Row:
+    program = map_reduce_summary(
+        world.texts(0),
+        chunks=DOCUMENT_TOKENS // chunk,
+        chunk_tokens=chunk,
+        output_tokens=output,
+    )
+    return at_once(world, way, LLAMA_13B, [program])
+
+
+def coding(world: World, way: Way, files: float) -> Row:
+    program = multi_agent_coding(
+        world.texts(0), files=int(files), rounds=3, code_tokens=300, comment_tokens=100
+    )
+    return at_once(world, way, LLAMA_13B, [program])
+
+
+def copilot(world: World, way: Way, batch: float, output: int | None = None) -> Row:
+    """The paper's Bing Copilot: a system prompt of 6,000 tokens, 180 to 800 tokens each."""
+    texts, rng = world.texts(0), random.Random(5)
+    system = texts.words(6000)
+    programs = [
+        question(texts, system, question_tokens=40, output_tokens=output or rng.randint(180, 800))
+        for _ in range(int(batch))
+    ]
+    return at_once(world, way, LLAMA_7B, programs)
+
+
+def sharing_ways(_: float) -> Sequence[Way]:
+    cached = dataclasses.replace(OURS, policy="fcfs")
+    return (
+        Way("session", grouped=True),
+        Way("with sharing, read by every row", cached, session=False),
+        Way("without sharing", THROUGHPUT, session=False),
+    )
+
+
+def coding_ways(_: float) -> Sequence[Way]:
+    # A coder's or reviewer's request has some 1,500 to 6,000 tokens: two at once.
+    return (
+        Way("session", grouped=True),
+        Way("session, read by every row"),
+        Way("session, no sharing", dataclasses.replace(OURS, prefix_cache="off")),
+        Way(MANY, THROUGHPUT, session=False),
+        Way(LATENCY, limited(2048), session=False),
+    )
+
+
+FIGURES: Mapping[str, Figure] = {
+    "11a": Figure(
+        "chain summary, chunks of 1,024",
+        "output tokens",
+        (25, 50, 75, 100),
+        lambda x: ours_and_latency(1200),
+        lambda world, way, x: chain(world, way, chunk=1024, output=int(x)),
+        {LATENCY: (1.38, 1.21, 1.14, 1.11)},
+    ),
+    "11b": Figure(
+        "chain summary, 50 tokens each",
+        "tokens per chunk",
+        (512, 1024, 1536, 2048),
+        lambda x: ours_and_latency(int(x) + 150),
+        lambda world, way, x: chain(world, way, chunk=int(x), output=50),
+        {LATENCY: (1.21, 1.21, 1.20, 1.19)},
+    ),
+    "12a": Figure(
+        "chain summary beside chats",
+        "chats per second",
+        (0, 0.5, 1, 1.5, 2),
+        lambda x: (Way("session", grouped=True), SMALL),
+        lambda world, way, x: chain(world, way, chunk=1024, output=50, rate=x),
+        {},
+    ),
+    "12b": Figure(
+        "chain summaries at once",
+        "programs",
+        (10, 15, 20, 25),
+        lambda x: ours_and_latency(1200),
+        lambda world, way, x: chain(world, way, chunk=1024, output=50, apps=int(x)),
+        {LATENCY: (1.38, 1.52, 1.63, 1.68)},
+    ),
+    "14a": Figure(
+        "map-reduce summary, chunks of 1,024",
+        "output tokens",
+        (25, 50, 75, 100),
+        lambda x: ours_and_latency(1100),
+        lambda world, way, x: map_reduce(world, way, chunk=1024, output=int(x)),
+        {LATENCY: (1.70, 2.04, 2.22, 2.37)},
+    ),
+    "14b": Figure(
+        "map-reduce summary, 50 tokens each",
+        "tokens per chunk",
+        (512, 1024, 1536, 2048),
+        lambda x: ours_and_latency(int(x) + 80),
+        lambda world, way, x: map_reduce(world, way, chunk=int(x), output=50),
+        {LATENCY: (1.96, 2.07, 2.07, 2.16)},
+    ),
+    "15": Figure(
+        "copilot, system prompt of 6,000 tokens",
+        "requests at once",
+        (8, 16, 32, 64),
+        sharing_ways,
+        copilot,
+        {
+            "with sharing, read by every row": (1.1, 1.3, 1.4, 1.7),
+            "without sharing": (1.8, 2.4, None, None),
+        },
+    ),
+    "18": Figure(
+        "multi-agent coding, 3 rounds",
+        "files",
+        (4, 8, 12, 16),
+        coding_ways,
+        coding,
+        {
+            "session, read by every row": (1.00, 1.04, 1.14, 1.16),
+            "session, no sharing": (1.22, 1.61, 1.88, 2.35),
+            MANY: (1.27, 1.58, 2.03, 2.45),
+            LATENCY: (3.0, 4.9, 7.19, 11.7),
+        },
+    ),
+}
+
+MIXED_WAYS = (
+    Way("session", grouped=True),
+    Way(MANY, THROUGHPUT, session=False),
+    SMALL,
+)
+MIXED_S = 300.0
+MIXED_PAPER = {
+    "session": (149.1, 45.1, 23.2),
+    MANY: (184.6, 77.8, 24.5),
+    LATENCY: (827.6, 41.4, 86.4),
+}
+
+
+def mixed(world: World, way: Way) -> Row:
+    """Chats, one per second, and map-reduce programs one after another, on one engine."""
+
+    async def use(end: ServiceEnd, generator: TextGenerator) -> Row:
+        clock, answers = LoopClock(), []
+        began_s, chats, programs = clock.now(), [], []
+        rng = random.Random(2)
+
+        async def later(time_s: float, prompt: list[int], tokens: int) -> None:
+            await asyncio.sleep(time_s + DELAY_S)
+            answers.append(await chat(generator, prompt, tokens))
+
+        for arrival in PoissonLoad(1.0, "lmsys").arrivals(MIXED_S, seed=3):
+            prompt = [rng.randrange(1000, 30_000) for _ in range(arrival.size.prompt_tokens)]
+            chats.append(later(arrival.time_s, prompt, arrival.size.output_tokens))
+        pending = asyncio.gather(*chats)
+        while clock.now() < began_s + MIXED_S:
+            program = map_reduce_summary(
+                world.texts(len(programs)), chunks=20, chunk_tokens=1024, output_tokens=50
+            )
+            programs.append((await asked(end, program, way)).seconds)
+        await pending
+        normalized = [(a.last_s - a.asked_s + DELAY_S) / a.tokens for a in answers]
+        return {
+            "normalized_ms": 1e3 * statistics.mean(normalized),
+            "decode_ms": 1e3 * statistics.mean(a.tpot_s for a in answers if a.tokens > 1),
+            "program_s": statistics.mean(programs),
+            "both_met": sum(a.ttft_s <= 1.0 and a.tpot_s <= 0.04 for a in answers) / len(answers),
+            "chats": len(answers),
+            "programs": len(programs),
+        }
+
+    return simulate(world, way, LLAMA_7B, use)
+
+
+def run(names: Sequence[str], console: Console, path: Path | None) -> None:
+    """The figures of these names; in the file, those that it has stay."""
+    files = resolve_model(None, default_cache_dir(), console.print)
+    world = World(Tokenizer.load(files.folder))
+    found: Row = json.loads(path.read_text()) if path and path.exists() else {"figures": {}}
+    found |= {"environment": environment(), "delay_s": DELAY_S}
+    for name in names:
+        if name == "19":
+            found["figures"][name] = {way.name: mixed(world, way) for way in MIXED_WAYS}
+            show_mixed(console, found["figures"][name])
+            keep(found, path)
+            continue
+        figure = FIGURES[name]
+        rows: dict[str, list[Row]] = {}
+        for x in figure.x:
+            for way in figure.ways(x):
+                rows.setdefault(way.name, []).append(figure.run(world, way, x))
+        found["figures"][name] = {
+            "title": figure.title,
+            "x_label": figure.x_label,
+            "x": list(figure.x),
+            "ways": rows,
+            "paper": {way: list(ratios) for way, ratios in figure.paper.items()},
+        }
+        show(console, name, found["figures"][name])
+        keep(found, path)
+
+
+def keep(found: Row, path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def show(console: Console, name: str, figure: Row) -> None:
+    table = Table(f"figure {name}", *(f"{x:g} {figure['x_label']}" for x in figure["x"]))
+    ours = figure["ways"]["session"]
+    for way, rows in figure["ways"].items():
+        table.add_row(f"{way}, s", *(f"{row['seconds']:.1f}" for row in rows))
+        if rows is ours:
+            continue
+        ratios = [row["seconds"] / first["seconds"] for row, first in zip(rows, ours, strict=True)]
+        table.add_row("  times ours", *(f"{ratio:.2f}" for ratio in ratios))
+        paper = figure["paper"].get(way)
+        if paper:
+            table.add_row("  in the paper", *("" if r is None else f"{r:.2f}" for r in paper))
+    console.print(table)
+
+
+def show_mixed(console: Console, figure: Row) -> None:
+    table = Table("figure 19", "chat ms/token", "paper", "decode ms", "paper", "program s", "paper")
+    for way, row in figure.items():
+        normalized, decode, program = MIXED_PAPER[way]
+        table.add_row(
+            way,
+            *(f"{row['normalized_ms']:.0f}", f"{normalized}"),
+            *(f"{row['decode_ms']:.1f}", f"{decode}"),
+            *(f"{row['program_s']:.1f}", f"{program}"),
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--figures", default=",".join([*FIGURES, "19"]))
+    parser.add_argument("--json", type=Path, help="file to write; figures that it has stay")
+    arguments = parser.parse_args()
+    console = Console()
+    run(arguments.figures.split(","), console, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Tables and plots of what session_speed.py and session_paper.py have measured: sessions.md.
+
+python benchmarks/session_report.py [FOLDER]      (default: benchmarks/results)
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from session_paper import MIXED_PAPER
+from session_speed import PARTS, TPOT_S, TTFT_S, lengthened, ratios
+
+RESULTS = Path(__file__).with_name("results")
+COLOURS = ("#0072B2", "#E69F00", "#999999", "#CC79A7", "#009E73")
+INTRODUCTION = """# Programs in sessions
+
+What a program of many calls takes when a session runs it, and when a client makes every call.
+Written by `benchmarks/session_report.py`.
+
+"""
+
+Row = Mapping[str, Any]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
+
+
+def made(results: Row) -> str:
+    here = results["environment"]
+    return f"{here['cpu']}, {here['cores']} cores, torch {here['torch']}, commit {here['commit']}."
+
+
+# Measured
+
+
+def speed_page(results: Row) -> Iterator[str]:
+    yield "## Measured\n\n"
+    yield (
+        f"SmolLM2-135M in fp32 over HTTP, {made(results)} Each request of a client takes "
+        f"{1e3 * results['delay_s']:.0f} ms longer. Medians of {results['rounds']} rounds; `times "
+        "ours` are medians of the ratios within a round, `asked` what was asked for.\n\n"
+        "![seconds of programs](sessions_cpu.png)\n\n"
+    )
+    rows = []
+    for name, ways in results["parts"].items():
+        seconds, gaps = ratios(ways, "seconds"), ratios(ways, "decode_s")
+        for way, total, gap in zip(ways, seconds, gaps, strict=True):
+            first = way is ways[0]
+            rows.append(
+                [
+                    PARTS[name].title if first else "",
+                    way["way"],
+                    f"{_median(way, 'seconds'):.1f}",
+                    "" if first else f"{statistics.median(total):.2f}",
+                    f"{1e3 * _median(way, 'decode_s'):.0f}",
+                    "" if first else f"{statistics.median(gap):.2f}",
+                    f"{way['asked']:.1f}" if way["asked"] else "",
+                ]
+            )
+    head = ("program", "way", "s", "times ours", "ms between tokens", "times ours", "asked")
+    yield table(head, rows)
+    if "mixed" in results:
+        yield from _mixed_page(results["mixed"])
+
+
+def _mixed_page(found: Row) -> Iterator[str]:
+    yield "### Chats beside map-reduce programs\n\n"
+    rows = []
+    for name, row in found.items():
+        programs = row["programs_s"]
+        rows.append(
+            [
+                name,
+                f"{row['both_met']} of {row['chats']}" if row["chats"] else "",
+                f"{statistics.mean(programs):.1f}" if programs else "",
+                f"{100 * row['engine_busy_s'] / row['seconds']:.0f} %",
+            ]
+        )
+    yield table(("", "chats that met both objectives", "s per program", "engine busy"), rows)
+    yield (
+        f"Objectives: {1e3 * TTFT_S:.0f} ms to the first token, {1e3 * TPOT_S:.0f} ms between "
+        f"tokens. Beside chats a program takes {lengthened(found):.2f} times what it takes alone "
+        "and the chats take of the engine meanwhile (asked: at most 1.15, with at least 97 % of "
+        "the chats on time).\n\n"
+    )
+
+
+def speed_plot(results: Row) -> Figure:
+    """Seconds of every way, a group of bars for each program."""
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    groups = [(PARTS[name].title, ways) for name, ways in results["parts"].items()]
+    place, ticks, labels = 0.0, [], []
+    for title, ways in groups:
+        middle = place + (len(ways) - 1) / 2
+        for index, way in enumerate(ways):
+            height = _median(way, "seconds")
+            axes.bar(place, height, 0.9, color=COLOURS[min(index, 2)])
+            times = statistics.median(ratios(ways, "seconds")[index])
+            text = way["way"] + ("" if index == 0 else f"\n{times:.2f} x")
+            axes.text(place, height, text, ha="center", va="bottom", fontsize=6.5)
+            place += 1
+        ticks.append(middle)
+        labels.append(title.replace(", ", ",\n"))
+        place += 0.7
+    axes.set_xticks(ticks, labels, fontsize=7.5)
+    axes.set_ylabel("seconds (median)")
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+# Simulated
+
+
+def paper_page(results: Row) -> Iterator[str]:
+    yield "## The Parrot paper's settings, simulated\n\n"
+    yield (
+        "LLaMA-13B (figures 15 and 19: 7B) on one A100 of 80 GB, in simulated time: "
+        "`benchmarks/session_paper.py`. Step times are worked out from data sheets, and what is "
+        "measured in the paper runs on other software, so compare shapes and not seconds. "
+        "Ratios are times of a way over those of a session.\n\n"
+        "![seconds by figure](sessions_paper.png)\n\n"
+    )
+    for name, figure in results["figures"].items():
+        if name == "19":
+            yield from _paper_mixed(figure)
+            continue
+        yield f"### Figure {name}: {figure['title']}\n\n"
+        rows = []
+        ours = figure["ways"]["session"]
+        for way, measured in figure["ways"].items():
+            rows.append([f"{way}, s", *(f"{row['seconds']:.1f}" for row in measured)])
+            if measured is ours:
+                continue
+            pairs = zip(measured, ours, strict=True)
+            rows.append(["times ours", *(f"{a['seconds'] / b['seconds']:.2f}" for a, b in pairs)])
+            if way in figure["paper"]:
+                told = figure["paper"][way]
+                rows.append(["in the paper", *("" if r is None else f"{r:.2f}" for r in told)])
+        yield table((figure["x_label"], *(f"{x:g}" for x in figure["x"])), rows)
+
+
+def _paper_mixed(figure: Row) -> Iterator[str]:
+    yield "### Figure 19: chats, one per second, beside map-reduce programs\n\n"
+    yield "One engine here, four in the paper; its figures in brackets.\n\n"
+    rows = []
+    for way, row in figure.items():
+        normalized, decode, program = MIXED_PAPER[way]
+        rows.append(
+            [
+                way,
+                f"{row['normalized_ms']:.0f} ({normalized})",
+                f"{row['decode_ms']:.1f} ({decode})",
+                f"{row['program_s']:.1f} ({program})",
+                f"{100 * row['both_met']:.0f} %",
+            ]
+        )
+    head = ("way", "chat, ms per token", "between tokens, ms", "program, s", "chats on time")
+    yield table(head, rows)
+
+
+def paper_plot(results: Row) -> Figure:
+    """A panel per figure: seconds over what is varied."""
+    figures = {name: f for name, f in results["figures"].items() if name != "19"}
+    columns = 4
+    lines = -(-len(figures) // columns)
+    figure = Figure(figsize=(12, 2.9 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes, (name, drawn) in zip(panels, figures.items(), strict=False):
+        _panel(axes, name, drawn)
+    for axes in panels[len(figures) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def _panel(axes: Axes, name: str, drawn: Row) -> None:
+    for colour, (way, rows) in zip(COLOURS, drawn["ways"].items(), strict=False):
+        seconds = [row["seconds"] for row in rows]
+        axes.plot(drawn["x"], seconds, marker="o", markersize=4, color=colour, label=way)
+    axes.set_title(f"{name}: {drawn['title']}", fontsize=8)
+    axes.set_xlabel(drawn["x_label"], fontsize=8)
+    axes.set_ylabel("seconds", fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.tick_params(labelsize=7)
+    axes.legend(fontsize=6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _median(way: Row, key: str) -> float:
+    return statistics.median(run[key] for run in way["runs"])
+
+
+def write(folder: Path) -> None:
+    text = INTRODUCTION
+    for stem, page, plot in (
+        ("sessions_cpu", speed_page, speed_plot),
+        ("sessions_paper", paper_page, paper_plot),
+    ):
+        path = folder / f"{stem}.json"
+        if path.exists():
+            results = json.loads(path.read_text())
+            text += "".join(page(results))
+            plot(results).savefig(folder / f"{stem}.png", dpi=110)
+    (folder / "sessions.md").write_text(text.rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)

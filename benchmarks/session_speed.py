@@ -1,0 +1,362 @@
+"""Programs sent whole to a session, beside clients that make every call themselves.
+
+    python benchmarks/session_speed.py [--parts chain,map-reduce,coding,chat,mixed] [--json FILE]
+
+The embedded model in fp32 on this machine, served by `bros serve`. Nothing else may run on it.
+Every request of a client takes 250 ms longer than it does here, as over the Internet; a session
+takes three of them, whatever the program. All ways run the same prompts and make the same number
+of tokens; each has a server of its own, and they take turns within a round. Figures are medians
+over the rounds, ratios those of the same round.
+
+chain       A document summed up part by part. By calls: each waits for the one before, and for the
+            network.
+map-reduce  Parts summed up at once, then the summaries. By calls, each as if a user waited for it:
+            on an engine that holds no more requests than it can serve at nearly the pace of one.
+coding      An architect, 8 coders, 3 rounds of reviews: best-effort calls ("flex"), without
+            a prefix cache.
+chat        16 questions at once after a system prompt of 1,500 tokens: without a prefix cache, and
+            with it but read by every row for itself.
+mixed       Chats as they come beside map-reduce programs one after another: who is on time, and
+            how much longer the programs take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import statistics
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from engine_speed import environment
+from rich.console import Console
+from rich.table import Table
+from session_clients import BE, RT, Answered, HttpEnd, Run, run_by_calls, run_in_session
+from session_programs import (
+    Program,
+    Texts,
+    chain_summary,
+    fixed_length,
+    map_reduce_summary,
+    multi_agent_coding,
+    question,
+)
+
+from bros.bench.local_server import local_server
+from bros.core.clock import SystemClock
+from bros.engine.tokenizer import Tokenizer
+from bros.executor.model_store import default_cache_dir, resolve_model
+
+DELAY_S = 0.25
+SERVER = ("--weights", "fp32", "--max-model-len", "4096", "--log-level", "warning")
+CLOCK = SystemClock()
+LIMITED_ROWS = 4
+SYSTEM_TOKENS, CHATS = 1500, 16
+CHAT_RATE, MIXED_S = 0.25, 150.0
+TTFT_S, TPOT_S = 0.4, 0.2
+
+Ask = Callable[[HttpEnd, Program], Awaitable[Run]]
+Row = dict[str, Any]
+
+
+async def by_session(end: HttpEnd, program: Program) -> Run:
+    return await run_in_session(end, program, CLOCK, delay_s=DELAY_S)
+
+
+async def by_calls(end: HttpEnd, program: Program) -> Run:
+    return await run_by_calls(end, program, CLOCK, delay_s=DELAY_S)
+
+
+async def by_flex_calls(end: HttpEnd, program: Program) -> Run:
+    return await run_by_calls(end, program, CLOCK, delay_s=DELAY_S, service_class=BE)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a program. asked: how many times as fast the first way is to be."""
+
+    name: str
+    ask: Ask
+    flags: Sequence[str] = ()
+    asked: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """programs: those that are run at once, given texts of the round. ways: the first is ours."""
+
+    title: str
+    programs: Callable[[Texts], list[Program]]
+    ways: Sequence[Way]
+
+
+def chats(texts: Texts) -> list[Program]:
+    system = texts.words(SYSTEM_TOKENS)
+    return [question(texts, system, question_tokens=20, output_tokens=64) for _ in range(CHATS)]
+
+
+SESSION = Way("session", by_session)
+PARTS: Mapping[str, Part] = {
+    "chain": Part(
+        "chain summary, 8 parts of 256 tokens, 25 tokens each",
+        lambda texts: [chain_summary(texts, chunks=8, chunk_tokens=256, output_tokens=25)],
+        (SESSION, Way("by calls", by_calls, asked=1.3)),
+    ),
+    "chain-50": Part(
+        "chain summary, 8 parts of 256 tokens, 50 tokens each",
+        lambda texts: [chain_summary(texts, chunks=8, chunk_tokens=256, output_tokens=50)],
+        (SESSION, Way("by calls", by_calls)),
+    ),
+    "map-reduce": Part(
+        "map-reduce summary, 16 parts of 128 tokens, 50 tokens each",
+        lambda texts: [map_reduce_summary(texts, chunks=16, chunk_tokens=128, output_tokens=50)],
+        (
+            SESSION,
+            Way(
+                f"by calls, at most {LIMITED_ROWS} at once",
+                by_calls,
+                ("--max-num-seqs", str(LIMITED_ROWS)),
+                asked=1.7,
+            ),
+        ),
+    ),
+    "coding": Part(
+        "multi-agent coding, 8 files, 3 rounds",
+        lambda texts: [
+            multi_agent_coding(texts, files=8, rounds=3, code_tokens=64, comment_tokens=32)
+        ],
+        (
+            SESSION,
+            Way("flex calls, no sharing", by_flex_calls, ("--prefix-cache", "off"), asked=2.3),
+        ),
+    ),
+    "chat": Part(
+        f"{CHATS} chats after a system prompt of {SYSTEM_TOKENS} tokens, 64 tokens each",
+        chats,
+        (
+            SESSION,
+            Way("by calls, no sharing", by_calls, ("--prefix-cache", "off"), asked=1.8),
+            Way("by calls, read by every row", by_calls, ("--shared-attention", "off")),
+        ),
+    ),
+}
+
+
+async def measured(
+    part: Part, rounds: int, texts_of: Callable[[int], Texts], report: Callable[[str], None]
+) -> list[Row]:
+    """Every way of a part, in turn within each round; a round before them does not count."""
+    found: list[Row] = [
+        {"way": way.name, "flags": [*SERVER, *way.flags], "asked": way.asked, "runs": []}
+        for way in part.ways
+    ]
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(client())
+        ends = []
+        for way in part.ways:
+            url = await stack.enter_async_context(local_server((*SERVER, *way.flags)))
+            ends.append(HttpEnd(http, url, CLOCK))
+        for turn in range(-1, rounds):
+            for way, end, row in zip(part.ways, ends, found, strict=True):
+                report(f"{part.title}: {way.name}, round {turn + 1} of {rounds}")
+                programs = part.programs(texts_of(turn))
+                runs = await asyncio.gather(*(way.ask(end, program) for program in programs))
+                if turn >= 0:
+                    row["runs"].append(summary(runs))
+                    report(f"  {row['runs'][-1]['seconds']:.2f} s")
+    return found
+
+
+def summary(runs: Sequence[Run]) -> Row:
+    """seconds: mean of the programs that ran at once. decode_s: mean time between tokens, of the
+    calls whose result the user sees."""
+    gaps = [answer.tpot_s for run in runs for answer in run.answers]
+    for run in runs:
+        for call in run.calls:
+            if call["first_token_s"] is not None and call["output_tokens"] > 1:
+                spent = call["end_s"] - call["first_token_s"]
+                gaps.append(spent / (call["output_tokens"] - 1))
+    cached = sum(call["cached_tokens"] for run in runs for call in run.calls)
+    return {
+        "seconds": statistics.mean(run.seconds for run in runs),
+        "decode_s": statistics.mean(gaps),
+        "calls": sum(len(run.calls) or len(run.answers) for run in runs),
+        "cached_tokens": cached,
+    }
+
+
+def ratios(rows: Sequence[Row], key: str) -> list[list[float]]:
+    """How many times as much each way takes as the first one, round by round."""
+    first = rows[0]["runs"]
+    return [
+        [run[key] / ours[key] for run, ours in zip(row["runs"], first, strict=True)] for row in rows
+    ]
+
+
+async def mixed(texts_of: Callable[[int], Texts], report: Callable[[str], None]) -> Row:
+    """Chats alone, programs alone, and both on one engine, MIXED_S seconds each."""
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(client())
+        url = await stack.enter_async_context(local_server(SERVER))
+        end = HttpEnd(http, url, CLOCK)
+        await by_session(end, small_map_reduce(texts_of(-1)))
+        found: Row = {}
+        for name, with_chats, with_programs in (
+            ("chats alone", True, False),
+            ("programs alone", False, True),
+            ("both", True, True),
+        ):
+            report(f"mixed: {name}, {MIXED_S:.0f} s")
+            busy_s, began = await step_seconds(http, url), CLOCK.now()
+            chat_task = asyncio.ensure_future(chats_as_they_come(end, texts_of(1000), with_chats))
+            seconds = await programs_in_turn(end, texts_of, with_programs)
+            answers = await chat_task
+            found[name] = {
+                "seconds": CLOCK.now() - began,
+                "engine_busy_s": await step_seconds(http, url) - busy_s,
+                "programs_s": seconds,
+                "chats": len(answers),
+                "ttft_s": [answer.ttft_s for answer in answers],
+                "tpot_s": [answer.tpot_s for answer in answers],
+                "both_met": sum(a.ttft_s <= TTFT_S and a.tpot_s <= TPOT_S for a in answers),
+            }
+        return found
+
+
+def small_map_reduce(texts: Texts) -> Program:
+    return map_reduce_summary(texts, chunks=16, chunk_tokens=128, output_tokens=50)
+
+
+async def programs_in_turn(
+    end: HttpEnd, texts_of: Callable[[int], Texts], wanted: bool
+) -> list[float]:
+    """One after another until the time is over; how long each took."""
+    found: list[float] = []
+    until_s = CLOCK.now() + MIXED_S
+    while wanted and CLOCK.now() < until_s:
+        program = small_map_reduce(texts_of(len(found)))
+        found.append((await run_in_session(end, program, CLOCK, delay_s=0.0)).seconds)
+    return found
+
+
+async def chats_as_they_come(end: HttpEnd, texts: Texts, wanted: bool) -> list[Answered]:
+    """A Poisson process of short questions, the same each time."""
+    rng = random.Random(1)
+    tasks: list[asyncio.Task[Answered]] = []
+    until_s = CLOCK.now() + MIXED_S
+    while wanted:
+        await asyncio.sleep(rng.expovariate(CHAT_RATE))
+        if CLOCK.now() >= until_s:
+            break
+        asked = texts.words(rng.randrange(20, 120))
+        sampling = fixed_length(rng.randrange(20, 100))
+        tasks.append(asyncio.create_task(end.chat(asked, sampling, RT)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def step_seconds(http: aiohttp.ClientSession, url: str) -> float:
+    """What all steps of the engine have taken so far."""
+    async with http.get(f"{url}/metrics") as reply:
+        found = re.search(r"^bros_engine_step_seconds_total (\S+)", await reply.text(), re.M)
+    assert found, "the server has no metric of steps"
+    return float(found[1])
+
+
+def client() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=1200), connector=aiohttp.TCPConnector(limit=0)
+    )
+
+
+def lengthened(found: Mapping[str, Row]) -> float:
+    """Time of a program beside chats, as a share of what it takes alone and of what the chats take
+    of the engine meanwhile."""
+    alone = statistics.mean(found["programs alone"]["programs_s"])
+    beside = statistics.mean(found["both"]["programs_s"])
+    chats = found["chats alone"]
+    return beside / (alone + beside * chats["engine_busy_s"] / chats["seconds"])
+
+
+def show(console: Console, results: Mapping[str, Any]) -> None:
+    table = Table(
+        "program", "way", "seconds", "times ours", "between tokens", "times ours", "asked"
+    )
+    for name, rows in results["parts"].items():
+        for row, total, pace in zip(
+            rows, ratios(rows, "seconds"), ratios(rows, "decode_s"), strict=True
+        ):
+            table.add_row(
+                PARTS[name].title if row is rows[0] else "",
+                row["way"],
+                f"{median(row['runs'], 'seconds'):.1f}",
+                f"{statistics.median(total):.2f}",
+                f"{1e3 * median(row['runs'], 'decode_s'):.0f} ms",
+                f"{statistics.median(pace):.2f}",
+                f"{row['asked']:.1f}" if row["asked"] else "",
+            )
+    if results["parts"]:
+        console.print(table)
+    if "mixed" in results:
+        found = results["mixed"]
+        for name, row in found.items():
+            took = (
+                f", programs {statistics.mean(row['programs_s']):.1f} s"
+                if row["programs_s"]
+                else ""
+            )
+            console.print(f"{name}: {row['both_met']} of {row['chats']} chats met both{took}")
+        console.print(
+            f"programs beside chats: {lengthened(found):.2f} of alone and the chats' share "
+            "(asked: at most 1.15; chats: at least 97 %)"
+        )
+
+
+def median(runs: Sequence[Row], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
+
+
+async def run(arguments: argparse.Namespace, console: Console) -> None:
+    files = resolve_model(None, default_cache_dir(), console.print)
+    tokenizer = Tokenizer.load(files.folder)
+
+    def texts_of(turn: int) -> Texts:
+        return Texts(tokenizer, seed=turn)
+
+    for name in arguments.parts.split(","):
+        results: Row = {"parts": {}}
+        if name == "mixed":
+            results["mixed"] = await mixed(texts_of, console.print)
+        else:
+            part = PARTS[name]
+            results["parts"][name] = await measured(part, arguments.rounds, texts_of, console.print)
+        show(console, results)
+        if arguments.json:
+            keep(arguments.json, results, arguments.rounds)
+
+
+def keep(path: Path, results: Row, rounds: int) -> None:
+    """In the file, beside the parts that it has."""
+    found = json.loads(path.read_text()) if path.exists() else {"parts": {}}
+    found["parts"] |= results.pop("parts")
+    found |= {"environment": environment(), "delay_s": DELAY_S, "rounds": rounds, **results}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parts", default=",".join([*PARTS, "mixed"]))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file to write; parts that it has stay")
+    arguments = parser.parse_args()
+    asyncio.run(run(arguments, Console()))
+
+
+if __name__ == "__main__":
+    main()
