@@ -96,9 +96,9 @@ class Graph:
             if turn.open:
                 waits = before is not None and before.state is not TurnState.FINISHED
                 assert turn.missing == sum(v.pending for v in turn.inputs) + waits
-            depth = turn.depth
-            _set_depth(turn)
-            assert turn.depth == depth
+                depth = turn.depth
+                _set_depth(turn)
+                assert turn.depth == depth
         assert len(_Draft(self).producers_first(turns)) == len(turns)
 
 
@@ -218,10 +218,11 @@ class _Draft:
         return order
 
     def _followers(self, turn: Turn) -> Iterator[Turn]:
-        if turn.next is not None:
+        """Turns that wait for this one; those that are over do not wait any more."""
+        if turn.next is not None and turn.next.open:
             yield turn.next
         for variable in turn.outputs:
-            yield from variable.consumers
+            yield from (consumer for consumer in variable.consumers if consumer.open)
             yield from self._consumers.get(variable, ())
 
     def _cycle(self, stuck: Sequence[Turn]) -> str:

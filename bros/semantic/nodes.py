@@ -96,8 +96,7 @@ class NewCall:
 class Variable:
     """A value that is set once.
 
-    token_ids: of the text, only if they are exactly what was generated. wanted: whether somebody
-    asked for it, or for something that it is needed for. want: what was asked of this one.
+    token_ids: of the text, only if they are exactly what was generated. want: what was asked of it.
     depth: turns of the model behind it, on the longest way. groups: of the turns that it needs,
     and stages of them whose deadline is watched; region: how many those turns were when labelled.
     """
@@ -110,7 +109,6 @@ class Variable:
     cause: Cause | None = None
     producer: Turn | None = None
     consumers: dict[Turn, None] = field(default_factory=dict)
-    wanted: bool = False
     want: Want | None = None
     depth: int = 0
     groups: list[TaskGroup] = field(default_factory=list)
@@ -119,6 +117,11 @@ class Variable:
     @property
     def pending(self) -> bool:
         return self.state is VariableState.PENDING
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody asked for it, or something is to run that needs it."""
+        return self.want is not None or any(t.open and t.wanted for t in self.consumers)
 
 
 @dataclass(eq=False, slots=True, repr=False)

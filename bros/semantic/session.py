@@ -84,7 +84,7 @@ class SessionCore:
                 turn.wanted = True
                 turn.state = TurnState.READY
                 turn.ready_s = now
-        awaited = [turn for turn in turns if any(v.wanted and v.pending for v in turn.outputs)]
+        awaited = [turn for turn in turns if any(v.pending and v.wanted for v in turn.outputs)]
         if awaited:
             self._label(wanted_behind(awaited), now)
             self._activate(awaited, now)
@@ -137,7 +137,6 @@ class SessionCore:
                 self._retention.check_want()
                 variable.want = want
                 self._label([variable], now)
-            variable.wanted = True
             self._retention.wanted(variable)
             if variable.producer is not None:
                 self._activate([variable.producer], now)
@@ -287,7 +286,6 @@ class SessionCore:
             stack.append(turn.previous)
             for variable in turn.inputs:
                 if variable.pending:
-                    variable.wanted = True
                     stack.append(variable.producer)
         woken.sort(key=lambda turn: (turn.call.number, turn.index))
         for turn in woken:
@@ -387,7 +385,6 @@ class SessionCore:
         assert not turn.started or (turn.wanted and not turn.missing)
         if turn.state is TurnState.WAITING and turn.wanted:
             assert turn.missing
-            assert all(variable.wanted for variable in turn.inputs if variable.pending)
             assert turn.previous is None or turn.previous.wanted
         assert turn.open == any(variable.pending for variable in turn.outputs)
         assert not (self.closed and turn.open)

@@ -114,6 +114,17 @@ def test_a_program_that_comes_after_the_want_runs_at_once() -> None:
     assert take(core) == ["ready start", "start second"]
 
 
+def test_what_only_a_failed_call_would_have_needed_does_not_run() -> None:
+    core = core_of(llm("bad", ("", "u")), llm("both", ("u z", "out")), llm("other", ("z", "w")))
+    core.want("out", LATENCY, 0.0)
+    core.failed(turns(core)["bad", 0], Cause("bad", FailedStage.GENERATE, "it broke"), 1.0)
+    take(core)
+    core.submit([llm("late", ("", "z"))], 2.0)
+    assert take(core) == []
+    core.want("w", LATENCY, 3.0)
+    assert take(core) == ["start late"]
+
+
 def test_native_calls_are_run_by_the_client_and_what_follows_goes_on() -> None:
     core = core_of(llm("a", ("", "u")), native("f", "u", "p q"), llm("b", ("p", "out")))
     core.want("out", LATENCY, 0.0)

@@ -36,6 +36,7 @@ class Model:
     """What should be: states are worked out by going over everything until nothing changes.
 
     variables, turns: name or id -> state. causes: ids of requests, one of which is the root.
+    active: turns that have been wanted; they run even if nobody waits for them any more.
     """
 
     calls: list[NewCall] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Model:
     turns: dict[TurnId, str] = field(default_factory=dict)
     causes: dict[str, set[str]] = field(default_factory=dict)
     wanted: set[str] = field(default_factory=set)
+    active: set[TurnId] = field(default_factory=set)
 
     def add(self, calls: list[NewCall]) -> None:
         self.calls += calls
@@ -59,7 +61,8 @@ class Model:
         new = [v for call in calls for t in plain_turns(call) for v in t.outputs]
         set_already = any(self.variables.get(v, "pending") != "pending" for v in new)
         twice = len(set(made)) < len(made)
-        return set_already or twice or NaiveGraph([*self.calls, *calls]).cyclic()
+        over = {turn for turn, state in self.turns.items() if state not in ("waiting", "started")}
+        return set_already or twice or NaiveGraph([*self.calls, *calls], over).cyclic()
 
     def end(self, turn: PlainTurn, state: str, causes: set[str]) -> None:
         self.turns[turn.id] = state
@@ -72,10 +75,8 @@ class Model:
         graph = NaiveGraph(self.calls)
         while self._pass_on(graph):
             pass
-        needed = set(self.wanted)
-        for name in self.wanted:
-            for turn in graph.ancestors(name):
-                needed.update(turn.outputs if turn.native else (turn.outputs[0],))
+        while self._wake(graph):
+            pass
         for turn in graph.turns.values():
             before = [self.turns[b.id] for b, same in graph.before(turn) if same]
             there = all(self.variables[v] == "ready" for v in turn.inputs)
@@ -83,9 +84,20 @@ class Model:
                 self.turns[turn.id] == "waiting"
                 and there
                 and before in ([], ["finished"])
-                and needed.intersection(turn.outputs)
+                and turn.id in self.active
             ):
                 self.turns[turn.id] = "started"
+
+    def _wake(self, graph: NaiveGraph) -> bool:
+        asked = {name for name in self.wanted if self.variables[name] == "pending"}
+        still = [t for t in graph.turns.values() if self.turns[t.id] in ("waiting", "started")]
+        for turn in still:
+            if turn.id in self.active:
+                asked.update(turn.inputs)
+                asked.update(b.outputs[0] for b, same in graph.before(turn) if same)
+        new = {turn.id for turn in still if asked.intersection(turn.outputs)} - self.active
+        self.active |= new
+        return bool(new)
 
     def _pass_on(self, graph: NaiveGraph) -> bool:
         changed = False

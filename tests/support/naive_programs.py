@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -71,15 +71,18 @@ def plain_turns(call: NewCall) -> list[PlainTurn]:
 class NaiveGraph:
     """All edges of a program, found anew at every question."""
 
-    def __init__(self, calls: Iterable[NewCall]) -> None:
-        self.turns = {turn.id: turn for call in calls for turn in plain_turns(call)}
+    def __init__(self, calls: Iterable[NewCall], without: Container[TurnId] = ()) -> None:
+        found = [turn for call in calls for turn in plain_turns(call)]
+        self.turns = {turn.id: turn for turn in found if turn.id not in without}
         self.producer = {v: t for t in self.turns.values() for v in t.outputs}
+        self._depths: dict[PlainTurn, int] = {}  # there may be very many ways
 
     def before(self, turn: PlainTurn) -> list[tuple[PlainTurn, bool]]:
         """What a turn waits for; True for the turn before it in its call."""
         found = [(self.producer[v], False) for v in turn.inputs if v in self.producer]
         call, index = turn.id
-        return found + ([(self.turns[call, index - 1], True)] if index else [])
+        previous = self.turns.get((call, index - 1))
+        return found if previous is None else [*found, (previous, True)]
 
     def after(self, turn: PlainTurn) -> list[tuple[PlainTurn, bool]]:
         return [(t, same) for t in self.turns.values() for b, same in self.before(t) if b is turn]
@@ -110,8 +113,10 @@ class NaiveGraph:
 
     def depth(self, turn: PlainTurn) -> int:
         """Turns of the model on the longest way here."""
-        ways = [self.depth(before) + (not before.native) for before, _ in self.before(turn)]
-        return max(ways, default=0)
+        if turn not in self._depths:
+            ways = [self.depth(before) + (not before.native) for before, _ in self.before(turn)]
+            self._depths[turn] = max(ways, default=0)
+        return self._depths[turn]
 
 
 @dataclass
