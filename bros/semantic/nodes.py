@@ -170,7 +170,7 @@ class Turn:
     depth: int = 0
     label: Label = Label()
     stages: dict[Variable, int] = field(default_factory=dict)
-    groups: list[TaskGroup] = field(default_factory=list)
+    groups: dict[TaskGroup, None] = field(default_factory=dict)
     known: int = 0
     prefilled: int = 0
     ready_s: float | None = None

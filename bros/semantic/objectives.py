@@ -41,10 +41,12 @@ SLOWEST, FASTEST = 2.0, 0.5
 
 
 class Deduced(NamedTuple):
-    """changed: turns with a new label. watched: groups whose deadline is to be kept an eye on."""
+    """changed: turns with a new label. watched: groups whose deadline is to be kept an eye on.
+    steps: what it has cost, in turns and inputs of them that were looked at."""
 
     changed: list[Turn]
     watched: list[TaskGroup]
+    steps: int = 1
 
 
 def deduce(sink: Variable, estimate: Estimate) -> Deduced:
@@ -65,7 +67,7 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
     by_stage: dict[int, list[Turn]] = {}
     for turn, stage in stages.items():
         by_stage.setdefault(stage, []).append(turn)
-    deduced = Deduced([], [])
+    deduced = Deduced([], [], sum(1 + len(turn.inputs) for turn in order))
     if want.label is not None:
         latest = _latest_finish(order, want.label.deadline_s, estimate)
         for stage, members in by_stage.items():
@@ -76,6 +78,18 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
             _label_batch(sink, stage, members, latest, deduced)
     deduced.changed[:] = dict.fromkeys(deduced.changed)
     return deduced
+
+
+def label_producer(sink: Variable) -> Sequence[Turn]:
+    """Labels only what makes the variable, which costs next to nothing: what `deduce` would give
+    it. Returns it if its label has changed."""
+    want, turn = sink.want, sink.producer
+    if want is None or want.label is None or turn is None or turn.native or not turn.open:
+        return ()
+    turn.stages[sink] = 0
+    deduced = Deduced([], [])
+    _raise(turn, want.label, deduced)
+    return deduced.changed
 
 
 def wanted_behind(turns: Sequence[Turn]) -> list[Variable]:
@@ -102,8 +116,7 @@ def drop_groups(sink: Variable) -> None:
     for group in sink.groups:
         group.active = False
         for turn in group.members:
-            if group in turn.groups:
-                turn.groups.remove(group)
+            turn.groups.pop(group, None)
     sink.groups.clear()
 
 
@@ -157,7 +170,7 @@ def _label_stage(
         if deadline_s is not None:
             deduced.watched.append(group)
         for turn in members:
-            turn.groups.append(group)
+            turn.groups[group] = None
             _raise(turn, Label(level=Level.GROUP, deadline_s=deadline_s), deduced)
         return
     base = RT_BETWEEN if stage else sink.want.label

@@ -17,15 +17,16 @@ class SessionLimits:
 
     max_calls: that are not over; kept_calls: that are, of which the oldest are forgotten.
     max_variables, max_value_chars: in total. Beyond them the oldest values go that no call
-    remembered here has made or reads. max_labels: calls behind each value that is waited for,
-    summed over those values; it bounds what a program costs of which every value is asked for.
+    remembered here has made or reads. max_labels, label_steps: see Labeller; they bound what a
+    program costs of which every value is asked for.
     """
 
     max_calls: int = 10_000
     kept_calls: int = 2_000
     max_variables: int = 50_000
     max_value_chars: int = 64_000_000
-    max_labels: int = 500_000
+    max_labels: int = 100_000
+    label_steps: int = 2_000
 
 
 class Retention:
@@ -40,7 +41,6 @@ class Retention:
         self._graph = graph
         self._limits = limits
         self.open_calls = 0
-        self.labels = 0
         self._chars = 0
         self._over: deque[Call] = deque()
         self._loose: dict[Variable, None] = {}
@@ -65,9 +65,9 @@ class Retention:
         chars = sum(len(text) for call in new for text in call.values.values())
         self._check(len(named) - len(known), chars, [v for v in known if v in self._loose])
 
-    def check_variable(self) -> None:
-        """Raises SessionLimitError if there is no room for one more."""
-        self._check(1, 0)
+    def check_variable(self, chars: int) -> None:
+        """Raises SessionLimitError if there is no room for one more with a value that long."""
+        self._check(1, chars)
 
     def check_value(self, text: str) -> None:
         """Raises SessionLimitError if there is no room for this value."""
@@ -95,11 +95,6 @@ class Retention:
                 for variable in (*turn.inputs, *turn.outputs):
                     self._keep(variable)
         self.make_room()
-
-    def check_want(self) -> None:
-        """Raises SessionLimitError if nothing more may be waited for."""
-        if self.labels >= self._limits.max_labels:
-            raise SessionLimitError("The session waits for too many values at once.")
 
     def wanted(self, variable: Variable) -> None:
         """Somebody waits for it."""
@@ -152,7 +147,6 @@ class Retention:
         assert len(self._over) <= self._limits.kept_calls
         assert self._chars == sum(map(_chars, variables)) <= self._limits.max_value_chars
         assert len(variables) <= self._limits.max_variables
-        assert self.labels == sum(variable.region for variable in variables)
         assert self._loose_chars == sum(map(_chars, self._loose))
         assert all(_unconnected(v) and self._graph.variables[v.id] is v for v in self._loose)
 

@@ -317,7 +317,7 @@ class _Watcher:
 
     def terms(self) -> Terms:
         if self._turn.groups:
-            self._record.group = self._turn.groups[0].id
+            self._record.group = next(iter(self._turn.groups)).id
         terms = self._runner.terms(self._session, self._turn)
         self._asked = terms.service_class
         return terms

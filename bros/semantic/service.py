@@ -167,10 +167,6 @@ class SessionService:
             for submission in found:
                 for variable_id, criteria in submission.wanted.items():
                     session.core.want(variable_id, criteria, now)
-        except SessionLimitError:
-            for submission in found:
-                session.core.cancel(submission.call.id, now)
-            raise
         finally:
             session.forget_records()
             self._runner.carry_out(session)
@@ -187,9 +183,13 @@ class SessionService:
         value: str | None = None,
         variable_id: str | None = None,
     ) -> VariableView:
-        """A new variable, with its value if it has one. ConflictError (already_exists)."""
+        """A new variable, with its value if it has one.
+
+        Raises ConflictError (already_exists) and SessionLimitError; then there is none.
+        """
         session = self._touched(tenant, session_id)
-        variable = session.core.declare(variable_id or self._ids.new("var"), name)
+        variable_id = variable_id or self._ids.new("var")
+        variable = session.core.declare(variable_id, name, len(value or ""))
         if value is not None:
             session.core.set(variable.id, value, self._clock.now())
         self._runner.carry_out(session)
@@ -258,7 +258,10 @@ class SessionService:
         return self._waiting.pieces(session, self._want(session, variable_id, criteria))
 
     def cancel(self, tenant: str, session_id: str, request_id: str) -> None:
-        """Stop a call; what needs its outputs fails. Nothing happens to one that is over."""
+        """Stop a call; what needs its outputs fails. Nothing happens to one that is over.
+
+        Raises InvalidRequestError for one that a plain client makes itself, see `join`.
+        """
         session = self._touched(tenant, session_id)
         session.core.cancel(request_id, self._clock.now())
         self._runner.carry_out(session)

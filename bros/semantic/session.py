@@ -19,8 +19,8 @@ from bros.semantic.errors import (
     SessionLimitError,
 )
 from bros.semantic.graph import Graph, already_set
+from bros.semantic.labelling import Labeller
 from bros.semantic.labels import Level, Want
-from bros.semantic.laxity import Watch
 from bros.semantic.nodes import (
     Call,
     CallKind,
@@ -33,9 +33,6 @@ from bros.semantic.nodes import (
 from bros.semantic.objectives import (
     RT_BETWEEN,
     Estimate,
-    at_risk_s,
-    deduce,
-    drop_groups,
     stragglers,
     wanted_behind,
 )
@@ -58,9 +55,8 @@ class SessionCore:
         self.id = session_id
         self.graph = Graph()
         self.closed = False
-        self._estimate = estimate
         self._retention = Retention(self.graph, limits)
-        self._watch = Watch()
+        self._labeller = Labeller(estimate, limits.label_steps, limits.max_labels)
         self._actions: list[Action] = []
 
     # What clients do
@@ -90,13 +86,14 @@ class SessionCore:
             self._activate(awaited, now)
         return added
 
-    def declare(self, variable_id: str, name: str = "") -> Variable:
+    def declare(self, variable_id: str, name: str = "", chars: int = 0) -> Variable:
         """A variable that is to be set, or that calls to come will set.
 
-        Raises ConflictError (already_exists) and SessionLimitError.
+        chars: of the value that it is about to get. Raises ConflictError (already_exists), and
+        SessionLimitError if there is no room for it or its value.
         """
         self._check_alive()
-        self._retention.check_variable()
+        self._retention.check_variable(chars)
         variable = self.graph.declare(variable_id, name)
         self._retention.make_room()
         return variable
@@ -126,7 +123,7 @@ class SessionCore:
     def want(self, variable_id: str, criteria: Criteria, now: float) -> Variable:
         """Somebody asks for a value: all that it needs may run, and as soon as it has to.
 
-        Asked again, the stricter of everything that was asked holds. Raises SessionLimitError.
+        Asked again, the stricter of everything that was asked holds.
         """
         self._check_alive()
         variable = self.variable(variable_id)
@@ -134,7 +131,6 @@ class SessionCore:
             deadline_s = None if criteria.deadline_s is None else now + criteria.deadline_s
             want = (variable.want or Want()).joined(criteria, deadline_s)
             if want != variable.want:
-                self._retention.check_want()
                 variable.want = want
                 self._label([variable], now)
             self._retention.wanted(variable)
@@ -143,8 +139,16 @@ class SessionCore:
         return variable
 
     def cancel(self, call_id: str, now: float) -> Call:
-        """Ends what is not over of a call, and all that needs it."""
+        """Ends what is not over of a call, and all that needs it.
+
+        Raises InvalidRequestError for a PLAIN one: only whoever makes it can end it.
+        """
         call = self.call(call_id)
+        if call.kind is CallKind.PLAIN and call.open:
+            raise InvalidRequestError(
+                f"The request {call_id} is not run by the session, which only watches it: it ends "
+                "when the client that makes it closes its connection."
+            )
         cause = Cause(call_id, FailedStage.CANCELLED, "A client asked for that.", name=call.name)
         self._end(call.turns, cause, now)
         return call
@@ -216,11 +220,12 @@ class SessionCore:
 
     def due(self) -> float | None:
         """When `tick` has something to do; None if nothing will ever be late."""
-        return self._watch.next_s()
+        return self._labeller.due()
 
     def tick(self, now: float) -> None:
-        """Makes those real-time whose deadline would be missed otherwise."""
-        for group in self._watch.take(now):
+        """Goes on with labels; makes those real-time whose deadline would be missed otherwise."""
+        self._tell_promoted(self._labeller.run(now))
+        for group in self._labeller.at_risk(now):
             self._promote(group.members)
 
     # What there is
@@ -253,13 +258,7 @@ class SessionCore:
     # How it goes on
 
     def _label(self, sinks: Iterable[Variable], now: float) -> None:
-        for sink in sinks:
-            self._retention.labels -= sink.region
-            changed, watched = deduce(sink, self._estimate)
-            self._retention.labels += sink.region
-            for group in watched:
-                self._watch.add(group, at_risk_s(group, self._estimate))
-            self._tell_promoted(changed)
+        self._tell_promoted(self._labeller.add(sinks))
         self.tick(now)
 
     def _promote(self, turns: Iterable[Turn]) -> None:
@@ -325,9 +324,7 @@ class SessionCore:
         self._settled(variable)
 
     def _settled(self, variable: Variable) -> None:
-        drop_groups(variable)
-        self._retention.labels -= variable.region
-        variable.region = 0
+        self._labeller.settled(variable)
         self._actions.append(Settled(variable))
 
     def _finish(self, turn: Turn, now: float) -> None:
@@ -371,6 +368,8 @@ class SessionCore:
         """Asserts what always holds between events."""
         self.graph.check_integrity()
         self._retention.check_integrity()
+        regions = sum(variable.region for variable in self.graph.variables.values())
+        assert self._labeller.labels == regions
         for call in self.graph.calls.values():
             for turn in call.turns:
                 self._check_turn(turn)

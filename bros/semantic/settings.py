@@ -15,7 +15,8 @@ class SessionSettings:
     max_sessions: of the service. max_calls: of a session that are not over; kept_calls: that are,
     and are remembered. max_variables and max_chars: of a session, the latter of all values, and of
     all templates.
-    max_labels: of a session, see SessionLimits; that many take a second or two of the processor.
+    max_labels: of a session, see SessionLimits; that many take a second or two of the processor,
+    in slices.
     max_waiting: gets and streams that wait, of the service. max_wait_s: after which a get without
     a timeout of its own gives up.
     criteria: of sessions that do not say. max_tokens: of outputs without a limit of their own; a

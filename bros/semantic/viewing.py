@@ -93,7 +93,7 @@ def class_name(session: LiveSession, call: Call) -> str:
 def _view_turn(session: LiveSession, turn: Turn, call_record: CallRecord) -> TurnView:
     record = call_record.turns.get(turn.index, TurnRecord())
     labelled = turn.wanted and turn.call.kind is CallKind.LLM
-    group = turn.groups[0].id if turn.groups else record.group
+    group = next(iter(turn.groups)).id if turn.groups else record.group
     return TurnView(
         state=turn.state,
         inputs=tuple(variable.id for variable in turn.inputs),

@@ -11,6 +11,7 @@ from bros.semantic.labels import Label, Level
 from bros.semantic.nodes import NewCall, Turn
 from bros.semantic.objectives import Terms, terms
 from bros.semantic.program import Criteria, Perf
+from bros.semantic.retention import SessionLimits
 from bros.semantic.session import SessionCore
 from support.naive_programs import (
     NaiveObjectives,
@@ -278,7 +279,8 @@ def test_incremental_is_from_scratch_in_any_order(
 ) -> None:
     """Calls come in batches in any order, between wants; labels are joined with earlier ones."""
     estimates = {call.id: float(1 + i % 4) for i, call in enumerate(calls)}
-    core = SessionCore("s", estimate=lambda turn: estimates[turn.call.id])
+    limits = SessionLimits(label_steps=10**9)
+    core = SessionCore("s", estimate=lambda turn: estimates[turn.call.id], limits=limits)
     naive = NaiveObjectives(estimates)
     for name in variables(calls):
         core.declare(name)

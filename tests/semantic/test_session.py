@@ -14,6 +14,7 @@ from bros.semantic.errors import (
     SessionLimitError,
     UpstreamError,
 )
+from bros.semantic.labels import Level
 from bros.semantic.nodes import CallKind, NewCall, OutputPiece, TurnState, VariableState
 from bros.semantic.program import Criteria, Perf
 from bros.semantic.retention import SessionLimits
@@ -426,19 +427,68 @@ def test_inputs_that_nobody_set_go_with_their_calls_unless_somebody_waits_for_th
     assert list(core.graph.variables) == ["v", "waited", "w4"]
 
 
-def test_asking_for_every_value_of_a_long_chain_is_bounded() -> None:
+def test_asking_for_every_value_of_a_long_chain_is_done_in_slices() -> None:
+    """What makes a wanted value is labelled at once, what is behind it as time goes by; in the
+    end it is all the same."""
+    chain = [llm(f"c{i}", (f"v{i}", f"v{i + 1}")) for i in range(100)]
+    criteria = Criteria(deadline_s=500.0)
+    core = core_of(*chain, limits=SessionLimits(label_steps=500))
+    atonce = core_of(*chain, limits=SessionLimits(label_steps=10**9))
+    for i in range(100, 0, -1):
+        core.want(f"v{i}", criteria, 0.0)
+        atonce.want(f"v{i}", criteria, 0.0)
+    core.check_integrity()
+    assert sum(len(turn.stages) for turn in turns(core).values()) <= 500 + 2 * 100
+    assert {turn.label.level for turn in turns(core).values()} == {Level.RT}
+    slices = 0
+    while (due_s := core.due()) is not None and due_s < 100.0:
+        core.tick(due_s)
+        slices += 1
+    core.check_integrity()
+    assert slices >= 15
+    for key, turn in turns(core).items():
+        expected = turns(atonce)[key]
+        assert (turn.label, turn.stage) == (expected.label, expected.stage)
+        assert len(turn.stages) == len(expected.stages)
+
+
+def test_labels_beyond_the_limit_wait_until_others_are_not_needed_any_more() -> None:
     chain = [llm(f"c{i}", (f"v{i}", f"v{i + 1}")) for i in range(20)]
-    core = core_of(*chain, limits=SessionLimits(max_labels=50))
-    for i in range(1, 11):
-        core.want(f"v{i}", LATENCY, 0.0)
-    with pytest.raises(SessionLimitError, match="waits"):
-        core.want("v11", LATENCY, 0.0)
-    core.want("v10", LATENCY, 0.0)
+    core = core_of(*chain, limits=SessionLimits(max_labels=30))
+    core.want("v20", LATENCY, 0.0)
+    core.want("v19", LATENCY, 0.0)
+    core.want("v1", LATENCY, 0.0)
+    assert core.due() is None
+    assert len(turns(core)["c0", 0].stages) == 3, "c0 makes v1"
+    assert len(turns(core)["c1", 0].stages) == 2
+    core.want("v3", LATENCY, 0.0)
+    assert len(turns(core)["c1", 0].stages) == 2
+    core.cancel("c18", 0.0)
+    due_s = core.due()
+    assert due_s is not None
+    core.tick(due_s)
+    assert len(turns(core)["c1", 0].stages) == 3
+    assert core.due() is None
     core.check_integrity()
-    core.cancel("c9", 0.0)
-    core.cancel("c8", 0.0)
-    core.want("v8", Criteria(perf=Perf.TTFT), 0.0)
-    core.check_integrity()
+
+
+def test_a_value_without_room_leaves_no_variable() -> None:
+    core = core_of(limits=SessionLimits(max_value_chars=10))
+    with pytest.raises(SessionLimitError):
+        core.declare("v", chars=11)
+    assert not core.graph.variables
+    core.declare("v", chars=10)
+
+
+def test_what_a_client_makes_itself_is_not_cancelled_here() -> None:
+    plain = NewCall(id="p", kind=CallKind.PLAIN, pieces=(OutputPiece("o", "v"),))
+    core = core_of(plain)
+    with pytest.raises(InvalidRequestError, match="closes its connection"):
+        core.cancel("p", 0.0)
+    assert turns(core)["p", 0].open
+    finish(core, "p")
+    core.cancel("p", 1.0)
+    assert core.variable("v").state is READY
 
 
 def test_a_thousand_maps_and_a_chain_of_ten_thousand() -> None:
