@@ -25,7 +25,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from bros.kvcache.stacks import Side
 
@@ -91,15 +90,11 @@ class Node:
     holders: set[int] = field(default_factory=set)
 
 
-class Tier(NamedTuple):
-    """Idle nodes that are evicted before those of the next tier. Nodes are in the same one as those
-    before them, or in an earlier one: so whatever tier comes first has leaves."""
+_REAL_TIME, _KEPT = 1, 2
+"""Idle nodes of a tier, which is a sum of these, are evicted before those of the next one. Of each
+of the two a node has no more than the one before it: so whatever tier comes first has leaves."""
 
-    kept: bool
-    real_time: bool
-
-
-_TIERS = tuple(Tier(kept, real_time) for kept in (False, True) for real_time in (False, True))
+_NUM_TIERS = 4
 
 
 class PrefixCache:
@@ -120,8 +115,8 @@ class PrefixCache:
         self._protected = protected
         self._cost = cost
         self._nodes: dict[bytes, Node] = {}
-        self._idle = dict.fromkeys(_TIERS, 0)
-        self._evictable: dict[Tier, list[tuple[float, int, Node]]] = {tier: [] for tier in _TIERS}
+        self._idle = [0] * _NUM_TIERS
+        self._evictable: list[list[tuple[float, int, Node]]] = [[] for _ in range(_NUM_TIERS)]
         self._turn = 0
         self._clock = 0.0
         self._uses = 0
@@ -130,10 +125,7 @@ class PrefixCache:
         self._filling: dict[bytes, int] = {}
         self._fills: dict[int, list[bytes]] = {}  # last one first
         self.num_held = 0  # shared, and somebody has them
-
-    @property
-    def num_idle(self) -> int:
-        return sum(self._idle.values())
+        self.num_idle = 0  # nobody has them
 
     @property
     def num_kept(self) -> int:
@@ -181,7 +173,7 @@ class PrefixCache:
         """One more request has a shared or idle node; its parent first."""
         assert node.shared, "a private one has to be shared first"
         if not node.holders:
-            self._idle[self._tier(node)] -= 1
+            self._count_idle(node, -1)
             self.num_held += 1
         node.holders.add(holder)
 
@@ -191,7 +183,7 @@ class PrefixCache:
         if not node.holders:
             self.num_held -= node.shared
             node.shared = True
-            self._idle[self._tier(node)] += 1
+            self._count_idle(node, 1)
             node.priority = self._priority(node)
             self._offer(node)
 
@@ -218,15 +210,14 @@ class PrefixCache:
         """
         spares = self._by_class and not real_time and not anything
         spared = spares and self._num_real_time <= self._protected
-        tiers = (tier for tier in _TIERS if self._idle[tier] and not (spared and tier.real_time))
-        tier = next(tiers, None)
-        if tier is None:
-            return None
-        node = self._first_evictable(tier)
-        self._clock = max(self._clock, node.priority)
-        self._idle[tier] -= 1
-        self._forget(node)
-        return node
+        for tier, count in enumerate(self._idle):
+            if count and not (spared and tier & _REAL_TIME):
+                node = self._first_evictable(tier)
+                self._clock = max(self._clock, node.priority)
+                self._count_idle(node, -1)
+                self._forget(node)
+                return node
+        return None
 
     def hit(self, nodes: Iterable[Node], real_time: bool) -> None:
         """A request of a class has found them, and has them now."""
@@ -288,7 +279,7 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts agree with the nodes, and these form a tree."""
         children: Counter[Node] = Counter()
-        idle = dict.fromkeys(_TIERS, 0)
+        idle = [0] * _NUM_TIERS
         for key, node in self._nodes.items():
             assert node.key == key and node.alive
             if node.parent:
@@ -303,10 +294,10 @@ class PrefixCache:
             assert node.shared or len(node.holders) == 1
         for node in self._nodes.values():
             assert children[node] == node.children
-        assert idle == self._idle
+        assert idle == self._idle and sum(idle) == self.num_idle
         held = sum(node.shared and bool(node.holders) for node in self._nodes.values())
         assert held == self.num_held
-        for tier, heap in self._evictable.items():
+        for tier, heap in enumerate(self._evictable):
             valid = {node.key for _, turn, node in heap if node.turn == turn}
             leaves = {
                 node.key
@@ -324,20 +315,25 @@ class PrefixCache:
         """Whether it counts as real-time; nothing does under "lru"."""
         return node.real_time and self._by_class
 
-    def _tier(self, node: Node) -> Tier:
+    def _tier(self, node: Node) -> int:
         """What it is evicted with."""
-        return Tier(node.key in self._kept, self._group(node))
+        real_time = _REAL_TIME if node.real_time and self._by_class else 0
+        return real_time + _KEPT if node.key in self._kept else real_time
+
+    def _count_idle(self, node: Node, change: int) -> None:
+        self._idle[self._tier(node)] += change
+        self.num_idle += change
 
     @property
     def _num_real_time(self) -> int:
-        return sum(count for tier, count in self._idle.items() if tier.real_time)
+        return self._idle[_REAL_TIME] + self._idle[_REAL_TIME + _KEPT]
 
     def _move(self, key: bytes, kept: bool) -> None:
         """To the tier of what is kept, or back."""
         node = self._nodes.get(key)
         is_idle = node is not None and not node.holders
         if node is not None and is_idle:
-            self._idle[self._tier(node)] -= 1
+            self._count_idle(node, -1)
         if kept:
             self._kept.add(key)
         else:
@@ -345,7 +341,7 @@ class PrefixCache:
         if node is not None:
             node.turn = -1  # what entry it has is in the wrong heap
         if node is not None and is_idle:
-            self._idle[self._tier(node)] += 1
+            self._count_idle(node, 1)
             self._offer(node)
 
     def _offer(self, node: Node) -> None:
@@ -373,7 +369,7 @@ class PrefixCache:
         asked = 1 + node.hits + self._expected.get(node.key, 0)
         return self._clock + asked * self._cost(node.depth)
 
-    def _first_evictable(self, tier: Tier) -> Node:
+    def _first_evictable(self, tier: int) -> Node:
         heap = self._evictable[tier]
         while True:
             priority, turn, node = heapq.heappop(heap)

@@ -391,7 +391,7 @@ def test_what_is_known_of_evictable_blocks_does_not_grow_with_time() -> None:
             prompts.kv.free("x")
         prompts.start("y", [1000 + cycle] * 32)
         prompts.kv.free("y")
-    heaps = prompts.kv._cache._evictable.values()
+    heaps = prompts.kv._cache._evictable
     assert sum(map(len, heaps)) < 200
 
 
