@@ -230,10 +230,10 @@ class SessionWork:
             wait_s = _POLL_S if end_s is None else min(_POLL_S, max(end_s - now(), 0.001))
             try:
                 value = await backend.get(session_id, variable_id, criteria, wait_s)
-            except GetTimeoutError:
+            except GetTimeoutError as error:
                 if end_s is not None and now() >= end_s:
                     message = f"{variable.name!r} was not there within {timeout_s:g} s."
-                    raise GetTimeoutError(message) from None
+                    raise GetTimeoutError(message) from error  # which says what is missing
             else:
                 variable.arrive(value)
                 return value

@@ -10,9 +10,11 @@ from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError
 from bros.semantic.errors import GetTimeoutError, SessionLimitError, UpstreamError
 from bros.semantic.live import LiveSession, Readers
-from bros.semantic.nodes import CallKind, OutputPiece, Variable
+from bros.semantic.nodes import CallKind, OutputPiece, Variable, open_ancestors
 from bros.semantic.registry import gone
 from bros.semantic.settings import SessionSettings
+
+_MAX_SHOWN = 5
 
 
 class WaitingRoom:
@@ -44,7 +46,7 @@ class WaitingRoom:
                         news.clear()
             except TimeoutError:
                 message = f"The variable {variable.id!r} had no value within {timeout_s:g} s."
-                raise GetTimeoutError(message) from None
+                raise GetTimeoutError(message + _unset(variable)) from None
         check_settled(session, variable)
 
     async def pieces(self, session: LiveSession, variable: Variable) -> AsyncGenerator[str, None]:
@@ -63,7 +65,7 @@ class WaitingRoom:
                         await news.wait()
                 except TimeoutError:
                     message = f"The variable {variable.id!r} had no value in time."
-                    raise GetTimeoutError(message) from None
+                    raise GetTimeoutError(message + _unset(variable)) from None
                 news.clear()
             check_settled(session, variable)
         assert variable.text is not None
@@ -99,6 +101,16 @@ def check_settled(session: LiveSession, variable: Variable) -> None:
         raise gone(session.id, session.gone)
     assert variable.cause is not None, "it is not pending"
     raise UpstreamError(variable.cause)
+
+
+def _unset(variable: Variable) -> str:
+    """What a value waits for that no call makes: somebody may have forgotten to set it."""
+    needed = [variable, *(v for turn in open_ancestors(variable) for v in turn.inputs)]
+    unset = dict.fromkeys(v.id for v in needed if v.pending and v.producer is None)
+    if not unset:
+        return ""
+    shown = ", ".join(list(unset)[:_MAX_SHOWN]) + (", ..." if len(unset) > _MAX_SHOWN else "")
+    return f" Nobody has set {shown} so far."
 
 
 def _text_so_far(session: LiveSession, variable: Variable) -> str:

@@ -36,6 +36,22 @@ async def test_a_get_that_gives_up_changes_nothing() -> None:
 
 
 @virtually
+async def test_whoever_gives_up_is_told_what_nobody_has_set() -> None:
+    desk = Desk()
+    desk.submit(
+        call("{{here}} and {{x}} make {{output:a}}"), call("{{a}}{{y}}{{x}} so {{output:b}}")
+    )
+    desk.set("here", "1")
+    for name, unset in (("b", "y, x"), ("a", "x"), ("y", "y")):
+        with pytest.raises(GetTimeoutError, match=rf" s\. Nobody has set {unset} so far\.$"):
+            await desk.value(name, timeout_s=1.0)
+    desk.set("x", "2")
+    with pytest.raises(GetTimeoutError, match=r" 0 s\.$"):
+        await desk.value("a", timeout_s=0.0)
+    await desk.close()
+
+
+@virtually
 async def test_a_value_that_nobody_makes_times_out() -> None:
     desk = Desk(max_wait_s=70.0)
     variable = desk.service.declare(TENANT, desk.session, "never").id
