@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from bros.semantic.nodes import Turn, TurnState, Variable
+from bros.semantic.nodes import Call, Turn, TurnState, Variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,13 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The variable is READY, FAILED or CANCELLED: who waits for it can be told."""
+    """The variable is READY, FAILED or CANCELLED: who waits for it can be told.
+
+    call: which makes it; the graph may have forgotten that by now.
+    """
 
     variable: Variable
+    call: Call | None = None
 
 
 Action = Start | Promote | Abort | Prefill | Settled

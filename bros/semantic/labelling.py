@@ -40,7 +40,7 @@ class Labeller:
     def add(self, sinks: Iterable[Variable]) -> list[Turn]:
         """More is asked of these, or they need more. Returns turns with a new label: only those
         that make them; see `run` for what is behind."""
-        changed = []
+        changed: list[Turn] = []
         for sink in sinks:
             self._waiting[sink] = None
             changed += label_producer(sink)

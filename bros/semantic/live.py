@@ -99,7 +99,8 @@ class LiveSession:
     touched_s: when somebody last had to do with it. text_chars: of all templates that are
     remembered. num_plain: requests of plain clients that are under way; last_plain: by name of
     their calls, the engine's requests that keep KV for the next one.
-    gone: why it is no longer there.
+    starting: held by a turn that begins, so that of a thousand that start together one after the
+    other makes its prompt. gone: why it is no longer there.
     """
 
     id: str
@@ -121,6 +122,7 @@ class LiveSession:
     settled: Readers = field(default_factory=Readers)
     streamed: Readers = field(default_factory=Readers)
     timer: asyncio.TimerHandle | None = None
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     text_chars: int = 0
     num_plain: int = 0
     last_plain: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -139,8 +141,13 @@ class LiveSession:
         return self.records.setdefault(call_id, CallRecord())
 
     def forget_records(self) -> None:
-        """Those of calls that the graph has forgotten, once there are many."""
+        """Those of calls that the graph has forgotten and the engine is done with, once there
+        are many."""
         known = self.core.graph.calls
         if len(self.records) > 2 * len(known) + _FORGET_FROM:
-            self.records = {key: r for key, r in self.records.items() if key in known}
+            self.records = {
+                key: record
+                for key, record in self.records.items()
+                if key in known or record.prompt is not None or record.kept
+            }
             self.text_chars = sum(record.text_chars for record in self.records.values())

@@ -176,12 +176,12 @@ class Runner:
             case Prefill(turn):
                 fill = self._prefiller.begin(session, turn)
                 fill.add_done_callback(lambda _: self._tidy(session, turn.call))
-            case Settled(variable):
+            case Settled(variable, call):
                 session.settled.tell(variable)
                 session.streamed.tell(variable)
-                if variable.producer is not None:
-                    self._count(session, variable.producer.call)
-                    self._tidy(session, variable.producer.call)
+                if call is not None:
+                    self._count(session, call)
+                    self._tidy(session, call)
 
     def _count(self, session: LiveSession, call: Call) -> None:
         record = session.record(call.id)
@@ -225,6 +225,8 @@ class Runner:
             record.prefixes, record.prompt = record.prompt.prefixes, None
 
     async def _generate(self, session: LiveSession, turn: Turn) -> Generated:
+        async with session.starting:
+            await asyncio.sleep(0)  # others have their turn on the loop in between
         await self._prefiller.end(session, turn)
         prompt = await self._prompter.grow(session, turn)
         call, sampling = turn.call, _output_piece(turn).sampling

@@ -325,7 +325,8 @@ class SessionCore:
 
     def _settled(self, variable: Variable) -> None:
         self._labeller.settled(variable)
-        self._actions.append(Settled(variable))
+        producer = variable.producer
+        self._actions.append(Settled(variable, None if producer is None else producer.call))
 
     def _finish(self, turn: Turn, now: float) -> None:
         """All outputs of the turn are there."""

@@ -381,6 +381,43 @@ async def test_a_value_without_room_is_not_declared() -> None:
 
 
 @virtually
+async def test_turns_that_start_together_do_so_one_after_the_other() -> None:
+    """Each makes its prompt in a round of the event loop of its own."""
+    desk = Desk()
+    names = [f"v{i}" for i in range(50)]
+    desk.submit(*(call(f"{n} {{{{output:{n}}}}}", criteria={n: Criteria()}) for n in names))
+    most = before = 0
+    while before < len(names):
+        await asyncio.sleep(0)
+        most = max(most, len(desk.engine.submitted) - before)
+        before = len(desk.engine.submitted)
+    await desk.service.delete(TENANT, desk.session)
+    assert most == 1
+
+
+@virtually
+async def test_calls_that_are_forgotten_at_once_are_counted() -> None:
+    desk = Desk(kept_calls=2)
+    calls = desk.submit(*(call(f"{i} {{{{input:x}}}} {{{{output:v{i}}}}}") for i in range(9)))
+    for request in calls:
+        desk.service.cancel(TENANT, desk.session, request)
+    desk.submit(call("one {{output:w}}"))
+    await desk.value("w")
+    await desk.service.delete(TENANT, desk.session)
+    ended = desk.service.figures().calls
+    assert sum(count for (state, _), count in ended.items() if state == "cancelled") == 9
+    assert sum(ended.values()) == 10
+
+
+@virtually
+async def test_a_session_that_ends_with_more_than_it_remembers_counts_all_of_it() -> None:
+    desk = Desk(kept_calls=2)
+    desk.submit(*(call(f"{i} {{{{input:x}}}} {{{{output:v{i}}}}}") for i in range(9)))
+    await desk.service.delete(TENANT, desk.session)
+    assert sum(desk.service.figures().calls.values()) == 9
+
+
+@virtually
 async def test_what_is_forgotten_makes_room() -> None:
     """Of a long life only the latest calls count, and no more of their templates either."""
     desk = Desk(kept_calls=5, max_chars=5000)
