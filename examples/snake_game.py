@@ -1,4 +1,8 @@
-"""Two calls of which one needs the other: the example of the Parrot paper (figure 7)."""
+"""Two calls of which one needs the other: the example of the Parrot paper (figure 7).
+
+It asks for one value after the other, so the second call is not wanted before the first is done;
+`P.gather(code, test)` would ask for both at once.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,6 @@ def WriteSnakeGame():
 
 
 if __name__ == "__main__":
-    with open_session(arguments(__doc__)):
+    with open_session(arguments(__doc__.splitlines()[0])):
         for text in WriteSnakeGame():
             print(text, end="\n\n" + "-" * 80 + "\n\n")

@@ -21,7 +21,8 @@ class FailedStage(enum.StrEnum):
     """Where a call failed."""
 
     FILL = "fill"  # its prompt: an input, its transform, or too long
-    GENERATE = "generate"  # the engine
+    GENERATE = "generate"  # its answer: the engine refused it, or gave it up
+    ENGINE = "engine"  # the engine died, did not come back, or had no room for too long
     TRANSFORM = "transform"  # of an output
     NATIVE = "native"  # a function of the client
     CANCELLED = "cancelled"

@@ -114,14 +114,14 @@ class TurnGenerator:
             except EngineDeadError as error:
                 deaths += 1
                 if deaths > self._settings.retries or not _gives_the_same(asked.sampling):
-                    raise TurnFailedError(FailedStage.GENERATE, str(error)) from error
+                    raise TurnFailedError(FailedStage.ENGINE, str(error)) from error
                 await self._until_alive(error)
             except (QueueFullError, OverloadedError) as error:
                 now = self._clock.now()
                 refused_s = now if refused_s is None else refused_s
                 wait_s = max(error.retry_after_s, _LEAST_WAIT_S)
                 if now + wait_s - refused_s > self._settings.patience_s:
-                    raise TurnFailedError(FailedStage.GENERATE, str(error)) from error
+                    raise TurnFailedError(FailedStage.ENGINE, str(error)) from error
                 await asyncio.sleep(wait_s)
             except PromptTooLongError as error:
                 raise TurnFailedError(FailedStage.FILL, str(error)) from error
@@ -176,7 +176,7 @@ class TurnGenerator:
         give_up_s = self._clock.now() + self._settings.recovery_s
         while not self._engine.alive:
             if self._clock.now() >= give_up_s:
-                raise TurnFailedError(FailedStage.GENERATE, str(error)) from error
+                raise TurnFailedError(FailedStage.ENGINE, str(error)) from error
             await asyncio.sleep(_LOOK_S)
 
 

@@ -16,7 +16,7 @@ class CauseObject(BaseModel):
     """What failed first."""
 
     request_id: str
-    stage: Literal["fill", "generate", "transform", "native", "cancelled"]
+    stage: Literal["fill", "generate", "engine", "transform", "native", "cancelled"]
     message: str
     variable: str | None
     name: str = Field(description="What the request is called")

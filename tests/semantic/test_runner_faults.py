@@ -41,7 +41,7 @@ async def test_what_would_come_out_differently_fails_with_the_engine() -> None:
     await asyncio.sleep(0.08)
     desk.engine.die()
     desk.engine.revive()
-    assert await desk.cause("a") == (request, "generate", "The engine died.")
+    assert await desk.cause("a") == (request, "engine", "The engine died.")
 
 
 @virtually
@@ -53,7 +53,7 @@ async def test_an_engine_that_dies_too_often_is_given_up() -> None:
         await asyncio.sleep(0.08)
         desk.engine.die()
         desk.engine.revive()
-    assert await soon(desk.cause("a"), 1.0) == (request, "generate", "The engine died.")
+    assert await soon(desk.cause("a"), 1.0) == (request, "engine", "The engine died.")
     assert len(desk.engine.turns()) == 3
 
 
@@ -66,7 +66,7 @@ async def test_an_engine_that_does_not_come_back_is_given_up() -> None:
     desk.engine.die()
     with pytest.raises(TimeoutError):
         await soon(desk.value("a"), 29.0)
-    assert await soon(desk.cause("a"), 2.0) == (request, "generate", "The engine died.")
+    assert await soon(desk.cause("a"), 2.0) == (request, "engine", "The engine died.")
 
 
 @pytest.mark.parametrize("refusal", [QueueFullError(9, 2.5), OverloadedError("Too busy.", 2.5)])
@@ -94,7 +94,7 @@ async def test_an_engine_that_never_has_room_is_given_up() -> None:
     desk.engine.refusals = [QueueFullError(9, 7.0)] * 100
     (request,) = desk.submit(call("Say {{output:a}}"))
     _, stage, message = await soon(desk.cause("a"), 61.0)
-    assert (stage, message) == ("generate", "9 requests are already waiting; retry in 7 s.")
+    assert (stage, message) == ("engine", "9 requests are already waiting; retry in 7 s.")
     assert 100 - len(desk.engine.refusals) == 9
 
 

@@ -179,4 +179,4 @@ async def test_a_stream_ends_with_the_cause() -> None:
             if len(pieces) == 3:
                 desk.engine.die()
     assert pieces == ["a", "b", "c"]
-    assert failed.value.cause.stage == "generate"
+    assert failed.value.cause.stage == "engine"
