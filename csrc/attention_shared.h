@@ -14,7 +14,8 @@
 namespace bros {
 namespace {
 
-constexpr int64_t kSharedSplit = 512;  // context keys of a tile of queries of several rows
+constexpr int64_t kTileLanes = 192;    // lanes of a query tile, if a query has no more
+constexpr int64_t kSharedSplit = 512;  // context keys of a task, if all queries are in one tile
 
 struct SharedPart {
   const int32_t* tokens;    // [num_queries], of the queries of all its readers
@@ -126,11 +127,19 @@ class SharedIndex {
       part.num_queries = token - part.tokens;
       part.segments = s.segments + 3 * static_cast<int64_t>(s.segment_start[i]);
       part.num_context = count_keys(part.segments, s.segment_start[i + 1] - s.segment_start[i]);
-      part.split = part.num_queries * p.group <= kDecodeLanes ? kDecodeSplit : kSharedSplit;
+      part.split = split_of(p, part.num_queries);
       part.num_splits = part.num_queries ? ceil_div(part.num_context, part.split) : 0;
       part.partial = partial_floats;
       partial_floats += p.args.layout.kv_heads * part.num_splits * p.partial_size(part.num_queries);
     }
+  }
+
+  // The more tiles of queries, the longer their splits: tasks are as many, and partial results take
+  // no more memory than those of one tile and of each query once.
+  static int64_t split_of(const Problem& p, int64_t num_queries) {
+    const int64_t lanes = num_queries * p.group;
+    if (lanes <= kDecodeLanes) return kDecodeSplit;
+    return kSharedSplit * ceil_div(lanes, kTileLanes);
   }
 
   // Groups the readers by row. While they are placed, reader_start_[row + 1] is where the next one

@@ -20,7 +20,6 @@
 namespace bros {
 namespace {
 
-constexpr int64_t kTileLanes = 192;   // lanes of a query tile, if a query has no more
 constexpr int64_t kTileSplit = 1024;  // context keys in one part, if a row has only one tile
 
 struct Task {

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from bros.executor.grouping import Grouping, group_shared
 from bros.kernels.interface import AttentionBatch, HeadLayout
-from bros.kernels.parts import without_shared
 from bros.kernels.reference import ReferenceKernels
 from support.kernel_cases import BLOCK_SIZE, int32
+from support.shared_parts import without_shared
 
 Segment = tuple[int, int, int]
 Rows = Sequence[Sequence[Segment]]

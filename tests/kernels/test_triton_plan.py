@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.kernels.interface import GraphLimits, HeadLayout
-from bros.kernels.parts import without_shared
 from bros.kernels.triton.buffers import Capacity, GraphWork, WorkTensors
 from bros.kernels.triton.plan import (
     LISTED,
@@ -29,6 +28,7 @@ from bros.kernels.triton.plan import (
     plan_work,
 )
 from support.kernel_cases import ANY_PARTS, ROWS, AttentionCase, make_any_case, make_case
+from support.shared_parts import without_shared
 
 SPLITS = st.builds(
     Split,
