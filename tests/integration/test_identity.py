@@ -25,6 +25,7 @@ from bros.core.request import EngineRequest, SamplingParams, ServiceClass
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.engine.tokenizer import Tokenizer
+from bros.executor.grouping import grouping_for
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir
@@ -439,6 +440,54 @@ def test_whatever_the_kv_cache_does(
         assert got[str(number)][: len(each.tokens)] == each.tokens, (number, each.prompt)
     check_it_happened(case, stats, watched)
     assert stats.kv_blocks_used == 0
+
+
+class Alike:
+    """Counts the rows of a step that begin with enough of the same blocks to be read once."""
+
+    def __init__(self, executor: Executor, kernels: str) -> None:
+        self._executor = executor
+        rule = grouping_for(kernels, KV_BLOCK_SIZE)
+        assert rule is not None, "these kernels read nothing once"
+        self._least = rule.min_blocks * SEGMENT_WIDTH
+        self.min_rows = rule.min_rows
+        self.most_rows = 0
+
+    def execute(
+        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        found = [tuple(chunk.segments[: self._least]) for chunk in plan.chunks]
+        counts = Counter(segments for segments in found if len(segments) == self._least)
+        self.most_rows = max(self.most_rows, *counts.values(), 0)
+        return self._executor.execute(plan, abandon)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def test_what_many_rows_begin_with_is_read_once(embedded_model: ModelFiles, judge: Judge) -> None:
+    tokenizer = Tokenizer.load(embedded_model.folder)
+    longest = max((prompt for family in FAMILIES for prompt in family), key=len)
+    common = tokenizer.encode(longest) * 2
+    prompts = [[*common, *tokenizer.encode(prompt)] for prompt in PROMPTS[:6]]
+    cases = judge(prompts, FEW_TOKENS)
+    assert sum(len(case.tokens) for case in cases) > 0.8 * len(cases) * FEW_TOKENS
+    config = EngineConfig(weights="fp32", max_model_len=1024)
+    executor, info = load_executor(config, embedded_model)
+    alike, clock = Alike(executor, info.kernels), ManualClock()
+    engine = Engine(build_scheduler(config, info, STEPS), alike, clock, info)
+    got: dict[str, list[int]] = {str(number): [] for number in range(-1, len(cases))}
+    submit(engine, "-1", common, ServiceClass.RT, 1)
+    while engine.has_work:  # the others come when what they begin with is there
+        _step(engine, got)
+    for number, case in enumerate(cases):
+        submit(engine, str(number), case.prompt, ServiceClass.RT, FEW_TOKENS)
+    while engine.has_work:
+        _step(engine, got)
+    engine.close()
+    assert alike.most_rows == len(cases) >= alike.min_rows
+    for number, case in enumerate(cases):
+        assert got[str(number)][: len(case.tokens)] == case.tokens, PROMPTS[number]
 
 
 def check_it_happened(case: Switches, stats: EngineStats, watched: Watched) -> None:
