@@ -98,7 +98,8 @@ class LiveSession:
     settled: who waits for values; streamed: who wants to see them grow as well.
     touched_s: when somebody last had to do with it. text_chars: of all templates that are
     remembered. num_plain: requests of plain clients that are under way; last_plain: by name of
-    their calls, the engine's requests that keep KV for the next one.
+    their calls, the engine's requests that keep KV for the next one. only_plain: one of these has
+    opened it, and nobody else has done anything in it.
     starting: held by a turn that begins, so that of a thousand that start together one after the
     other makes its prompt. gone: why it is no longer there.
     """
@@ -125,6 +126,7 @@ class LiveSession:
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     text_chars: int = 0
     num_plain: int = 0
+    only_plain: bool = False
     last_plain: dict[str, tuple[str, ...]] = field(default_factory=dict)
     gone: str | None = None
 

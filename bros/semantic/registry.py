@@ -34,6 +34,13 @@ class SessionRegistry:
         """In the order in which they came into being."""
         return [session for (owner, _), session in self._open.items() if owner == tenant]
 
+    def dispensable(self, tenant: str) -> LiveSession | None:
+        """The longest idle of those that plain clients alone have used: of this tenant, or, if it
+        has none, of anybody."""
+        idle = [session for session in self if session.only_plain and not session.busy]
+        own = [session for session in idle if session.tenant == tenant]
+        return min(own or idle, key=lambda session: session.touched_s, default=None)
+
     def add(self, session: LiveSession) -> None:
         key = session.tenant, session.id
         assert key not in self._open

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -23,15 +22,13 @@ from bros.semantic.errors import (
 from bros.semantic.joining import Joined
 from bros.semantic.live import CallRecord, LiveSession
 from bros.semantic.nodes import CallKind, NewCall, OutputPiece, Variable
+from bros.semantic.opening import Opener
 from bros.semantic.program import CallSpec, Criteria, SubmittedCall
-from bros.semantic.prompt import Begun, Prompt, Sharing
+from bros.semantic.prompt import Prompt
 from bros.semantic.registry import GENERATED_PREFIX, SessionRegistry, gone
-from bros.semantic.retention import SessionLimits
 from bros.semantic.runner import Runner
-from bros.semantic.session import SessionCore
 from bros.semantic.settings import SessionSettings
 from bros.semantic.submission import Submission, Submitter, check_sampling
-from bros.semantic.template import Text
 from bros.semantic.viewing import view_session, view_variable
 from bros.semantic.views import SessionFigures, SessionView, VariableView
 from bros.semantic.waiting import WaitingRoom
@@ -40,6 +37,7 @@ _LOOK_S = 1.0
 _DELETED = "it was deleted."
 _EXPIRED = "it was idle for too long."
 _STOPPED = "the server stops."
+_CROWDED_OUT = "it was idle, and there was no room for another one."
 
 
 class SessionService:
@@ -59,11 +57,11 @@ class SessionService:
         ids: IdGenerator,
         settings: SessionSettings,
     ) -> None:
-        self._engine = engine
         self._clock = clock
         self._ids = ids
         self._settings = settings
         self._runner = Runner(generator, engine, tokenizer, clock, settings)
+        self._opener = Opener(engine, clock, ids, settings, self._runner.estimate)
         self._submitter = Submitter(tokenizer, ids.new, settings.max_tokens)
         self._registry = SessionRegistry(settings.max_gone)
         self._stopping: set[asyncio.Task[None]] = set()
@@ -93,6 +91,7 @@ class SessionService:
     ) -> SessionView:
         """Open a session.
 
+        Where there is no room, the longest idle session of plain clients (see `join`) makes way.
         criteria, sampling: for what does not say otherwise. ttl_s: at most max_ttl_s. scope:
         sessions of one tenant with the same one share what is computed of values, too; without
         one they share only what templates begin with. session_id: a name of the client's; after
@@ -150,19 +149,19 @@ class SessionService:
         Raises InvalidRequestError (param such as "requests[2].parameters[0].name"), ConflictError
         (already_produced, already_set, cyclic), SessionLimitError.
         """
-        session = self._touched(tenant, session_id)
+        session = self._used(tenant, session_id)
         found = self._submitter.read(calls, session.sampling)
-        text_chars = [_text_chars(submission.call) for submission in found]
-        if session.text_chars + sum(text_chars) > self._settings.max_chars:
+        text_chars = sum(submission.text_chars for submission in found)
+        if session.text_chars + text_chars > self._settings.max_chars:
             raise SessionLimitError(
                 f"The templates of the session would have more than {self._settings.max_chars} "
                 "characters."
             )
         now = self._clock.now()
         session.core.submit([submission.call for submission in found], now)
-        for submission, chars in zip(found, text_chars, strict=True):
-            session.records[submission.call.id] = self._new_record(session, submission, chars)
-            session.text_chars += chars
+        for submission in found:
+            session.records[submission.call.id] = self._new_record(session, submission)
+        session.text_chars += text_chars
         try:
             for submission in found:
                 for variable_id, criteria in submission.wanted.items():
@@ -187,7 +186,7 @@ class SessionService:
 
         Raises ConflictError (already_exists) and SessionLimitError; then there is none.
         """
-        session = self._touched(tenant, session_id)
+        session = self._used(tenant, session_id)
         variable_id = variable_id or self._ids.new("var")
         variable = session.core.declare(variable_id, name, len(value or ""))
         if value is not None:
@@ -269,10 +268,11 @@ class SessionService:
     def join(self, tenant: str, session_id: str, node_name: str = "") -> Joined:
         """Record a request that a plain client is about to make as a call of a session.
 
-        An id that begins with "sess-" must be there, any other comes into being.
+        An id that begins with "sess-" must be there, any other comes into being; as long as
+        nothing else is done in such a session, it makes way for others when it is idle.
         Raises NotFoundError, SessionGoneError, SessionLimitError.
         """
-        session = self._found_or_opened(tenant, session_id)
+        session = self._found_or_opened(tenant, session_id, only_plain=True)
         answer = OutputPiece(node_name or "output", self._ids.new("var"))
         new = NewCall(
             id=self._ids.new("req"), name=node_name, kind=CallKind.PLAIN, pieces=(answer,)
@@ -296,40 +296,20 @@ class SessionService:
         return variable
 
     def _open(self, tenant: str, session_id: str | None, **fields: Any) -> LiveSession:
-        if len(self._registry) >= self._settings.max_sessions:
-            raise SessionLimitError(
-                f"There are {len(self._registry)} sessions, which is the most of this server."
-            )
-        uid, now = self._ids.new("sess"), self._clock.now()
-        scope = fields["scope"]
-        sharing = Sharing(
-            model=self._engine.info.model,
-            cache_salt=tenant,
-            private_salt=f"scope:{scope}" if scope else uid,
-        )
-        limits = SessionLimits(
-            max_calls=self._settings.max_calls,
-            kept_calls=self._settings.kept_calls,
-            max_variables=self._settings.max_variables,
-            max_value_chars=self._settings.max_chars,
-            max_labels=self._settings.max_labels,
-        )
-        session = LiveSession(
-            id=session_id or uid,
-            uid=uid,
-            tenant=tenant,
-            created_s=now,
-            created_unix_s=self._clock.unix_time(),
-            touched_s=now,
-            core=SessionCore(
-                uid, estimate=functools.partial(self._runner.estimate, tenant), limits=limits
-            ),
-            sharing=sharing,
-            begun=Begun(self._engine.info.block_size),
-            **fields,
-        )
+        self._make_room(tenant)
+        session = self._opener.open(tenant, session_id, **fields)
         self._registry.add(session)
         return session
+
+    def _make_room(self, tenant: str) -> None:
+        """For one more session. Raises SessionLimitError."""
+        if len(self._registry) < self._settings.max_sessions:
+            return
+        session = self._registry.dispensable(tenant)
+        if session is None:
+            message = f"There are {len(self._registry)} sessions, which is the most of this server."
+            raise SessionLimitError(message)
+        self._close(session, _CROWDED_OUT)
 
     def _check_new_id(self, tenant: str, session_id: str) -> None:
         if session_id.startswith(GENERATED_PREFIX):
@@ -339,13 +319,12 @@ class SessionService:
             self._find(tenant, session_id)
             raise ConflictError(f"There is a session {session_id!r} already.", "already_exists")
 
-    def _new_record(
-        self, session: LiveSession, submission: Submission, text_chars: int
-    ) -> CallRecord:
+    def _new_record(self, session: LiveSession, submission: Submission) -> CallRecord:
         if submission.call.kind is CallKind.NATIVE:
             return CallRecord()
         beginning = self._runner.text_beginning if submission.is_text else ()
-        return CallRecord(prompt=Prompt(session.sharing, beginning), text_chars=text_chars)
+        prompt = Prompt(session.sharing, beginning)
+        return CallRecord(prompt=prompt, text_chars=submission.text_chars)
 
     def _find(self, tenant: str, session_id: str) -> LiveSession:
         session = self._registry.find(tenant, session_id)
@@ -359,7 +338,15 @@ class SessionService:
         session.touched_s = self._clock.now()
         return session
 
-    def _found_or_opened(self, tenant: str, session_id: str) -> LiveSession:
+    def _used(self, tenant: str, session_id: str) -> LiveSession:
+        """It holds from now on what its clients count on."""
+        session = self._touched(tenant, session_id)
+        session.only_plain = False
+        return session
+
+    def _found_or_opened(
+        self, tenant: str, session_id: str, *, only_plain: bool = False
+    ) -> LiveSession:
         try:
             return self._touched(tenant, session_id)
         except (NotFoundError, SessionGoneError):
@@ -373,6 +360,7 @@ class SessionService:
             scope="",
             metadata={},
             sampling={},
+            only_plain=only_plain,
         )
 
     def _has_expired(self, session: LiveSession) -> bool:
@@ -393,7 +381,3 @@ class SessionService:
         for session in self._registry:
             self._close(session, _STOPPED)
         await asyncio.gather(*self._stopping, return_exceptions=True)
-
-
-def _text_chars(call: NewCall) -> int:
-    return sum(len(piece.text) for piece in call.pieces if isinstance(piece, Text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bros.semantic.program import Criteria
+from bros.semantic.retention import SessionLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +46,13 @@ class SessionSettings:
     recovery_s: float = 60.0
     patience_s: float = 600.0
     max_gone: int = 10_000
+
+    def limits(self) -> SessionLimits:
+        """Those of one session."""
+        return SessionLimits(
+            max_calls=self.max_calls,
+            kept_calls=self.kept_calls,
+            max_variables=self.max_variables,
+            max_value_chars=self.max_chars,
+            max_labels=self.max_labels,
+        )

@@ -36,6 +36,11 @@ class Submission:
     variables: Mapping[str, str]
     wanted: Mapping[str, Criteria]
 
+    @property
+    def text_chars(self) -> int:
+        """Of its template, without what is put in."""
+        return sum(len(piece.text) for piece in self.call.pieces if isinstance(piece, Text))
+
 
 class Submitter:
     """Reads calls; changes nothing."""

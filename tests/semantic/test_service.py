@@ -174,11 +174,12 @@ async def test_limits() -> None:
     )
     session = service.create(TENANT, ttl_s=1e9)
     assert session.ttl_s == 50.0
-    service.join(TENANT, "other").cancelled()
+    running = service.join(TENANT, "other")
     with pytest.raises(SessionLimitError):
         service.create(TENANT)
     with pytest.raises(SessionLimitError):
         service.join(TENANT, "third")
+    running.cancelled()
 
     specs = [call(f"{i} {{{{output:a{i}}}}}") for i in range(4)]
     with pytest.raises(SessionLimitError):
@@ -346,6 +347,41 @@ async def test_plain_requests_that_fail_or_leave() -> None:
     late.accepted(ServiceClass.BE, ["x"])
     late.first_token()
     late.finished("text", prompt_tokens=1, cached_tokens=0, output_tokens=1)
+
+
+@virtually
+async def test_sessions_of_plain_clients_make_way_when_they_are_idle() -> None:
+    """Those of the same tenant first, of them the one that has been idle the longest."""
+    engine = ProgramEngine()
+    service = make_service(engine, max_sessions=5, park_s=1e6)
+    made = service.create("a").id
+    for tenant, name in (("b", "theirs"), ("a", "first"), ("a", "second"), ("a", "third")):
+        joined = service.join(tenant, name)
+        engine.kept.add(name)
+        joined.accepted(ServiceClass.RT, [name])
+        await asyncio.sleep(1.0)
+        joined.finished("x", prompt_tokens=1, cached_tokens=0, output_tokens=1)
+    await asyncio.sleep(1.0)
+    service.join("a", "first").cancelled()  # now "second" has been idle for longer
+    running = service.join("a", "fourth")
+    await asyncio.sleep(0.01)
+    assert "second" not in engine.kept
+    with pytest.raises(SessionGoneError, match="no room"):
+        service.inspect("a", "second")
+    program = service.create("a").id
+    service.submit("a", "first", [call("A {{output:a}}")])
+    assert {s.id for s in service.sessions("a")} == {made, "first", "fourth", program}
+    service.join("c", "new").cancelled()  # there is one of "b" alone that is idle
+    assert not service.sessions("b")
+    service.join("c", "newer").cancelled()
+    assert [s.id for s in service.sessions("c")] == ["newer"]
+    last = service.join("c", "newer")
+    for tenant in "abc":
+        with pytest.raises(SessionLimitError):
+            service.join(tenant, "more")
+    for joined in (running, last):
+        joined.cancelled()
+    await asyncio.sleep(0.01)
 
 
 def desk_program(service: SessionService, session_id: str) -> str:
