@@ -25,7 +25,7 @@ class Backend(Protocol):
         ...
 
     async def submit(
-        self, session_id: str, calls: Sequence[CallSpec]
+        self, session_id: str, calls: Sequence[CallSpec], key: str
     ) -> Sequence[SubmittedCall]: ...
 
     async def declare(

@@ -59,8 +59,10 @@ class HttpBackend:
         }
         return str((await self._ask("POST", "sessions", _given(wanted)))["id"])
 
-    async def submit(self, session_id: str, calls: Sequence[CallSpec]) -> Sequence[SubmittedCall]:
-        body = {"requests": [_call(call) for call in calls]}
+    async def submit(
+        self, session_id: str, calls: Sequence[CallSpec], key: str
+    ) -> Sequence[SubmittedCall]:
+        body = {"requests": [_call(call) for call in calls], "key": key}
         answer = await self._ask("POST", f"sessions/{session_id}/requests", body)
         return [
             SubmittedCall(request_id=str(request["id"]), variables=dict(request["variables"]))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bros.core.request import ServiceClass
 from bros.semantic.nodes import Turn, Variable
-from bros.semantic.program import Criteria
+from bros.semantic.program import Criteria, SubmittedCall
 from bros.semantic.prompt import Begun, Prompt, Sharing
 from bros.semantic.session import SessionCore
 from bros.semantic.views import PrefixView
 
 _FORGET_FROM = 100
+_KEPT_ANSWERS = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -100,6 +101,7 @@ class LiveSession:
     remembered. num_plain: requests of plain clients that are under way; last_plain: by name of
     their calls, the engine's requests that keep KV for the next one. only_plain: one of these has
     opened it, and nobody else has done anything in it.
+    answers: to the latest programs that have come with a key, by that.
     starting: held by a turn that begins, so that of a thousand that start together one after the
     other makes its prompt. gone: why it is no longer there.
     """
@@ -128,6 +130,7 @@ class LiveSession:
     num_plain: int = 0
     only_plain: bool = False
     last_plain: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    answers: dict[str, Sequence[SubmittedCall]] = field(default_factory=dict)
     gone: str | None = None
 
     @property
@@ -141,6 +144,12 @@ class LiveSession:
 
     def record(self, call_id: str) -> CallRecord:
         return self.records.setdefault(call_id, CallRecord())
+
+    def remember_answer(self, key: str, answer: Sequence[SubmittedCall]) -> None:
+        """A client that does not get it may ask again."""
+        self.answers[key] = answer
+        if len(self.answers) > _KEPT_ANSWERS:
+            del self.answers[next(iter(self.answers))]
 
     def forget_records(self) -> None:
         """Those of calls that the graph has forgotten and the engine is done with, once there

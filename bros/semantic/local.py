@@ -40,8 +40,10 @@ class LocalBackend:
         )
         return view.id
 
-    async def submit(self, session_id: str, calls: Sequence[CallSpec]) -> Sequence[SubmittedCall]:
-        return self._service.submit(_TENANT, session_id, calls)
+    async def submit(
+        self, session_id: str, calls: Sequence[CallSpec], key: str
+    ) -> Sequence[SubmittedCall]:
+        return self._service.submit(_TENANT, session_id, calls, key)
 
     async def declare(
         self, session_id: str, variable_id: str, name: str, value: str | None

@@ -142,14 +142,18 @@ class SessionService:
         return view_session(session, self._clock.now())
 
     def submit(
-        self, tenant: str, session_id: str, calls: Sequence[CallSpec]
-    ) -> list[SubmittedCall]:
+        self, tenant: str, session_id: str, calls: Sequence[CallSpec], key: str | None = None
+    ) -> Sequence[SubmittedCall]:
         """Add calls, all or none. They run when a value is wanted that needs them.
 
+        key: a name of the client's for these calls. Sent again under one of the latest keys of
+        the session, they are not added again, and the answer is the same.
         Raises InvalidRequestError (param such as "requests[2].parameters[0].name"), ConflictError
         (already_produced, already_set, cyclic), SessionLimitError.
         """
         session = self._used(tenant, session_id)
+        if key is not None and key in session.answers:
+            return session.answers[key]
         found = self._submitter.read(calls, session.sampling)
         text_chars = sum(submission.text_chars for submission in found)
         if session.text_chars + text_chars > self._settings.max_chars:
@@ -169,10 +173,13 @@ class SessionService:
         finally:
             session.forget_records()
             self._runner.carry_out(session)
-        return [
+        answer = [
             SubmittedCall(request_id=submission.call.id, variables=dict(submission.variables))
             for submission in found
         ]
+        if key is not None:
+            session.remember_answer(key, answer)
+        return answer
 
     def declare(
         self,

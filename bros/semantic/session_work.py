@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bros.core.errors import BrosError, OverloadedError, QueueFullError
@@ -15,6 +16,7 @@ from bros.semantic.calls import Call, Wanted
 from bros.semantic.connection import Connection
 from bros.semantic.errors import (
     Cause,
+    ConflictError,
     FailedStage,
     GetTimeoutError,
     ServerUnreachableError,
@@ -22,7 +24,7 @@ from bros.semantic.errors import (
     UpstreamError,
 )
 from bros.semantic.natives import run_native
-from bros.semantic.program import Criteria, Perf
+from bros.semantic.program import CallSpec, Criteria, Perf
 from bros.semantic.variables import SemanticVariable
 
 if TYPE_CHECKING:
@@ -33,7 +35,17 @@ logger = logging.getLogger(__name__)
 _POLL_S = 50.0
 """Longest single wait. What lies between client and server may cut longer ones."""
 
-_TRY_AGAIN = (QueueFullError, OverloadedError, SessionLimitError, ServerUnreachableError)
+_REFUSED = (QueueFullError, OverloadedError, SessionLimitError)
+_TRY_AGAIN = (*_REFUSED, ServerUnreachableError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Calls that are sent together. key: by which the server knows them if they come again."""
+
+    key: str
+    calls: Sequence[Call]
+    specs: Sequence[CallSpec]
 
 
 class SessionWork:
@@ -59,6 +71,7 @@ class SessionWork:
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._undeclared: deque[SemanticVariable] = deque()
+        self._unanswered: _Batch | None = None
 
     def announce(self, variable: SemanticVariable) -> None:
         """It has an id that the server has not heard of. From any thread."""
@@ -131,12 +144,14 @@ class SessionWork:
         async with self._sending:
             if variable in self._undeclared:
                 return  # it goes along with the declaration
+            await self._send_again()
             session_id, backend = await self._there()
             await backend.set(session_id, variable.name_in(self._session)[0], text)
 
     async def cancel(self, call: Call) -> None:
         """Stop a call, or never send it."""
         async with self._sending:
+            await self._send_again()
             if call.request_id is None:
                 message = f"{call.form.name}() was cancelled before it was sent."
                 call.error = UpstreamError(Cause("(not sent)", FailedStage.CANCELLED, message))
@@ -158,26 +173,60 @@ class SessionWork:
 
     async def _send(self, wanted: Wanted) -> None:
         async with self._sending:
-            session_id, backend = await self._there()
-            while self._undeclared:
-                variable = self._undeclared.popleft()
-                variable_id, _ = variable.name_in(self._session)
-                await backend.declare(session_id, variable_id, variable.name, variable.value)
+            await self._declare()
+            await self._send_again()
             calls = _sound(self._session.program.take())
-            if not calls:
-                return
+            if calls:
+                with _failing(calls):
+                    specs = [call.to_spec(self._session, wanted) for call in calls]
+                await self._submit(_Batch(self._session.new_id("program"), calls, specs))
+
+    async def _send_again(self) -> None:
+        """What may have got lost on the way, or only the answer to it, just as it was."""
+        if self._unanswered is not None:
+            await self._submit(self._unanswered)
+
+    async def _submit(self, batch: _Batch) -> None:
+        self._unanswered = batch
+        try:
+            session_id, backend = await self._there()
+            with _failing(batch.calls):
+                answers = await backend.submit(session_id, batch.specs, batch.key)
+        except ServerUnreachableError:
+            raise  # nobody knows whether the server has taken them
+        except _REFUSED:
+            self._unanswered = None
+            self._session.program.put_back(batch.calls)
+            raise
+        except Exception:
+            self._unanswered = None
+            raise
+        self._unanswered = None
+        for call, answer in zip(batch.calls, answers, strict=True):
+            call.request_id = answer.request_id
+
+    async def _declare(self) -> None:
+        """Tell the server of all variables that it has not heard of."""
+        session_id, backend = await self._there()
+        while self._undeclared:
+            variable = self._undeclared[0]
+            variable_id, _ = variable.name_in(self._session)
+            value = variable.value
             try:
-                specs = [call.to_spec(self._session, wanted) for call in calls]
-                answers = await backend.submit(session_id, specs)
+                try:
+                    await backend.declare(session_id, variable_id, variable.name, value)
+                except ConflictError as error:
+                    # Ids are made up here, so it has come the time before, without the answer.
+                    if error.code != "already_exists":
+                        raise
+                    if value is not None:
+                        await _set_once(backend, session_id, variable_id, value)
             except _TRY_AGAIN:
-                self._session.program.put_back(calls)
                 raise
-            except Exception as error:
-                for call in calls:
-                    call.error = error
+            except Exception:
+                self._undeclared.popleft()
                 raise
-            for call, answer in zip(calls, answers, strict=True):
-                call.request_id = answer.request_id
+            self._undeclared.popleft()
 
     async def _prepare(self, variables: Sequence[SemanticVariable], criteria: Criteria) -> None:
         """Send what these need, and begin the functions of the client among that."""
@@ -240,10 +289,10 @@ class SessionWork:
 
     async def _declared(self, variable: SemanticVariable) -> str:
         """Its id, which the server has heard of."""
-        variable_id, is_new = variable.name_in(self._session)
-        if is_new:
-            session_id, backend = await self._there()
-            await backend.declare(session_id, variable_id, variable.name, variable.value)
+        variable_id = self._session.announce(variable)
+        if variable in self._undeclared:
+            async with self._sending:
+                await self._declare()
         return variable_id
 
     async def _pieces(
@@ -288,6 +337,28 @@ class Pieces:
     async def aclose(self) -> None:
         self.ended = True
         await self._pieces.aclose()
+
+
+@contextlib.contextmanager
+def _failing(calls: Sequence[Call]) -> Iterator[None]:
+    """What is raised here is why these calls never will be sent, unless they may be later."""
+    try:
+        yield
+    except _TRY_AGAIN:
+        raise
+    except Exception as error:
+        for call in calls:
+            call.error = error
+        raise
+
+
+async def _set_once(backend: Backend, session_id: str, variable_id: str, value: str) -> None:
+    """Set it if it is not; nobody else gives it another value."""
+    try:
+        await backend.set(session_id, variable_id, value)
+    except ConflictError as error:
+        if error.code != "already_set":
+            raise
 
 
 def _sound(calls: Sequence[Call]) -> list[Call]:

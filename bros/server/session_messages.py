@@ -199,6 +199,9 @@ class SubmitProgram(_Strict):
     """POST /v1/sessions/{sid}/requests with a whole program: all of it is taken, or nothing"""
 
     requests: Annotated[list[CallFields], Field(min_length=1)]
+    key: Id | None = Field(
+        None, description="Sent again with the same one, the program is not taken again"
+    )
     wait: bool = False
     timeout_s: Seconds | None = None
 

@@ -15,9 +15,14 @@ from hypothesis import strategies as st
 import bros.semantic as P
 from bros.core.errors import AuthenticationError, ConfigError, InvalidRequestError, NotFoundError
 from bros.core.request import ServiceClass
-from bros.semantic.program import Role
+from bros.semantic.program import CallSpec, Role
 from support.program_engine import ProgramEngine, echo
-from support.program_server import local_connection, program_server
+from support.program_server import (
+    LossyBackend,
+    local_connection,
+    lossy_connection,
+    program_server,
+)
 
 STEP_S = 0.0001
 
@@ -297,6 +302,81 @@ async def test_coroutines(place: Place) -> None:
         waiting = asyncio.create_task(summary.aget(perf=P.TPOT, tpot=0.5))
         assert (await waiting) == summary.value
         assert len((await session.ainspect())["requests"]) == 12
+
+
+def test_what_comes_again_is_known_by_its_key(place: Place, session: P.Session) -> None:
+    backend = place.connection.run(place.connection.backend(), "")
+    program = [CallSpec(template="A {{output:a}}")]
+    first, again = (
+        list(place.connection.run(backend.submit(session.id, program, "key"), "")) for _ in range(2)
+    )
+    assert first == again
+    assert len(session.inspect()["requests"]) == 1
+
+
+@pytest.fixture
+def lossy() -> Iterator[LossyBackend]:
+    """What the current session talks through."""
+    with lossy_connection(ProgramEngine(step_s=STEP_S)) as (connection, backend):
+        with P.Session(connection=connection):
+            yield backend
+
+
+@pytest.mark.parametrize("half", ["request", "answer"])
+class TestLostConnections:
+    def test_a_program_is_taken_once(self, lossy: LossyBackend, half: str) -> None:
+        first = ask("one")
+        lossy.lost = ("submit", half)
+        with pytest.raises(P.ServerUnreachableError):
+            first.get()
+        second = join(first)
+        assert second.get() == echo(f"Join {answer_to('one')}: ").upper()
+        assert first.get() == answer_to("one")
+        assert first.producer is not None and second.producer is not None
+        requests = [request["id"] for request in second.session.inspect()["requests"]]
+        assert requests == [first.producer.request_id, second.producer.request_id]
+
+    def test_a_call_can_be_cancelled(self, lossy: LossyBackend, half: str) -> None:
+        question = P.SemanticVariable()
+        answer = ask(question)
+        lossy.lost = ("submit", half)
+        with pytest.raises(P.ServerUnreachableError):
+            answer.want()
+        answer.cancel()
+        with pytest.raises(P.UpstreamError, match="was cancelled"):
+            answer.get()
+        states = [str(request["state"]) for request in answer.session.inspect()["requests"]]
+        assert states == ["cancelled"]
+
+    def test_an_input_can_be_set(self, lossy: LossyBackend, half: str) -> None:
+        question = P.SemanticVariable()
+        answer = ask(question)
+        lossy.lost = ("submit", half)
+        with pytest.raises(P.ServerUnreachableError):
+            answer.want()
+        question.set("one")
+        assert answer.get() == answer_to("one")
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_variable_is_declared(self, lossy: LossyBackend, half: str, late: bool) -> None:
+        question = P.SemanticVariable(None if late else "one", name="question")
+        answer = ask(question)
+        assert question.id
+        lossy.lost = ("declare", half)
+        with pytest.raises(P.ServerUnreachableError):
+            answer.get()
+        if late:
+            question.set("one")
+        assert answer.get() == answer_to("one")
+
+    def test_a_variable_that_is_asked_for_is_declared(self, lossy: LossyBackend, half: str) -> None:
+        question = P.SemanticVariable(name="question")
+        lossy.lost = ("declare", half)
+        with pytest.raises(P.ServerUnreachableError):
+            question.want()
+        question.want()
+        question.set("one")
+        assert ask(question).get() == answer_to("one")
 
 
 class TestHttp:

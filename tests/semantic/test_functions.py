@@ -525,10 +525,10 @@ class TestCoroutines:
         entered, go_on = threading.Event(), threading.Event()
 
         class SlowBackend(FakeBackend):
-            async def submit(self, session_id: str, calls: Any) -> Any:
+            async def submit(self, session_id: str, calls: Any, key: str) -> Any:
                 entered.set()
                 await asyncio.to_thread(go_on.wait)
-                return await super().submit(session_id, calls)
+                return await super().submit(session_id, calls, key)
 
         async with fake_connection(SlowBackend()) as connection, P.Session(connection=connection):
             code = write("a")

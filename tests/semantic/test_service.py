@@ -257,6 +257,28 @@ async def test_a_program_is_added_as_a_whole_or_not_at_all() -> None:
 
 
 @virtually
+async def test_a_program_that_comes_again_with_its_key_is_taken_once() -> None:
+    desk = Desk(kept_calls=0, max_calls=2)
+    submit = desk.service.submit
+    program = [call("A {{output:a}}"), call("{{a}} {{output:b}}")]
+    answer = submit(TENANT, desk.session, program, "first")
+    assert submit(TENANT, desk.session, program, "first") == answer
+    await desk.value(answer[1].variables["b"])
+    assert submit(TENANT, desk.session, program, "first") == answer
+    assert len(desk.engine.turns()) == 2
+    with pytest.raises(ConflictError):
+        submit(TENANT, desk.session, [call("A {{output:a}}")], "second")
+    with pytest.raises(ConflictError):  # what was refused has no answer
+        submit(TENANT, desk.session, [call("A {{output:a}}")], "second")
+    for number in range(8):
+        key = f"key-{number}"
+        (done,) = submit(TENANT, desk.session, [call(f"{number} {{{{output:v{number}}}}}")], key)
+        await desk.value(done.variables[f"v{number}"])
+    with pytest.raises(ConflictError):  # only so many keys are remembered
+        submit(TENANT, desk.session, program, "first")
+
+
+@virtually
 async def test_calls_that_wait_for_each_other_are_refused() -> None:
     desk = Desk()
     with pytest.raises(ConflictError) as refused:

@@ -66,7 +66,9 @@ class FakeBackend:
         self.variables[session_id] = {}
         return session_id
 
-    async def submit(self, session_id: str, calls: Sequence[CallSpec]) -> list[SubmittedCall]:
+    async def submit(
+        self, session_id: str, calls: Sequence[CallSpec], key: str
+    ) -> list[SubmittedCall]:
         variables = self._session(session_id)
         if self.refusal is not None:
             error, self.refusal = self.refusal, None

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from bros.core.ids import IdGenerator
@@ -14,7 +14,9 @@ from bros.core.loop_thread import LoopThread
 from bros.engine.generation import TextGenerator
 from bros.semantic.backend import Backend
 from bros.semantic.connection import Connection
-from bros.semantic.local import serve_locally
+from bros.semantic.errors import ServerUnreachableError
+from bros.semantic.local import LocalBackend, serve_locally
+from bros.semantic.program import CallSpec, SubmittedCall
 from bros.server.app import create_app
 from bros.server.serve import HttpServer, bind
 from bros.server.tenants import load_tenants
@@ -82,6 +84,48 @@ def program_server(engine: ProgramEngine, **config: Any) -> Iterator[ProgramServ
         yield server
     finally:
         server.close()
+
+
+class LossyBackend(LocalBackend):
+    """lost: an operation, and which half of its next exchange gets lost: request or answer."""
+
+    lost: tuple[str, str] | None = None
+
+    async def submit(
+        self, session_id: str, calls: Sequence[CallSpec], key: str
+    ) -> Sequence[SubmittedCall]:
+        return await self._exchange("submit", super().submit(session_id, calls, key))
+
+    async def declare(
+        self, session_id: str, variable_id: str, name: str, value: str | None
+    ) -> None:
+        work = super().declare(session_id, variable_id, name, value)
+        await self._exchange("declare", work)
+
+    async def _exchange(self, operation: str, work: Coroutine[Any, Any, T]) -> T:
+        lost, half = self.lost or ("", "")
+        if operation != lost:
+            return await work
+        self.lost = None
+        if half == "answer":
+            await work
+        work.close()
+        raise ServerUnreachableError("The line is dead.")
+
+
+@contextlib.contextmanager
+def lossy_connection(engine: ProgramEngine) -> Iterator[tuple[Connection, LossyBackend]]:
+    """A service in this process to which the way is not safe."""
+    service = make_service(engine)
+    backend = LossyBackend(service)
+
+    @contextlib.asynccontextmanager
+    async def opening() -> AsyncIterator[Backend]:
+        async with serve_locally(service):
+            yield backend
+
+    with Connection(opening) as connection:
+        yield connection, backend
 
 
 def local_connection(engine: ProgramEngine) -> Connection:

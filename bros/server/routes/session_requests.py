@@ -32,6 +32,7 @@ class _Program(NamedTuple):
     calls: Sequence[CallSpec]
     wait: bool
     timeout_s: float
+    key: str | None = None
 
 
 async def submit(request: Request) -> Response:
@@ -41,7 +42,7 @@ async def submit(request: Request) -> Response:
     is_program = "requests" in fields
     program = _program(fields) if is_program else _one_call(fields)
     try:
-        submitted = place.service.submit(place.tenant, place.session_id, program.calls)
+        submitted = place.service.submit(place.tenant, place.session_id, program.calls, program.key)
     except (InvalidRequestError, ConflictError, NotFoundError) as error:
         if not is_program and error.param is not None:
             error.param = error.param.removeprefix(_ONE)
@@ -86,7 +87,7 @@ def _one_call(fields: Mapping[str, Any]) -> _Program:
 def _program(fields: Mapping[str, Any]) -> _Program:
     body = validate(SubmitProgram, fields)
     calls = [to_call(call, f"requests[{i}].") for i, call in enumerate(body.requests)]
-    return _Program(calls, body.wait, body.timeout_s or DEFAULT_WAIT_S)
+    return _Program(calls, body.wait, body.timeout_s or DEFAULT_WAIT_S, body.key)
 
 
 ROUTES = (
