@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bros.executor.layers.linear import PlainLinear, fp32_product
+from bros.executor.layers.linear import PlainLinear, fp32_product, pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -49,3 +49,25 @@ def test_on_cuda_sums_are_not_rounded_to_16_bits(rows: int, dtype: torch.dtype) 
     assert out.dtype == torch.float32
     exact = x.double() @ weight.double().T
     torch.testing.assert_close(out.cpu().double(), exact, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_weights_are_packed_on_every_cpu(rows: int, dtype: torch.dtype) -> None:
+    """Also where oneDNN has no bf16: that takes AVX-512."""
+    x, weight = matrices(rows, dtype)
+    bias = torch.arange(100.0)
+    out = pack(weight, bias)(x.float())
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert out.dtype == torch.float32
+    tolerance = 1e-4 if dtype is torch.float32 else 64 * 2**-8
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=tolerance)
+
+
+def test_bf16_is_packed_as_fp32_where_there_is_nothing_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bros.executor.layers.linear._has_packed", lambda dtype: False)
+    x, weight = matrices(3, torch.bfloat16)
+    out = pack(weight)(x.float())
+    torch.testing.assert_close(out, F.linear(x.float(), weight.float()), rtol=0, atol=1e-4)

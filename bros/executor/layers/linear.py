@@ -172,8 +172,18 @@ def _wide_dtype() -> torch.dtype:
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest exact form of an fp32 or bf16 weight [rows, columns] on this machine."""
-    return PackedLinear(weight, bias) if _has_onednn() else PlainLinear(weight, bias)
+    """The fastest exact form of an fp32 or bf16 weight [rows, columns] on this machine.
+
+    oneDNN has bf16 products only for CPUs with AVX-512 or newer; on others bf16 weights are kept as
+    the fp32 numbers that they are, which takes the time and the memory of fp32.
+    """
+    if not _has_onednn():
+        return PlainLinear(weight, bias)
+    return PackedLinear(weight if _has_packed(weight.dtype) else weight.float(), bias)
+
+
+def _has_packed(dtype: torch.dtype) -> bool:
+    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _has_onednn() -> bool:
