@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from bros.semantic.errors import SessionLimitError
@@ -15,7 +15,8 @@ from bros.semantic.nodes import Call, InputPiece, NewCall, OutputPiece, Variable
 class SessionLimits:
     """Most that one session holds.
 
-    max_calls: that are not over; kept_calls: that are, of which the oldest are forgotten.
+    max_calls: that are not over; kept_calls: that are, of which the oldest are forgotten; all of
+    them are, where that makes room for values.
     max_variables, max_value_chars: in total. Beyond them the oldest values go that no call
     remembered here has made or reads. max_labels, label_steps: see Labeller; they bound what a
     program costs of which every value is asked for.
@@ -47,7 +48,7 @@ class Retention:
         self._loose_chars = 0
 
     def check_calls(self, new: Sequence[NewCall]) -> None:
-        """Raises SessionLimitError if these cannot be added; changes nothing."""
+        """Raises SessionLimitError if these cannot be added. May forget calls, like all checks."""
         if self.open_calls + len(new) > self._limits.max_calls:
             raise SessionLimitError(
                 f"The session has {self.open_calls} requests that are not done; with "
@@ -61,9 +62,9 @@ class Retention:
         }
         for call in new:
             named.update(dict.fromkeys(call.values))
-        known = [self._graph.variables[name] for name in named if name in self._graph.variables]
+        known = {self._graph.variables[name] for name in named if name in self._graph.variables}
         chars = sum(len(text) for call in new for text in call.values.values())
-        self._check(len(named) - len(known), chars, [v for v in known if v in self._loose])
+        self._check(len(named) - len(known), chars, known)
 
     def check_variable(self, chars: int) -> None:
         """Raises SessionLimitError if there is no room for one more with a value that long."""
@@ -73,16 +74,23 @@ class Retention:
         """Raises SessionLimitError if there is no room for this value."""
         self._check(0, len(text))
 
-    def _check(self, variables: int, chars: int, in_use: Sequence[Variable] = ()) -> None:
+    def _check(self, variables: int, chars: int, used: Set[Variable] = frozenset()) -> None:
+        """For so many more. What is in use counts, and what `used` holds; calls that are over are
+        forgotten, the oldest first, before anything is refused."""
+        limits = self._limits
+        in_use = [variable for variable in used if variable in self._loose]
         variables += len(self._graph.variables) - len(self._loose) + len(in_use)
-        if variables > self._limits.max_variables:
-            raise SessionLimitError(
-                f"The session would have more than {self._limits.max_variables} variables in use."
-            )
         chars += self._chars - self._loose_chars + sum(map(_chars, in_use))
-        if chars > self._limits.max_value_chars:
+        while self._over and (variables > limits.max_variables or chars > limits.max_value_chars):
+            freed = [v for v in self._forget(self._over.popleft()) if v not in used]
+            variables -= len(freed)
+            chars -= sum(map(_chars, freed))
+        if variables > limits.max_variables:
+            message = f"The session would have more than {limits.max_variables} variables in use."
+            raise SessionLimitError(message)
+        if chars > limits.max_value_chars:
             raise SessionLimitError(
-                f"The values of the session would have more than {self._limits.max_value_chars} "
+                f"The values of the session would have more than {limits.max_value_chars} "
                 "characters."
             )
 
@@ -119,13 +127,17 @@ class Retention:
         while len(self._over) > self._limits.kept_calls:
             self._forget(self._over.popleft())
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: Call) -> list[Variable]:
+        """Returns what is loose from now on."""
         self._graph.forget(call)
+        freed = []
         for turn in call.turns:
             for variable in (*turn.inputs, *turn.outputs):
                 if _unconnected(variable) and variable not in self._loose:
                     self._loose[variable] = None
                     self._loose_chars += _chars(variable)
+                    freed.append(variable)
+        return freed
 
     def make_room(self) -> None:
         """Drops loose variables, the oldest first, until the limits are kept."""

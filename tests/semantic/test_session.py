@@ -356,6 +356,25 @@ def test_values_that_are_needed_are_not_forgotten() -> None:
     assert [f"w{i}" in core.graph.variables for i in range(5)] == [False] * 4 + [True]
 
 
+def test_old_calls_are_forgotten_before_a_new_value_is_refused() -> None:
+    core = core_of(limits=SessionLimits(kept_calls=10, max_value_chars=25))
+    for i in range(5):
+        core.submit([llm(f"c{i}", ("", f"v{i}"))], 0.0)
+        core.want(f"v{i}", LATENCY, 0.0)
+        finish(core, f"c{i}", text="ten chars.")
+        core.check_integrity()
+        assert core.variable(f"v{i}").text == "ten chars."
+    assert list(core.graph.calls) == ["c3", "c4"]
+    core.submit([NewCall(id="d", pieces=llm("d", ("k", "w")).pieces, values={"k": "x" * 15})], 0.0)
+    assert list(core.graph.calls) == ["c4", "d"]
+    with pytest.raises(SessionLimitError, match="characters"):  # it reads the last value itself
+        core.submit(
+            [NewCall(id="e", pieces=llm("e", ("v4 j", "u")).pieces, values={"j": "x"})], 0.0
+        )
+    core.check_integrity()
+    assert core.variable("v4").text == "ten chars."
+
+
 def test_a_forgotten_value_that_is_used_again_stays() -> None:
     limits = SessionLimits(kept_calls=0, max_variables=3)
     core = core_of(llm("a", ("", "u")), limits=limits)
