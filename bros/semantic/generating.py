@@ -24,9 +24,9 @@ from bros.core.interfaces import EngineClient
 from bros.core.request import FinishReason, Hints, SamplingParams, ServiceClass, Slo
 from bros.engine.generation import Generation, TextDelta, TextGenerator
 from bros.semantic.errors import FailedStage
+from bros.semantic.revival import Revival
 from bros.semantic.settings import SessionSettings
 
-_LOOK_S = 0.05
 _LEAST_WAIT_S = 0.01
 
 
@@ -88,7 +88,7 @@ class TurnWatcher(Protocol):
 
 
 class TurnGenerator:
-    """Runs turns. Holds no state of its own."""
+    """Runs turns, all those of one engine."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class TurnGenerator:
         settings: SessionSettings,
     ) -> None:
         self._generator = generator
-        self._engine = engine
+        self._revival = Revival(engine, clock, settings.recovery_s)
         self._clock = clock
         self._settings = settings
 
@@ -115,7 +115,8 @@ class TurnGenerator:
                 deaths += 1
                 if deaths > self._settings.retries or not _gives_the_same(asked.sampling):
                     raise TurnFailedError(FailedStage.ENGINE, str(error)) from error
-                await self._until_alive(error)
+                if not await self._revival.comes():
+                    raise TurnFailedError(FailedStage.ENGINE, str(error)) from error
             except (QueueFullError, OverloadedError) as error:
                 now = self._clock.now()
                 refused_s = now if refused_s is None else refused_s
@@ -171,13 +172,6 @@ class TurnGenerator:
             cached_tokens=generation.cached_tokens,
             output_tokens=len(token_ids),
         )
-
-    async def _until_alive(self, error: EngineDeadError) -> None:
-        give_up_s = self._clock.now() + self._settings.recovery_s
-        while not self._engine.alive:
-            if self._clock.now() >= give_up_s:
-                raise TurnFailedError(FailedStage.ENGINE, str(error)) from error
-            await asyncio.sleep(_LOOK_S)
 
 
 def _gives_the_same(sampling: SamplingParams) -> bool:

@@ -199,14 +199,21 @@ class Runner:
             session.core.failed(turn, cause, self._clock.now())
         except Exception:
             logger.exception("turn %d of %s failed", turn.index, turn.call.id)
-            message = "The server failed at this request; its log says why."
-            cause = Cause(turn.call.id, FailedStage.GENERATE, message, name=turn.call.name)
-            session.core.failed(turn, cause, self._clock.now())
+            self._broken(session, turn)
         self.carry_out(session)
+
+    def _broken(self, session: LiveSession, turn: Turn) -> None:
+        message = "The server failed at this request; its log says why."
+        cause = Cause(turn.call.id, FailedStage.GENERATE, message, name=turn.call.name)
+        session.core.failed(turn, cause, self._clock.now())
 
     def _ended(self, session: LiveSession, turn: Turn) -> None:
         del session.tasks[turn]
         session.touched_s = self._clock.now()
+        if turn.open:  # cancelled, and not because the core has given it up
+            logger.error("turn %d of %s was cancelled from within", turn.index, turn.call.id)
+            self._broken(session, turn)
+            self.carry_out(session)
         session.record(turn.call.id).turn(turn.index).text = ""
         self._tidy(session, turn.call)
 

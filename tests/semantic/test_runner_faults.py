@@ -69,6 +69,46 @@ async def test_an_engine_that_does_not_come_back_is_given_up() -> None:
     assert await soon(desk.cause("a"), 2.0) == (request, "engine", "The engine died.")
 
 
+class WatchedEngine(ProgramEngine):
+    """looks: how often somebody has asked whether it is alive."""
+
+    looks = 0
+    _alive = True
+
+    @property
+    def alive(self) -> bool:
+        self.looks += 1
+        return self._alive
+
+    @alive.setter
+    def alive(self, alive: bool) -> None:
+        self._alive = alive
+
+
+@virtually
+async def test_a_dead_engine_is_looked_at_as_often_however_many_wait() -> None:
+    engine = WatchedEngine()
+    desk = Desk(engine, recovery_s=30.0)
+    names = [f"v{i}" for i in range(100)]
+    calls = [call(f"{name} {{{{output:{name}}}}}", sampling=GREEDY) for name in names]
+    requests = desk.submit(*calls)
+    for name in names:
+        desk.want(name)
+    await asyncio.sleep(0.001)
+    engine.die()
+    await asyncio.sleep(1.0)
+    desk.service.cancel(TENANT, desk.session, requests[0])
+    engine.looks = 0
+    await asyncio.sleep(10.0)
+    assert 100 <= engine.looks <= 300
+    engine.revive()
+    for name in names[1:]:
+        assert await soon(desk.value(name), 10.0) == echo(f"{name} ")
+    engine.looks = 0
+    await asyncio.sleep(10.0)
+    assert not engine.looks
+
+
 @pytest.mark.parametrize("refusal", [QueueFullError(9, 2.5), OverloadedError("Too busy.", 2.5)])
 @virtually
 async def test_an_engine_without_room_is_asked_again(refusal: Exception) -> None:
@@ -135,7 +175,7 @@ async def test_what_the_engine_says_of_a_failure_is_the_cause(
 @virtually
 async def test_a_prompt_that_is_too_long_fails_to_fill() -> None:
     desk = Desk()
-    (request,) = desk.submit(call("{{x}}{{output:a}}", values={"x": "dog and " * MAX_LEN}))
+    (request,) = desk.submit(call("{{x}}{{output:a}}", values={"x": "#" * 3900}))
     failed, stage, message = await desk.cause("a")
     assert (failed, stage) == (request, "fill")
     assert str(MAX_LEN) in message
@@ -197,6 +237,21 @@ async def test_a_bug_fails_one_turn_and_is_logged(caplog: pytest.LogCaptureFixtu
     assert (failed, stage) == (bad, "generate")
     assert "a bug" in caplog.text and "a bug" not in message
     assert await desk.value("c") == "Goo"
+
+
+@virtually
+async def test_what_is_cancelled_within_the_engine_has_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    desk = Desk()
+    desk.engine.refusals = [asyncio.CancelledError()]
+    bad, _ = desk.submit(call("Bad {{output:a}}"), call("{{a}}{{output:b}}"))
+    failed, stage, _ = await soon(desk.cause("b"), 10.0)
+    assert (failed, stage) == (bad, "generate")
+    assert bad in caplog.text
+    desk.submit(call("Good {{output:c}}"))
+    assert await desk.value("c") == echo("Good ")
+    await desk.close()
 
 
 @virtually

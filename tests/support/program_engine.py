@@ -64,7 +64,7 @@ class ProgramEngine:
         self.answer = answer
         self.step_s = step_s
         self.alive = True
-        self.refusals: list[Exception] = []
+        self.refusals: list[BaseException] = []
         self.errors: list[RequestOutput] = []
         self.relegates = False
         self.submitted: list[EngineRequest] = []
