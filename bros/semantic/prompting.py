@@ -16,7 +16,7 @@ from bros.semantic.transforms import TransformError
 
 T = TypeVar("T")
 
-_LONG_CHARS = 20_000
+_LONG_CHARS = 4_000
 
 
 class Prompter:

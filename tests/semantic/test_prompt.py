@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -13,6 +14,7 @@ from bros.core.clock import ManualClock
 from bros.engine.chat_template import ChatTemplates
 from bros.engine.tokenizer import Tokenizer
 from bros.semantic.prompt import Begun, PieceEncoder, Prompt, Sharing
+from bros.semantic.prompting import off_loop
 from support.tiny_tokenizer import byte_level_backend, sentencepiece_backend, tiny_tokenizer
 
 SHARING = Sharing(model="m", cache_salt="tenant", private_salt="session")
@@ -167,6 +169,12 @@ def test_what_was_begun_is_the_longest_common_beginning_in_blocks(
             if token_ids[:end] == prompt[:end]:
                 longest = max(longest, end)
     assert begun.num_tokens(prompt) == longest
+
+
+async def test_what_takes_more_than_a_moment_is_done_on_a_thread() -> None:
+    here = threading.get_ident()
+    assert await off_loop(threading.get_ident, 4000) == here
+    assert await off_loop(threading.get_ident, 4001) != here
 
 
 def test_only_the_latest_beginnings_are_remembered() -> None:
