@@ -1,21 +1,21 @@
 """Programs sent whole to a session, beside clients that make every call themselves.
 
-    python benchmarks/session_speed.py [--parts chain,map-reduce,coding,chat,mixed] [--json FILE]
+    python benchmarks/session_speed.py [--parts chain,map-reduce,...] [--json FILE]
 
-The embedded model in fp32 on this machine, served by `bros serve`. Nothing else may run on it.
-Every request of a client takes 250 ms longer than it does here, as over the Internet; a session
-takes three of them, whatever the program. All ways run the same prompts and make the same number
-of tokens; each has a server of its own, and they take turns within a round. Figures are medians
-over the rounds, ratios those of the same round.
+The embedded model on this machine, in fp32 unless it says int4, served by `bros serve`. Nothing
+else may run on it. Every request of a client takes 250 ms longer than it does here, as over the
+Internet; a session takes three of them, whatever the program. All ways run the same prompts and
+make the same number of tokens; each has a server of its own, and they take turns within a round.
+Figures are medians over the rounds, ratios those of the same round.
 
-chain       A document summed up part by part. By calls: each waits for the one before, and for the
-            network.
+chain       A document summed up part by part, with int4 weights. By calls: each waits for the one
+            before, and for the network.
 map-reduce  Parts summed up at once, then the summaries. By calls, each as if a user waited for it:
             on an engine that holds no more requests than it can serve at nearly the pace of one.
 coding      An architect, 8 coders, 3 rounds of reviews: best-effort calls ("flex"), without
             a prefix cache.
-chat        16 questions at once after a system prompt of 1,500 tokens: without a prefix cache, and
-            with it but read by every row for itself.
+chat        16 questions at once after a system prompt of 1,500 tokens: read by every row for itself
+            (and chat-alone: without a prefix cache).
 mixed       Chats as they come beside map-reduce programs one after another: who is on time, and
             how much longer the programs take.
 """
@@ -55,11 +55,11 @@ from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import default_cache_dir, resolve_model
 
 DELAY_S = 0.25
-SERVER = ("--weights", "fp32", "--max-model-len", "4096", "--log-level", "warning")
+SERVER = ("--max-model-len", "4096", "--log-level", "warning")
 CLOCK = SystemClock()
 LIMITED_ROWS = 4
 SYSTEM_TOKENS, CHATS = 1500, 16
-CHAT_RATE, MIXED_S = 0.25, 150.0
+CHAT_RATE, MIXED_S = 0.25, 110.0
 TTFT_S, TPOT_S = 0.4, 0.2
 
 Ask = Callable[[HttpEnd, Program], Awaitable[Run]]
@@ -102,21 +102,17 @@ def chats(texts: Texts) -> list[Program]:
     return [question(texts, system, question_tokens=20, output_tokens=64) for _ in range(CHATS)]
 
 
+INT4 = ("--weights", "int4")
 SESSION = Way("session", by_session)
 PARTS: Mapping[str, Part] = {
     "chain": Part(
-        "chain summary, 8 parts of 256 tokens, 25 tokens each",
-        lambda texts: [chain_summary(texts, chunks=8, chunk_tokens=256, output_tokens=25)],
-        (SESSION, Way("by calls", by_calls, asked=1.3)),
-    ),
-    "chain-50": Part(
-        "chain summary, 8 parts of 256 tokens, 50 tokens each",
-        lambda texts: [chain_summary(texts, chunks=8, chunk_tokens=256, output_tokens=50)],
-        (SESSION, Way("by calls", by_calls)),
+        "chain summary, 8 parts of 128 tokens, 25 tokens each, int4",
+        lambda texts: [chain_summary(texts, chunks=8, chunk_tokens=128, output_tokens=25)],
+        (Way("session", by_session, INT4), Way("by calls", by_calls, INT4, asked=1.3)),
     ),
     "map-reduce": Part(
-        "map-reduce summary, 16 parts of 128 tokens, 50 tokens each",
-        lambda texts: [map_reduce_summary(texts, chunks=16, chunk_tokens=128, output_tokens=50)],
+        "map-reduce summary, 32 parts of 128 tokens, 50 tokens each",
+        lambda texts: [map_reduce_summary(texts, chunks=32, chunk_tokens=128, output_tokens=50)],
         (
             SESSION,
             Way(
@@ -130,7 +126,7 @@ PARTS: Mapping[str, Part] = {
     "coding": Part(
         "multi-agent coding, 8 files, 3 rounds",
         lambda texts: [
-            multi_agent_coding(texts, files=8, rounds=3, code_tokens=64, comment_tokens=32)
+            multi_agent_coding(texts, files=8, rounds=3, code_tokens=40, comment_tokens=20)
         ],
         (
             SESSION,
@@ -142,9 +138,13 @@ PARTS: Mapping[str, Part] = {
         chats,
         (
             SESSION,
-            Way("by calls, no sharing", by_calls, ("--prefix-cache", "off"), asked=1.8),
             Way("by calls, read by every row", by_calls, ("--shared-attention", "off")),
         ),
+    ),
+    "chat-alone": Part(
+        "the same",
+        chats,
+        (SESSION, Way("by calls, no sharing", by_calls, ("--prefix-cache", "off"), asked=1.8)),
     ),
 }
 
@@ -152,7 +152,7 @@ PARTS: Mapping[str, Part] = {
 async def measured(
     part: Part, rounds: int, texts_of: Callable[[int], Texts], report: Callable[[str], None]
 ) -> list[Row]:
-    """Every way of a part, in turn within each round; a round before them does not count."""
+    """Every way of a part, in turn within each round, after a small program on each server."""
     found: list[Row] = [
         {"way": way.name, "flags": [*SERVER, *way.flags], "asked": way.asked, "runs": []}
         for way in part.ways
@@ -163,14 +163,14 @@ async def measured(
         for way in part.ways:
             url = await stack.enter_async_context(local_server((*SERVER, *way.flags)))
             ends.append(HttpEnd(http, url, CLOCK))
-        for turn in range(-1, rounds):
+            await way.ask(ends[-1], small_chain(texts_of(-1)))
+        for turn in range(rounds):
             for way, end, row in zip(part.ways, ends, found, strict=True):
                 report(f"{part.title}: {way.name}, round {turn + 1} of {rounds}")
                 programs = part.programs(texts_of(turn))
                 runs = await asyncio.gather(*(way.ask(end, program) for program in programs))
-                if turn >= 0:
-                    row["runs"].append(summary(runs))
-                    report(f"  {row['runs'][-1]['seconds']:.2f} s")
+                row["runs"].append(summary(runs))
+                report(f"  {row['runs'][-1]['seconds']:.2f} s")
     return found
 
 
@@ -228,6 +228,10 @@ async def mixed(texts_of: Callable[[int], Texts], report: Callable[[str], None])
                 "both_met": sum(a.ttft_s <= TTFT_S and a.tpot_s <= TPOT_S for a in answers),
             }
         return found
+
+
+def small_chain(texts: Texts) -> Program:
+    return chain_summary(texts, chunks=2, chunk_tokens=64, output_tokens=8)
 
 
 def small_map_reduce(texts: Texts) -> Program:
