@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +28,14 @@ class Submission:
     """A call that is ready for the graph.
 
     is_text: its prompt is a text of its own and no conversation in the model's format.
-    variables: placeholder -> id. wanted: variable -> how soon.
+    variables: placeholder -> id. wanted: variable -> how soon. text_chars: of the template alone.
     """
 
     call: NewCall
     is_text: bool
     variables: Mapping[str, str]
     wanted: Mapping[str, Criteria]
-
-    @property
-    def text_chars(self) -> int:
-        """Of its template, without what is put in."""
-        return sum(len(piece.text) for piece in self.call.pieces if isinstance(piece, Text))
+    text_chars: int
 
 
 class Submitter:
@@ -54,19 +50,20 @@ class Submitter:
     def read(self, specs: Sequence[CallSpec], sampling: Mapping[str, Any]) -> list[Submission]:
         """sampling: the session's. Raises InvalidRequestError, param such as
         "requests[2].parameters[0].name"."""
+        common = _Common(self._chat)
         found = []
         for index, spec in enumerate(specs):
             try:
-                found.append(self._one(spec, sampling))
+                found.append(self._one(spec, sampling, common))
             except InvalidRequestError as error:
                 raise _within(f"requests[{index}]", error) from None
         return found
 
-    def _one(self, spec: CallSpec, sampling: Mapping[str, Any]) -> Submission:
+    def _one(self, spec: CallSpec, sampling: Mapping[str, Any], common: _Common) -> Submission:
         drafts = {
             parameter.name: _Draft(i, parameter) for i, parameter in enumerate(spec.parameters)
         }
-        pieces = _native_pieces(spec) if spec.native else lay_out(spec, self._chat)
+        pieces = _native_pieces(spec) if spec.native else common.pieces(spec)
         defaults = {"max_tokens": self._max_tokens, **_given(sampling)}
         _check_names("sampling", spec.sampling)
         defaults |= _given(spec.sampling)
@@ -79,6 +76,7 @@ class Submitter:
                 made.append(piece)
                 continue
             draft = drafts.get(piece.name) or _Draft(None, Parameter(name=piece.name))
+            transforms = draft.transforms(common)
             draft.check(piece, native=spec.native)
             parameter = draft.parameter
             variable_id = names.get(piece.name) or parameter.variable or self._new_id("var")
@@ -86,10 +84,10 @@ class Submitter:
             if piece.role is Role.INPUT:
                 if parameter.value is not None:
                     values[variable_id] = parameter.value
-                made.append(InputPiece(piece.name, variable_id, draft.transforms()))
+                made.append(InputPiece(piece.name, variable_id, transforms))
                 continue
-            params = draft.sampling(defaults)
-            made.append(OutputPiece(piece.name, variable_id, draft.transforms(), params))
+            params = draft.sampling(defaults, common.sampling)
+            made.append(OutputPiece(piece.name, variable_id, transforms, params))
             if parameter.criteria is not None:
                 wanted[variable_id] = parameter.criteria
         kind = CallKind.NATIVE if spec.native else CallKind.LLM
@@ -97,7 +95,38 @@ class Submitter:
             id=self._new_id("req"), name=spec.name, kind=kind, pieces=tuple(made), values=values
         )
         is_text = spec.messages is None and not spec.chat
-        return Submission(call, is_text, names, wanted)
+        text_chars = sum(len(piece.text) for piece in made if isinstance(piece, Text))
+        return Submission(call, is_text, names, wanted, text_chars)
+
+
+class _Common:
+    """What calls of one program have in common, worked out once; what is wrong raises each time."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._pieces: dict[Hashable, Sequence[Piece]] = {}
+        self._transforms: dict[str, Transforms] = {}
+        self._sampling: dict[str, SamplingParams] = {}
+
+    def pieces(self, spec: CallSpec) -> Sequence[Piece]:
+        """`lay_out`, which looks at nothing else of a call than is in the key."""
+        messages = None if spec.messages is None else tuple(spec.messages)
+        roles = tuple((parameter.name, parameter.role) for parameter in spec.parameters)
+        key = (spec.template, spec.chat, messages, roles)
+        if key not in self._pieces:
+            self._pieces[key] = lay_out(spec, self._chat)
+        return self._pieces[key]
+
+    def transforms(self, source: str, place: str) -> Transforms:
+        if source not in self._transforms:
+            self._transforms[source] = parse_transforms(source, place)
+        return self._transforms[source]
+
+    def sampling(self, **fields: Any) -> SamplingParams:
+        key = repr(fields)  # 1 is not True here, and lists can be in it
+        if key not in self._sampling:
+            self._sampling[key] = SamplingParams(**fields)
+        return self._sampling[key]
 
 
 class _Draft:
@@ -131,18 +160,20 @@ class _Draft:
         if parameter.transforms is not None and native:
             self._refuse("transforms", "Values of native functions are transformed by the client.")
 
-    def transforms(self) -> Transforms | None:
+    def transforms(self, common: _Common) -> Transforms | None:
         source = self.parameter.transforms
-        return parse_transforms(source, f"{self._place}.transforms") if source else None
+        return common.transforms(source, f"{self._place}.transforms") if source else None
 
-    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def sampling(
+        self, defaults: Mapping[str, Any], make: Callable[..., SamplingParams] = SamplingParams
+    ) -> SamplingParams:
         """Of an output, on top of its call's."""
         place = f"{self._place}.sampling"
         own = self.parameter.sampling or {}
         _check_names(place, own)
         fields = {**defaults, **_given(own)}
         try:
-            return SamplingParams(**fields)
+            return make(**fields)
         except InvalidRequestError as error:
             where = place if error.param in own else "sampling"
             raise InvalidRequestError(

@@ -1,0 +1,95 @@
+"""Calls of a program are read together, and mean what each of them means alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.errors import InvalidRequestError
+from bros.semantic.program import CallSpec, Message, Parameter, Role
+from bros.semantic.submission import Submitter
+from support.program_engine import TOKENIZER
+
+
+class CountingChat:
+    """The format of a model, and how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.renders = 0
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
+        self.renders += 1
+        return TOKENIZER.render_chat(messages, **template_kwargs)
+
+
+def submitter(chat: CountingChat) -> Submitter:
+    numbers = itertools.count()
+    return Submitter(chat, lambda prefix: f"{prefix}-{next(numbers)}", max_tokens=9)
+
+
+# Alike enough to be taken for one another, and some of them are wrong.
+samplings = st.dictionaries(
+    st.sampled_from(["temperature", "top_p", "seed", "stop", "max_tokens"]),
+    st.sampled_from([1, 1.0, True, 0.5, "1", ["1"], ["1", "2"], None]),
+    max_size=2,
+)
+parameters = st.builds(
+    Parameter,
+    name=st.sampled_from(["x", "y"]),
+    role=st.sampled_from([None, Role.INPUT, Role.OUTPUT]),
+    variable=st.sampled_from([None, "u", "v"]),
+    transforms=st.sampled_from([None, "strip", "upper", "no such thing"]),
+    sampling=st.none() | samplings,
+)
+TEXTS = ["Say {{x}} {{output:y}}", "Say {{x}} {{y}}", "Say {{output:x}} and {{output:y}}", "Say"]
+calls = st.builds(
+    CallSpec,
+    template=st.sampled_from([*TEXTS, None]),
+    messages=st.none() | st.sampled_from(TEXTS).map(lambda t: [Message(role="user", content=t)]),
+    chat=st.booleans(),
+    parameters=st.lists(parameters, max_size=2),
+    sampling=samplings,
+)
+
+
+def read_alone(specs: Sequence[CallSpec]) -> Any:
+    """One by one, which is all there is to know; or the first error."""
+    reader, found = submitter(CountingChat()), []
+    for index, spec in enumerate(specs):
+        try:
+            found += reader.read([spec], {})
+        except InvalidRequestError as error:
+            assert error.param is not None
+            return error.message, error.param.replace("requests[0]", f"requests[{index}]")
+    return found
+
+
+@given(specs=st.lists(calls, min_size=1, max_size=6))
+def test_a_program_is_read_as_its_calls_are_one_by_one(specs: list[CallSpec]) -> None:
+    try:
+        found: Any = submitter(CountingChat()).read(specs, {})
+    except InvalidRequestError as error:
+        found = error.message, error.param
+    assert found == read_alone(specs)
+    if isinstance(found, list):
+        for together, alone in zip(found, read_alone(specs), strict=True):
+            assert repr(together.call.pieces) == repr(alone.call.pieces)  # where 1 is not True
+
+
+def test_what_calls_have_in_common_is_worked_out_once() -> None:
+    specs = [
+        CallSpec(
+            template="Sum up {{chunk}}: {{output:summary}} Title: {{output:title}}",
+            chat=True,
+            parameters=[Parameter(name="chunk", value=f"chunk {number}")],
+        )
+        for number in range(50)
+    ]
+    one, all_of_them = CountingChat(), CountingChat()
+    submitter(one).read(specs[:1], {})
+    submitter(all_of_them).read(specs, {})
+    assert all_of_them.renders == one.renders
