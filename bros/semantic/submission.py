@@ -105,7 +105,7 @@ class _Common:
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self._pieces: dict[Hashable, Sequence[Piece]] = {}
-        self._transforms: dict[str, Transforms] = {}
+        self._transforms: dict[str, Transforms | None] = {}
         self._sampling: dict[str, SamplingParams] = {}
 
     def pieces(self, spec: CallSpec) -> Sequence[Piece]:
@@ -117,7 +117,7 @@ class _Common:
             self._pieces[key] = lay_out(spec, self._chat)
         return self._pieces[key]
 
-    def transforms(self, source: str, place: str) -> Transforms:
+    def transforms(self, source: str, place: str) -> Transforms | None:
         if source not in self._transforms:
             self._transforms[source] = parse_transforms(source, place)
         return self._transforms[source]

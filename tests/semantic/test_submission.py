@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bros.core.errors import InvalidRequestError
@@ -55,6 +55,14 @@ calls = st.builds(
     sampling=samplings,
 )
 
+alike = st.builds(
+    CallSpec,
+    template=st.just(TEXTS[0]),
+    sampling=st.dictionaries(
+        st.sampled_from(["temperature", "stop"]), st.sampled_from([1, "1", ["1"]]), max_size=1
+    ),
+)
+
 
 def read_alone(specs: Sequence[CallSpec]) -> Any:
     """One by one, which is all there is to know; or the first error."""
@@ -68,7 +76,16 @@ def read_alone(specs: Sequence[CallSpec]) -> Any:
     return found
 
 
-@given(specs=st.lists(calls, min_size=1, max_size=6))
+@example(specs=[CallSpec(template=TEXTS[0], sampling={"temperature": value}) for value in (1, "1")])
+@example(specs=[CallSpec(template=TEXTS[0], sampling={"stop": stop}) for stop in (["1"], 1)])
+@example(
+    specs=[
+        CallSpec(template=TEXTS[1], parameters=[Parameter(name="y", role=role)])
+        for role in (Role.OUTPUT, Role.INPUT)
+    ]
+)
+@example(specs=[CallSpec(template=TEXTS[0], chat=chat) for chat in (False, True)])
+@given(specs=st.lists(alike | calls, min_size=1, max_size=6))
 def test_a_program_is_read_as_its_calls_are_one_by_one(specs: list[CallSpec]) -> None:
     try:
         found: Any = submitter(CountingChat()).read(specs, {})
