@@ -96,11 +96,12 @@ async def test_calls_survive_the_wire(program: list[CallSpec]) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.url.path == "/v1/sessions/sess-1/requests"
         fields = validate(SubmitProgram, json.loads(request.content))
+        assert fields.key == "key"
         received.extend(to_call(call, "") for call in fields.requests)
         answers = [{"id": str(i), "variables": {"a": "b"}} for i in range(len(received))]
         return httpx.Response(200, json={"requests": answers})
 
-    submitted = await backend(answer).submit("sess-1", program)
+    submitted = await backend(answer).submit("sess-1", program, "key")
     assert [call.request_id for call in submitted] == [str(i) for i in range(len(program))]
     assert received == program
 
