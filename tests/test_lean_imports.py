@@ -115,13 +115,15 @@ def test_the_doctor_looks_and_tests_in_plain_text() -> None:
 
 @pytest.mark.slow
 def test_tests_of_what_computes_can_be_collected() -> None:
-    """Also without the plugin for coroutines, whose options pytest would not know."""
+    """Also without the plugin for coroutines, whose options pytest would not know; and without one
+    that comes with LangChain, and needs more."""
     code = """
         import pytest
         sys.exit(pytest.main(sys.argv[1:]))
         """
     folders = ["kernels", "executor", "scheduler", "kvcache", "core", "engine"]
-    arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio"]
+    plugins = [f"-pno:{name}" for name in ("cacheprovider", "asyncio", "langsmith_plugin")]
+    arguments = ["--collect-only", "-q", *plugins]
     lines = output_of(
         run_without(f"{SERVER} {OTHERS}", code, *arguments, *(f"tests/{name}" for name in folders))
     )

@@ -171,7 +171,7 @@ def test_json_path_leads_to_its_place(drawn: tuple[Any, str, Any]) -> None:
 @given(paths())
 def test_yaml_path_leads_to_its_place(drawn: tuple[Any, str, Any]) -> None:
     value, path, found = drawn
-    document = yaml.safe_dump(value, allow_unicode=True, default_flow_style=False)
+    document = yaml.safe_dump(value, allow_unicode=True, default_flow_style=False, sort_keys=False)
     result = run(f"yaml_path({quoted(path)})", document)
     assert result == (found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
     result_in_block = run(f"yaml_path({quoted(path)})", f"Yes:\n```yaml\n{document}\n```\n")

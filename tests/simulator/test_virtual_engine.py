@@ -144,3 +144,14 @@ def test_common_context_counts_what_rows_before_have(
     total = sum(16 * len(row) for row in segments)
     distinct = 16 * len({segment for row in segments for segment in row})
     assert common_context(StepPlan(0, chunks)) == total - distinct
+
+
+def test_work_for_threads_is_done_at_once() -> None:
+    async def main() -> tuple[int, float]:
+        began = LoopClock().now()
+        found = await asyncio.to_thread(int, "7")
+        with pytest.raises(ValueError):
+            await asyncio.to_thread(int, "seven")
+        return found, LoopClock().now() - began
+
+    assert run_virtual(main) == (7, 0.0)
