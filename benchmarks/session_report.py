@@ -30,8 +30,8 @@ Row = Mapping[str, Any]
 
 REMARKS = {
     "15": "From 32 requests on a session is no faster: the scheduler's predictions do not know "
-    "that rows read a common prefix once, so it expects more than the 40 ms between tokens that are "
-    "asked for, and runs fewer rows at once. With 400 ms asked for, 32 take 11.6 s.\n\n",
+    "that rows read a common prefix once, so it expects more than the 40 ms between tokens that "
+    "are asked for, and runs fewer rows at once. With 400 ms asked for, 32 take 11.6 s.\n\n",
 }
 
 
