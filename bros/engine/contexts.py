@@ -205,6 +205,7 @@ class Contexts:
                 if context.is_new:
                     del self._contexts[context_id]
                 await self._engine.abort(job.request_id)
+                await self._engine.release(job.request_id)  # it may have ended well by then
 
 
 def _check_success(last: RequestOutput) -> None:

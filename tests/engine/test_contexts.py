@@ -175,6 +175,16 @@ async def test_a_context_has_one_job_at_a_time() -> None:
         assert await desk.left() == (0, 0)
 
 
+async def test_a_job_that_ended_unseen_leaves_nothing() -> None:
+    async with open_desk() as desk:
+        outputs = desk.contexts.generate("c", None, [11], SamplingParams(max_tokens=20))
+        await anext(outputs)
+        while (await desk.client.stats()).kv_blocks_parked == 0:
+            pass  # its last output has not been read yet
+        await outputs.aclose()
+        assert await desk.left() == (0, 0)
+
+
 async def test_the_next_job_may_begin_with_the_last_output_of_the_one_before() -> None:
     """And is not ended by it."""
     async with open_desk() as desk:
