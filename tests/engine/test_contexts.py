@@ -235,6 +235,8 @@ async def test_a_job_that_is_given_up_for_want_of_capacity_says_when_to_come_bac
         async def abort(self, request_id: str) -> None:
             pass
 
+        release = abort
+
     contexts = Contexts(Busy(), IdGenerator(random.Random(1)))  # type: ignore[arg-type]
     with pytest.raises(OverloadedError, match="Too busy") as refused:
         await contexts.fill("c", None, [1, 2])
