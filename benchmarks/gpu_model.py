@@ -173,7 +173,7 @@ class Model:
         return Switched(self.runner, "_graphs", None)
 
     def without_grouping(self) -> Switched:
-        return Switched(self.runner._feed, "_block_size", None)
+        return Switched(self.runner._feed, "_grouping", None)
 
     # What there is to read and to compute.
 

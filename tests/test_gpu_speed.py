@@ -345,8 +345,8 @@ def test_rows_with_more_blocks_than_there_are_read_some_twice(model: Any) -> Non
 
 
 def test_a_runner_is_switched_for_a_block_only(model: Any) -> None:
-    before = model.runner._feed._block_size
+    before = model.runner._feed._grouping
     with model.without_grouping():
-        assert model.runner._feed._block_size is None
-    assert model.runner._feed._block_size == before
+        assert model.runner._feed._grouping is None
+    assert model.runner._feed._grouping == before
     assert not model.has_graphs
