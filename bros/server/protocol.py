@@ -159,10 +159,9 @@ class ModelRequest(WireModel):
     model: str | None = None
 
 
-class GenerationRequest(ModelRequest):
-    """What chat and text completions have in common."""
+class SamplingWords(WireModel):
+    """How tokens are chosen and when to stop, wherever that is said; see SamplingParams."""
 
-    n: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = Field(None, description="0 or -1: off")
@@ -176,6 +175,12 @@ class GenerationRequest(ModelRequest):
     min_tokens: Int | None = None
     max_tokens: MaxTokens | None = None
     ignore_eos: bool | None = None
+
+
+class GenerationRequest(SamplingWords, ModelRequest):
+    """What chat and text completions have in common."""
+
+    n: Int | None = None
     logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit")
     stream: bool | None = None
     stream_options: StreamOptions | None = None

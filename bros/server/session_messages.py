@@ -22,7 +22,7 @@ from bros.core.errors import InvalidRequestError
 from bros.core.request import SamplingParams
 from bros.semantic.program import CallSpec, Criteria, Message, Parameter, Perf, Role
 from bros.server.batch_messages import Metadata
-from bros.server.protocol import Int, MaxTokens, Milliseconds, Stop, TokenId, WireModel
+from bros.server.protocol import Milliseconds, SamplingWords, WireModel
 
 MAX_WAIT_S = 600.0
 MAX_NAME_CHARS = 128
@@ -96,22 +96,9 @@ class _OrName:
 AnyCriteria = Annotated[CriteriaFields, BeforeValidator(_widen_criteria), _OrName()]
 
 
-class SamplingFields(_Strict):
+class SamplingFields(SamplingWords, _Strict):
     """How the tokens of an output are chosen; the fields of /v1/completions."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = Field(None, description="0 or -1: off")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: Int | None = None
-    stop: Stop | None = None
-    stop_token_ids: list[TokenId] | None = None
-    min_tokens: Int | None = None
-    max_tokens: MaxTokens | None = None
-    ignore_eos: bool | None = None
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], float] | None = Field(
         None, description="token id -> added to its logit"
     )
