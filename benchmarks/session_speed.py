@@ -9,7 +9,9 @@ make the same number of tokens; each has a server of its own, and they take turn
 Figures are medians over the rounds, ratios those of the same round.
 
 chain       A document summed up part by part, with int4 weights. By calls: each waits for the one
-            before, and for the network.
+            before, and for the network. Sized so that a call takes two or three times as long as
+            the network, as the shortest of the Parrot paper (figure 11) does on an A100
+            (and chain-long: half as many parts, twice as long).
 map-reduce  Parts summed up at once, then the summaries. By calls, each as if a user waited for it:
             on an engine that holds no more requests than it can serve at nearly the pace of one.
 coding      An architect, 8 coders, 3 rounds of reviews: best-effort calls ("flex"), without
@@ -57,7 +59,7 @@ from bros.executor.model_store import default_cache_dir, resolve_model
 DELAY_S = 0.25
 SERVER = ("--max-model-len", "4096", "--log-level", "warning")
 CLOCK = SystemClock()
-LIMITED_ROWS = 4
+LIMITED_ROWS = 2
 SYSTEM_TOKENS, CHATS = 1500, 16
 CHAT_RATE, MIXED_S = 0.25, 110.0
 TTFT_S, TPOT_S = 0.4, 0.2
@@ -106,13 +108,18 @@ INT4 = ("--weights", "int4")
 SESSION = Way("session", by_session)
 PARTS: Mapping[str, Part] = {
     "chain": Part(
-        "chain summary, 8 parts of 128 tokens, 25 tokens each, int4",
-        lambda texts: [chain_summary(texts, chunks=8, chunk_tokens=128, output_tokens=25)],
+        "chain summary, 16 parts of 64 tokens, 10 tokens each, int4",
+        lambda texts: [chain_summary(texts, chunks=16, chunk_tokens=64, output_tokens=10)],
         (Way("session", by_session, INT4), Way("by calls", by_calls, INT4, asked=1.3)),
     ),
+    "chain-long": Part(
+        "chain summary, 8 parts of 128 tokens, 25 tokens each, int4",
+        lambda texts: [chain_summary(texts, chunks=8, chunk_tokens=128, output_tokens=25)],
+        (Way("session", by_session, INT4), Way("by calls", by_calls, INT4)),
+    ),
     "map-reduce": Part(
-        "map-reduce summary, 32 parts of 128 tokens, 50 tokens each",
-        lambda texts: [map_reduce_summary(texts, chunks=32, chunk_tokens=128, output_tokens=50)],
+        "map-reduce summary, 16 parts of 128 tokens, 50 tokens each",
+        lambda texts: [small_map_reduce(texts)],
         (
             SESSION,
             Way(
