@@ -30,13 +30,16 @@ class Holding:
     """Bookkeeping only: the slots are those of Stacks. num_tokens: computed, missing or not.
 
     tail: the block that was pushed onto last, -1 if none. alone: blocks without anybody else's
-    tokens. pushed_last: (block, tokens) of the latest append, which may be taken back.
+    tokens. pushed_last: (block, tokens) of the latest append, which may be taken back. common: what
+    sharing.py has found others to have as well, common_as_of so many changes.
     """
 
     __slots__ = (
         "_places",
         "alone",
         "chain",
+        "common",
+        "common_as_of",
         "missing",
         "num_missing",
         "num_shared",
@@ -59,6 +62,8 @@ class Holding:
         self.tail = -1
         self.alone = 0
         self.chain: list[Node] = []
+        self.common: Sequence[tuple[Node, int]] = ()
+        self.common_as_of = 0
         self.num_shared = 0
         self.runs: dict[int, list[list[int]]] = {}
         self.segments = array("i")

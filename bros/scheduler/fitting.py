@@ -30,15 +30,23 @@ _WORTHWHILE = 0.97
 
 _FOLDS = 5
 
+_NAMES = ("constant_s", "sample_s", "pair_s", "context_s")
+"""Coefficients of every model, beside those of its tokens."""
+
 Matrix = npt.NDArray[np.float64]
 
 
 class ChunkShape(NamedTuple):
-    """`tokens` after `context` cached ones; sampled: whether a token is chosen after them."""
+    """`tokens` after `context` cached ones; sampled: whether a token is chosen after them.
+
+    shared: how many of the context tokens, from the first one on, are those of the first chunk of
+    the step, and are read together with it. 0 for the first chunk itself.
+    """
 
     tokens: int
     context: int
     sampled: bool
+    shared: int = 0
 
 
 StepShape = tuple[ChunkShape, ...]
@@ -79,10 +87,10 @@ class Fit:
 
 
 def load_of(chunks: StepShape) -> StepLoad:
-    """What a cost model needs to know of a step, as if nothing in it were shared."""
+    """What a cost model needs to know of a step."""
     load = StepLoad()
     for chunk in chunks:
-        load.add(chunk.tokens, chunk.context, chunk.sampled)
+        load.add(chunk.tokens, chunk.context, chunk.sampled, chunk.shared)
     return load
 
 
@@ -165,11 +173,11 @@ class _System:
         self._seconds = np.array([sample.seconds for sample in samples])
         self._loads = [load_of(sample.chunks) for sample in samples]
         self._token = self._column(dataclasses.replace(zero, token_s=1.0))
+        # What rows have in common can be told from the rest only if some have something.
+        shares = any(load.unique_context < load.context for load in self._loads)
+        self._names = (*_NAMES, "unique_context_s") if shares else _NAMES
         self._rest = [
-            self._column(dataclasses.replace(zero, constant_s=1.0)),
-            self._column(dataclasses.replace(zero, sample_s=1.0)),
-            self._column(dataclasses.replace(zero, pair_s=1.0)),
-            self._column(dataclasses.replace(zero, context_s=1.0)),
+            self._column(dataclasses.replace(zero, **{name: 1.0})) for name in self._names
         ]
         self._above = {
             knot: self._column(dataclasses.replace(zero, hinges=((knot, 1.0),))) for knot in KNOTS
@@ -193,16 +201,15 @@ class _System:
     def solve(self, knots: tuple[int, ...], rows: npt.NDArray[np.intp]) -> CostModel:
         """The best model with these knots for the samples numbered `rows`."""
         solution = nnls(self._matrix(knots)[rows], np.ones(len(rows)))
-        constant, sample, pair, context, *slopes = (float(value) for value in solution)
+        count = len(self._names)
+        found = dict(zip(self._names, map(float, solution[:count]), strict=True))
+        slopes = [float(value) for value in solution[count:]]
         steps = [after - before for before, after in itertools.pairwise(slopes)]
         return dataclasses.replace(
             self._zero,
-            constant_s=constant,
             token_s=slopes[0],
-            sample_s=sample,
-            pair_s=pair,
-            context_s=context,
             hinges=tuple((k, s) for k, s in zip(knots, steps, strict=True) if s != 0.0),
+            **found,
         )
 
     def error(self, knots: tuple[int, ...]) -> float:
