@@ -30,9 +30,6 @@ _WORTHWHILE = 0.97
 
 _FOLDS = 5
 
-_NAMES = ("constant_s", "sample_s", "pair_s", "context_s")
-"""Coefficients of every model, beside those of its tokens."""
-
 Matrix = npt.NDArray[np.float64]
 
 
@@ -173,12 +170,16 @@ class _System:
         self._seconds = np.array([sample.seconds for sample in samples])
         self._loads = [load_of(sample.chunks) for sample in samples]
         self._token = self._column(dataclasses.replace(zero, token_s=1.0))
-        # What rows have in common can be told from the rest only if some have something.
-        shares = any(load.unique_context < load.context for load in self._loads)
-        self._names = (*_NAMES, "unique_context_s") if shares else _NAMES
         self._rest = [
-            self._column(dataclasses.replace(zero, **{name: 1.0})) for name in self._names
+            self._column(dataclasses.replace(zero, constant_s=1.0)),
+            self._column(dataclasses.replace(zero, sample_s=1.0)),
+            self._column(dataclasses.replace(zero, pair_s=1.0)),
+            self._column(dataclasses.replace(zero, context_s=1.0)),
         ]
+        # Without rows that have something in common it cannot be told from context_s.
+        self._shares = any(load.unique_context < load.context for load in self._loads)
+        if self._shares:
+            self._rest.append(self._column(dataclasses.replace(zero, unique_context_s=1.0)))
         self._above = {
             knot: self._column(dataclasses.replace(zero, hinges=((knot, 1.0),))) for knot in KNOTS
         }
@@ -201,15 +202,19 @@ class _System:
     def solve(self, knots: tuple[int, ...], rows: npt.NDArray[np.intp]) -> CostModel:
         """The best model with these knots for the samples numbered `rows`."""
         solution = nnls(self._matrix(knots)[rows], np.ones(len(rows)))
-        count = len(self._names)
-        found = dict(zip(self._names, map(float, solution[:count]), strict=True))
-        slopes = [float(value) for value in solution[count:]]
+        values = [float(value) for value in solution]
+        constant, sample, pair, context = values[:4]
+        slopes = values[len(self._rest) :]
         steps = [after - before for before, after in itertools.pairwise(slopes)]
         return dataclasses.replace(
             self._zero,
+            constant_s=constant,
             token_s=slopes[0],
+            sample_s=sample,
+            pair_s=pair,
+            context_s=context,
+            unique_context_s=values[4] if self._shares else 0.0,
             hinges=tuple((k, s) for k, s in zip(knots, steps, strict=True) if s != 0.0),
-            **found,
         )
 
     def error(self, knots: tuple[int, ...]) -> float:
