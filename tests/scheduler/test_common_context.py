@@ -140,7 +140,8 @@ def steps(draw: st.DrawFn) -> tuple[list[Item], list[Item], dict[str, Path]]:
         for number in range(draw(st.integers(0, 7))):
             name = f"{side}{number}"
             known[name] = draw(paths)
-            context = BLOCK_SIZE * len(known[name])
+            # Those with room in their last block go on where there is no memory.
+            context = BLOCK_SIZE * len(known[name]) + draw(st.integers(0, 3))
             remaining = draw(st.sampled_from([1, 1, 1, 1, 6]))
             due_s = draw(st.sampled_from([-0.1, 0.02, 0.04, 0.08, math.inf]))
             context *= draw(st.integers(0, 3)) > 0  # else it is a newcomer
@@ -165,9 +166,32 @@ def steps(draw: st.DrawFn) -> tuple[list[Item], list[Item], dict[str, Path]]:
 def test_the_load_of_a_step_is_that_of_its_rows(
     step: tuple[list[Item], list[Item], dict[str, Path]], min_rows: int, bounds: Bounds, free: int
 ) -> None:
-    """Whoever was refused, replaced or has just come."""
-    urgent, filler, known = step
-    rule = Grouping(BLOCK_SIZE, 1, min_rows)
+    """Whoever was refused or has just come."""
+    check_load(*step, Grouping(BLOCK_SIZE, 1, min_rows), bounds, free)
+
+
+@given(st.lists(paths, min_size=2, max_size=6), paths, st.integers(2, 4))
+def test_a_row_that_gives_way_does_not_count_any_more(
+    population: list[Path], last: Path, min_rows: int
+) -> None:
+    """The last urgent row can wait, and the step is full without filler."""
+    known = {str(number): path for number, path in enumerate([*population, last])}
+    items = [Item(name, 1, BLOCK_SIZE * len(path), NOW + 10.0) for name, path in known.items()]
+    urgent, filler = items[:-1], [replace(items[-1], deadline_s=math.inf)]
+    bounds = Bounds(rows=len(urgent), tokens=100)
+    packing = check_load(urgent, filler, known, Grouping(BLOCK_SIZE, 1, min_rows), bounds, 100)
+    assert [item for item, _ in packing.selected] == [*urgent[:-1], *filler]
+
+
+def check_load(
+    urgent: list[Item],
+    filler: list[Item],
+    known: dict[str, Path],
+    rule: Grouping,
+    bounds: Bounds,
+    free: int,
+) -> Packing[Item]:
+    """Pack a step, and count again what is in it."""
     memory = Tree(known, {item.name for item in (*urgent, *filler) if item.running}, free)
     predictor = predicting(rule)
     packing = pack(urgent, filler, bounds, memory, predictor, NOW)
@@ -180,6 +204,7 @@ def test_the_load_of_a_step_is_that_of_its_rows(
     fresh = load_of(packing.selected, CommonContext(memory, predictor))
     assert fresh.unique_context == load.unique_context
     assert fresh.pairs == load.pairs and fresh.tokens == load.tokens
+    return packing
 
 
 def alike(rows: int, grouping: Grouping | None, due_s: float) -> Packing[Item]:
