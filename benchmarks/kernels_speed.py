@@ -22,7 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 from bros.core.clock import SystemClock
-from bros.executor.grouping import Grouping, group_shared
+from bros.core.interfaces import Grouping
+from bros.executor.grouping import group_shared
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels
 from bros.kernels.reference import ReferenceKernels
 

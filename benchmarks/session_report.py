@@ -28,12 +28,6 @@ Written by `benchmarks/session_report.py`.
 
 Row = Mapping[str, Any]
 
-REMARKS = {
-    "15": "From 32 requests on a session is no faster: the scheduler's predictions do not know "
-    "that rows read a common prefix once, so it expects more than the 40 ms between tokens that "
-    "are asked for, and runs fewer rows at once. With 400 ms asked for, 32 take 11.6 s.\n\n",
-}
-
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
@@ -154,7 +148,6 @@ def paper_page(results: Row) -> Iterator[str]:
                 told = figure["paper"][way]
                 rows.append(["in the paper", *("" if r is None else f"{r:.2f}" for r in told)])
         yield table((figure["x_label"], *(f"{x:g}" for x in figure["x"])), rows)
-        yield REMARKS.get(name, "")
 
 
 def _paper_mixed(figure: Row) -> Iterator[str]:

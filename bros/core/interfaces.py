@@ -10,11 +10,25 @@ from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 
 
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Which prefixes of a step's rows are read once: at least min_blocks full blocks of block_size
+    slots that at least min_rows rows, two or more, have in common.
+
+    Less stays with the rows, as it costs each row a merge.
+    """
+
+    block_size: int
+    min_blocks: int
+    min_rows: int = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Facts about a running engine that never change while it runs.
 
-    default_slo: what real-time requests without objectives of their own are held to.
+    default_slo: what real-time requests without objectives of their own are held to. grouping:
+    which prefixes its rows read together; None if each row reads for itself.
     """
 
     model: str
@@ -31,6 +45,7 @@ class EngineInfo:
     max_queue: int = 2**31 - 1
     eos_token_ids: tuple[int, ...] = ()
     default_slo: Slo = Slo(ttft_s=0.4, tpot_s=0.2)
+    grouping: Grouping | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,12 +116,14 @@ class _PlanMaker:
         ]
 
     def plan(self, shape: StepShape) -> StepPlan:
-        """One request per chunk, each in blocks of its own."""
+        """One request per chunk, each in blocks of its own but for what it shares."""
         size = self._limits.block_size
         chunks, at = [], 0
-        for tokens, context, sampled in shape:
-            blocks = self._blocks[at : at + -(-(context + tokens) // size)]
-            at += len(blocks)
+        for tokens, context, sampled, shared in shape:
+            common = self._blocks[: shared // size]  # the first blocks of the first request
+            count = -(-(context + tokens) // size) - len(common)
+            blocks = common + self._blocks[at : at + count]
+            at += count
             segments = array("i")
             for index in range(-(-context // size)):
                 segments.extend((blocks[index], 0, min(size, context - index * size)))

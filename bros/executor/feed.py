@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bros.executor.grouping import Grouping, group_shared
+from bros.core.interfaces import Grouping
+from bros.executor.grouping import group_shared
 from bros.executor.inputs import StepInputs
 from bros.kernels.interface import HeadLayout, Kernels
 from bros.kernels.staging import Staging

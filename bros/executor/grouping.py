@@ -12,30 +12,17 @@ of blocks each has in common with the one before gives the groups, which nest:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bros.core.interfaces import Grouping
 from bros.kernels.interface import AttentionBatch, SharedParts
 from bros.kernels.parts import offsets
 
 _Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class Grouping:
-    """What makes a part of its own: at least min_blocks full blocks of block_size slots that at
-    least min_rows rows, two or more, have in common.
-
-    Less stays with the rows, as a part costs each row of it a merge.
-    """
-
-    block_size: int
-    min_blocks: int
-    min_rows: int = 2
 
 
 def grouping_for(kernels: str, block_size: int) -> Grouping | None:

@@ -101,9 +101,9 @@ class _Loader:
         self._kernels = select_kernels(self._kernels_name, self._device, self_part)
         self._kv_dtype = kv_dtype_for(config, self._target)
         self._shares = config.shared_attention == "on"
-        grouping = grouping_for(self._kernels.name, KV_BLOCK_SIZE) if self._shares else None
+        self._grouping = grouping_for(self._kernels.name, KV_BLOCK_SIZE) if self._shares else None
         staging = None if self._device.type == "cpu" else Staging(self._device)
-        self._feed = InputFeed(self._kernels, self._layout, self._device, grouping, staging)
+        self._feed = InputFeed(self._kernels, self._layout, self._device, self._grouping, staging)
 
     def load(self, name: str, eos_token_ids: tuple[int, ...]) -> tuple[ModelRunner, EngineInfo]:
         """name: what the model is called."""
@@ -133,6 +133,7 @@ class _Loader:
             policy=config.policy,
             eos_token_ids=eos_token_ids,
             max_queue=config.max_queue,
+            grouping=self._grouping,
         )
         return runner, info
 

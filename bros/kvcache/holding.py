@@ -6,10 +6,12 @@
     chain      [node of block 2]                          full blocks from the start, see below
     runs       {7: [[16, 10]], 3: [[26, 6], [42, 2]]}     from the bottom of each stack
     missing    [(32, 10)]                                 to be restored before it can run
-    segments   (2, 0, 16) (7, 6, 16) (3, 8, 16)           what kernels read, in any order
+    segments   (2, 0, 16) (7, 6, 16) (3, 8, 16)           what kernels read; shared ones in front
 
 The chain begins with the blocks that belong to the prefix cache, `num_shared` of them, which are
 in no run; then come those of its own that others may find there, and which are in `runs` too.
+Segments begin with the shared ones in the same order, by which kernels see what rows have in
+common; the others come in any.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ class Holding:
     """Bookkeeping only: the slots are those of Stacks. num_tokens: computed, missing or not.
 
     tail: the block that was pushed onto last, -1 if none. alone: blocks without anybody else's
-    tokens. pushed_last: (block, tokens) of the latest append, which may be taken back.
+    tokens. pushed_last: (block, tokens) of the latest append, which may be taken back. common: what
+    sharing.py has found others to have as well, common_as_of so many changes.
     """
 
     __slots__ = (
         "_places",
         "alone",
         "chain",
+        "common",
+        "common_as_of",
         "missing",
         "num_missing",
         "num_shared",
@@ -59,6 +64,8 @@ class Holding:
         self.tail = -1
         self.alone = 0
         self.chain: list[Node] = []
+        self.common: Sequence[tuple[Node, int]] = ()
+        self.common_as_of = 0
         self.num_shared = 0
         self.runs: dict[int, list[list[int]]] = {}
         self.segments = array("i")
@@ -148,12 +155,14 @@ class Holding:
         self.num_shared += 1
         self._places[node.block] = len(self.segments)
         self.segments.extend((node.block, 0, size))
+        self._bring_forward(node.block)
 
     def share(self) -> Node:
         """The first node of its own belongs to the cache from now on; which it is."""
         node = self.chain[self.num_shared]
         self.num_shared += 1
         self._leave(node.block)
+        self._bring_forward(node.block)
         return node
 
     def unshare(self, count: int, size: int) -> list[Node]:
@@ -211,6 +220,7 @@ class Holding:
             assert node.depth == index and node.alive and self.number in node.holders
             assert node.shared == (index < self.num_shared)
             assert node.shared or self.runs[node.block] == [[index * size, size]]
+            assert not node.shared or self._places[node.block] == index * SEGMENT_WIDTH
 
     def _lengthen(self, runs: list[list[int]], start: int, count: int) -> None:
         """Tokens [start, start + count) went on top of a stack."""
@@ -233,8 +243,20 @@ class Holding:
             del self.runs[block]
         self.tail = next(reversed(self.runs), -1)
 
+    def _bring_forward(self, block: int) -> None:
+        """The segment of the last shared node changes places with the one right after those of the
+        shared nodes before it."""
+        place, front = self._places[block], (self.num_shared - 1) * SEGMENT_WIDTH
+        if place == front:
+            return
+        segments = self.segments
+        moved = segments[front : front + SEGMENT_WIDTH]
+        segments[front : front + SEGMENT_WIDTH] = segments[place : place + SEGMENT_WIDTH]
+        segments[place : place + SEGMENT_WIDTH] = moved
+        self._places[block], self._places[moved[0]] = front, place
+
     def _drop_segment(self, place: int) -> None:
-        """The last segment takes its place: their order means nothing."""
+        """The last segment takes its place: the order of what is not shared means nothing."""
         last = self.segments[-SEGMENT_WIDTH:]
         del self.segments[-SEGMENT_WIDTH:]
         if place < len(self.segments):

@@ -23,7 +23,7 @@ from bros.kvcache.checkpoints import Checkpoints, Loss
 from bros.kvcache.holding import Holding
 from bros.kvcache.host_pool import HostPool
 from bros.kvcache.prefix_cache import PrefixCache
-from bros.kvcache.sharing import NO_MATCH, Match, Sharing
+from bros.kvcache.sharing import NO_MATCH, CommonPart, Match, Sharing
 from bros.kvcache.stacks import CACHE, Side, Stacks
 
 
@@ -151,6 +151,24 @@ class KvCacheManager:
         """How many of them lie in blocks of the prefix cache."""
         holding = self._by_id.get(request_id)
         return holding.num_shared * self.block_size if holding else 0
+
+    @property
+    def has_common_parts(self) -> bool:
+        """Whether `common_parts` says anything of anybody."""
+        return self._sharing.num_common > 0
+
+    @property
+    def sharing_changes(self) -> int:
+        """Another number whenever what `common_parts` says may be something else."""
+        return self._sharing.changes
+
+    def common_parts(self, request_id: str) -> Sequence[CommonPart]:
+        """What a request has in common with others, from its first token on, piece by piece.
+
+        The first of each pair stands for all blocks up to there: whoever has it has all of these.
+        """
+        holding = self._by_id.get(request_id)
+        return self._sharing.common_parts(holding) if holding is not None else ()
 
     def match(self, keys: Sequence[bytes], earlier: Match = NO_MATCH) -> Match:
         """What is there of a prompt, by the keys of its full blocks (see `extend_keys`).

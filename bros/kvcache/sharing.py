@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,11 +39,15 @@ class Match:
 
 NO_MATCH = Match((), (), 0)
 
+CommonPart = tuple[Node, int]
+"""(the last block, tokens) of a piece of a prefix that the same requests have, two or more."""
+
 
 class Sharing:
     """Moves blocks between requests and the cache; never pushes or pops a token.
 
-    holdings: all of them by number.
+    holdings: all of them by number. num_common: blocks that two or more have. changes: goes up
+    when such a block is somebody's from now on, or not any more.
     """
 
     def __init__(self, stacks: Stacks, cache: PrefixCache, holdings: Mapping[int, Holding]) -> None:
@@ -50,6 +55,8 @@ class Sharing:
         self._cache = cache
         self._holdings = holdings
         self._size = stacks.block_size
+        self.num_common = 0
+        self.changes = 0
 
     def match(self, keys: Sequence[bytes], earlier: Match) -> Match:
         """See KvCacheManager.match."""
@@ -122,8 +129,11 @@ class Sharing:
         alone: dict[int, int] = {}
         for node in reversed(holding.chain):
             self._cache.release(node, holding.number)
-            if len(node.holders) != 1:
+            count = len(node.holders)
+            self.changes += count > 0
+            if count != 1:
                 continue
+            self.num_common -= 1
             (number,) = node.holders
             owner, count = self._holdings[number], alone.get(number, 0)
             last = owner.num_shared - 1 - count
@@ -148,11 +158,37 @@ class Sharing:
             self._stacks.hand_over(node.block, node.side, CACHE)
             self._cache.share(node)
         self._cache.hold(node, holding.number)
+        count = len(node.holders)
+        self.num_common += count == 2
+        self.changes += count > 1
         holding.join(node, self._size)
+
+    def common_parts(self, holding: Holding) -> Sequence[CommonPart]:
+        """See KvCacheManager.common_parts."""
+        if holding.common_as_of != self.changes:
+            holding.common = self._common_parts(holding)
+            holding.common_as_of = self.changes
+        return holding.common
+
+    def _common_parts(self, holding: Holding) -> Sequence[CommonPart]:
+        """Whoever has a node has all before it: those with as many holders have the same ones."""
+        chain, end = holding.chain, holding.num_shared
+        parts: list[CommonPart] = []
+        first = 0
+        while first < end and (count := len(chain[first].holders)) > 1:
+            if len(chain[end - 1].holders) == count:  # mostly
+                last = end
+            else:
+                last = bisect_left(chain, 1 - count, first, end, key=_rising)
+            parts.append((chain[last - 1], (last - first) * self._size))
+            first = last
+        return parts
 
     def check_integrity(self) -> int:
         """Raise AssertionError unless nodes and chains agree; returns the cache's slots."""
         slots = 0
+        common = sum(len(node.holders) > 1 for node in self._cache.nodes())
+        assert common == self.num_common, f"{common} of {self.num_common} blocks are common"
         for node in self._cache.nodes():
             assert self._stacks.height(node.block, node.side) == self._size
             if node.shared:
@@ -161,3 +197,8 @@ class Sharing:
             for number in node.holders:
                 assert self._holdings[number].chain[node.depth] is node
         return slots
+
+
+def _rising(node: Node) -> int:
+    """Of the nodes of a chain, from the first one on."""
+    return -len(node.holders)

@@ -79,7 +79,7 @@ def build_scheduler(
         prefixes=_prefix_cache(config, info, model),
     )
     return Scheduler(
-        _policy(config, bounds, kv, model, counters, depth),
+        _policy(config, info, kv, model, counters, depth),
         kv,
         limits,
         info.default_slo,
@@ -120,19 +120,21 @@ def _prefix_cache(
 
 def _policy(
     config: EngineConfig,
-    bounds: StepBounds,
+    info: EngineInfo,
     kv: KvCacheManager,
     model: CostModel | None,
     counters: Mapping[ServiceClass, ClassCounters],
     depth: int,
 ) -> Policy:
+    bounds = config.step_bounds(info.device)
     for kind in _ORDER_POLICIES:
         if kind.name == config.policy:
             if config.overload != "late":
                 raise ConfigError(f"--overload {config.overload}: only --policy bros can do that")
             return kind(Bounds(rows=bounds.rows, tokens=bounds.tokens))
     assert model is not None, "this policy predicts step times"
-    predictor = StepTimePredictor(model)
+    grouping = info.grouping if model.unique_context_s else None
+    predictor = StepTimePredictor(model, grouping=grouping)
     settings = BrosSettings(
         rows=bounds.rows,
         tokens=bounds.tokens,

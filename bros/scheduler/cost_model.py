@@ -20,6 +20,8 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
+from bros.core.interfaces import Grouping
+
 
 class StepLoad:
     """What a cost model needs to know of a batch: running sums over its chunks.
@@ -67,7 +69,8 @@ class StepLoad:
     ) -> None:
         """One more chunk of `tokens` after `context` cached tokens.
 
-        shared: how many of its context tokens are read for another row of the batch anyway.
+        shared: how many fewer context tokens are read, as rows of the batch read them together; of
+        its own, and of other rows that could not do so without it.
         swapped: tokens that have to be brought back to the device for it.
         """
         self._count(1, tokens, context, sampled, shared, swapped)
@@ -78,20 +81,20 @@ class StepLoad:
         """Take back an `add` with the same arguments."""
         self._count(-1, tokens, context, sampled, shared, swapped)
 
-    def add_row(self, context: int, swapped: int = 0) -> None:
+    def add_row(self, context: int, swapped: int = 0, shared: int = 0) -> None:
         """`add` for a decode row after `context` cached tokens, which is most of the calls."""
         self.swap_tokens += swapped
         self.tokens += 1
         self.decode_rows += 1
         self.context += context + 1
-        self.unique_context += context + 1
+        self.unique_context += context + 1 - shared
 
-    def remove_row(self, context: int, swapped: int = 0) -> None:
+    def remove_row(self, context: int, swapped: int = 0, shared: int = 0) -> None:
         self.swap_tokens -= swapped
         self.tokens -= 1
         self.decode_rows -= 1
         self.context -= context + 1
-        self.unique_context -= context + 1
+        self.unique_context -= context + 1 - shared
 
     def _count(
         self, sign: int, tokens: int, context: int, sampled: bool, shared: int, swapped: int
@@ -215,6 +218,7 @@ class StepTimePredictor:
     `safe` multiplies with a factor that follows the `quantile` of actual / predicted: it goes
     up a little whenever a step takes longer than it said, and down a little less when not.
     Another factor follows `rare_quantile`, for what cannot be made up for later.
+    grouping: which prefixes rows read together, None if the model does not depend on that.
     """
 
     def __init__(
@@ -226,8 +230,10 @@ class StepTimePredictor:
         rare_quantile: float = 0.99,
         factor_step: float = 0.01,
         max_factor: float = 1.5,
+        grouping: Grouping | None = None,
     ) -> None:
         self.model = model
+        self.grouping = grouping
         self.rho_prefill = 1.0
         self.rho_decode = 1.0
         self.safety_factor = 1.05

@@ -34,11 +34,16 @@ Matrix = npt.NDArray[np.float64]
 
 
 class ChunkShape(NamedTuple):
-    """`tokens` after `context` cached ones; sampled: whether a token is chosen after them."""
+    """`tokens` after `context` cached ones; sampled: whether a token is chosen after them.
+
+    shared: how many of the context tokens, from the first one on, are those of the first chunk of
+    the step, and are read together with it. 0 for the first chunk itself.
+    """
 
     tokens: int
     context: int
     sampled: bool
+    shared: int = 0
 
 
 StepShape = tuple[ChunkShape, ...]
@@ -79,10 +84,10 @@ class Fit:
 
 
 def load_of(chunks: StepShape) -> StepLoad:
-    """What a cost model needs to know of a step, as if nothing in it were shared."""
+    """What a cost model needs to know of a step."""
     load = StepLoad()
     for chunk in chunks:
-        load.add(chunk.tokens, chunk.context, chunk.sampled)
+        load.add(chunk.tokens, chunk.context, chunk.sampled, chunk.shared)
     return load
 
 
@@ -171,6 +176,10 @@ class _System:
             self._column(dataclasses.replace(zero, pair_s=1.0)),
             self._column(dataclasses.replace(zero, context_s=1.0)),
         ]
+        # Without rows that have something in common it cannot be told from context_s.
+        self._shares = any(load.unique_context < load.context for load in self._loads)
+        if self._shares:
+            self._rest.append(self._column(dataclasses.replace(zero, unique_context_s=1.0)))
         self._above = {
             knot: self._column(dataclasses.replace(zero, hinges=((knot, 1.0),))) for knot in KNOTS
         }
@@ -193,7 +202,9 @@ class _System:
     def solve(self, knots: tuple[int, ...], rows: npt.NDArray[np.intp]) -> CostModel:
         """The best model with these knots for the samples numbered `rows`."""
         solution = nnls(self._matrix(knots)[rows], np.ones(len(rows)))
-        constant, sample, pair, context, *slopes = (float(value) for value in solution)
+        values = [float(value) for value in solution]
+        constant, sample, pair, context = values[:4]
+        slopes = values[len(self._rest) :]
         steps = [after - before for before, after in itertools.pairwise(slopes)]
         return dataclasses.replace(
             self._zero,
@@ -202,6 +213,7 @@ class _System:
             sample_s=sample,
             pair_s=pair,
             context_s=context,
+            unique_context_s=values[4] if self._shares else 0.0,
             hinges=tuple((k, s) for k, s in zip(knots, steps, strict=True) if s != 0.0),
         )
 

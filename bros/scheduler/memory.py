@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from bros.core.request import ServiceClass
 from bros.kvcache.checkpoints import Loss
 from bros.kvcache.manager import KvCacheManager
+from bros.kvcache.sharing import CommonPart
 from bros.kvcache.stacks import Side
 from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.state import RequestState
@@ -111,6 +112,18 @@ class StepMemory:
     def free_slots(self, state: RequestState) -> int:
         """Of a candidate's tokens, how many get slots that are nobody's."""
         return self._kv.num_free_slots(state.request_id, state.side, state.match)
+
+    @property
+    def has_common_parts(self) -> bool:
+        """See selection.Reservations; this one and the next two."""
+        return self._kv.has_common_parts
+
+    @property
+    def sharing_changes(self) -> int:
+        return self._kv.sharing_changes
+
+    def common_parts(self, state: RequestState) -> Sequence[CommonPart]:
+        return self._kv.common_parts(state.request_id)
 
     def look_up(self, state: RequestState) -> bool:
         """Find what is cached of a newcomer's prompt; False if it should wait for more of it."""

@@ -18,12 +18,15 @@ happens is still computed but no longer binds the others.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable
 from typing import Generic
 
+from bros.scheduler.common_context import CommonContext, load_of
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.selection import Bounds, C, Packing, Reservations
+from bros.scheduler.untimed import pack_untimed
 
 
 def pack(
@@ -43,15 +46,13 @@ def pack(
     Without a predictor time does not matter: candidates are taken in order while rows, tokens
     and memory last. A candidate that finds no memory is passed over.
     """
-    packer = _Packer(bounds, memory, predictor, now)
     if predictor is None:
-        packer.fill_untimed(urgent)
-        packer.packing.num_urgent = len(packer.packing.selected)
-        if not (exclusive and packer.packing.selected):
-            packer.fill_untimed(filler)
-    elif packer.take_urgent(urgent):
+        return pack_untimed(urgent, filler, bounds, memory, exclusive=exclusive)
+    packer = _Packer(bounds, memory, predictor, now)
+    if packer.take_urgent(urgent):
         packer.fill(filler)
         packer.account_for_replaced()
+    packer.account_for_newcomers()
     return packer.packing
 
 
@@ -67,7 +68,7 @@ class _Packer(Generic[C]):
         self,
         bounds: Bounds,
         memory: Reservations[C],
-        predictor: StepTimePredictor | None,
+        predictor: StepTimePredictor,
         now: float,
     ) -> None:
         self.packing: Packing[C] = Packing()
@@ -82,22 +83,11 @@ class _Packer(Generic[C]):
         self._replaced = False
         self._owes = False
         # Whether others may lose memory to this step, so that copies have to be expected.
-        self._tight = predictor is not None and memory.is_tight(bounds.rows, bounds.tokens)
+        self._tight = memory.is_tight(bounds.rows, bounds.tokens)
         self._urgent_copied = 0
-        self._safety_factor = predictor.safety_factor if predictor else 1.0
-        self._rare_share = self._safety_factor / predictor.rare_factor if predictor else 1.0
-
-    def fill_untimed(self, candidates: Iterable[C]) -> None:
-        """In order, while rows, tokens and memory last."""
-        packing, rows = self.packing, self._bounds.rows
-        for candidate in candidates:
-            if self._tokens_left == 0 or len(packing.selected) == rows:
-                packing.full |= self._tokens_left > 0
-                packing.urgent_stop = packing.filler_stop = self._why_full()
-                return
-            if not candidate.running and self._is_held_back(candidate):
-                continue
-            self._take(candidate, min(candidate.remaining, self._tokens_left))
+        self._common = CommonContext(memory, predictor)
+        self._safety_factor = predictor.safety_factor
+        self._rare_share = self._safety_factor / predictor.rare_factor
 
     def take_urgent(self, candidates: Iterable[C]) -> bool:
         """Algorithm 1, lines 5-15; False if filler may not follow."""
@@ -179,13 +169,22 @@ class _Packer(Generic[C]):
         self.packing.owed = self._owes and self._has_filler
         if not self._replaced:
             return
-        assert self._predictor is not None
-        packing, load = self.packing, StepLoad()
-        for candidate, num_tokens in packing.selected[: packing.num_urgent]:
-            sampled = candidate.samples and num_tokens == candidate.remaining
-            load.add(num_tokens, candidate.num_cached, sampled, swapped=candidate.num_missing)
-        load.copy_out(self._urgent_copied)
-        packing.urgent_s = self._predictor.safe_seconds(load)
+        load = self._load_of(self.packing.num_urgent, self._urgent_copied)
+        self.packing.urgent_s = self._predictor.safe_seconds(load)
+
+    def account_for_newcomers(self) -> None:
+        """Who has come, or lost memory, has changed what rows have in common with whom."""
+        packing = self.packing
+        if self._common.is_stale:
+            packing.load = self._load_of(len(packing.selected), packing.load.swap_out_tokens)
+            packing.seconds = self._predictor.safe_seconds(packing.load)
+
+    def _load_of(self, count: int, copied: int) -> StepLoad:
+        """The first `count` of those selected, and what is copied to the host for them."""
+        common = CommonContext(self._memory, self._predictor)
+        load = load_of(self.packing.selected[:count], common)
+        load.copy_out(copied)
+        return load
 
     def _take_one_urgent(self, candidate: C) -> str | None:
         """Why it is not in the step, if it is not."""
@@ -218,7 +217,6 @@ class _Packer(Generic[C]):
 
     def _has_time(self, candidate: C, due_s: float) -> bool:
         """Due so late that short steps will do, even if others come in between."""
-        assert self._predictor is not None
         if due_s <= _PATIENT_STEPS * self._bounds.filler_s:
             return False
         alone_s = self._predictor.prefill_seconds(candidate.remaining, candidate.num_cached)
@@ -226,10 +224,10 @@ class _Packer(Generic[C]):
 
     def _take_row(self, candidate: C, limit_s: float) -> str | None:
         """The same as `_take` for a decode row, which asks for the time once; why not, if not."""
-        assert self._predictor is not None
         packing, load = self.packing, self.packing.load
         copied = self._copies_for(candidate, 1) if self._tight else 0
-        load.add_row(candidate.num_cached, candidate.num_missing)
+        shared = self._common.join(candidate) if self._common.exists else 0
+        load.add_row(candidate.num_cached, candidate.num_missing, shared)
         if copied:
             load.copy_out(copied)
         seconds = self._predictor.safe_seconds(load)
@@ -242,7 +240,8 @@ class _Packer(Generic[C]):
             self._tokens_left -= 1
             return None
         load.copy_out(-copied)
-        load.remove_row(candidate.num_cached, candidate.num_missing)
+        self._common.leave(candidate)
+        load.remove_row(candidate.num_cached, candidate.num_missing, shared)
         reason = self._memory.refusal if seconds <= limit_s else "time"
         return self._pass_over(candidate, reason)
 
@@ -279,7 +278,6 @@ class _Packer(Generic[C]):
 
     def _is_others_fault(self, candidate: C, due_s: float) -> bool:
         """A decode row will be late, and would not be if it were alone."""
-        assert self._predictor is not None
         if candidate.remaining > 1 or candidate.late:
             return False
         alone = StepLoad()
@@ -299,18 +297,12 @@ class _Packer(Generic[C]):
             return 0
         if self._seconds_with(candidate, least) > limit_s:
             return 0
-        fits, too_many = least, most
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if self._seconds_with(candidate, middle) <= limit_s:
-                fits = middle
-            else:
-                too_many = middle
-        return fits
+        sizes = range(least, most)
+        fit = bisect.bisect_right(sizes, limit_s, key=lambda n: self._seconds_with(candidate, n))
+        return sizes[fit - 1]
 
     def _seconds_with(self, candidate: C, num_tokens: int) -> float:
         """The step with `num_tokens` more of a candidate, on the safe side."""
-        assert self._predictor is not None
         load, context, missing = self.packing.load, candidate.num_cached, candidate.num_missing
         sampled = candidate.samples and num_tokens == candidate.remaining
         copied = self._copies_for(candidate, num_tokens) if self._tight else 0
@@ -333,7 +325,6 @@ class _Packer(Generic[C]):
 
     def _finish_s(self, candidate: C, num_tokens: int) -> float:
         """When its token would be there: after this step, or after the rest of its prompt."""
-        assert self._predictor is not None
         seconds = self._seconds_with(candidate, num_tokens)
         rest = candidate.remaining - num_tokens
         if rest > 0:
@@ -360,12 +351,12 @@ class _Packer(Generic[C]):
         packing = self.packing
         packing.selected.append((candidate, num_tokens))
         self._tokens_left -= num_tokens
-        if self._predictor is not None:
-            complete = candidate.samples and num_tokens == candidate.remaining
-            missing = candidate.num_missing
-            packing.load.add(num_tokens, candidate.num_cached, complete, swapped=missing)
-            self._count_copies()
-            packing.seconds = self._predictor.safe_seconds(packing.load)
+        complete = candidate.samples and num_tokens == candidate.remaining
+        shared = self._common.join(candidate) if num_tokens == 1 else 0
+        missing = candidate.num_missing
+        packing.load.add(num_tokens, candidate.num_cached, complete, shared, missing)
+        self._count_copies()
+        packing.seconds = self._predictor.safe_seconds(packing.load)
 
     def _replace(self, candidate: C, limit_s: float) -> bool:
         """Give the candidate the row of the least urgent decode row, if that one can wait.
@@ -379,7 +370,8 @@ class _Packer(Generic[C]):
         waiting = packing.selected[index][0]
         if index < 1 or waiting.remaining > 1 or not (waiting.running and candidate.running):
             return False
-        packing.load.remove_row(waiting.num_cached)  # what comes back for it does so in any case
+        # What comes back for it does so in any case.
+        packing.load.remove_row(waiting.num_cached, shared=self._common.leave(waiting))
         num_tokens = self._chunk_within(candidate, limit_s)
         after_s = self._seconds_with(candidate, num_tokens) + self._bounds.tbar_s
         on_time = self._now + after_s <= waiting.deadline_s
@@ -393,8 +385,5 @@ class _Packer(Generic[C]):
             self._tokens_left += 1
             self._select(candidate, num_tokens)
             return True
-        packing.load.add_row(waiting.num_cached)
+        packing.load.add_row(waiting.num_cached, shared=self._common.join(waiting))
         return False
-
-    def _why_full(self) -> str:
-        return "tokens" if self._tokens_left == 0 else "rows"

@@ -267,7 +267,7 @@ def _cost_model(fields: _Fields) -> CostModel:
         sample_s=fields.number("sample_s"),
         pair_s=fields.number("pair_s"),
         context_s=fields.number("context_s"),
-        unique_context_s=fields.number("unique_context_s"),
+        unique_context_s=fields.number_or("unique_context_s", 0.0),
         hinges=tuple((knot, float(slope)) for knot, slope in hinges),
         padding=padding,
         swap_constant_s=swap_constant_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -72,6 +73,21 @@ class Reservations(Protocol[_C]):
     @property
     def num_copied(self) -> int:
         """Tokens that reservations so far have caused to be copied to the host."""
+        ...
+
+    @property
+    def has_common_parts(self) -> bool:
+        """Whether there are cached tokens at all that several have."""
+        ...
+
+    @property
+    def sharing_changes(self) -> int:
+        """Another number whenever `common_parts` of anybody may have become something else."""
+        ...
+
+    def common_parts(self, candidate: _C) -> Sequence[tuple[Hashable, int]]:
+        """(what it is, tokens) of the pieces of its cached prefix that others have as well, in
+        their order: whoever has one has all of it, and those before it."""
         ...
 
     def may_cancel(self, candidate: _C) -> bool:

@@ -143,7 +143,9 @@ class StepLedger:
         self.predicted_s += step.expected_s
         self.error_s += abs(seconds - step.expected_s)
         if packing.num_urgent and packing.seconds:
-            self.be_tax_s += seconds * (packing.seconds - packing.urgent_s) / packing.seconds
+            # A row may even save time, by what others can read together with it.
+            tax_s = max(packing.seconds - packing.urgent_s, 0.0)
+            self.be_tax_s += seconds * tax_s / packing.seconds
         predictor.observe(packing.load, seconds)
 
 

@@ -16,13 +16,14 @@ from collections.abc import Callable
 
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
+from bros.core.interfaces import Grouping
 from bros.core.plan import Chunk
 from bros.engine.client import MessageClient
 from bros.engine.engine import Engine
 from bros.engine.loop import handle
 from bros.engine.messages import Command, Outputs, Ready, Reply
 from bros.scheduler.build import build_scheduler
-from bros.simulator.build import Device, engine_info, with_step_bounds
+from bros.simulator.build import BLOCK_SIZE, Device, engine_info, with_step_bounds
 from bros.simulator.sim_executor import SimExecutor
 
 
@@ -84,13 +85,17 @@ def virtual_engine(
     """An engine with these options on a device of which only step times are known.
 
     choose, grouped: see SimExecutor; if grouped, steps take by unique context what the device's
-    model says they take by context. Call it in a running loop. Raises ConfigError.
+    model says they take by context, and the scheduler knows. Call it in a running loop. Raises
+    ConfigError.
     """
-    model = device.steps
+    model, grouping = device.steps, None
     if grouped:
         unique_s = model.unique_context_s + model.context_s
         model = dataclasses.replace(model, context_s=0.0, unique_context_s=unique_s)
-    info = dataclasses.replace(engine_info(config, device), vocab_size=vocab_size)
+        grouping = Grouping(BLOCK_SIZE, min_blocks=1)
+    info = dataclasses.replace(
+        engine_info(config, device), vocab_size=vocab_size, grouping=grouping
+    )
     clock = ManualClock(asyncio.get_running_loop().time())
     executor = SimExecutor(model, clock, choose=choose, grouped=grouped)
     scheduler = build_scheduler(with_step_bounds(config), info, model)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
-from bros.core.interfaces import EngineInfo
+from bros.core.interfaces import EngineInfo, Grouping
 from bros.engine.copy_timing import COPIED_TOKENS, OVERLAPPED_TOKENS, measure_copies
 from bros.engine.profiling import full_profile, profile_key, quick_profile, step_time_model
 from bros.engine.step_grid import (
@@ -80,7 +80,24 @@ engines = st.builds(
     length=st.integers(2, 4096),
     blocks=st.integers(1, 2000),
     block_size=st.sampled_from([1, 4, 16]),
+).flatmap(
+    lambda limits: st.builds(
+        dataclasses.replace,
+        st.just(limits),
+        grouping=st.none()
+        | st.builds(Grouping, st.just(limits.block_size), st.integers(1, 20), st.integers(2, 5)),
+    )
 )
+
+
+def check_alike(shape: StepShape, limits: StepLimits) -> None:
+    """A kernel that keeps to the rule reads what they share once, and all that they share."""
+    rule, (first, *others) = limits.grouping, shape
+    assert rule is not None and first.shared == 0 and len(shape) >= rule.min_rows
+    for chunk in others:
+        assert chunk.tokens == first.tokens == 1 and chunk.shared <= first.context
+        assert chunk.shared == others[0].shared >= rule.min_blocks * rule.block_size
+        assert chunk.shared % rule.block_size == 0
 
 
 @settings(max_examples=30)
@@ -96,7 +113,10 @@ def test_every_grid_keeps_to_what_the_engine_can_run(limits: StepLimits) -> None
             assert sum(chunk.tokens for chunk in shape) <= limits.tokens
             assert all(chunk.tokens + chunk.context <= limits.length for chunk in shape)
             held = sum(-(-(c.tokens + c.context) // limits.block_size) for c in shape)
+            held -= sum(chunk.shared // limits.block_size for chunk in shape)
             assert held <= limits.blocks
+            if any(chunk.shared for chunk in shape):
+                check_alike(shape, limits)
     if limits.blocks * limits.block_size > 1:
         assert quick_grid(limits)
 
@@ -235,6 +255,40 @@ def test_a_full_profile_predicts_random_steps_despite_noise() -> None:
     assert profile.held_out.mape < 0.04
     assert 512 < profile.max_step_tokens <= 1024
     assert profile.date.startswith("2023-11-14T")
+
+
+READS_TOGETHER = dataclasses.replace(INFO, grouping=Grouping(16, min_blocks=16, min_rows=4))
+
+
+def test_common_prefixes_are_measured_where_rows_read_them_together() -> None:
+    planted = dataclasses.replace(MODEL, context_s=4e-7, unique_context_s=2e-6)
+    clock, rng = ManualClock(), random.Random(0)
+    executor = PlantedExecutor(planted, READS_TOGETHER, clock, lambda: rng.lognormvariate(0, 0.02))
+    config = EngineConfig(max_batch_tokens=1024)
+    full = full_profile(
+        config, executor, READS_TOGETHER, clock, repeats=3, progress=lambda *_: None
+    )
+    quick = quick_profile(EngineConfig(), executor, READS_TOGETHER, clock)
+    for model, tolerance in ((full.profile.model, 0.2), (quick.model, 0.5)):
+        assert model.unique_context_s == pytest.approx(2e-6, rel=tolerance)
+        assert model.context_s + model.unique_context_s == pytest.approx(2.4e-6, rel=0.1)
+    for samples in (full.fitted, full.held_out):
+        shared = [s for s in samples if any(chunk.shared for chunk in s.chunks)]
+        assert len(shared) > 5
+        for sample in shared:
+            assert len(sample.chunks) >= 4
+            assert all(c.shared % 16 == 0 and c.shared >= 256 for c in sample.chunks[1:])
+    assert full.profile.held_out is not None and full.profile.held_out.mape < 0.04
+    assert Profile.from_json(full.profile.to_json()) == full.profile
+
+
+def test_where_each_row_reads_for_itself_no_common_prefixes_are_measured() -> None:
+    clock = ManualClock()
+    executor = PlantedExecutor(MODEL, INFO, clock)
+    config = EngineConfig(max_batch_tokens=1024)
+    result = full_profile(config, executor, INFO, clock, repeats=1, progress=lambda *_: None)
+    assert result.profile.model.unique_context_s == 0.0
+    assert not any(chunk.shared for shape in executor.shapes for chunk in shape)
 
 
 COPYING = dataclasses.replace(

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.executor.grouping import Grouping, group_shared
+from bros.core.interfaces import Grouping
+from bros.executor.grouping import group_shared
 from bros.kernels.interface import AttentionBatch, HeadLayout
 from bros.kernels.reference import ReferenceKernels
 from support.kernel_cases import BLOCK_SIZE, int32

@@ -85,9 +85,11 @@ def test_what_rows_begin_with_may_be_read_once_for_all(kernels: str) -> None:
         StepPlan(1, tuple(row.chunk(2) for row in rows)),
         StepPlan(2, tuple(row.chunk(1) for row in rows)),
     ]
-    on, off = (
-        loaded(spec, kernels=kernels, shared_attention=choice)[0] for choice in ("on", "off")
+    (on, info), (off, info_off) = (
+        loaded(spec, kernels=kernels, shared_attention=choice) for choice in ("on", "off")
     )
+    assert info_off.grouping is None
+    assert info.grouping == grouping_for(info.kernels, KV_BLOCK_SIZE), "the scheduler is told"
     check_alike(on, off, plans)
     same = torch.equal(on.logits(plans[2]), off.logits(plans[2]))
     assert same == (kernels == "reference")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bros.kvcache.manager import KvCacheManager
-from bros.kvcache.prefix_cache import PrefixCache, extend_keys
+from bros.kvcache.prefix_cache import Node, PrefixCache, extend_keys
 from bros.kvcache.sharing import NO_MATCH, Match
 from bros.kvcache.stacks import Side
 
@@ -119,6 +120,11 @@ class KvMachine(RuleBasedStateMachine):
         self.copy()
         start = self.lengths.get(name, match.num_tokens)
         assert sorted(self.contents(segments)) == [self.payload(name, t) for t in range(start)]
+        front = 0
+        for node, tokens in self.kv.common_parts(name):
+            front += tokens
+            at = 3 * (front // self.kv.block_size - 1)
+            assert list(segments[at : at + 3]) == [node.block, 0, self.kv.block_size]
         assert len(set(slots)) == len(slots) == count
         assert self.written.keys().isdisjoint(slots), "written twice in a step"
         for token, slot in enumerate(slots, start):
@@ -224,6 +230,21 @@ class KvMachine(RuleBasedStateMachine):
             assert self.kv.num_tokens(name) == self.lengths.get(name, 0)
             if name in self.step:
                 assert self.kv.num_missing(name) == 0
+        self.check_common_parts()
+
+    def check_common_parts(self) -> None:
+        """Each is that of two or more, with the same tokens up to its end."""
+        ends: dict[Node, set[tuple[int, bytes]]] = {}
+        counts: Counter[Node] = Counter()
+        for name in self.lengths:
+            end = 0
+            for node, tokens in self.kv.common_parts(name):
+                end += tokens
+                counts[node] += 1
+                ends.setdefault(node, set()).add(self.payload(name, end - 1))
+        assert all(count > 1 for count in counts.values())
+        assert all(len(found) == 1 for found in ends.values())
+        assert self.kv.has_common_parts == bool(counts)
 
     def teardown(self) -> None:
         if hasattr(self, "kv"):
@@ -353,6 +374,41 @@ def test_two_who_computed_the_same_keep_one_block() -> None:
         prompts.kv.computed(name, prompts.keys(name, 5), Side.LEFT)
         prompts.kv.check_integrity()
     assert prompts.kv.num_used_blocks == 3
+    # It comes first for both, though it was the last that one of them got.
+    grown = [prompts.kv.append(name, 1, Side.LEFT) for name in ("a", "b")]
+    fronts = [got[0][:3] for got in grown if got is not None]
+    assert fronts[0] == fronts[1] and len(fronts) == 2
+    [(node, tokens)] = prompts.kv.common_parts("b")
+    assert (node.block, tokens) == (fronts[0][0], 4)
+    assert prompts.kv.common_parts("a") == [(node, tokens)]
+
+
+def test_common_parts_end_where_fewer_requests_go_on() -> None:
+    prompts = Prompts(40)
+    begin = list(range(100, 112))
+    for name, text in {
+        "a": [*begin, 1, 2, 3, 4, 5, 6, 7, 8, 9],
+        "b": [*begin, 1, 2, 3, 4, 5, 6, 7, 8, 10],
+        "c": [*begin, 9, 9, 9, 9, 9],
+        "d": [7, 7, 7, 7, 7],
+    }.items():
+        prompts.start(name, text)
+    found = {name: prompts.kv.common_parts(name) for name in "abcd"}
+    assert [[tokens for _, tokens in found[name]] for name in "abcd"] == [
+        [12, 8],
+        [12, 8],
+        [12],
+        [],
+    ]
+    assert found["a"] == found["b"] and found["c"] == found["a"][:1]
+    before = prompts.kv.sharing_changes
+    prompts.kv.free("d")
+    assert prompts.kv.sharing_changes == before
+    prompts.kv.free("c")
+    assert prompts.kv.sharing_changes != before
+    assert [tokens for _, tokens in prompts.kv.common_parts("a")] == [20]
+    prompts.kv.free("b")
+    assert not prompts.kv.common_parts("a") and not prompts.kv.has_common_parts
 
 
 def test_what_went_wrong_is_not_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -61,6 +62,20 @@ def mixed_steps(rng: random.Random, count: int) -> list[StepShape]:
     ]
 
 
+def alike(rows: int, context: int, shared: int) -> StepShape:
+    """Rows that have their first `shared` tokens in common."""
+    others = (ChunkShape(1, context, True, shared),) * (rows - 1)
+    return (ChunkShape(1, context, True), *others)
+
+
+ALIKE = [
+    alike(rows, shared + own, shared)
+    for rows in (4, 8, 16, 32)
+    for shared in (256, 1024)
+    for own in (15, 255)
+]
+
+
 def timed(
     shapes: list[StepShape], model: CostModel, noise: float = 0.0, rng: random.Random | None = None
 ) -> list[Sample]:
@@ -79,6 +94,33 @@ def test_planted_coefficients_are_recovered() -> None:
     assert [slope for _, slope in result.model.hinges] == pytest.approx([0.0009, -0.0002], rel=1e-6)
     assert result.model.padding == PADDING
     assert result.fitted.max < 1e-9 and result.held_out.max < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("context_s", "unique_s"), [(2.4e-6, 0.0), (0.0, 2.4e-6), (0.4e-6, 2.0e-6)]
+)
+def test_reading_is_told_from_computing_by_rows_that_share(
+    context_s: float, unique_s: float
+) -> None:
+    planted = dataclasses.replace(PLANTED, context_s=context_s, unique_context_s=unique_s)
+    model = fit(timed(grid() + ALIKE, planted), PADDING).model
+    assert model.context_s == pytest.approx(context_s, abs=1e-11)
+    assert model.unique_context_s == pytest.approx(unique_s, abs=1e-11)
+    noisy = fit(timed(grid() + ALIKE, planted, noise=0.02), PADDING).model
+    assert noisy.context_s == pytest.approx(context_s, abs=3e-7)
+    assert noisy.unique_context_s == pytest.approx(unique_s, abs=3e-7)
+
+
+def test_without_rows_that_share_all_counts_as_context_of_each() -> None:
+    planted = dataclasses.replace(PLANTED, context_s=0.0, unique_context_s=PLANTED.context_s)
+    model = fit(timed(grid(), planted), PADDING).model
+    assert model.unique_context_s == 0.0
+    assert model.context_s == pytest.approx(PLANTED.context_s, rel=1e-6)
+
+
+def test_rows_that_share_are_counted_once() -> None:
+    load = load_of(alike(3, 100, 64))
+    assert (load.decode_rows, load.context, load.unique_context) == (3, 303, 303 - 2 * 64)
 
 
 @pytest.mark.parametrize("seed", range(5))

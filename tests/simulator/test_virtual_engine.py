@@ -7,11 +7,12 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, InvalidRequestError
+from bros.core.interfaces import EngineStats
 from bros.core.plan import Chunk, StepPlan
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.scheduler.cost_model import CostModel
@@ -130,6 +131,84 @@ def test_rows_with_a_common_prefix_read_it_once() -> None:
     saved = total_s(plain, grouped=False) - total_s(plain, grouped=True)
     # One token of each prompt is left to compute, so that the first step is like the others.
     assert saved == pytest.approx((rows - 1) * len(prefix) * context_s * tokens)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(ServiceClass),
+            st.integers(0, 2),  # which beginning its prompt has
+            st.integers(1, 90),  # and how much of that
+            st.integers(0, 3),  # tokens of its own
+            st.integers(1, 30),
+            st.floats(0, 0.5),
+        ),
+        min_size=1,
+        max_size=14,
+    ),
+    st.sampled_from([12, 40, 256]),
+)
+def test_what_rows_read_together_is_predicted_to_the_step(
+    programs: list[tuple[ServiceClass, int, int, int, int, float]], blocks: int
+) -> None:
+    """The scheduler counts in the prefix cache what the executor counts in the plan."""
+    model = replace(MODEL, context_s=2e-5)
+
+    async def main() -> EngineStats:
+        engine = virtual_engine(
+            EngineConfig(max_batch_tokens=128, max_num_seqs=8, slo_tpot=15),
+            replace(DEVICE, steps=model, kv_blocks=blocks),
+            vocab_size=1000,
+            choose=lambda chunk: chunk.start % 1000,
+            grouped=True,
+        )
+
+        async def run(number: int) -> None:
+            service_class, beginning, length, own, tokens, after_s = programs[number]
+            await asyncio.sleep(after_s)
+            prompt = [100 * beginning + i % 100 for i in range(length)] + [500 + number] * own
+            asked = request(str(number), prompt, tokens)
+            await answer(engine, replace(asked, service_class=service_class))
+
+        await asyncio.gather(*map(run, range(len(programs))))
+        stats = await engine.stats()
+        await engine.close()
+        return stats
+
+    stats = run_virtual(main)
+    assert stats.steps > 0
+    assert stats.step_error_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_rows_that_read_a_prefix_together_run_together_under_a_tight_pace() -> None:
+    """Eight times its context takes longer than the interval; once does not."""
+    prefix, rows, tokens, pace_s = list(range(1000)), 8, 20, 0.05
+    context_s = pace_s / 4 / len(prefix)
+    plain = replace(READING, context_s=context_s, token_s=1e-5)
+
+    def seconds(grouped: bool) -> float:
+        async def main() -> float:
+            engine = virtual_engine(
+                EngineConfig(max_batch_tokens=2048, max_num_seqs=64, slo_tpot=1e3 * pace_s),
+                replace(DEVICE, steps=plain, kv_blocks=4000),
+                vocab_size=1000,
+                choose=lambda chunk: chunk.start % 1000,
+                grouped=grouped,
+            )
+            await answer(engine, request("first", prefix, 1))
+            asked = [request(f"r{i}", [*prefix, 500 + i], tokens) for i in range(rows)]
+            began = LoopClock().now()
+            real_time = [replace(one, service_class=ServiceClass.RT) for one in asked]
+            await asyncio.gather(*(answer(engine, one) for one in real_time))
+            took = LoopClock().now() - began
+            await engine.close()
+            return took
+
+        return run_virtual(main)
+
+    assert seconds(grouped=True) < 1.5 * tokens * pace_s
+    assert seconds(grouped=False) > 2 * tokens * pace_s
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.just(0), st.just(16)), unique=True)))

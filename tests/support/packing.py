@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from bros.scheduler.cost_model import CostModel, StepTimePredictor
@@ -56,6 +56,8 @@ class Blocks:
     """
 
     refusal = "memory"
+    has_common_parts = False
+    sharing_changes = 0
 
     def __init__(
         self,
@@ -94,6 +96,9 @@ class Blocks:
     def free_slots(self, item: Item) -> int:
         """In its last block and in free ones."""
         return -item.num_cached % BLOCK_SIZE + self.free * BLOCK_SIZE
+
+    def common_parts(self, item: Item) -> Sequence[tuple[Hashable, int]]:
+        return ()
 
     def may_cancel(self, item: Item) -> bool:
         return item.name not in self._sticky

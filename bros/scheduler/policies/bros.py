@@ -216,7 +216,8 @@ class BrosPolicy(Policy):
         if not be_waits and len(packing.selected) == packing.num_urgent:
             self._credit_s = 0.0
             return
-        share = (packing.seconds - packing.urgent_s) / packing.seconds if packing.seconds else 0.0
+        filler_s = max(packing.seconds - packing.urgent_s, 0.0)
+        share = filler_s / packing.seconds if packing.seconds else 0.0
         self._credit_s += (self._settings.be_share - share) * seconds
         self._credit_s = min(max(self._credit_s, 0.0), _MAX_CREDIT_S)
 

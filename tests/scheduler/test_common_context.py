@@ -1,0 +1,226 @@
+"""What a step's decode rows have in common: as the kernels find it, and as packing counts it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.interfaces import Grouping
+from bros.executor.grouping import group_shared
+from bros.kernels.interface import AttentionBatch
+from bros.kernels.parts import offsets
+from bros.scheduler.common_context import CommonContext, load_of
+from bros.scheduler.cost_model import CostModel, StepTimePredictor
+from bros.scheduler.packing import pack
+from bros.scheduler.selection import Bounds, Packing, Rules
+from support.packing import BLOCK_SIZE, Blocks, Item
+
+NOW = 100.0
+READING = CostModel(
+    constant_s=0.010, token_s=0.001, sample_s=0.0, pair_s=0.0, context_s=0.0, unique_context_s=5e-4
+)  # fmt: skip
+Path = tuple[str, ...]
+
+
+class Tree(Blocks):
+    """Blocks that requests hold in common.
+
+    paths: of each request its full blocks, whether it holds them yet or not; "ab" and "ac" begin
+    with the same one. holding: who holds theirs. A newcomer does when it gets memory.
+    """
+
+    def __init__(self, paths: dict[str, Path], holding: set[str], free: int = 10**6) -> None:
+        super().__init__(free)
+        self.paths, self.holding = paths, holding
+        self.sharing_changes = 0
+
+    @property
+    def has_common_parts(self) -> bool:  # type: ignore[override]
+        return any(count > 1 for count in self._holders().values())
+
+    def _holders(self) -> Counter[Path]:
+        return Counter(
+            self.paths[name][: depth + 1]
+            for name in self.holding
+            for depth in range(len(self.paths[name]))
+        )
+
+    def common_parts(self, item: Item) -> Sequence[tuple[Hashable, int]]:
+        if item.name not in self.holding:
+            return ()
+        path, holders = self.paths[item.name], self._holders()
+        parts: dict[int, tuple[Path, int]] = {}
+        for depth in range(len(path)):
+            count = holders[path[: depth + 1]]
+            if count > 1:
+                tokens = parts[count][1] if count in parts else 0
+                parts[count] = path[: depth + 1], tokens + BLOCK_SIZE
+        return list(parts.values())
+
+    def reserve(self, item: Item, num_tokens: int) -> bool:
+        if not super().reserve(item, num_tokens):
+            return False
+        if item.name not in self.holding:
+            self.holding.add(item.name)
+            self.sharing_changes += 1
+        return True
+
+
+def saved(rows: Sequence[Path], grouping: Grouping) -> int:
+    """Tokens that rows need not read, counted block by block; for min_blocks = 1."""
+    counts = Counter(path[: depth + 1] for path in rows for depth in range(len(path)))
+    return BLOCK_SIZE * sum(n - 1 for n in counts.values() if n >= grouping.min_rows)
+
+
+def saved_by_kernels(rows: Sequence[Path], grouping: Grouping) -> int:
+    """The same for any rule, as the executor groups rows."""
+    numbers: dict[Path, int] = {}
+    lists = [
+        [
+            (numbers.setdefault(path[: depth + 1], len(numbers)), 0, BLOCK_SIZE)
+            for depth in range(len(path))
+        ]
+        for path in rows
+    ]
+    segments = np.array([segment for row in lists for segment in row], np.int32).reshape(-1, 3)
+    batch = AttentionBatch(
+        torch.arange(len(rows) + 1, dtype=torch.int32),
+        torch.from_numpy(offsets(np.array([len(row) for row in lists], np.int32))),
+        torch.from_numpy(segments),
+    )
+    grouped = group_shared(batch, grouping)
+    read = len(grouped.segments) + (len(grouped.shared.segments) if grouped.shared else 0)
+    return BLOCK_SIZE * (len(segments) - read)
+
+
+paths = st.lists(st.sampled_from("ab"), min_size=1, max_size=9).map(tuple)
+populations = st.lists(paths, min_size=1, max_size=10)
+
+
+def predicting(grouping: Grouping) -> StepTimePredictor:
+    return StepTimePredictor(READING, grouping=grouping)
+
+
+@given(populations, st.integers(1, 4), st.integers(2, 4), st.data())
+def test_nothing_is_counted_that_kernels_would_not_find(
+    population: list[Path], min_blocks: int, min_rows: int, data: st.DataObject
+) -> None:
+    """Also beside requests that are not in the step, and if rows leave it again."""
+    rule = Grouping(BLOCK_SIZE, min_blocks, min_rows)
+    items = [Item(str(i), 1, BLOCK_SIZE * len(p) + 1) for i, p in enumerate(population)]
+    memory = Tree({str(i): path for i, path in enumerate(population)}, {i.name for i in items})
+    common: CommonContext[Item] = CommonContext(memory, predicting(rule))
+    rows: list[Item] = []
+    total = 0
+    for item in data.draw(st.permutations(items)):
+        total += common.join(item)
+        rows.append(item)
+        if data.draw(st.integers(0, 3)) == 0:
+            total -= common.leave(rows.pop(data.draw(st.integers(0, len(rows) - 1))))
+        found = [memory.paths[row.name] for row in rows]
+        assert 0 <= total <= saved_by_kernels(found, rule)
+        if min_blocks == 1:
+            assert total == saved(found, rule) == saved_by_kernels(found, rule)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[Item], list[Item], dict[str, Path]]:
+    """Urgent items and filler, most of them rows, and what they hold or will find."""
+    known: dict[str, Path] = {}
+    sides: list[list[Item]] = []
+    for side in "uf":
+        items = []
+        for number in range(draw(st.integers(0, 7))):
+            name = f"{side}{number}"
+            known[name] = draw(paths)
+            # Those with room in their last block go on where there is no memory.
+            context = BLOCK_SIZE * len(known[name]) + draw(st.integers(0, 3))
+            remaining = draw(st.sampled_from([1, 1, 1, 1, 6]))
+            due_s = draw(st.sampled_from([-0.1, 0.02, 0.04, 0.08, math.inf]))
+            context *= draw(st.integers(0, 3)) > 0  # else it is a newcomer
+            items.append(Item(name, remaining, context, NOW + due_s))
+        sides.append(sorted(items, key=lambda item: item.deadline_s))
+    return sides[0], [replace(item, deadline_s=math.inf) for item in sides[1]], known
+
+
+@given(
+    steps(),
+    st.integers(2, 4),
+    st.builds(
+        Bounds,
+        rows=st.integers(1, 8),
+        tokens=st.sampled_from([4, 100]),
+        filler_s=st.sampled_from([0.03, 0.08, math.inf]),
+        tbar_s=st.sampled_from([0.0, 0.02]),
+        rules=st.sampled_from([Rules(), Rules(min_chunk=1), Rules.paper()]),
+    ),
+    st.integers(0, 8),
+)
+def test_the_load_of_a_step_is_that_of_its_rows(
+    step: tuple[list[Item], list[Item], dict[str, Path]], min_rows: int, bounds: Bounds, free: int
+) -> None:
+    """Whoever was refused or has just come."""
+    check_load(*step, Grouping(BLOCK_SIZE, 1, min_rows), bounds, free)
+
+
+@given(st.lists(paths, min_size=2, max_size=6), paths, st.integers(2, 4))
+def test_a_row_that_gives_way_does_not_count_any_more(
+    population: list[Path], last: Path, min_rows: int
+) -> None:
+    """The last urgent row can wait, and the step is full without filler."""
+    known = {str(number): path for number, path in enumerate([*population, last])}
+    items = [Item(name, 1, BLOCK_SIZE * len(path), NOW + 10.0) for name, path in known.items()]
+    urgent, filler = items[:-1], [replace(items[-1], deadline_s=math.inf)]
+    bounds = Bounds(rows=len(urgent), tokens=100)
+    packing = check_load(urgent, filler, known, Grouping(BLOCK_SIZE, 1, min_rows), bounds, 100)
+    assert [item for item, _ in packing.selected] == [*urgent[:-1], *filler]
+
+
+def check_load(
+    urgent: list[Item],
+    filler: list[Item],
+    known: dict[str, Path],
+    rule: Grouping,
+    bounds: Bounds,
+    free: int,
+) -> Packing[Item]:
+    """Pack a step, and count again what is in it."""
+    memory = Tree(known, {item.name for item in (*urgent, *filler) if item.running}, free)
+    predictor = predicting(rule)
+    packing = pack(urgent, filler, bounds, memory, predictor, NOW)
+    rows = [item for item, count in packing.selected if count == 1]
+    load = packing.load
+    assert load.decode_rows == len(rows)
+    assert load.context == sum(row.num_cached + 1 for row in rows)
+    assert load.context - load.unique_context == saved([known[r.name] for r in rows], rule)
+    assert math.isclose(packing.seconds, predictor.safe_seconds(load))
+    fresh = load_of(packing.selected, CommonContext(memory, predictor))
+    assert fresh.unique_context == load.unique_context
+    assert fresh.pairs == load.pairs and fresh.tokens == load.tokens
+    return packing
+
+
+def alike(rows: int, grouping: Grouping | None, due_s: float) -> Packing[Item]:
+    """Of rows with ten blocks in common."""
+    path = tuple("abababababab"[:10])
+    items = [Item(str(i), 1, 10 * BLOCK_SIZE, NOW + due_s) for i in range(rows)]
+    memory = Tree({item.name: path for item in items}, {item.name for item in items})
+    predictor = StepTimePredictor(READING, grouping=grouping)
+    return pack(items, [], Bounds(rows=100, tokens=100), memory, predictor, NOW)
+
+
+def test_more_rows_fit_if_they_read_a_prefix_together() -> None:
+    """Forty tokens of it take 20 ms, one row beside 1.5 ms."""
+    together = alike(8, Grouping(BLOCK_SIZE, 1), due_s=0.060)
+    assert len(together.selected) == 8
+    assert together.load.unique_context == 8 * 41 - 7 * 40
+    for rule in (None, Grouping(BLOCK_SIZE, min_blocks=11), Grouping(BLOCK_SIZE, 1, min_rows=9)):
+        apart = alike(8, rule, due_s=0.060)
+        assert len(apart.selected) == 2 and apart.load.unique_context == apart.load.context
