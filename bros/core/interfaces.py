@@ -15,6 +15,7 @@ class EngineInfo:
     """Facts about a running engine that never change while it runs.
 
     default_slo: what real-time requests without objectives of their own are held to.
+    tp: how many ranks share the model.
     """
 
     model: str
@@ -31,6 +32,7 @@ class EngineInfo:
     max_queue: int = 2**31 - 1
     eos_token_ids: tuple[int, ...] = ()
     default_slo: Slo = Slo(ttft_s=0.4, tpot_s=0.2)
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True)

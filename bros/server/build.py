@@ -203,9 +203,10 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
     has_keys = state.config.api_key or state.config.api_keys
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_keys else ""
     kv_tokens = info.num_kv_blocks * info.block_size
+    ranks = f", {info.tp} ranks" if info.tp > 1 else ""
     return (
         f"\n  bros is ready at {shown_url}\n"
-        f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels)\n"
+        f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels{ranks})\n"
         f"  context  {info.max_model_len} tokens; KV cache {kv_tokens} tokens in {info.kv_dtype}\n"
         f"  policy   {info.policy}; up to {rows} requests and {tokens} tokens in one iteration\n\n"
         f"  curl {shown_url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
