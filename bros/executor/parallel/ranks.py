@@ -121,6 +121,9 @@ class Alone:
         """Nothing to leave."""
 
 
+ALONE: Ranks = Alone()
+
+
 class TorchRanks:
     """Ranks over torch.distributed, one process each, on one machine. See Ranks."""
 
