@@ -1,11 +1,11 @@
 """A step as one message of int32 numbers, for the ranks that compute it but do not schedule.
 
-    header     _HEADER numbers: which message, what kind, and how many there are of what follows
-    chunks     row, kept, kept_behind, changed     [chunks, 4], see below
-               end of its tokens, start            [chunks] each
-    tokens     token ids, slots                    [tokens] each
+    header     which message, what kind, and how many there are of what follows
+    chunks     row, kept, kept_behind: see below   [chunks, 3]
+               query_start, segment_start          [chunks + 1] each, as in AttentionBatch
+    tokens     token ids, positions, slots         [tokens] each
     samples    the tokens whose logits are wanted  [samples]
-    changed    numbers of segments                 [sum of changed]
+    changed    numbers of segments                 [changed]
     copies     out_device, out_host                [out] each
                back_host, back_device              [back] each
     pending    which tokens, and their sources     [pending] each
@@ -14,8 +14,8 @@ Segments are most of a plan, 3,072 bytes per 4,096 tokens of context, and next t
 change from step to step. So both ends remember the segments of each request as they were sent last,
 in a *row* that stands for it, and a message only says what has changed, mostly one segment:
 
-    remembered   [ kept                 | was changed   | kept_behind ]
-    now          [ kept                 | changed       | kept_behind ]
+    as sent last   [ kept            | something  | kept_behind ]
+    now            [ kept            | changed    | kept_behind ]
 
 The sender decides which requests to forget. Their rows are given to others then, which begin with
 nothing kept; so the receiver need not be told.
@@ -37,12 +37,11 @@ from bros.executor.feed import Pending
 from bros.executor.inputs import StepInputs
 from bros.executor.parallel.ranks import Message
 from bros.kernels.interface import AttentionBatch
-from bros.kernels.parts import offsets
 
 _STOP, _STEP, _OPEN_STEP = range(3)  # kinds; an open step may be given up
-_PER_CHUNK = 4
+_PER_CHUNK = 3
 _BYTES = 4  # of a number
-_SEGMENT = np.dtype((np.void, _BYTES * SEGMENT_WIDTH))
+_SEGMENT_BYTES = _BYTES * SEGMENT_WIDTH
 _NUMBERS = 2**31  # messages are numbered from 0 up to this, and from 0 again
 
 
@@ -78,19 +77,44 @@ class Step:
 
 
 class _Known:
-    """What was sent last of a request. before, behind: what is likely to be kept of it."""
+    """What was sent last of a request, and what is likely to be kept of it next time: all but the
+    segment that has changed last.
 
-    __slots__ = ("before", "behind", "row", "segments")
+        segments   [ before | one segment | behind ]
+                   0        kept          end          numbers
+
+    head: what a message says of it then.
+    """
+
+    __slots__ = ("before", "behind", "end", "head", "kept", "row", "segments")
 
     def __init__(self, row: int) -> None:
         self.row = row
         self.segments = self.before = self.behind = b""
+        self.kept = self.end = 0
+        self.head = self._head(0)
 
-    def change_to(self, segments: bytes) -> None:
-        """Keep as much as can be. Only if what was likely to be kept is not."""
-        kept, behind = _ends_in_common(self.segments, segments)
-        self.before = segments[:kept]
-        self.behind = segments[len(segments) - behind :]
+    def change(self, new: bytes) -> tuple[array[int], int, int]:
+        """The segments are not as was likely: what to say of them, and from where to where they
+        have changed."""
+        kept, behind = len(self.before), len(self.behind)
+        if (
+            len(new) < kept + behind
+            or not new.startswith(self.before)
+            or not new.endswith(self.behind)
+        ):
+            kept, behind = _kept(self.segments, new)
+        end = len(new) - behind
+        head = self._head(kept, behind)
+        self.segments = new
+        likely = max(kept, end - _SEGMENT_BYTES)
+        self.before, self.behind = new[:likely], new[end:]
+        self.kept, self.end = likely // _BYTES, end // _BYTES
+        self.head = self._head(likely, behind)
+        return head, kept // _BYTES, end // _BYTES
+
+    def _head(self, kept: int, behind: int = 0) -> array[int]:
+        return array("i", (self.row, kept // _BYTES, behind // _BYTES))
 
 
 class PlanEncoder:
@@ -119,15 +143,15 @@ class PlanEncoder:
         may_be_given_up: bool = False,
         pending: Pending | None = None,
     ) -> Message:
-        """inputs: those of the plan, on the host. pending: its tokens that only the device knows,
-        where the sources say so."""
+        """inputs: those of the plan, as build_inputs makes them. pending: its tokens that only the
+        device knows, where the sources say so."""
         chunks, changed = self._segments(plan)
-        query_start = inputs.attention.query_start.numpy()
         parts: list[Message | array[int]] = [
             chunks,
-            query_start[1:],
-            inputs.positions.numpy()[query_start[:-1]],
+            inputs.attention.query_start.numpy(),
+            inputs.attention.segment_start.numpy(),
             inputs.token_ids.numpy(),
+            inputs.positions.numpy(),
             inputs.slots.numpy(),
             inputs.sample_rows.numpy(),
             changed,
@@ -159,32 +183,31 @@ class PlanEncoder:
         """_PER_CHUNK numbers per chunk, and what has changed.
 
         This is run for every row of every step, where looking at single numbers would take too
-        long: bytes are compared as a whole.
+        long: bytes are compared as a whole, and mostly that is all.
         """
         if len(self._recent) >= self._remembered:
             self._free += [known.row for known in self._older.values()]
             self._older, self._recent = self._recent, {}
         recent = self._recent
-        rows: list[int] = []
-        changed = array("i")
+        heads, changed = array("i"), array("i")
         for chunk in plan.chunks:
             known = recent.get(chunk.request_id)
             if known is None:
                 known = recent[chunk.request_id] = self._recall(chunk.request_id)
             new = chunk.segments.tobytes()
-            before, behind = known.before, known.behind
-            if not (new.startswith(before) and new.endswith(behind)) or len(new) < len(
-                before
-            ) + len(behind):
-                known.change_to(new)
-                before, behind = known.before, known.behind
-            kept, end = len(before) // _BYTES, (len(new) - len(behind)) // _BYTES
-            rows += (known.row, kept, len(behind) // _BYTES, end - kept)
-            changed += chunk.segments[kept:end]
-            known.segments = new
-            if end - kept > SEGMENT_WIDTH:  # of these, the last one will change again
-                known.before = new[: (end - SEGMENT_WIDTH) * _BYTES]
-        return array("i", rows), changed
+            if (
+                len(new) == len(known.segments)
+                and new.startswith(known.before)
+                and new.endswith(known.behind)
+            ):
+                known.segments = new
+                heads += known.head
+                changed += chunk.segments[known.kept : known.end]
+            else:
+                head, start, end = known.change(new)
+                heads += head
+                changed += chunk.segments[start:end]
+        return heads, changed
 
     def _recall(self, request_id: str) -> _Known:
         known = self._older.pop(request_id, None)
@@ -211,22 +234,17 @@ class PlanDecoder:
         if header.kind == _STOP:
             return None
         read = _Reader(message, _HEADER)
-        chunks = read.take(header.chunks * _PER_CHUNK).reshape(-1, _PER_CHUNK)
-        ends, starts = read.take(header.chunks), read.take(header.chunks)
-        token_ids, slots = read.take(header.tokens), read.take(header.tokens)
-        sample_rows = read.take(header.samples)
-        inputs = StepInputs(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(_positions(ends, starts)),
-            slots=torch.from_numpy(slots),
-            attention=self._attention(ends, chunks, read.take_array(header.changed)),
-            sample_rows=torch.from_numpy(sample_rows),
-            samples=(),
-        )
+        heads = read.take(header.chunks * _PER_CHUNK)
+        query_start, segment_start = (read.tensor(header.chunks + 1) for _ in range(2))
+        token_ids, positions, slots = (read.tensor(header.tokens) for _ in range(3))
+        sample_rows = read.tensor(header.samples)
+        segments = self._segments(heads, segment_start.numpy(), read.numbers(header.changed))
+        attention = AttentionBatch(query_start, segment_start, segments)
+        inputs = StepInputs(token_ids, positions, slots, attention, sample_rows, ())
         copies = None
         if header.out or header.back:
             counts = (header.out, header.out, header.back, header.back)
-            copies = KvCopies(*map(read.take_array, counts))
+            copies = KvCopies(*map(read.numbers, counts))
         sources = None
         if header.pending:
             places, found = read.take(header.pending), read.take(header.pending)
@@ -234,24 +252,22 @@ class PlanDecoder:
             sources.numpy()[places] = found
         return Step(inputs, copies, header.kind == _OPEN_STEP, sources)
 
-    def _attention(self, ends: Message, chunks: Message, changed: array[int]) -> AttentionBatch:
+    def _segments(self, heads: Message, segment_start: Message, changed: array[int]) -> Tensor:
+        """Of all chunks, [segments, 3]."""
         rows = self._rows
-        used: list[array[int]] = []
+        found: list[array[int]] = []
+        sizes = (np.diff(segment_start) * SEGMENT_WIDTH).tolist()
         at = 0
-        for row, kept, behind, count in chunks.tolist():
+        for (row, kept, behind), size in zip(heads.reshape(-1, 3).tolist(), sizes, strict=True):
             while row >= len(rows):
                 rows.append(array("i"))
             segments = rows[row]
-            segments[kept : len(segments) - behind] = changed[at : at + count]
-            at += count
-            used.append(segments)
-        widths = np.fromiter(map(len, used), np.int32, len(used))
-        joined = np.frombuffer(bytearray().join(used), np.int32)
-        return AttentionBatch(
-            query_start=torch.from_numpy(np.concatenate(([0], ends), dtype=np.int32)),
-            segment_start=torch.from_numpy(offsets(widths // SEGMENT_WIDTH)),
-            segments=torch.from_numpy(joined).view(-1, SEGMENT_WIDTH),
-        )
+            end = at + size - kept - behind
+            segments[kept : len(segments) - behind] = changed[at:end]
+            at = end
+            found.append(segments)
+        joined = np.frombuffer(bytearray().join(found), np.int32)
+        return torch.from_numpy(joined).view(-1, SEGMENT_WIDTH)
 
 
 class _Reader:
@@ -266,28 +282,27 @@ class _Reader:
         self._at += count
         return part
 
-    def take_array(self, count: int) -> array[int]:
+    def tensor(self, count: int) -> Tensor:
+        return torch.from_numpy(self.take(count))
+
+    def numbers(self, count: int) -> array[int]:
         numbers = array("i")
         numbers.frombytes(self.take(count).tobytes())
         return numbers
 
 
-def _ends_in_common(old: bytes, new: bytes) -> tuple[int, int]:
+def _kept(old: bytes, new: bytes) -> tuple[int, int]:
     """How many bytes are the same from the start, and from the end of what is left. Both are
     those of whole segments."""
-    left, right = (np.frombuffer(each, _SEGMENT) for each in (old, new))
+    left, right = (np.frombuffer(each, np.int32).reshape(-1, SEGMENT_WIDTH) for each in (old, new))
     most = min(len(left), len(right))
-    differ = np.flatnonzero(left[:most] != right[:most])
-    kept = int(differ[0]) if len(differ) else most
+    kept = _alike(left[:most], right[:most])
     rest = most - kept
-    differ = np.flatnonzero(left[len(left) - rest :] != right[len(right) - rest :])
-    behind = rest - 1 - int(differ[-1]) if len(differ) else rest
-    return kept * _SEGMENT.itemsize, behind * _SEGMENT.itemsize
+    behind = _alike(left[len(left) - rest :][::-1], right[len(right) - rest :][::-1])
+    return kept * _SEGMENT_BYTES, behind * _SEGMENT_BYTES
 
 
-def _positions(ends: Message, starts: Message) -> Message:
-    """starts[0], starts[0] + 1, ... up to token ends[0] of the step, then those of the next."""
-    begins = np.concatenate(([0], ends[:-1]))
-    positions = np.arange(ends[-1], dtype=np.int32)
-    positions += np.repeat(starts - begins, ends - begins).astype(np.int32)
-    return positions
+def _alike(left: Message, right: Message) -> int:
+    """How many rows are the same before the first one that is not."""
+    differ = np.flatnonzero((left != right).any(axis=1))
+    return int(differ[0]) if len(differ) else len(left)
