@@ -32,6 +32,7 @@ _NEEDS = {
     "executor/test_model_store.py": "gguf",
     "engine/test_messages.py": "msgspec",
     "engine/test_process_client.py": "zmq",
+    "engine/test_process_ranks.py": "zmq",
 }
 collect_ignore = [file for file, name in _NEEDS.items() if importlib.util.find_spec(name) is None]
 

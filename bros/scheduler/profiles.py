@@ -85,7 +85,7 @@ class Profile:
         content = {
             "schema": SCHEMA,
             "kind": self.kind,
-            **_key_fields(self.key),
+            **dataclasses.asdict(self.key),
             "versions": dict(self.versions),
             "date": self.date,
             "steps": self.steps,
@@ -95,6 +95,8 @@ class Profile:
             "kv_capacity_tokens": self.kv_capacity_tokens,
             "assumptions": dict(self.assumptions),
         }
+        if self.key.tp == 1:
+            del content["tp"]  # as in profiles from before there were ranks
         return _PAIR.sub(r"[\1, \2]", json.dumps(content, indent=2)) + "\n"
 
     @classmethod
@@ -139,13 +141,6 @@ class Profile:
         partial.write_text(self.to_json(), encoding="utf-8")
         partial.replace(path)
         return path
-
-
-def _key_fields(key: ProfileKey) -> dict[str, Any]:
-    """Without `tp` where there is one rank, as in profiles from before there were several."""
-    return {
-        name: value for name, value in dataclasses.asdict(key).items() if (name, value) != ("tp", 1)
-    }
 
 
 class _Fields:
