@@ -33,7 +33,8 @@ def run_ranks(
     The function is one of a module, and everything that it takes and returns can be pickled.
     Processes take seconds to start: have one run do many things.
 
-    may_die: ranks whose end without a result is no failure; their result is None.
+    may_die: ranks that may end without a result, or never; nobody waits for them, and their result
+    is None.
     Raises AssertionError, with a rank's traceback, if one fails or they are not done in time.
     None of the processes is left then, nor otherwise.
     """
@@ -50,7 +51,7 @@ def run_ranks(
         processes.append(process)
         results[receiver] = rank
     try:
-        return _collect(results, timeout_s, may_die)
+        return _collect(size, results, timeout_s, may_die)
     finally:
         for process in processes:
             process.kill()
@@ -58,12 +59,12 @@ def run_ranks(
 
 
 def _collect(
-    waiting: dict[Connection, int], timeout_s: float, may_die: Collection[int]
+    size: int, waiting: dict[Connection, int], timeout_s: float, may_die: Collection[int]
 ) -> list[Any]:
     found: dict[int, Any] = {}
     clock = SystemClock()
     end = clock.now() + timeout_s
-    while waiting:
+    while any(rank not in may_die for rank in waiting.values()):
         ready = wait(list(waiting), max(0.0, end - clock.now()))
         assert ready, f"ranks {sorted(waiting.values())} are not done after {timeout_s:.0f} s"
         for receiver in ready:
@@ -73,10 +74,9 @@ def _collect(
                 failure, found[rank] = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 failure = None if rank in may_die else "it ended without a result"
-                found[rank] = None
             receiver.close()
             assert failure is None, f"rank {rank}: {failure}"
-    return [found[rank] for rank in sorted(found)]
+    return [found.get(rank) for rank in range(size)]
 
 
 def _run(
