@@ -150,7 +150,7 @@ def test_under_torchrun_everything_ends_with_any_of_it(model: Path, victim: str)
         parts = dict(zip(("server", "follower"), children(server.pid), strict=True))
         parts |= {"engine": ranks_below(server.pid)[0], "torchrun": server.pid}
         if victim == "engine":
-            assert "rank" in error_of(lines_until_death(server, parts[victim])[-1])["message"]
+            assert "code -9" in error_of(lines_until_death(server, parts[victim])[-1])["message"]
         else:
             os.kill(parts[victim], signal.SIGKILL)
         wait_until_gone([*group, server.pid], GONE_S)

@@ -36,7 +36,7 @@ def launch_ranks(
         *arguments,
     ]
     try:
-        torchrun.run(torchrun.parse_args(options))
+        torchrun.run(torchrun.parse_args(options))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         raise RanksLostError(_first_failure(error.failures)) from None
     except SignalException:
