@@ -61,10 +61,10 @@ Figures = dict[str, dict[str, float]]
 
 
 class Rows:
-    """Requests that decode; each fills a block in another step. Slots of one row never end."""
+    """Requests that decode for some steps; each fills a block in another one."""
 
-    def __init__(self, count: int, context: int) -> None:
-        per_row = context // BLOCK + 8
+    def __init__(self, count: int, context: int, steps: int) -> None:
+        per_row = (context + steps) // BLOCK + 2
         self._segments = []
         self._blocks = []
         for row in range(count):
@@ -72,7 +72,6 @@ class Rows:
             full = [x for _ in range(context // BLOCK) for x in (next(blocks), 0, BLOCK)]
             self._segments.append(array("i", [*full[:-1], 1 + row % BLOCK]))
             self._blocks.append(blocks)
-        self._context = context
 
     def plan(self, step: int, sample: SampleSpec = GREEDY) -> StepPlan:
         chunks = []
@@ -107,7 +106,7 @@ def summary(times_s: list[float]) -> dict[str, float]:
 
 def plans(ranks: Ranks, rows: int) -> dict[str, float]:
     """On rank 0: from before encoding to after decoding on all ranks, and its parts."""
-    encoder, decoder, requests = PlanEncoder(), PlanDecoder(), Rows(rows, PLAN_CONTEXT)
+    encoder, decoder, requests = PlanEncoder(), PlanDecoder(), Rows(rows, PLAN_CONTEXT, PLANS)
     stamps = torch.zeros(PLANS, 4, dtype=torch.float64)  # began, encoded, received, decoded
     size = 0
     dist.barrier()
@@ -189,7 +188,7 @@ def steps(executor: Executor, repeats: int) -> dict[str, float]:
     """Median milliseconds of each kind of step."""
     found = {}
     for name, rows, tokens in STEPS:
-        requests, times = Rows(rows, STEP_CONTEXT), []
+        requests, times = Rows(rows, STEP_CONTEXT, repeats), []
         for step in range(repeats):
             plan = prompt(step, tokens) if tokens > 1 else requests.plan(step)
             began = time.monotonic()

@@ -90,23 +90,25 @@ class _Known:
 
     def __init__(self, row: int) -> None:
         self.row = row
-        self.segments = self.before = self.behind = b""
+        self.segments = array("i")
+        self.before = self.behind = b""
         self.kept = self.end = 0
         self.head = self._head(0)
 
-    def change(self, new: bytes) -> tuple[array[int], int, int]:
-        """The segments are not as was likely: what to say of them, and from where to where they
-        have changed."""
+    def change(self, segments: array[int]) -> tuple[array[int], int, int]:
+        """They are not as was likely: what to say of them, and from where to where they have
+        changed."""
+        new = segments.tobytes()
         kept, behind = len(self.before), len(self.behind)
         if (
             len(new) < kept + behind
             or not new.startswith(self.before)
             or not new.endswith(self.behind)
         ):
-            kept, behind = _kept(self.segments, new)
+            kept, behind = _kept(self.segments.tobytes(), new)
         end = len(new) - behind
         head = self._head(kept, behind)
-        self.segments = new
+        self.segments = segments
         likely = max(kept, end - _SEGMENT_BYTES)
         self.before, self.behind = new[:likely], new[end:]
         self.kept, self.end = likely // _BYTES, end // _BYTES
@@ -163,7 +165,7 @@ class PlanEncoder:
             parts += [copies.out_device, copies.out_host, copies.back_host, copies.back_device]
         if pending is not None:
             sources = pending.sources.numpy()
-            places = np.flatnonzero(sources >= 0)
+            places = np.flatnonzero(sources >= 0).astype(np.int32)
             waiting = len(places)
             parts += [places, sources[places]]
         kind = _OPEN_STEP if may_be_given_up else _STEP
@@ -194,19 +196,20 @@ class PlanEncoder:
             known = recent.get(chunk.request_id)
             if known is None:
                 known = recent[chunk.request_id] = self._recall(chunk.request_id)
-            new = chunk.segments.tobytes()
+            segments = chunk.segments
+            content = segments.tobytes()
             if (
-                len(new) == len(known.segments)
-                and new.startswith(known.before)
-                and new.endswith(known.behind)
+                len(segments) == len(known.segments)
+                and content.startswith(known.before)
+                and content.endswith(known.behind)
             ):
-                known.segments = new
+                known.segments = segments
                 heads += known.head
-                changed += chunk.segments[known.kept : known.end]
+                changed += segments[known.kept : known.end]
             else:
-                head, start, end = known.change(new)
+                head, start, end = known.change(segments)
                 heads += head
-                changed += chunk.segments[start:end]
+                changed += segments[start:end]
         return heads, changed
 
     def _recall(self, request_id: str) -> _Known:
@@ -256,9 +259,10 @@ class PlanDecoder:
         """Of all chunks, [segments, 3]."""
         rows = self._rows
         found: list[array[int]] = []
-        sizes = (np.diff(segment_start) * SEGMENT_WIDTH).tolist()
+        sizes = np.diff(segment_start) * SEGMENT_WIDTH
+        columns = (*heads.reshape(-1, _PER_CHUNK).T, sizes)
         at = 0
-        for (row, kept, behind), size in zip(heads.reshape(-1, 3).tolist(), sizes, strict=True):
+        for row, kept, behind, size in zip(*(column.tolist() for column in columns), strict=True):
             while row >= len(rows):
                 rows.append(array("i"))
             segments = rows[row]
