@@ -33,6 +33,8 @@ def talk(ranks: Ranks) -> tuple[int, tuple[int, ...]]:
         assert ranks.all_reduce_(x) is x
         assert torch.equal(x, torch.full_like(x, float("1" * size)))
         assert ranks.any_(length % 2 == 0 if rank == 0 else True) == (length % 2 == 0)
+    long = torch.full((1000, 300), 10.0**rank)
+    assert torch.equal(ranks.all_reduce_(long), torch.full_like(long, float("1" * size)))
     assert ranks.minimum(7 - rank) == 7 - (size - 1)
     assert ranks.minimum(2**40 + rank) == 2**40
     for rows in (0, 1, 3):
