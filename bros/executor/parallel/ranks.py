@@ -36,9 +36,9 @@ FIRST_PART = 2048
 _SHORT_BYTES = 2**20
 """Up to so many, what is said on the host goes from each rank to each that needs it.
 
-gloo's own operations wake a thread on every rank and go round in a ring. Sums of 64 rows of
-SmolLM2-135M, ms, on two cores that had other work: 2 ranks 0.9 by all_reduce and 0.5 so, 3 ranks
-5.3 and 1.4; of 512 rows, which are 1.1 MiB, 2 ranks 2.9 and 3.1, 3 ranks 7.1 and 6.0.
+gloo's own operations wake a thread on every rank and go round in a ring. Sums of SmolLM2-135M on
+two cores, ms: 64 rows on 2 ranks 0.8 by all_reduce and 0.6 so, on 3 ranks 3.5 and 1.1; 512 rows,
+which are 1.1 MiB, on 2 ranks 2.9 and 3.1, on 3 ranks 7.1 and 6.0.
 """
 
 _JOIN_TIMEOUT_S = 600.0
