@@ -1,12 +1,12 @@
 """The processes that run one model together, and what they say to each other.
 
-Rank 0 decides what is computed and tells the others; all of them compute their part of it. There
-are four groups of connections, by how long a rank may have to wait in them:
+Rank 0 decides what is computed and tells the others; all of them compute their part of it. They are
+connected in several ways:
 
-    joining   gloo, minutes: ranks read their weights at different paces
-    plans     gloo, no limit for those who listen: nobody speaks while nothing is to be done
-    steps     gloo, seconds: short messages in the middle of a step
-    sums      the tensors of a step: nccl on GPUs, else the connections of `steps`
+    joining   gloo, patient for minutes: ranks read their weights at different paces
+    wires     sockets, for what rank 0 says: plans, for which the others wait without limit, and
+              short answers in the middle of a step
+    sums      the tensors of a step, patient for seconds: nccl on GPUs, else gloo
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from torch import Tensor
 
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import RanksLostError
+from bros.executor.parallel.wires import Hearer, Listener
 
 Message = NDArray[np.int32]
 
-FIRST_PART = 2048
-"""int32 numbers of a message's first part, 8 KiB: one for the length, then what fits of it."""
-
 _SHORT_BYTES = 2**20
-"""Up to so many, what is said on the host goes from each rank to each that needs it.
+"""Sums of up to so many go from each rank to each on the host.
 
 gloo's own operations wake a thread on every rank and go round in a ring. Sums of SmolLM2-135M on
 two cores, ms: 64 rows on 2 ranks 0.8 by all_reduce and 0.6 so, on 3 ranks 3.5 and 1.1; 512 rows,
@@ -42,7 +40,8 @@ which are 1.1 MiB, on 2 ranks 2.9 and 3.1, on 3 ranks 7.1 and 6.0.
 """
 
 _JOIN_TIMEOUT_S = 600.0
-_NO_LIMIT_S = 10 * 365 * 86_400.0
+_YES, _NO = b"\1", b"\0"
+_ADDRESS_BYTES = 108  # at most, of a socket
 
 
 class Ranks(Protocol):
@@ -135,24 +134,16 @@ ALONE: Ranks = Alone()
 class TorchRanks:
     """Ranks over torch.distributed, one process each, on one machine. See Ranks."""
 
-    def __init__(
-        self,
-        plans: dist.ProcessGroup,
-        steps: dist.ProcessGroup,
-        sums: dist.ProcessGroup,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, sums: dist.ProcessGroup, timeout_s: float, clock: Clock) -> None:
         """Use `join`."""
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self._plans = plans
-        self._steps = steps
         self._sums = sums
+        self._timeout_s = timeout_s
         self._clock = clock
-        self._first = torch.zeros(FIRST_PART, dtype=torch.int32)
-        self._flag = torch.zeros(1, dtype=torch.int32)
         self._open = True
         self.others = self._process_ids()
+        self._connect()
 
     @classmethod
     def join(cls, device: torch.device, timeout_s: float, clock: Clock | None = None) -> TorchRanks:
@@ -167,16 +158,11 @@ class TorchRanks:
         start = clock.now()
         try:
             dist.init_process_group("gloo", timeout=_seconds(_JOIN_TIMEOUT_S))
-            follows = dist.get_rank() > 0
-            # Sending waits for those who listen, which they do at all times between steps.
-            plans = _group("gloo", _NO_LIMIT_S if follows else timeout_s)
-            steps = _group("gloo", timeout_s)
-            sums = steps
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-                sums = _group("nccl", timeout_s)
-            return cls(plans, steps, sums, clock)
-        except (RuntimeError, ValueError) as error:
+            sums = _group("nccl" if device.type == "cuda" else "gloo", timeout_s)
+            return cls(sums, timeout_s, clock)
+        except (RuntimeError, ValueError, OSError) as error:
             waited = clock.now() - start
             raise RanksLostError(
                 f"the ranks did not all come together within {waited:.0f} s: {_first_line(error)}"
@@ -210,50 +196,48 @@ class TorchRanks:
 
     def send(self, message: array[int] | Message) -> None:
         assert self.rank == 0, "only rank 0 sends"
-        numbers = torch.from_numpy(np.frombuffer(message, np.int32).copy())
-        part = numbers[: FIRST_PART - 1]
-        self._first[0] = len(numbers)
-        self._first[1 : 1 + len(part)] = part
         with self._waiting("the others to take a plan"):
-            self._tell(self._first, self._plans)
-            if len(part) < len(numbers):
-                self._tell(numbers[len(part) :], self._plans)
+            self._speaker.say(message.tobytes())
 
     def receive(self) -> Message:
         assert self.rank > 0, "rank 0 sends, it never receives"
         with self._waiting("rank 0's next plan"):
-            self._tell(self._first, self._plans)
-            size = int(self._first[0])
-            message = torch.empty(size, dtype=torch.int32)
-            part = message[: FIRST_PART - 1]
-            part.copy_(self._first[1 : 1 + len(part)])
-            if len(part) < size:
-                self._tell(message[len(part) :], self._plans)
-        received: Message = message.numpy()
-        return received
+            return np.frombuffer(self._hearer.hear(), np.int32)
 
     def any_(self, flag: bool) -> bool:
-        self._flag[0] = flag
         with self._waiting("rank 0 to say whether a step goes on"):
-            self._tell(self._flag, self._steps)
-        return bool(self._flag[0])
+            if self.rank > 0:
+                return self._hearer.hear(self._timeout_s) == _YES
+            self._speaker.say(_YES if flag else _NO)
+        return flag
 
     def close(self) -> None:
         if self._open:
             self._open = False
             dist.destroy_process_group()
+            if self.rank > 0:
+                self._hearer.close()
+            else:
+                self._speaker.close()
 
     def _process_ids(self) -> tuple[int, ...]:
         every = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(every, torch.tensor([os.getpid()]))
         return tuple(int(pid) for rank, pid in enumerate(every) if rank != self.rank)
 
-    def _tell(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        """Rank 0's x to all others, into theirs."""
-        if self.rank > 0:
-            _wait([dist.irecv(x, 0, group)])
+    def _connect(self) -> None:
+        address = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+        size = torch.zeros(1, dtype=torch.int64)
+        if self.rank == 0:
+            listener = Listener()
+            size[0] = len(listener.address)
+            address[: len(listener.address)] = torch.tensor(list(listener.address))
+        dist.broadcast(size, 0)
+        dist.broadcast(address, 0)
+        if self.rank == 0:
+            self._speaker = listener.accept(self.others, self._timeout_s)
         else:
-            _wait([dist.isend(x, rank, group) for rank in range(1, self.size)])
+            self._hearer = Hearer(bytes(address[: int(size)].tolist()), self.others[0])
 
     def _sum_short(self, x: Tensor) -> None:
         """Everybody has the terms of all, and adds them in one order."""
@@ -276,7 +260,7 @@ class TorchRanks:
         start = self._clock.now()
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             waited = self._clock.now() - start
             raise RanksLostError(
                 f"rank {self.rank} of {self.size} waited {waited:.1f} s for {what}, and another "

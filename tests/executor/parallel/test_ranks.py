@@ -34,8 +34,8 @@ def test_who_talks_to_a_rank_that_ended_is_told_at_once(what: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what", ["sum", "plan"])
-def test_who_talks_to_a_rank_that_hangs_is_told_after_the_timeout(what: str) -> None:
+@pytest.mark.parametrize("what", ["sum", "gather"])
+def test_who_waits_for_a_rank_that_hangs_is_told_after_the_timeout(what: str) -> None:
     told = run_ranks(2, hang_one, what, step_timeout_s=1.0, may_die=[1])[0]
     assert told is not None
     message, waited_s = told
