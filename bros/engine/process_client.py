@@ -29,8 +29,9 @@ from bros.executor.model_store import ModelFiles
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 5.0
-"""How long an engine may take to end after Shutdown before it is killed."""
+_GRACE_S, _RANKS_GRACE_S = 5.0, 10.0
+"""How long an engine, or a launcher with its ranks, may take to end after Shutdown before it is
+killed."""
 
 _MAX_FAILURES = 3
 _BACK_OFF_S = 1.0
@@ -103,7 +104,8 @@ class ProcessEngineClient(MessageClient):
         if self._supervisor is not None:
             if self._alive:
                 self._post(Shutdown())
-                await asyncio.wait([self._supervisor], timeout=_GRACE_S)
+                grace_s = _RANKS_GRACE_S if self._starts_ranks else _GRACE_S
+                await asyncio.wait([self._supervisor], timeout=grace_s)
             if not self._supervisor.done():
                 self._kill()
                 await self._supervisor
