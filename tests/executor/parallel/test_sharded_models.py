@@ -124,6 +124,7 @@ def test_every_family_has_the_logits_of_one_rank(
         assert infos == [replace(info, tp=size)] * size
 
 
+@pytest.mark.slow
 def test_plain_matrices_and_recorded_steps_have_the_logits_of_one_rank() -> None:
     """As on GPUs."""
     specs = list(family_specs().values())
@@ -134,6 +135,7 @@ def test_plain_matrices_and_recorded_steps_have_the_logits_of_one_rank() -> None
     assert len(second) == len(specs)
 
 
+@pytest.mark.slow
 def test_the_kv_cache_is_what_the_rank_with_the_most_heads_can_hold(tmp_path: Path) -> None:
     """And threads are shared out."""
     save_checkpoint(tmp_path, shapes()["nine-heads"])
