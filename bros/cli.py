@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -24,6 +25,8 @@ from bros.core.config_sources import (
     near_matches,
 )
 from bros.core.errors import BrosError, ConfigError
+from bros.core.place import Place, torchrun_place, with_ranks
+from bros.engine.parent import end_with_parent
 from bros.simulator import flags as simulate_flags
 
 DESCRIPTION = "LLM inference engine that serves real-time and best-effort requests together."
@@ -98,17 +101,25 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         from bros.batch_command import run_batch
 
         return run_batch(args, environ, _warn, SystemClock())
+    return _run_model(args, arguments, environ)
+
+
+def _run_model(
+    args: argparse.Namespace, arguments: Sequence[str], environ: Mapping[str, str]
+) -> int:
+    """The commands that take all options of an engine."""
     config = load_config(given_flags(args), environ, _warn)
+    place = torchrun_place(environ)
+    if place is not None:
+        config = with_ranks(config, place)
     if args.command == "serve":
-        # Late: the server's imports take seconds, and --help must not.
-        from bros.server.build import serve
-
-        return serve(config)
+        return _serve(config, place)
     if args.command == "profile":
-        # Late, for the same reason: it loads torch and matplotlib.
-        from bros.profile_command import run_profile
-
-        return run_profile(config, args.out, args.repeats, SystemClock())
+        return _profile(args, config, place, arguments)
+    if place is not None:
+        raise ConfigError(
+            f"torchrun can start bros serve and bros profile, not bros {args.command}"
+        )
     if args.command == "doctor":
         # Late, for the same reason.
         from bros.doctor_command import run_doctor
@@ -120,6 +131,37 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
         return run_batch_here(args, config, SystemClock())
     return _chat(args, config)
+
+
+def _serve(config: Config, place: Place | None) -> int:
+    # Late: the server's imports take seconds, and --help must not.
+    if place is None or place.rank == 0:
+        from bros.server.build import serve
+
+        if place is not None:
+            end_with_parent(signal.SIGTERM)
+        return serve(config, is_rank=place is not None)
+    from bros.engine.group import run_follower
+    from bros.executor.model_store import cache_dir_of
+
+    cache_dir = cache_dir_of(config.server.data_dir)
+    return run_follower(config.engine, place, cache_dir, config.server.log_level)
+
+
+def _profile(
+    args: argparse.Namespace, config: Config, place: Place | None, arguments: Sequence[str]
+) -> int:
+    # Late, for the same reason: it loads torch and matplotlib.
+    if place is None and config.engine.tp > 1:
+        from bros.executor.parallel.launch import launch_ranks
+
+        launch_ranks(config.engine.tp, "bros", arguments)
+        return 0
+    from bros.profile_command import run_profile
+
+    if place is not None:
+        end_with_parent()
+    return run_profile(config, args.out, args.repeats, SystemClock(), place)
 
 
 def _chat(args: argparse.Namespace, config: Config) -> int:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bros.core.clock import Clock
-from bros.core.config import Config
+from bros.core.config import Config, EngineConfig
 from bros.core.errors import ConfigError
+from bros.core.place import Place
+from bros.engine.group import Group
 from bros.engine.profiling import MAX_STORED_ERROR, Measured, full_profile
-from bros.executor.loader import load_executor
-from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
 from bros.executor.target import choose_target, find_cuda
 from bros.scheduler.profiles import Profile, checkout_profiles
 from bros.terminal import print_table, progress_bar
@@ -21,21 +22,38 @@ STEP_TOKENS = 1024
 """Steps of up to so many tokens are measured, or of --max-batch-tokens if that is more."""
 
 
-def run_profile(config: Config, out: str | None, repeats: int, clock: Clock) -> int:
+def run_profile(
+    config: Config, out: str | None, repeats: int, clock: Clock, place: Place | None = None
+) -> int:
     """Measure, store JSON and PNG, and print how well the model fits; returns the exit status.
 
     out: the folder of profiles; by default the one of the source tree bros runs from, or else
-    the user's. Raises ConfigError or ModelError if the engine cannot run or nothing be stored.
+    the user's. place: of this process among several ranks. All of them call this, rank 0 does it.
+    Raises ConfigError or ModelError if the engine cannot run or nothing be stored, RanksLostError.
     """
-    cache_dir = _data_dir(config)
+    cache_dir = cache_dir_of(config.server.data_dir)
     folder = Path(out).expanduser() if out else checkout_profiles() or cache_dir / "profiles"
     _check_writable(folder)  # now, and not after minutes of measuring
     device = choose_target(config.engine, find_cuda()).device.type
     tokens = max(config.engine.step_bounds(device).tokens, STEP_TOKENS)
     engine = dataclasses.replace(config.engine, max_batch_tokens=tokens)
-    files = resolve_model(engine.model, cache_dir, print)
-    print(f"Loading {files.name} ...")
-    executor, info = load_executor(engine, files)
+    with Group.join(engine, place) as group:
+        files = resolve_model(engine.model, cache_dir, print)
+        if group.rank > 0:
+            group.log_to_stderr(config.server.log_level)
+            group.follow(files)
+            return 0
+        print(f"Loading {files.name} ...")
+        measured = _measure(engine, group, files, repeats, clock)
+    _store(measured, folder, print)
+    _show(measured)
+    return 0
+
+
+def _measure(
+    engine: EngineConfig, group: Group, files: ModelFiles, repeats: int, clock: Clock
+) -> Measured:
+    executor, info = group.lead(files)
     with progress_bar("measuring", "steps") as advance:
 
         def progress(done: int, total: int) -> None:
@@ -43,14 +61,7 @@ def run_profile(config: Config, out: str | None, repeats: int, clock: Clock) -> 
 
         measured = full_profile(engine, executor, info, clock, repeats=repeats, progress=progress)
     executor.close()
-    _store(measured, folder, print)
-    _show(measured)
-    return 0
-
-
-def _data_dir(config: Config) -> Path:
-    chosen = config.server.data_dir
-    return Path(chosen).expanduser() if chosen else default_cache_dir()
+    return measured
 
 
 def _check_writable(folder: Path) -> None:
@@ -109,4 +120,5 @@ def _show(measured: Measured) -> None:
 
 def _title(profile: Profile) -> str:
     key = profile.key
-    return f"{key.model}, {key.weights}, on {key.device} ({key.kernels})"
+    ranks = f", {key.tp} ranks" if key.tp > 1 else ""
+    return f"{key.model}, {key.weights}, on {key.device} ({key.kernels}{ranks})"

@@ -30,8 +30,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _NEEDS = {
     "executor/test_gguf.py": "gguf",
     "executor/test_model_store.py": "gguf",
+    "executor/test_weights.py": "gguf",
+    "executor/parallel/test_sharded_models.py": "gguf",
     "engine/test_messages.py": "msgspec",
     "engine/test_process_client.py": "zmq",
+    "engine/test_process_ranks.py": "zmq",
 }
 collect_ignore = [file for file, name in _NEEDS.items() if importlib.util.find_spec(name) is None]
 

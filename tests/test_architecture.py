@@ -54,8 +54,9 @@ CONFINED = {  # library -> where it may be imported
     "uuid": (),
 }
 STDLIB_ONLY = "bros/core/"
-# The second sets what libgomp reads when torch is loaded, which is too early for an argument.
-MAY_READ_ENVIRONMENT = ("bros/cli.py", "bros/executor/__init__.py")
+# The second is told by torchrun which rank it is. The third sets what libgomp reads when torch is
+# loaded, which is too early for an argument.
+MAY_READ_ENVIRONMENT = ("bros/cli.py", "bros/engine/process.py", "bros/executor/__init__.py")
 MAY_DRAW_ENTROPY = ("bros/engine/local.py", "bros/server/build.py")
 
 # (file, name) of state outside objects that an interface from elsewhere asks for.

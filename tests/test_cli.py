@@ -28,9 +28,11 @@ class FakeBuild(types.ModuleType):
         self.messages: list[list[dict[str, str]]] = []
         self.failure: BaseException | None = None
         self.status = 0
+        self.is_rank = False
 
-    def serve(self, config: Config) -> int:
+    def serve(self, config: Config, *, is_rank: bool = False) -> int:
         self.configs.append(config)
+        self.is_rank = is_rank
         if self.failure is not None:
             raise self.failure
         return self.status
@@ -69,6 +71,7 @@ def test_serve_gets_the_configuration(build: FakeBuild) -> None:
 def test_serve_without_arguments_takes_the_defaults(build: FakeBuild) -> None:
     assert run("serve") == 0
     assert build.configs == [Config()]
+    assert not build.is_rank
 
 
 def test_model_may_stand_behind_the_options(build: FakeBuild) -> None:

@@ -227,7 +227,21 @@ class EngineConfig(_Checked):
     batch_growth: str = option("tcp", "how the batch size grows", choices=GROWTH)
     max_queue: int = option(512, "most waiting requests per class before 429", low=1)
     seed: int = option(0, "seed for requests that bring none", low=0)
-    threads: int | None = option(None, "CPU threads; default: all cores", low=1, high=512)
+    threads: int | None = option(
+        None,
+        "CPU threads, of each rank; default: all cores, divided among the ranks",
+        low=1,
+        high=512,
+    )
+    tp: int = option(
+        1,
+        "tensor parallelism: processes (ranks) that share the model, each on a device of its own",
+        low=1,
+        high=64,
+    )
+    tp_timeout: float = option(
+        30.0, "seconds that ranks wait for each other in a step before they give up", low=0.1
+    )
 
     def step_bounds(self, device: str) -> StepBounds:
         """max_num_seqs and max_batch_tokens, or their defaults there. device: as in EngineInfo."""

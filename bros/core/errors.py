@@ -8,6 +8,7 @@ BrosError
 ├── QueueFullError           too many requests are waiting, try later       (HTTP 429)
 ├── OverloadedError          objectives cannot be met now, try later        (HTTP 429)
 ├── EngineDeadError          the engine stopped; open requests are lost     (HTTP 503)
+├── RanksLostError           a rank of a model over several ones is gone    (ends the engine)
 ├── ConfigError              a flag, variable or file entry is wrong        (start-up)
 └── ModelError               the model cannot be loaded or is unsupported   (start-up)
 """
@@ -84,6 +85,10 @@ class OverloadedError(BrosError):
 
 class EngineDeadError(BrosError):
     """The engine is not running; requests that were open are lost."""
+
+
+class RanksLostError(BrosError):
+    """Of the processes that run one model together, another one ended or does not answer."""
 
 
 class ConfigError(BrosError, ValueError):

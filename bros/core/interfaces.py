@@ -28,7 +28,8 @@ class EngineInfo:
     """Facts about a running engine that never change while it runs.
 
     default_slo: what real-time requests without objectives of their own are held to. grouping:
-    which prefixes its rows read together; None if each row reads for itself.
+    which prefixes its rows read together; None if each row reads for itself. tp: how many ranks
+    share the model.
     """
 
     model: str
@@ -46,6 +47,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...] = ()
     default_slo: Slo = Slo(ttft_s=0.4, tpot_s=0.2)
     grouping: Grouping | None = None
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True)

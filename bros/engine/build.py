@@ -10,8 +10,8 @@ from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.core.request import Slo
 from bros.engine.engine import Engine, find_launcher
+from bros.engine.group import Group
 from bros.engine.profiling import step_time_model
-from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
 from bros.scheduler.build import (
     build_scheduler,
@@ -28,15 +28,17 @@ def build_engine(
     *,
     profiles: Sequence[Path] = (),
     report: Callable[[str], None] = lambda line: None,
+    group: Group | None = None,
 ) -> Engine:
     """Load the model and set up KV memory and scheduling.
 
     profiles: folders with measured step times, the user's own first; without a matching one,
-    some steps are measured now. `report` is told in one line each what takes long.
+    some steps are measured now. `report` is told in one line each what takes long. group: the ranks
+    that run the model, of which this is rank 0; by default this process does it alone.
 
     Raises ModelError if the model cannot be served, ConfigError if an option does not fit it.
     """
-    executor, info = load_executor(config, files)
+    executor, info = (group or Group(config)).lead(files)
     slo = Slo(ttft_s=config.slo_ttft / 1000, tpot_s=config.slo_tpot / 1000)
     info = dataclasses.replace(info, default_slo=slo)
     unused = unused_options(config)

@@ -10,14 +10,16 @@ ever dropped for want of buffer (no high-water mark); order is kept in each dire
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from bros.engine.messages import COMMANDS, REPLIES, Command, Reply
+from bros.engine.messages import COMMANDS, REPLIES, Alive, Command, Failed, Reply
 
 
 class Codec:
@@ -63,6 +65,38 @@ def reply_address(folder: Path) -> str:
     return f"ipc://{folder}/replies"
 
 
+def _connect_replies(context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> zmq.Socket[bytes]:
+    replies = open_socket(context, zmq.PUSH)
+    replies.setsockopt(zmq.LINGER, 1000)  # the last words, such as why it failed
+    replies.connect(reply_address(folder))
+    return replies
+
+
+def send_last_words(folder: Path, reason: str) -> None:
+    """Tell the server why its engine has failed, from any process. Of several, the first counts."""
+    with zmq.Context() as context, _connect_replies(context, folder) as replies:
+        replies.send_multipart(reply_codec().encode(Failed(reason)))
+
+
+@contextlib.contextmanager
+def signs_of_life(folder: Path, every_s: float) -> Iterator[None]:
+    """Tell the server all the time within the block, on a thread, that this process runs."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        with zmq.Context() as context, _connect_replies(context, folder) as replies:
+            while not ended.wait(every_s):
+                replies.send_multipart(reply_codec().encode(Alive()))
+
+    thread = threading.Thread(target=tell, name="signs-of-life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class ZmqTransport:
     """The engine's end."""
 
@@ -70,9 +104,7 @@ class ZmqTransport:
         self._context = zmq.Context()
         self._commands = open_socket(self._context, zmq.PULL)
         self._commands.connect(command_address(folder))
-        self._replies = open_socket(self._context, zmq.PUSH)
-        self._replies.setsockopt(zmq.LINGER, 1000)  # the last words, such as why it failed
-        self._replies.connect(reply_address(folder))
+        self._replies = _connect_replies(self._context, folder)
         self._decoder, self._encoder = command_codec(), reply_codec()
 
     def receive(self, *, wait: bool) -> Iterable[Command]:

@@ -1,7 +1,7 @@
 """What an engine client and an engine say to each other, on any transport.
 
 client -> engine   Submit, Abort, AskStats, AskTrace, Shutdown, Promote, Release
-engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed
+engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed, Alive
 """
 
 from __future__ import annotations
@@ -138,7 +138,15 @@ class Failed:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Every so often from rank 0 of several, whatever it is doing: its process is not stopped."""
+
+
 Command = Submit | Abort | AskStats | AskTrace | Shutdown | Promote | Release
-Reply = Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed
+Reply = Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed | Alive
 COMMANDS: tuple[type, ...] = (Submit, Abort, AskStats, AskTrace, Shutdown, Promote, Release)
-REPLIES: tuple[type, ...] = (Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed)
+REPLIES: tuple[type, ...] = (
+    *(Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed),
+    Alive,
+)

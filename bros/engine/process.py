@@ -1,105 +1,115 @@
-"""The engine process: `python -m bros.engine.process`, started by ProcessEngineClient.
+"""The engine process: `python -m bros.engine.process FOLDER`, started by ProcessEngineClient.
 
-The first line on stdin says what to load; after that stdin stays open and silent, and its end
-means that the server is gone: then this process ends too, whatever it is doing.
+FOLDER has launch.json, which says what to load, and the server's sockets. stdin stays open and
+silent, and its end means that the server is gone: then this process ends too, whatever it is doing.
+
+With several ranks there are as many of these processes, see launcher.py. Rank 0 talks to the
+server, the others only if they fail for a reason of their own.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import gc
-import json
 import logging
 import os
-import shutil
 import signal
 import sys
-import threading
-from dataclasses import dataclass
-from io import FileIO
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bros.core.clock import SystemClock
-from bros.core.config import EngineConfig
-from bros.core.errors import BrosError
-from bros.engine.ipc import ZmqTransport
+from bros.core.errors import BrosError, RanksLostError
+from bros.core.place import torchrun_place
+from bros.engine.ipc import ZmqTransport, send_last_words, signs_of_life
+from bros.engine.launch import SIGNS, Launch
 from bros.engine.loop import run_engine
-from bros.engine.messages import Failed
-from bros.executor.model_store import ModelFiles
+from bros.engine.parent import end_with_parent, end_with_server, obey_parent_only
+
+if TYPE_CHECKING:
+    from bros.engine.group import Group
 
 logger = logging.getLogger("bros.engine")
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """All an engine process is told when it starts. profiles: folders, see build_engine."""
-
-    socket_folder: str
-    model_folder: str
-    model_name: str
-    log_level: str
-    config: EngineConfig
-    profiles: tuple[str, ...] = ()
-
-    def to_json(self) -> bytes:
-        """One line."""
-        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def from_json(cls, line: bytes) -> Launch:
-        values = json.loads(line)
-        values["config"] = EngineConfig(**values["config"])
-        values["profiles"] = tuple(values["profiles"])
-        return cls(**values)
-
-
 def main() -> int:
-    # Both reach the whole process group; when to end is the server's business.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Unbuffered: a thread that waits in a buffered reader cannot be left behind at exit.
-    stdin = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
-    launch = Launch.from_json(stdin.readline())
-    threading.Thread(target=_exit_with_parent, args=(stdin, launch), daemon=True).start()
-    logging.basicConfig(
-        level=launch.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
-    transport = ZmqTransport(Path(launch.socket_folder))
+    folder = Path(sys.argv[1])
+    launch = Launch.read(folder)
+    if launch.starts_ranks:
+        obey_parent_only()
+        end_with_parent()
+    else:
+        # Both reach the whole process group; when to end is the server's business.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_server(folder)
     try:
-        return _serve(launch, transport)
-    finally:
-        transport.close()
+        _run(launch, folder)
+        return 0
+    except Exception:  # the server has been told
+        return 1
 
 
-def _serve(launch: Launch, transport: ZmqTransport) -> int:
-    try:
+def _run(launch: Launch, folder: Path) -> None:
+    with _last_words(folder):
         # Late, so that the watch on the parent is up before the seconds this import takes.
+        from bros.engine.group import Group
+
+        place = torchrun_place(os.environ) if launch.config.tp > 1 else None
+        group = Group.join(launch.config, place)
+        group.log_to_stderr(launch.log_level)
+    with group, _last_words(folder, leads=group.rank == 0):
+        if group.rank == 0:
+            _lead(launch, folder, group)
+        else:
+            group.follow(launch.files)
+
+
+def _lead(launch: Launch, folder: Path, group: Group) -> None:
+    with contextlib.ExitStack() as stack:
+        transport = stack.enter_context(contextlib.closing(ZmqTransport(folder)))
+        # Late, for the same reason.
         from bros.engine.build import build_engine
 
-        files = ModelFiles(folder=Path(launch.model_folder), name=launch.model_name)
         profiles = [Path(folder) for folder in launch.profiles]
         engine = build_engine(
-            launch.config, files, SystemClock(), profiles=profiles, report=logger.info
+            launch.config,
+            launch.files,
+            SystemClock(),
+            profiles=profiles,
+            report=logger.info,
+            group=group,
         )
         # What torch and the model have made stays: a full collection that goes through all of it
         # holds up a step by as much as the step takes.
         gc.collect()
         gc.freeze()
+        if launch.config.tp > 1:
+            every_s = launch.config.tp_timeout / SIGNS
+            stack.enter_context(signs_of_life(folder, every_s))
         run_engine(engine, transport)
         engine.close()
-        return 0
+
+
+@contextlib.contextmanager
+def _last_words(folder: Path, leads: bool = True) -> Iterator[None]:
+    """If the block fails, have the server told why.
+
+    That others are lost is said by one rank, which leads; those who follow only log it.
+    """
+    try:
+        yield
     except BrosError as error:
-        transport.send(Failed(str(error)))
+        if leads or not isinstance(error, RanksLostError):
+            send_last_words(folder, str(error))
+        else:
+            logger.error("%s", error)
+        raise
     except Exception as error:
         logger.exception("the engine stopped")
-        transport.send(Failed(f"The engine stopped: {type(error).__name__}: {error}"))
-    return 1
-
-
-def _exit_with_parent(stdin: FileIO, launch: Launch) -> None:
-    stdin.read(1)
-    shutil.rmtree(launch.socket_folder, ignore_errors=True)  # the server had no time to
-    os._exit(0)
+        send_last_words(folder, f"The engine stopped: {type(error).__name__}: {error}")
+        raise
 
 
 if __name__ == "__main__":

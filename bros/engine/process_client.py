@@ -1,4 +1,4 @@
-"""An engine in a process of its own, watched and restarted."""
+"""An engine in a process of its own, or in several, watched and restarted."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from bros.engine.ipc import (
     reply_address,
     reply_codec,
 )
-from bros.engine.messages import Command, Failed, Ready, Shutdown
-from bros.engine.process import Launch
+from bros.engine.launch import SIGNS, Launch
+from bros.engine.messages import Alive, Command, Failed, Ready, Shutdown
 from bros.executor.model_store import ModelFiles
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 5.0
-"""How long an engine may take to end after Shutdown before it is killed."""
+_GRACE_S, _RANKS_GRACE_S = 5.0, 10.0
+"""How long an engine, or a launcher with its ranks, may take to end after Shutdown before it is
+killed."""
 
 _MAX_FAILURES = 3
 _BACK_OFF_S = 1.0
@@ -46,6 +47,10 @@ class ProcessEngineClient(MessageClient):
     When the process dies, everything open fails at once with EngineDeadError. Then it is
     started again if `restart`. Without `restart`, when it does not come up the first time, or
     three times in a row later, `on_final_death` is called with the reason.
+
+    With config.tp > 1 the process is the launcher of as many ranks, which end with it and it with
+    them. Unless this one is a rank itself (`is_rank`), which torchrun has started with the others:
+    then the process takes its place, as rank 0, and cannot be restarted without the others.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class ProcessEngineClient(MessageClient):
         profiles: Sequence[Path] = (),
         log_level: str = "info",
         restart: bool = True,
+        is_rank: bool = False,
         on_final_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
         super().__init__(self._post)
@@ -63,7 +69,8 @@ class ProcessEngineClient(MessageClient):
         self._files = files
         self._profiles = tuple(str(folder) for folder in profiles)
         self._log_level = log_level
-        self._restart = restart
+        self._restart = restart and not is_rank
+        self._starts_ranks = config.tp > 1 and not is_rank
         self._on_final_death = on_final_death
         self._encoder, self._decoder = command_codec(), reply_codec()
         self._context = zmq.Context()
@@ -72,10 +79,11 @@ class ProcessEngineClient(MessageClient):
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
         self._last_words, self._came_up = "", False
+        self._missed_signs: int | None = None
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, while there is one."""
+        """Of the engine process or the launcher, while there is one."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
@@ -96,7 +104,8 @@ class ProcessEngineClient(MessageClient):
         if self._supervisor is not None:
             if self._alive:
                 self._post(Shutdown())
-                await asyncio.wait([self._supervisor], timeout=_GRACE_S)
+                grace_s = _RANKS_GRACE_S if self._starts_ranks else _GRACE_S
+                await asyncio.wait([self._supervisor], timeout=grace_s)
             if not self._supervisor.done():
                 self._kill()
                 await self._supervisor
@@ -130,6 +139,7 @@ class ProcessEngineClient(MessageClient):
     async def _run_once(self) -> tuple[str, bool]:
         """One life of the process: (why it ended, whether it had come up)."""
         self._last_words, self._came_up = "", False
+        self._missed_signs = None
         async with contextlib.AsyncExitStack() as stack:
             # Readable by this user only.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bros-")))
@@ -143,6 +153,9 @@ class ProcessEngineClient(MessageClient):
             stack.push_async_callback(_cancel, receiver)
             process = self._process = await self._spawn(folder)
             stack.callback(self._forget, process)
+            if self._config.tp > 1:
+                watch = asyncio.create_task(self._watch(), name="engine-watch")
+                stack.push_async_callback(_cancel, watch)
             if self._closing:
                 self._kill()
             code = await process.wait()
@@ -159,21 +172,18 @@ class ProcessEngineClient(MessageClient):
 
     async def _spawn(self, folder: Path) -> asyncio.subprocess.Process:
         launch = Launch(
-            socket_folder=str(folder),
             model_folder=str(self._files.folder),
             model_name=self._files.name,
             log_level=self._log_level,
             config=self._config,
             profiles=self._profiles,
+            starts_ranks=self._starts_ranks,
         )
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "bros.engine.process", stdin=asyncio.subprocess.PIPE
+        launch.write(folder)
+        module = "bros.engine.launcher" if self._starts_ranks else "bros.engine.process"
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, str(folder), stdin=asyncio.subprocess.PIPE
         )
-        assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died already; wait() says so
-            process.stdin.write(launch.to_json())
-            await process.stdin.drain()
-        return process
 
     async def _receive(self, pull: zmq.asyncio.Socket) -> None:
         while True:
@@ -184,8 +194,24 @@ class ProcessEngineClient(MessageClient):
         if isinstance(message, Ready):
             self._came_up = True
         elif isinstance(message, Failed):
-            self._last_words = message.message
+            self._last_words = self._last_words or message.message
+        elif isinstance(message, Alive):
+            self._missed_signs = 0
         self.on_reply(message)  # type: ignore[arg-type]
+
+    async def _watch(self) -> None:
+        """Kill ranks of which the first one gives no sign of life any more.
+
+        The others notice if it hangs within a step, but not between two.
+        """
+        timeout_s = self._config.tp_timeout
+        while self._missed_signs is None or self._missed_signs < SIGNS:
+            # In turns, so that what has come while this process was stopped is read between two.
+            await asyncio.sleep(timeout_s / SIGNS)
+            if self._missed_signs is not None:
+                self._missed_signs += 1
+        self._last_words = f"Rank 0 has not answered for {timeout_s:g} s."
+        self._kill()
 
     def _post(self, command: Command) -> None:
         if self._push is None:

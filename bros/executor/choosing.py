@@ -48,6 +48,14 @@ class HostChooser:
         return SampledToken(request_id, token_id, logprobs)
 
 
+class NoChooser:
+    """For ranks but the first, which have no logits: chooses nothing."""
+
+    def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
+        """See Chooser."""
+        return ()
+
+
 class DeviceChooser:
     """Greedy rows and rows with temperature, top_k, top_p and min_p on the device of the logits.
 

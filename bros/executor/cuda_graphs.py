@@ -172,7 +172,7 @@ class StepGraphs:
         def run() -> None:
             logits = self._decoder(inputs, self._caches)
             assert logits is not None
-            self._logits[:rows].copy_(logits)
+            self._logits[: len(logits)].copy_(logits)  # ranks but the first have none
 
         return _Recording(rows, buffers, recorder(run))
 

@@ -78,7 +78,7 @@ def choose(config: EngineConfig) -> Choice:
     """Follows the same rules as the loader, but reports instead of raising."""
     cuda = find_cuda()
     try:
-        target = choose_target(config, cuda)
+        target = choose_target(config, cuda, size=config.tp)
         name = kernels_for(config, target, cuda)
     except ConfigError as error:
         return Choice(None, config.kernels, str(error))

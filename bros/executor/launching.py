@@ -15,6 +15,7 @@ from bros.core.plan import PENDING, StepPlan, StepResult
 from bros.executor.choosing import Choice, DeviceChooser
 from bros.executor.cuda_graphs import StepGraphs
 from bros.executor.feed import InputFeed, Pending
+from bros.executor.inputs import StepInputs, build_inputs
 from bros.executor.kv_storage import KvMemory
 from bros.executor.models.decoder import Decoder
 from bros.executor.runner import ModelRunner
@@ -75,22 +76,23 @@ class LaunchingRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> Launched:
         """Begin a step as soon as the one before is done; does not wait for that, unless the host
         chooses a token of it that this one needs."""
-        inputs = self._begin(plan)
-        logits = self._forward(inputs, pending=self._pending(plan, inputs.token_ids))
+        inputs = self.prepare(build_inputs(plan), plan.copies)
+        return self.begin(plan, inputs, self.pending(plan, inputs))
+
+    @torch.inference_mode()
+    def begin(self, plan: StepPlan, inputs: StepInputs, pending: Pending | None) -> Launched:
+        """The second half of `launch`. inputs: of `prepare`; pending: of `pending`."""
+        logits = self.compute(inputs, pending=pending)
         assert logits is not None, "nobody asked for the step to be given up"
         self._last = Launched(plan, self._choosing.begin(logits, inputs.samples))
         return self._last
 
-    def close(self) -> None:
-        """Like that of ModelRunner; what is in flight is waited for."""
-        if self._last is not None:
-            self._last.wait()
-            self._last = None
-        super().close()
+    def pending(self, plan: StepPlan, inputs: StepInputs) -> Pending | None:
+        """What has to be filled in on the device; what the host knows goes into inputs.token_ids.
 
-    def _pending(self, plan: StepPlan, token_ids: Tensor) -> Pending | None:
-        """What has to be filled in on the device; what the host knows goes into token_ids."""
-        ids = token_ids.numpy()
+        Waits for the step before if the host chooses a token of it that the plan needs.
+        """
+        ids = inputs.token_ids.numpy()
         places = np.flatnonzero(ids == PENDING)
         if not len(places):
             return None
@@ -102,8 +104,15 @@ class LaunchingRunner(ModelRunner):
             last.token_of(name) if row is None else PENDING
             for name, row in zip(names, rows, strict=True)
         ]
-        if last.tokens is None:
+        if last.tokens is None or all(row is None for row in rows):
             return None
         sources = np.full(len(ids), -1, np.int32)
         sources[places] = [-1 if row is None else row for row in rows]
         return Pending(last.tokens, torch.from_numpy(sources))
+
+    def close(self) -> None:
+        """Like that of ModelRunner; what is in flight is waited for."""
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
+        super().close()

@@ -13,7 +13,7 @@ import torch
 from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EngineInfo
-from bros.executor.choosing import DeviceChooser, Draw, HostChooser
+from bros.executor.choosing import DeviceChooser, Draw, HostChooser, NoChooser
 from bros.executor.cuda_graphs import CudaRecorder, GraphSizes, StepGraphs, recorded_or_warn
 from bros.executor.cuda_kv_storage import Buffers, cuda_kv_storage
 from bros.executor.feed import InputFeed
@@ -32,6 +32,8 @@ from bros.executor.model_store import ModelFiles
 from bros.executor.models.build import build_decoder
 from bros.executor.models.decoder import Decoder
 from bros.executor.models.spec import ModelSpec
+from bros.executor.parallel.ranks import ALONE, Ranks
+from bros.executor.parallel.sharding import shards_of
 from bros.executor.random_weights import RandomWeights
 from bros.executor.runner import ModelRunner
 from bros.executor.sampler import Sampler
@@ -52,27 +54,38 @@ from bros.kernels.staging import Staging
 _CPU_KV_MEMORY = "1GiB"
 
 
-def load_executor(config: EngineConfig, files: ModelFiles) -> tuple[ModelRunner, EngineInfo]:
+def load_executor(
+    config: EngineConfig, files: ModelFiles, ranks: Ranks = ALONE
+) -> tuple[ModelRunner, EngineInfo]:
     """Load the weights, allocate the KV cache and say what came of it.
 
-    Also sets the number of threads torch uses in this process (config.threads, or as many as
-    this process may run on).
+    Also sets the number of threads torch uses in this process (config.threads, or its share of
+    the cores that this process may run on).
+
+    ranks: who run the model together. All of them call this, each loads its part of the weights
+    and of the KV cache, and their infos are the same. The runners of all but the first choose no
+    tokens; for what they are given see parallel/runner.py.
 
     What auto stands for is said in target.py. On a GPU the KV cache gets what is left of
     config.gpu_memory_utilization, unless config says how much.
 
     Raises ModelError if the model cannot be read or is not supported, ConfigError if an option
-    asks for what the machine, the model or the KV cache cannot give.
+    asks for what the machine, the model or the KV cache cannot give, and RanksLostError.
     """
     settings = _read_json(files.folder / "config.json")
     spec = ModelSpec.from_config(settings)
     eos = _eos_token_ids(files.folder, settings, spec.vocab_size)
     with WeightSource(files.folder) as source:
-        return _Loader(config, spec, source).load(files.name, eos)
+        return _Loader(config, spec, source, ranks).load(files.name, eos)
 
 
 def random_executor(
-    spec: ModelSpec, config: EngineConfig, seed: int = 0, *, drawn_on: str | None = None
+    spec: ModelSpec,
+    config: EngineConfig,
+    seed: int = 0,
+    *,
+    drawn_on: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[ModelRunner, EngineInfo]:
     """Like load_executor, for a model of this shape that was never trained. Reads no file.
 
@@ -80,23 +93,32 @@ def random_executor(
     same model on every device, by default they are drawn where they are needed, which is fast.
     """
     source = RandomWeights(seed, None if drawn_on is None else torch.device(drawn_on))
-    return _Loader(config, spec, source).load(f"random-{spec.architecture}", ())
+    return _Loader(config, spec, source, ranks).load(f"random-{spec.architecture}", ())
 
 
 class _Loader:
-    """The steps from a configuration to a runner."""
+    """The steps from a configuration to a runner.
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, source: Weights) -> None:
-        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    Ranks take them together: what is asked of `ranks` is asked by all in the same order.
+    """
+
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, source: Weights, ranks: Ranks
+    ) -> None:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(config.threads or max(1, cores // ranks.size))
         cuda = find_cuda()
         self._config = config
         self._spec = spec
+        self._local = shards_of(spec, ranks.size)[ranks.rank].local
         self._source = source
-        self._target = choose_target(config, cuda)
+        self._ranks = ranks
+        self._target = choose_target(config, cuda, ranks.rank, ranks.size)
         self._device = self._target.device
         self._bounds = config.step_bounds(self._device.type)
         self._kernels_name = kernels_for(config, self._target, cuda)
-        self._layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        local = self._local
+        self._layout = HeadLayout(local.num_heads, local.num_kv_heads, local.head_dim)
         self_part = self_part_for(config, self._target, self._kernels_name, self._layout)
         self._kernels = select_kernels(self._kernels_name, self._device, self_part)
         self._kv_dtype = kv_dtype_for(config, self._target)
@@ -107,13 +129,15 @@ class _Loader:
 
     def load(self, name: str, eos_token_ids: tuple[int, ...]) -> tuple[ModelRunner, EngineInfo]:
         """name: what the model is called."""
-        config, spec = self._config, self._spec
-        num_host_blocks = _num_host_blocks(config, spec, DTYPES[self._kv_dtype])
+        config, spec, ranks = self._config, self._spec, self._ranks
+        num_host_blocks = ranks.minimum(
+            _num_host_blocks(config, self._local, DTYPES[self._kv_dtype])
+        )
         num_blocks = self._asked_blocks()
         reach = _max_model_len(config, spec, num_blocks)
         decoder = self._decoder(reach)
         if num_blocks is None:
-            num_blocks = self._blocks_left(decoder, reach, num_host_blocks)
+            num_blocks = ranks.minimum(self._blocks_left(decoder, reach, num_host_blocks))
         max_model_len = _max_model_len(config, spec, num_blocks)
         kv = self._kv(num_blocks, num_host_blocks)
         runner = self._runner(decoder, kv, self._graphs(decoder, kv, max_model_len, num_blocks))
@@ -134,6 +158,7 @@ class _Loader:
             eos_token_ids=eos_token_ids,
             max_queue=config.max_queue,
             grouping=self._grouping,
+            tp=ranks.size,
         )
         return runner, info
 
@@ -144,13 +169,21 @@ class _Loader:
             return config.kv_blocks
         if memory is None and self._device.type != "cpu":
             return None
-        return blocks_in(parse_bytes(memory or _CPU_KV_MEMORY), self._spec, DTYPES[self._kv_dtype])
+        fitting = blocks_in(
+            parse_bytes(memory or _CPU_KV_MEMORY), self._local, DTYPES[self._kv_dtype]
+        )
+        return self._ranks.minimum(fitting)
 
     @torch.inference_mode()
     def _decoder(self, max_positions: int) -> Decoder:
         try:
             return build_decoder(
-                self._spec, self._source, self._kernels, self._target, max_positions
+                self._spec,
+                self._source,
+                self._kernels,
+                self._target,
+                max_positions,
+                self._ranks,
             )
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -162,7 +195,7 @@ class _Loader:
         config, dtype = self._config, DTYPES[self._kv_dtype]
         plan = largest_step(*self._bounds, max_length, KV_BLOCK_SIZE)
         runner = self._runner(decoder, self._kv(1, 0), None)
-        later = Buffers().total_bytes(self._spec, dtype, num_host_blocks)
+        later = Buffers().total_bytes(self._local, dtype, num_host_blocks)
         try:
             use = measure_use(runner, plan, self._device, later)
         except torch.OutOfMemoryError as error:
@@ -171,17 +204,19 @@ class _Loader:
                 "GPU beside the model; give less, or fewer --max-num-seqs"
             ) from error
         room = use.room(config.gpu_memory_utilization)
-        if room < bytes_per_block(self._spec, dtype):
+        if room < bytes_per_block(self._local, dtype):
             raise use.explain(config.gpu_memory_utilization)
-        return blocks_in(room, self._spec, dtype)
+        return blocks_in(room, self._local, dtype)
 
     def _kv(self, num_blocks: int, num_host_blocks: int) -> KvMemory:
-        sizes = (self._spec, num_blocks, DTYPES[self._kv_dtype], num_host_blocks)
+        sizes = (self._local, num_blocks, DTYPES[self._kv_dtype], num_host_blocks)
         if self._device.type == "cpu":
             return KvStorage(*sizes)
         return cuda_kv_storage(*sizes, self._device)
 
     def _runner(self, decoder: Decoder, kv: KvMemory, graphs: StepGraphs | None) -> ModelRunner:
+        if self._ranks.rank > 0:
+            return ModelRunner(decoder, kv, self._feed, NoChooser(), graphs=graphs)
         if self._device.type == "cpu":
             return ModelRunner(decoder, kv, self._feed, HostChooser(Sampler()))
         chooser = DeviceChooser(Sampler(), self._draw())

@@ -45,6 +45,11 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "bros"
 
 
+def cache_dir_of(data_dir: str | None) -> Path:
+    """The same for a server: its --data-dir, if it has one."""
+    return Path(data_dir).expanduser() if data_dir else default_cache_dir()
+
+
 def _silent(message: str) -> None:
     return None
 

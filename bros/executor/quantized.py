@@ -19,7 +19,7 @@ from torch import Tensor
 
 GROUP = 32
 SUFFIXES = (".q4_0", ".q4_1", ".q8_0")
-_GROUP_BYTES = {".q4_0": 18, ".q4_1": 20, ".q8_0": 34}
+GROUP_BYTES = {".q4_0": 18, ".q4_1": 20, ".q8_0": 34}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Int4Groups:
     def from_raw(cls, raw: Tensor, suffix: str) -> Int4Groups:
         """raw: uint8 [rows, bytes] of kind q4_0 or q4_1."""
         rows = raw.shape[0]
-        groups = raw.view(rows, -1, _GROUP_BYTES[suffix])
+        groups = raw.view(rows, -1, GROUP_BYTES[suffix])
         scale = _halves(groups[..., 0:2])
         minimum = scale * -8 if suffix == ".q4_0" else _halves(groups[..., 2:4])
         pairs = groups[..., -GROUP // 2 :]
@@ -77,7 +77,7 @@ def dequantize_raw(raw: Tensor, suffix: str) -> Tensor:
     """raw: uint8 [rows, bytes] of the kind `suffix` names. Returns fp32 [rows, columns]."""
     if suffix != ".q8_0":
         return Int4Groups.from_raw(raw, suffix).dequantize()
-    groups = raw.view(raw.shape[0], -1, _GROUP_BYTES[suffix])
+    groups = raw.view(raw.shape[0], -1, GROUP_BYTES[suffix])
     values = groups[..., 2:].view(torch.int8).float()
     return values.mul_(_halves(groups[..., 0:2])[..., None]).view(raw.shape[0], -1)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bros.executor.quantized import Int4Groups
+from bros.executor.weights import Part, part_shape, slices
 
 _BIAS_STD = 0.02
 
@@ -31,26 +32,29 @@ class RandomWeights:
     def unread(self) -> frozenset[str]:
         return frozenset()
 
-    def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def dense(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         """fp32, on the CPU."""
-        out = torch.empty(shape)
-        self.copy_into(out, name)
+        out = torch.empty(part_shape(shape, part))
+        self.copy_into(out, name, shape, part)
         return out
 
-    def int4(self, name: str, shape: tuple[int, int]) -> Int4Groups:
-        return Int4Groups.from_dense(self.dense(name, shape))
+    def int4(self, name: str, shape: tuple[int, int], part: Part | None = None) -> Int4Groups:
+        return Int4Groups.from_dense(self.dense(name, shape, part))
 
-    def copy_into(self, out: Tensor, name: str) -> None:
+    def copy_into(
+        self, out: Tensor, name: str, shape: tuple[int, ...], part: Part | None = None
+    ) -> None:
+        """All of it is drawn for a moment, so that its parts fit together."""
         device = self._drawn_on or out.device
         generator = torch.Generator(device)
         # Of a longer seed, some generators take 32 bits only.
         generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         # Drawn in fp32: what is drawn in a shorter precision are other numbers, not rounded ones.
-        values = torch.empty(out.shape, device=device)
+        values = torch.empty(shape, device=device)
         if values.dim() > 1:
             values.normal_(std=values.shape[-1] ** -0.5, generator=generator)
         elif name.endswith("bias"):
             values.normal_(std=_BIAS_STD, generator=generator)
         else:
             values.uniform_(0.8, 1.2, generator=generator)
-        out.copy_(values)
+        out.copy_(values if part is None else values[slices(part)])

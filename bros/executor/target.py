@@ -45,6 +45,7 @@ class Cuda:
     problem: str | None
     triton: bool
     capability: tuple[int, int] = (0, 0)
+    num_devices: int = 1
 
 
 def find_cuda() -> Cuda:
@@ -58,7 +59,7 @@ def find_cuda() -> Cuda:
         )
     if not torch.cuda.is_available():
         return Cuda(f"torch finds no GPU that it can use: {_why_unavailable()}", triton)
-    return Cuda(None, triton, torch.cuda.get_device_capability(0))
+    return Cuda(None, triton, torch.cuda.get_device_capability(0), torch.cuda.device_count())
 
 
 def _why_unavailable() -> str:
@@ -71,8 +72,17 @@ def _why_unavailable() -> str:
     return "no device is visible to this process; see CUDA_VISIBLE_DEVICES"
 
 
-def choose_target(config: EngineConfig, cuda: Cuda) -> Target:
-    """The device and precision that config.device and config.weights stand for.
+def device_of_rank(config: EngineConfig, rank: int, size: int) -> torch.device:
+    """Where one of `size` ranks computes: every one has a GPU of its own, or all have the CPU.
+
+    Raises ConfigError if there is no such device for each.
+    """
+    return choose_target(config, find_cuda(), rank, size).device
+
+
+def choose_target(config: EngineConfig, cuda: Cuda, rank: int = 0, size: int = 1) -> Target:
+    """The device and precision that config.device and config.weights stand for, on one of `size`
+    ranks.
 
     weights auto is fp32 on a CPU, at which greedy output does not depend on how the work was cut
     into iterations; bf16 is 1.3 to 1.8 times as fast there and rounds every linear layer's input
@@ -89,9 +99,14 @@ def choose_target(config: EngineConfig, cuda: Cuda) -> Target:
         raise ConfigError(
             "--weights int4: only on a CPU; use bf16, fp16 or fp32 on the GPU, or --device cpu"
         )
+    if size > cuda.num_devices:
+        raise ConfigError(
+            f"--tp: {size} ranks take a GPU each, and torch finds {cuda.num_devices} on this "
+            "machine; give less, or --device cpu"
+        )
     auto = "bf16" if cuda.capability >= _NATIVE_BF16 else "fp16"
     weights = auto if config.weights == "auto" else config.weights
-    return Target(torch.device("cuda", 0), weights, packed=False)
+    return Target(torch.device("cuda", rank), weights, packed=False)
 
 
 def kernels_for(config: EngineConfig, target: Target, cuda: Cuda) -> str:

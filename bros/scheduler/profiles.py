@@ -40,7 +40,7 @@ _CHECKOUT_FILES = ("pyproject.toml", "profiles")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """What a profile holds for. device: a slug, see `device_slug`."""
+    """What a profile holds for. device: a slug, see `device_slug`. threads: of each of tp ranks."""
 
     device: str
     model: str
@@ -48,6 +48,7 @@ class ProfileKey:
     kernels: str
     kv_dtype: str
     threads: int
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,8 @@ class Profile:
             "kv_capacity_tokens": self.kv_capacity_tokens,
             "assumptions": dict(self.assumptions),
         }
+        if self.key.tp == 1:
+            del content["tp"]  # as in profiles from before there were ranks
         return _PAIR.sub(r"[\1, \2]", json.dumps(content, indent=2)) + "\n"
 
     @classmethod
@@ -123,6 +126,8 @@ class Profile:
             parts.append(key.kernels)
         if not key.device.endswith(f"-{key.threads}-threads") and key.threads:
             parts.append(f"on-{key.threads}")
+        if key.tp > 1:
+            parts.append(f"tp{key.tp}")
         return f"{key.device}/{'-'.join(parts)}.json"
 
     def save(self, folder: Path) -> Path:
@@ -157,6 +162,9 @@ class _Fields:
     def number(self, name: str) -> float:
         what = "a number that is not negative"
         return float(self._take(name, what, lambda value: _is_number(value) and value >= 0))
+
+    def whole_or(self, name: str, default: int) -> int:
+        return self.whole(name) if name in self._content else default
 
     def number_or(self, name: str, default: float) -> float:
         return self.number(name) if name in self._content else default
@@ -231,6 +239,7 @@ def _profile(fields: _Fields) -> Profile:
             kernels=fields.text("kernels"),
             kv_dtype=fields.text("kv_dtype"),
             threads=fields.whole("threads"),
+            tp=fields.whole_or("tp", 1),
         ),
         kind=fields.text("kind"),
         model=_cost_model(fields.object("coefficients")),

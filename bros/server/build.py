@@ -11,7 +11,7 @@ import logging
 import random
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from bros.core.request import CHAT_SAMPLING
 from bros.engine.generation import TextGenerator
 from bros.engine.process_client import ProcessEngineClient
 from bros.engine.tokenizer import Tokenizer
-from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
+from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
 from bros.scheduler.profiles import profile_folders
 from bros.semantic.service import SessionService
 from bros.semantic.settings import SessionSettings
@@ -42,9 +42,10 @@ logger = logging.getLogger("bros.server")
 _SWITCH_S = 0.001
 
 
-def serve(config: Config) -> int:
+def serve(config: Config, *, is_rank: bool = False) -> int:
     """Run a server until it is told to stop; returns the exit status.
 
+    is_rank: torchrun has started this process as rank 0, and the other ranks beside it.
     0 after SIGINT or SIGTERM, 1 if the engine died and was not to be restarted.
     Raises ConfigError, ModelError or EngineDeadError if it cannot start.
     """
@@ -56,12 +57,17 @@ def serve(config: Config) -> int:
     tenants = load_tenants(config.server)
     bound = bind(config.server.host, config.server.port)
     with bound, contextlib.closing(_store(config.server)) as store:
-        files = resolve_model(config.engine.model, _cache_dir(config.server), report=_say)
-        return asyncio.run(_serve(config, files, bound, store, tenants))
+        files = resolve_model(config.engine.model, cache_dir_of(config.server.data_dir), _say)
+        return asyncio.run(_serve(config, files, bound, store, tenants, is_rank))
 
 
 async def _serve(
-    config: Config, files: ModelFiles, bound: socket.socket, store: Store, tenants: Tenants
+    config: Config,
+    files: ModelFiles,
+    bound: socket.socket,
+    store: Store,
+    tenants: Tenants,
+    is_rank: bool,
 ) -> int:
     servers: list[HttpServer] = []
     deaths: list[str] = []
@@ -71,14 +77,7 @@ async def _serve(
         for server in servers:
             server.stop()
 
-    engine = ProcessEngineClient(
-        config.engine,
-        files,
-        profiles=profile_folders(_cache_dir(config.server)),
-        log_level=config.server.log_level,
-        restart=config.server.on_engine_death == "restart",
-        on_final_death=on_final_death,
-    )
+    engine = _engine(config, files, is_rank, on_final_death)
     _say(f"Loading {files.name} ...")
     try:
         _, tokenizer = await asyncio.gather(
@@ -108,6 +107,20 @@ async def _serve(
     if deaths:
         logger.error("the server ends because its engine did: %s", deaths[0])
     return 1 if deaths else 0
+
+
+def _engine(
+    config: Config, files: ModelFiles, is_rank: bool, on_final_death: Callable[[str], None]
+) -> ProcessEngineClient:
+    return ProcessEngineClient(
+        config.engine,
+        files,
+        profiles=profile_folders(cache_dir_of(config.server.data_dir)),
+        log_level=config.server.log_level,
+        restart=config.server.on_engine_death == "restart",
+        is_rank=is_rank,
+        on_final_death=on_final_death,
+    )
 
 
 def _state(
@@ -203,18 +216,15 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
     has_keys = state.config.api_key or state.config.api_keys
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_keys else ""
     kv_tokens = info.num_kv_blocks * info.block_size
+    ranks = f", {info.tp} ranks" if info.tp > 1 else ""
     return (
         f"\n  bros is ready at {shown_url}\n"
-        f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels)\n"
+        f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels{ranks})\n"
         f"  context  {info.max_model_len} tokens; KV cache {kv_tokens} tokens in {info.kv_dtype}\n"
         f"  policy   {info.policy}; up to {rows} requests and {tokens} tokens in one iteration\n\n"
         f"  curl {shown_url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{json.dumps(body)}'\n"
     )
-
-
-def _cache_dir(config: ServerConfig) -> Path:
-    return Path(config.data_dir).expanduser() if config.data_dir else default_cache_dir()
 
 
 def _store(config: ServerConfig) -> Store:
@@ -249,7 +259,7 @@ class LocalChat:
 
 def served_name(config: Config) -> str:
     """What the model is called in the API. Raises ModelError."""
-    files = resolve_model(config.engine.model, _cache_dir(config.server), report=_say)
+    files = resolve_model(config.engine.model, cache_dir_of(config.server.data_dir), report=_say)
     return config.server.served_model_name or files.name
 
 
@@ -261,7 +271,7 @@ async def local_jobs(config: Config, store: Store) -> AsyncIterator[ServerState]
     """
     from bros.engine.local import open_local  # late, as below
 
-    async with open_local(config.engine, _cache_dir(config.server), _say) as local:
+    async with open_local(config.engine, cache_dir_of(config.server.data_dir), _say) as local:
         state = _state(
             config.server,
             local.files,
@@ -284,5 +294,5 @@ async def local_chat(config: Config) -> AsyncIterator[LocalChat]:
     # Late, because it imports torch, which the server process does without.
     from bros.engine.local import open_local
 
-    async with open_local(config.engine, _cache_dir(config.server), _say) as local:
+    async with open_local(config.engine, cache_dir_of(config.server.data_dir), _say) as local:
         yield LocalChat(local.tokenizer, local.generator)

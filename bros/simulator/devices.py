@@ -54,7 +54,7 @@ def device_of(profile: Profile, kv_blocks: int | None) -> Device:
         kv_blocks = max(1, profile.kv_capacity_tokens // BLOCK_SIZE)
     key = profile.key
     return Device(
-        name=key.device,
+        name=key.device if key.tp == 1 else f"{key.device}, {key.tp} ranks",
         model=key.model,
         weights=key.weights,
         steps=profile.model,

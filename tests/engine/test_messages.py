@@ -30,6 +30,7 @@ from bros.engine.messages import (
     REPLIES,
     Abort,
     Accepted,
+    Alive,
     AskStats,
     AskTrace,
     Command,
@@ -117,6 +118,7 @@ REPLY_VALUES = {
     StatsReply: st.builds(StatsReply, stats),
     TraceReply: st.builds(TraceReply, st.none() | trace),
     Failed: st.builds(Failed, text),
+    Alive: st.just(Alive()),
 }
 
 

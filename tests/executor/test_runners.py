@@ -136,7 +136,7 @@ def test_random_weights_depend_on_name_shape_and_seed_alone() -> None:
     weights = RandomWeights(3)
     matrix = weights.dense("a.weight", (40, 50))
     half = torch.empty(40, 50, dtype=torch.bfloat16)
-    RandomWeights(3).copy_into(half, "a.weight")
+    RandomWeights(3).copy_into(half, "a.weight", (40, 50))
     assert torch.equal(half, matrix.bfloat16())
     assert not torch.equal(matrix, weights.dense("b.weight", (40, 50)))
     assert not torch.equal(matrix, RandomWeights(4).dense("a.weight", (40, 50)))

@@ -78,6 +78,17 @@ def test_kernels_on_a_cpu_are_those_asked_for(name: str) -> None:
     assert kernels_for(options, choose_target(options, NO_GPU), NO_GPU) == name
 
 
+def test_every_rank_has_a_gpu_of_its_own_or_they_share_the_cpu() -> None:
+    two = Cuda(None, triton=True, capability=(9, 0), num_devices=2)
+    devices = [choose_target(config(), two, rank, 2).device for rank in range(2)]
+    assert devices == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    for rank in range(3):
+        with pytest.raises(ConfigError, match="--tp: 3 ranks take a GPU each, and torch finds 2"):
+            choose_target(config(), two, rank, 3)
+        assert choose_target(config(device="cpu"), two, rank, 3).device == CPU
+        assert choose_target(config(), NO_GPU, rank, 3).device == CPU
+
+
 def test_kernels_on_a_gpu() -> None:
     target = choose_target(config(), HOPPER)
     assert kernels_for(config(), target, HOPPER) == "triton"

@@ -96,6 +96,7 @@ profiles = st.builds(
         kernels=text,
         kv_dtype=text,
         threads=st.integers(0, 512),
+        tp=st.integers(1, 64),
     ),
     kind=st.sampled_from(["measured", "quick", "analytic"]),
     model=models,
@@ -127,6 +128,12 @@ def test_older_ones_have_one_time_for_copies_in_both_directions(profile: Profile
     )
     expected = dataclasses.replace(profile, model=model)
     assert Profile.from_json(json.dumps(content)) == expected
+
+
+def test_one_rank_is_not_written_as_if_there_had_never_been_more() -> None:
+    assert "tp" not in json.loads(PROFILE.to_json())
+    shared = dataclasses.replace(PROFILE, key=dataclasses.replace(KEY, tp=3))
+    assert json.loads(shared.to_json())["tp"] == 3
 
 
 def test_json_is_short_enough_to_read() -> None:
@@ -217,6 +224,7 @@ def test_a_profile_is_saved_in_its_place_and_found_there(tmp_path: Path) -> None
         ({"weights": "bf16", "kv_dtype": "bf16"}, "org-model-1B-bf16.json"),
         ({"kernels": "reference"}, "org-model-1B-fp32-reference.json"),
         ({"threads": 1}, "org-model-1B-fp32-on-1.json"),
+        ({"threads": 1, "tp": 2}, "org-model-1B-fp32-on-1-tp2.json"),
         ({"model": "../../etc/x"}, "etc-x-fp32.json"),
     ],
 )
@@ -231,7 +239,7 @@ def test_variants_lie_side_by_side(change: dict[str, Any], name: str, tmp_path: 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ProfileKey)])
 def test_a_profile_of_something_else_is_not_found(field: str, tmp_path: Path) -> None:
     PROFILE.save(tmp_path)
-    other: Any = 64 if field == "threads" else "other"
+    other: Any = 64 if field in ("threads", "tp") else "other"
     assert find_profile([tmp_path], dataclasses.replace(KEY, **{field: other}), print) is None
 
 

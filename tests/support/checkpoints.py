@@ -22,6 +22,7 @@ from transformers import (
 
 from bros.core.plan import Chunk, SampleSpec
 from bros.core.request import SamplingParams
+from bros.executor.models.spec import ModelSpec
 
 VOCAB = 96
 BLOCK = 16
@@ -83,6 +84,15 @@ def family_configs() -> dict[str, PreTrainedConfig]:
             **_SMALL_OPT, enable_bias=False, layer_norm_elementwise_affine=False
         ),
     }
+
+
+def family_specs() -> dict[str, ModelSpec]:
+    """What the loader makes of them."""
+    specs = {}
+    for name, config in family_configs().items():
+        architecture = type(config).__name__.replace("Config", "ForCausalLM")
+        specs[name] = ModelSpec.from_config(config.to_dict() | {"architectures": [architecture]})
+    return specs
 
 
 def save_checkpoint(folder: Path, config: PreTrainedConfig, **saving: Any) -> torch.nn.Module:

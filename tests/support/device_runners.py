@@ -19,6 +19,8 @@ from bros.executor.kv_storage import KvStorage
 from bros.executor.launching import LaunchingRunner
 from bros.executor.models.build import build_decoder
 from bros.executor.models.spec import ModelSpec
+from bros.executor.parallel.ranks import ALONE, Ranks
+from bros.executor.parallel.sharding import shards_of
 from bros.executor.random_weights import RandomWeights
 from bros.executor.runner import ModelRunner
 from bros.executor.sampler import Sampler
@@ -240,16 +242,19 @@ def assemble(
     groups: bool = False,
     kv_blocks: int = 64,
     host_blocks: int = 0,
+    ranks: Ranks = ALONE,
 ) -> Assembled:
-    """graph_rows: record steps of up to so many rows. Every runner of a spec has the same model."""
+    """graph_rows: record steps of up to so many rows. Every runner of a spec has the same model,
+    or its part of it."""
     spec = spec or tiny_spec()
     kernels = kernels or RecordableKernels()
     target = Target(CPU, weights, packed=False)
-    layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    local = shards_of(spec, ranks.size)[ranks.rank].local
+    layout = HeadLayout(local.num_heads, local.num_kv_heads, local.head_dim)
     replays = Replays()
     with torch.inference_mode():
-        decoder = build_decoder(spec, RandomWeights(), kernels, target, spec.max_positions)
-    kv = KvStorage(spec, kv_blocks, target.dtype, host_blocks)
+        decoder = build_decoder(spec, RandomWeights(), kernels, target, spec.max_positions, ranks)
+    kv = KvStorage(local, kv_blocks, target.dtype, host_blocks)
     feed = InputFeed(
         kernels, layout, CPU, grouping_for("triton", BLOCK) if groups else None, Staging(CPU)
     )

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 READY = re.compile(r"bros is ready at (http://\S+)")
@@ -20,8 +20,9 @@ READY = re.compile(r"bros is ready at (http://\S+)")
 class ServerProcess:
     """A running server; everything it printed is in `output`."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "bros", "serve", "--port", "0", *arguments]
+    def __init__(self, *arguments: str, launcher: Sequence[str] = ()) -> None:
+        """launcher: arguments of Python that come before `-m bros`."""
+        command = [sys.executable, *launcher, "-m", "bros", "serve", "--port", "0", *arguments]
         self._store = tempfile.TemporaryDirectory(prefix="bros-")
         if "--data-dir" not in arguments and "--store" not in arguments:
             command += ["--store", self._store.name]  # not the user's, whose jobs it would run
@@ -80,9 +81,9 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def running_server(*arguments: str) -> Iterator[ServerProcess]:
+def running_server(*arguments: str, launcher: Sequence[str] = ()) -> Iterator[ServerProcess]:
     """A server that is stopped at the end of the block."""
-    server = ServerProcess(*arguments)
+    server = ServerProcess(*arguments, launcher=launcher)
     try:
         yield server
     finally:

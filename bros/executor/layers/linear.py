@@ -152,7 +152,7 @@ def load_matrix(
     weight = torch.empty(rows, columns, dtype=target.dtype, device=target.device)
     at = 0
     for name, count in parts:
-        source.copy_into(weight[at : at + count], name)
+        source.copy_into(weight[at : at + count], name, (count, columns))
         at += count
     return weight
 

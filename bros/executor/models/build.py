@@ -22,6 +22,9 @@ from bros.executor.models.decoder import (
     PlainMlp,
 )
 from bros.executor.models.spec import ModelSpec
+from bros.executor.parallel.layers import embedding, joined, summed
+from bros.executor.parallel.ranks import ALONE, Ranks
+from bros.executor.parallel.sharding import ShardedWeights, shards_of
 from bros.executor.target import Target
 from bros.executor.weights import Weights
 from bros.kernels.interface import HeadLayout, Kernels
@@ -67,14 +70,20 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu"
 
 
 def build_decoder(
-    spec: ModelSpec, source: Weights, kernels: Kernels, target: Target, max_positions: int
+    spec: ModelSpec,
+    source: Weights,
+    kernels: Kernels,
+    target: Target,
+    max_positions: int,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
-    """max_positions: how far rotary tables reach.
+    """max_positions: how far rotary tables reach. ranks: who has a part of the model each; spec
+    and source are those of the whole, and so are the results of the decoder.
 
     Raises ModelError if a tensor is missing, has another shape than the spec asks for, or if
-    the folder has tensors that this model would not use.
+    the folder has tensors that this model would not use; ConfigError if there are too many ranks.
     """
-    decoder = _Builder(spec, source, kernels, target, max_positions).build()
+    decoder = _Builder(spec, source, kernels, target, max_positions, ranks).build()
     unused = sorted(name for name in source.unread if not _IGNORED.search(name))
     if unused:
         shown = ", ".join(unused[:3])
@@ -93,9 +102,14 @@ class _Builder:
         kernels: Kernels,
         target: Target,
         max_positions: int,
+        ranks: Ranks,
     ) -> None:
-        self._spec = spec
-        self._source = source
+        shards = shards_of(spec, ranks.size)
+        self._ranks = ranks
+        self._vocabs = [shard.vocab for shard in shards]
+        # From here on everything is as if the model were no larger than this rank's part of it.
+        spec = self._spec = shards[ranks.rank].local
+        self._source: Weights = ShardedWeights(source, shards[ranks.rank])
         self._kernels = kernels
         self._target = target
         self._names = _NAMES[spec.family]
@@ -108,7 +122,10 @@ class _Builder:
         spec, root = self._spec, self._names.root
         tokens = self._embedding(root + "embed_tokens.weight", spec.vocab_size)
         return Decoder(
-            embedding=Embedding(tokens, self._learned_positions()),
+            embedding=Embedding(
+                embedding(tokens, self._vocabs[self._ranks.rank], self._ranks),
+                self._learned_positions(),
+            ),
             blocks=[self._block(index) for index in range(spec.num_layers)],
             final_norm=self._norm(root + self._names.final_norm) if spec.final_norm else None,
             lm_head=self._lm_head(tokens),
@@ -119,9 +136,11 @@ class _Builder:
         weight = tokens
         if not self._spec.tied:
             weight = self._embedding("lm_head.weight", self._spec.vocab_size)
+        widths = [len(vocab) for vocab in self._vocabs]
         if not self._target.packed:
-            return PlainLinear(weight)
-        return pack(weight if self._target.weights == "fp32" else weight.bfloat16())
+            return joined(PlainLinear(weight), widths, self._ranks)
+        packed = pack(weight if self._target.weights == "fp32" else weight.bfloat16())
+        return joined(packed, widths, self._ranks)
 
     def _embedding(self, name: str, rows: int) -> Tensor:
         """[rows, hidden], in the dtype of activations."""
@@ -137,11 +156,12 @@ class _Builder:
     def _block(self, index: int) -> Block:
         spec, names = self._spec, self._names
         prefix = f"{names.root}layers.{index}."
+        out = self._linear(
+            prefix, (names.out,), (spec.hidden_size,), self._layout.q_size, spec.out_bias
+        )
         return Block(
             attention=self._attention(prefix),
-            attention_out=self._linear(
-                prefix, (names.out,), (spec.hidden_size,), self._layout.q_size, spec.out_bias
-            ),
+            attention_out=summed(out, self._ranks),
             mlp=self._mlp(prefix),
             attention_norm=self._norm(prefix + names.attention_norm),
             mlp_norm=self._norm(prefix + names.mlp_norm),
@@ -171,7 +191,7 @@ class _Builder:
         spec, names = self._spec, self._names
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
         wide = self._linear(prefix, names.wide, (inner,) * len(names.wide), hidden, bias)
-        down = self._linear(prefix, (names.down,), (hidden,), inner, bias)
+        down = summed(self._linear(prefix, (names.down,), (hidden,), inner, bias), self._ranks)
         if spec.family == "llama":
             return GatedMlp(self._kernels, wide, down)
         return PlainMlp(wide, _ACTIVATIONS[spec.activation], down)

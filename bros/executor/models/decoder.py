@@ -117,15 +117,31 @@ class Block:
         return self.mlp_norm.add_(residual, self.mlp(residual)), None
 
 
+class Tokens(Protocol):
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Their embeddings, [tokens, hidden], in a new tensor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEmbedding:
+    """weight: [vocab, hidden]."""
+
+    weight: Tensor
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """tokens: [vocab, hidden]; positions: [max_positions, hidden] if positions are learned."""
+    """positions: [max_positions, hidden] if positions are learned."""
 
-    tokens: Tensor
+    tokens: Tokens
     positions: Tensor | None = None
 
     def __call__(self, inputs: StepInputs) -> Tensor:
-        x = F.embedding(inputs.token_ids, self.tokens)
+        x = self.tokens(inputs.token_ids)
         if self.positions is None:
             return x
         return x.add_(F.embedding(inputs.positions, self.positions))
@@ -146,7 +162,8 @@ class Decoder:
         caches: Sequence[LayerCache],
         before_layer: Callable[[int], bool] | None = None,
     ) -> Tensor | None:
-        """Run one step. Returns fp32 logits [len(inputs.sample_rows), vocab].
+        """Run one step. Returns fp32 logits [len(inputs.sample_rows), vocab]; of several ranks,
+        those but the first return none, [0, vocab].
 
         before_layer: called with the number of each layer before it is computed; None is returned
         as soon as it says True.

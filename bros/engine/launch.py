@@ -1,0 +1,47 @@
+"""What an engine process is told when it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from bros.core.config import EngineConfig
+from bros.executor.model_store import ModelFiles
+
+SIGNS = 8
+"""Of life, that rank 0 of several gives within config.tp_timeout."""
+
+_FILE = "launch.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Lies in the folder of the sockets. profiles: folders, see build_engine.
+
+    starts_ranks: with config.tp > 1, whether bros starts the ranks. If not, torchrun has started
+    them, and the process is rank 0, as the environment says.
+    """
+
+    model_folder: str
+    model_name: str
+    log_level: str
+    config: EngineConfig
+    profiles: tuple[str, ...] = ()
+    starts_ranks: bool = False
+
+    @property
+    def files(self) -> ModelFiles:
+        return ModelFiles(folder=Path(self.model_folder), name=self.model_name)
+
+    def write(self, folder: Path) -> None:
+        """Before the process is started."""
+        (folder / _FILE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Launch:
+        values = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        values["config"] = EngineConfig(**values["config"])
+        values["profiles"] = tuple(values["profiles"])
+        return cls(**values)

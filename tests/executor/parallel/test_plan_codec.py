@@ -1,0 +1,258 @@
+"""What comes out of a message is what the plan says, whatever was sent before."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bros.core.plan import PENDING, SEGMENT_WIDTH, Chunk, KvCopies, SampleSpec, StepPlan
+from bros.core.request import SamplingParams, ServiceClass
+from bros.executor.feed import Pending
+from bros.executor.inputs import StepInputs, build_inputs
+from bros.executor.parallel.plan_codec import Message, PlanDecoder, PlanEncoder, Step
+from support.scheduling import make_scheduler, request
+from support.toy_model import ToyModel
+
+GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+BLOCK = 16
+DECODING_ROWS = 64
+CONTEXT = 4096
+
+
+class Changing:
+    """A request whose segments change as those of requests do, and in worse ways."""
+
+    def __init__(self, name: str, rng: random.Random) -> None:
+        self.name = name
+        self._rng = rng
+        self._segments: list[tuple[int, int, int]] = []
+        self._change = [self._grow, self._grow, self._lose, self._shuffle, self._start_over]
+
+    def chunk(self) -> Chunk:
+        """In one of several ways, or just as it was, as after a step that was given up."""
+        rng = self._rng
+        for _ in range(rng.choice([0, 1, 1, 1, 2])):
+            rng.choice(self._change)()
+        size = rng.choice([1, 1, 1, rng.randint(2, 40)])
+        return Chunk(
+            self.name,
+            rng.randrange(5000),
+            [rng.randrange(50_000) for _ in range(size)],
+            array("i", [number for segment in self._segments for number in segment]),
+            array("i", [rng.randrange(10**6) for _ in range(size)]),
+            rng.choice([GREEDY, GREEDY, None]),
+        )
+
+    def _grow(self) -> None:
+        if self._segments and self._rng.random() < 0.7:
+            place = self._rng.choice([-1, self._rng.randrange(len(self._segments))])
+            block, lo, hi = self._segments[place]
+            longer = self._rng.choice([(block, lo, hi + 1), (block, lo - 1, hi)])
+            self._segments[place] = longer
+        else:
+            for _ in range(self._rng.choice([1, 1, 1, 20])):
+                self._segments.append((self._rng.randrange(10**5), 0, 1))
+
+    def _lose(self) -> None:
+        for _ in range(self._rng.randint(1, 3)):
+            if self._segments:
+                place = self._rng.randrange(len(self._segments))
+                last = self._segments.pop()
+                if place < len(self._segments):
+                    self._segments[place] = last
+
+    def _shuffle(self) -> None:
+        self._rng.shuffle(self._segments)
+
+    def _start_over(self) -> None:
+        self._segments.clear()
+
+
+def random_copies(rng: random.Random) -> KvCopies | None:
+    if rng.random() < 0.5:
+        return None
+    out, back = rng.choice([(0, 3), (2, 0), (5, 4)])
+    return KvCopies(*(array("i", rng.sample(range(10**6), n)) for n in (out, out, back, back)))
+
+
+def decoding(steps: int) -> Iterator[StepPlan]:
+    """Rows with about CONTEXT tokens, each of which fills a block in another step."""
+    blocks = iter(range(10**9))
+    held = [
+        array("i", [x for _ in range(CONTEXT // BLOCK) for x in (next(blocks), 0, BLOCK)])
+        for _ in range(DECODING_ROWS)
+    ]
+    for row, segments in enumerate(held):
+        segments[-1] = 1 + row % BLOCK
+    for step in range(steps):
+        chunks = []
+        for row, segments in enumerate(held):
+            block, _, used = segments[-SEGMENT_WIDTH:]
+            start = CONTEXT - BLOCK + used
+            before = segments[:]
+            if used == BLOCK:
+                segments.extend((next(blocks), 0, 1))
+            else:
+                segments[-1] += 1
+            slots = array("i", [BLOCK * block + used])
+            chunks.append(Chunk(f"request {row}", start, [7], before, slots, GREEDY))
+        yield StepPlan(step, tuple(chunks))
+
+
+def tensors(inputs: StepInputs) -> dict[str, Tensor]:
+    attention = inputs.attention
+    assert attention.shared is None
+    return {
+        "token_ids": inputs.token_ids,
+        "positions": inputs.positions,
+        "slots": inputs.slots,
+        "sample_rows": inputs.sample_rows,
+        "query_start": attention.query_start,
+        "segment_start": attention.segment_start,
+        "segments": attention.segments,
+    }
+
+
+def check(step: Step | None, plan: StepPlan) -> None:
+    """The tensors are those that build_inputs makes."""
+    assert step is not None
+    expected = tensors(build_inputs(plan))
+    for name, found in tensors(step.inputs).items():
+        assert found.dtype == torch.int32 and found.is_contiguous()
+        assert found.shape == expected[name].shape and torch.equal(found, expected[name]), name
+    assert step.copies == plan.copies
+
+
+@settings(max_examples=150)
+@given(
+    steps=st.integers(1, 25),
+    remembered=st.sampled_from([1, 3, 512]),
+    rng=st.randoms(use_true_random=False),
+)
+def test_any_sequence_of_plans_comes_out_as_it_went_in(
+    steps: int, remembered: int, rng: random.Random
+) -> None:
+    encoder, decoder = PlanEncoder(remembered), PlanDecoder()
+    requests = [Changing(f"request {number}", rng) for number in range(8)]
+    for number in range(steps):
+        if rng.random() < 0.2:  # one ends, and another one begins, perhaps under its name
+            name = rng.choice([requests[0].name, f"request {number} anew"])
+            requests[0] = Changing(name, rng)
+            rng.shuffle(requests)
+        chosen = rng.sample(requests, rng.randint(1, len(requests)))
+        plan = StepPlan(
+            number, tuple(request.chunk() for request in chosen), copies=random_copies(rng)
+        )
+        is_open = rng.random() < 0.5
+        step = decoder(encoder.step(plan, build_inputs(plan), may_be_given_up=is_open))
+        check(step, plan)
+        assert step is not None and step.sources is None and step.may_be_given_up == is_open
+
+
+@pytest.mark.parametrize("layout", ["plain", "bidirectional"])
+@pytest.mark.parametrize("on_pressure", ["checkpoint", "recompute"])
+def test_plans_of_a_scheduler_in_little_memory(layout: str, on_pressure: str) -> None:
+    """With preemption, copies to the host and back, and prefixes that are shared."""
+    scheduler = make_scheduler(
+        "priority", blocks=24, host_blocks=40, kv_layout=layout, on_pressure=on_pressure,
+        prefix_cache="lru",
+    )  # fmt: skip
+    model, rng = ToyModel(), random.Random(1)
+    encoder, decoder = PlanEncoder(4), PlanDecoder()
+    copied = number = 0
+    now = 0.0
+    while number < 60 or scheduler.has_work:
+        now += 0.1
+        if number < 60 and rng.random() < 0.5:
+            number += 1
+            prompt = [1 + number % 3] * rng.randint(1, 24) + [number + 1] * rng.randint(1, 12)
+            service_class = rng.choice([ServiceClass.BE, ServiceClass.RT])
+            asked = request(str(number), prompt, service_class, max_tokens=rng.randint(1, 20))
+            scheduler.submit(asked, now)
+        plan = scheduler.schedule(now)
+        if plan is None:
+            scheduler.take_ended()
+            continue
+        check(decoder(encoder.step(plan, build_inputs(plan))), plan)
+        copied += plan.copies is not None
+        result = model.execute(plan)
+        assert result is not None
+        scheduler.apply(result, now)
+    preempted = sum(each.preemptions for each in scheduler.stats().by_class.values())
+    assert preempted > 5
+    assert (copied > 5) == (on_pressure == "checkpoint")
+
+
+def test_tokens_that_only_the_device_knows() -> None:
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    slots = [array("i", [0]), array("i", [1, 2]), array("i", [3])]
+    tokens = [[PENDING], [8, 9], [PENDING]]
+    plan = StepPlan(
+        5,
+        tuple(Chunk(str(i), 3, tokens[i], array("i"), slots[i], GREEDY) for i in range(3)),
+    )
+    sources = torch.tensor([4, -1, -1, 0], dtype=torch.int32)
+    pending = Pending(torch.zeros(5, dtype=torch.int32), sources)
+    step = decoder(encoder.step(plan, build_inputs(plan), pending=pending))
+    assert step is not None and step.sources is not None
+    assert step.sources.dtype == torch.int32
+    assert torch.equal(step.sources, sources)
+
+
+def test_the_last_message() -> None:
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    assert decoder(encoder.stop()) is None
+
+
+def test_a_message_that_was_missed_is_noticed() -> None:
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    messages: list[Message] = [encoder.step(plan, build_inputs(plan)) for plan in decoding(3)]
+    decoder(messages[0])
+    with pytest.raises(AssertionError, match="plan 2 after 0"):
+        decoder(messages[2])
+
+
+def test_rows_that_decode_take_few_bytes() -> None:
+    """Of the 196,608 bytes of segments that they have."""
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    sizes = []
+    for plan in decoding(40):
+        message = encoder.step(plan, build_inputs(plan))
+        sizes.append(message.nbytes)
+        check(decoder(message), plan)
+    assert max(sizes[1:]) < 3300
+
+
+def test_a_segment_that_grows_between_others_is_all_that_is_sent() -> None:
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    segments = array("i", [x for block in range(1000) for x in (block, 0, BLOCK)])
+    segments[3 * 400 + 2] = 3
+    sizes = []
+    for step in range(5):
+        chunk = Chunk("a", 9, [1], segments[:], array("i", [1]), GREEDY)
+        plan = StepPlan(step, (chunk,))
+        message = encoder.step(plan, build_inputs(plan))
+        sizes.append(message.nbytes)
+        check(decoder(message), plan)
+        segments[3 * 400 + 2] += 1
+    assert sizes[0] > 12_000
+    assert max(sizes[1:]) < 100
+
+
+def test_requests_that_ended_are_forgotten() -> None:
+    encoder, decoder = PlanEncoder(remembered=10), PlanDecoder()
+    for step in range(300):
+        chunks = (
+            Chunk("stays", 9, [1], array("i", [1, 0, 9]), array("i", [1]), GREEDY),
+            Chunk(str(step), 0, [1], array("i"), array("i", [2]), GREEDY),
+        )
+        plan = StepPlan(step, chunks)
+        check(decoder(encoder.step(plan, build_inputs(plan))), plan)
+    assert encoder.num_rows <= 25

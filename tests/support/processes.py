@@ -1,0 +1,54 @@
+"""Processes that others have started, as the system sees them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from support.server_process import wait_until
+
+
+def exists(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def children(pid: int) -> list[int]:
+    """Those that it has started, and that run."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(child) for child in task.read_text().split()]
+    return [child for child in found if exists(child)]
+
+
+def descendants(pid: int) -> list[int]:
+    """Its children, and theirs."""
+    found = []
+    for child in children(pid):
+        found += [child, *descendants(child)]
+    return found
+
+
+def ranks_below(pid: int) -> dict[int, int]:
+    """rank -> process id, of the engine's ranks that a launcher below `pid` has started."""
+    found = {}
+    for child in descendants(pid):
+        environment = Path(f"/proc/{child}/environ").read_bytes().decode()
+        command = Path(f"/proc/{child}/cmdline").read_bytes().decode()
+        rank = re.search(r"(?:^|\0)RANK=(\d+)", environment)
+        if rank and "bros.engine.process" in command:
+            found[int(rank[1])] = child
+    return dict(sorted(found.items()))
+
+
+def wait_until_gone(pids: list[int], timeout_s: float) -> None:
+    """Raises AssertionError naming those that are left."""
+    wait_until(
+        lambda: not any(map(exists, pids)),
+        timeout_s,
+        f"all of {pids} have ended; {[pid for pid in pids if exists(pid)]} are left",
+    )
