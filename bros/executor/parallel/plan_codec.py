@@ -1,7 +1,7 @@
 """A step as one message of int32 numbers, for the ranks that compute it but do not schedule.
 
     header     which message, what kind, and how many there are of what follows
-    chunks     row, kept, kept_behind: see below   [chunks, 3]
+    chunks     row, kept, kept_behind, changed     [chunks, 4], see below
                query_start, segment_start          [chunks + 1] each, as in AttentionBatch
     tokens     token ids, positions, slots         [tokens] each
     samples    the tokens whose logits are wanted  [samples]
@@ -39,7 +39,7 @@ from bros.executor.parallel.ranks import Message
 from bros.kernels.interface import AttentionBatch
 
 _STOP, _STEP, _OPEN_STEP = range(3)  # kinds; an open step may be given up
-_PER_CHUNK = 3
+_PER_CHUNK = 4
 _BYTES = 4  # of a number
 _SEGMENT_BYTES = _BYTES * SEGMENT_WIDTH
 _NUMBERS = 2**31  # messages are numbered from 0 up to this, and from 0 again
@@ -93,7 +93,7 @@ class _Known:
         self.segments = array("i")
         self.before = self.behind = b""
         self.kept = self.end = 0
-        self.head = self._head(0)
+        self.head = self._head(0, 0, 0)
 
     def change(self, segments: array[int]) -> tuple[array[int], int, int]:
         """They are not as was likely: what to say of them, and from where to where they have
@@ -107,16 +107,17 @@ class _Known:
         ):
             kept, behind = _kept(self.segments.tobytes(), new)
         end = len(new) - behind
-        head = self._head(kept, behind)
+        head = self._head(kept, behind, end)
         self.segments = segments
         likely = max(kept, end - _SEGMENT_BYTES)
         self.before, self.behind = new[:likely], new[end:]
         self.kept, self.end = likely // _BYTES, end // _BYTES
-        self.head = self._head(likely, behind)
+        self.head = self._head(likely, behind, end)
         return head, kept // _BYTES, end // _BYTES
 
-    def _head(self, kept: int, behind: int = 0) -> array[int]:
-        return array("i", (self.row, kept // _BYTES, behind // _BYTES))
+    def _head(self, kept: int, behind: int, end: int) -> array[int]:
+        sizes = (kept, behind, end - kept)
+        return array("i", (self.row, *(size // _BYTES for size in sizes)))
 
 
 class PlanEncoder:
@@ -241,7 +242,7 @@ class PlanDecoder:
         query_start, segment_start = (read.tensor(header.chunks + 1) for _ in range(2))
         token_ids, positions, slots = (read.tensor(header.tokens) for _ in range(3))
         sample_rows = read.tensor(header.samples)
-        segments = self._segments(heads, segment_start.numpy(), read.numbers(header.changed))
+        segments = self._segments(heads.tolist(), read.numbers(header.changed))
         attention = AttentionBatch(query_start, segment_start, segments)
         inputs = StepInputs(token_ids, positions, slots, attention, sample_rows, ())
         copies = None
@@ -255,20 +256,18 @@ class PlanDecoder:
             sources.numpy()[places] = found
         return Step(inputs, copies, header.kind == _OPEN_STEP, sources)
 
-    def _segments(self, heads: Message, segment_start: Message, changed: array[int]) -> Tensor:
+    def _segments(self, heads: list[int], changed: array[int]) -> Tensor:
         """Of all chunks, [segments, 3]."""
         rows = self._rows
         found: list[array[int]] = []
-        sizes = np.diff(segment_start) * SEGMENT_WIDTH
-        columns = (*heads.reshape(-1, _PER_CHUNK).T, sizes)
+        number = iter(heads)
         at = 0
-        for row, kept, behind, size in zip(*(column.tolist() for column in columns), strict=True):
+        for row, kept, behind, count in zip(number, number, number, number, strict=True):
             while row >= len(rows):
                 rows.append(array("i"))
             segments = rows[row]
-            end = at + size - kept - behind
-            segments[kept : len(segments) - behind] = changed[at:end]
-            at = end
+            segments[kept : len(segments) - behind] = changed[at : at + count]
+            at += count
             found.append(segments)
         joined = np.frombuffer(bytearray().join(found), np.int32)
         return torch.from_numpy(joined).view(-1, SEGMENT_WIDTH)
