@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ from torch import Tensor
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import RanksLostError
 from bros.executor.parallel.wires import Hearer, Listener
+
+logger = logging.getLogger(__name__)
 
 Message = NDArray[np.int32]
 
@@ -262,9 +265,10 @@ class TorchRanks:
             yield
         except (RuntimeError, OSError) as error:
             waited = self._clock.now() - start
+            logger.warning("%s", error)  # names sockets, and is nothing for clients
             raise RanksLostError(
                 f"rank {self.rank} of {self.size} waited {waited:.1f} s for {what}, and another "
-                f"rank ended or does not answer: {_first_line(error)}"
+                "rank ended or does not answer"
             ) from error
 
 
