@@ -156,6 +156,21 @@ def test_any_sequence_of_plans_comes_out_as_it_went_in(
         assert step is not None and step.sources is None and step.may_be_given_up == is_open
 
 
+def test_what_was_likely_to_be_kept_need_not_be() -> None:
+    """Letters are segments. In each list, what follows a change is not like what came before."""
+    for history in (
+        ["abcd", "aBcd", "axcd", "aycD", "aycDe"],
+        ["abc", "aBc", "axc", "aBC", "aB", "", "aB"],
+        ["ab", "abcd", "abcD", "abcd", "abc", "abcde"],
+        ["aaaa", "aaa", "aaaaa", "aabaa", "aaaa"],
+    ):
+        encoder, decoder = PlanEncoder(), PlanDecoder()
+        for step, letters in enumerate(history):
+            segments = array("i", [x for letter in letters for x in (ord(letter), 0, BLOCK)])
+            plan = StepPlan(step, (Chunk("a", 9, [1], segments, array("i", [1]), GREEDY),))
+            check(decoder(encoder.step(plan, build_inputs(plan))), plan)
+
+
 @pytest.mark.parametrize("layout", ["plain", "bidirectional"])
 @pytest.mark.parametrize("on_pressure", ["checkpoint", "recompute"])
 def test_plans_of_a_scheduler_in_little_memory(layout: str, on_pressure: str) -> None:
