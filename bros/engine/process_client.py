@@ -192,7 +192,7 @@ class ProcessEngineClient(MessageClient):
     def _take(self, frames: list[bytes]) -> None:
         message = self._decoder.decode(frames)
         if isinstance(message, Ready):
-            self._came_up = True
+            self._came_up, self._missed_signs = True, 0
         elif isinstance(message, Failed):
             self._last_words = self._last_words or message.message
         elif isinstance(message, Alive):

@@ -127,6 +127,16 @@ async def test_whatever_happens_to_a_rank_ends_the_group_and_a_new_one_comes(
         assert await tokens_of(client, ask("after")) == before
 
 
+async def test_a_rank_that_hangs_as_soon_as_it_is_ready_is_noticed(
+    client: ProcessEngineClient,
+) -> None:
+    group = processes_of(client)
+    os.kill(ranks_below(os.getpid())[0], signal.SIGSTOP)  # before it gave its first sign of life
+    await gone(group)
+    await back(client, group)
+    assert len(await tokens_of(client, ask("after"))) == 24
+
+
 async def test_a_launcher_that_is_killed_takes_its_ranks_along(
     client: ProcessEngineClient,
 ) -> None:
