@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -36,6 +38,9 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 @pytest.fixture(autouse=True)
 def triton_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests have it interpreted, which takes seconds."""
+    if importlib.util.find_spec("triton") is not None:
+        # Kernels are interpreted or not as it is when they are defined: for other tests they are.
+        importlib.import_module("bros.kernels.triton_ops")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
