@@ -243,6 +243,10 @@ class EngineConfig(_Checked):
         30.0, "seconds that ranks wait for each other in a step before they give up", low=0.1
     )
 
+    def threads_of_rank(self, cores: int, ranks: int) -> int:
+        """CPU threads of each of so many ranks that share the cores."""
+        return self.threads or max(1, cores // ranks)
+
     def step_bounds(self, device: str) -> StepBounds:
         """max_num_seqs and max_batch_tokens, or their defaults there. device: as in EngineInfo."""
         rows, tokens = _CPU_BOUNDS if device == "cpu" else _GPU_BOUNDS

@@ -86,10 +86,6 @@ class MessageClient:
         await asyncio.shield(self._ready)
         return self.info
 
-    async def close(self) -> None:
-        """Release the engine; the transport knows how."""
-        raise NotImplementedError
-
     async def submit(self, request: EngineRequest) -> OutputStream:
         """Hand over a request; returns once the engine has accepted it.
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.ids import IdGenerator
+from bros.core.interfaces import EngineClient
 from bros.engine.build import build_engine
-from bros.engine.client import MessageClient
 from bros.engine.generation import TextGenerator
 from bros.engine.thread_client import ThreadEngineClient
 from bros.engine.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ class LocalEngine:
     """What `open_local` gives."""
 
     files: ModelFiles
-    client: MessageClient
+    client: EngineClient
     tokenizer: Tokenizer
     generator: TextGenerator
     ids: IdGenerator
@@ -50,7 +50,6 @@ async def open_local(
     loading = asyncio.create_task(asyncio.to_thread(Tokenizer.load, files.folder))
     client = await start(config, files, profiles, report)
     try:
-        await client.wait_ready()
         tokenizer = await loading
         ids = IdGenerator(random.SystemRandom())
         generator = TextGenerator(client, tokenizer, SystemClock(), ids)
@@ -64,11 +63,17 @@ async def _on_thread(
     files: ModelFiles,
     profiles: Sequence[Path],
     report: Callable[[str], None],
-) -> MessageClient:
+) -> EngineClient:
     engine = await asyncio.to_thread(
         build_engine, config, files, SystemClock(), profiles=profiles, report=report
     )
-    return ThreadEngineClient(engine)
+    client = ThreadEngineClient(engine)
+    try:
+        await client.wait_ready()
+    except BaseException:
+        await client.close()
+        raise
+    return client
 
 
 async def _in_ranks(
@@ -76,7 +81,7 @@ async def _in_ranks(
     files: ModelFiles,
     profiles: Sequence[Path],
     report: Callable[[str], None],
-) -> MessageClient:
+) -> EngineClient:
     # Late: its sockets need libraries that one rank does without.
     from bros.engine.process_client import ProcessEngineClient
 

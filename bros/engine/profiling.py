@@ -50,7 +50,7 @@ def profile_key(config: EngineConfig, info: EngineInfo) -> ProfileKey:
         weights=info.weights,
         kernels=info.kernels,
         kv_dtype=info.kv_dtype,
-        threads=(config.threads or max(1, cores // info.tp)) if on_cpu else 0,
+        threads=config.threads_of_rank(cores, info.tp) if on_cpu else 0,
         tp=info.tp,
     )
 

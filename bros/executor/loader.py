@@ -106,7 +106,7 @@ class _Loader:
         self, config: EngineConfig, spec: ModelSpec, source: Weights, ranks: Ranks
     ) -> None:
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(config.threads or max(1, cores // ranks.size))
+        torch.set_num_threads(config.threads_of_rank(cores, ranks.size))
         cuda = find_cuda()
         self._config = config
         self._spec = spec

@@ -14,17 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, PromptTooLongError
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.engine.process_client import ProcessEngineClient
 from bros.executor.model_store import ModelFiles
+from support.process_engine import TINY_ENGINE, ask, tokens_of
 from support.tiny_models import save_tiny_llama
 
 pytestmark = pytest.mark.multiprocess
-
-CONFIG = EngineConfig(policy="fcfs", kernels="reference", kv_blocks=64, threads=1)
-PROMPT = [5, 6, 7, 8]
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +33,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 @pytest.fixture
 async def client(files: ModelFiles) -> AsyncIterator[ProcessEngineClient]:
-    client = ProcessEngineClient(CONFIG, files, log_level="error")
+    client = ProcessEngineClient(TINY_ENGINE, files, log_level="error")
     await client.start()
     yield client
     await client.close()
-
-
-def ask(name: str, max_tokens: int = 8) -> EngineRequest:
-    return EngineRequest(
-        request_id=name,
-        prompt_token_ids=PROMPT,
-        sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-    )
-
-
-async def tokens_of(client: ProcessEngineClient, request: EngineRequest) -> list[int]:
-    stream = await client.submit(request)
-    return [token async for output in stream for token in output.token_ids]
 
 
 async def test_answers_stats_refusals_and_aborts_pass_the_socket(
@@ -118,7 +102,7 @@ async def test_a_killed_engine_fails_open_requests_at_once_and_comes_back(
 async def test_an_engine_that_is_closed_ends_by_itself_and_quietly(
     files: ModelFiles, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    client = ProcessEngineClient(CONFIG, files, log_level="info")
+    client = ProcessEngineClient(TINY_ENGINE, files, log_level="info")
     await client.start()
     pid = client.pid
     await client.close()
@@ -130,7 +114,7 @@ async def test_an_engine_that_is_closed_ends_by_itself_and_quietly(
 async def test_closing_while_the_process_is_being_started_does_not_hang(
     files: ModelFiles, ticks: int
 ) -> None:
-    client = ProcessEngineClient(CONFIG, files, log_level="error")
+    client = ProcessEngineClient(TINY_ENGINE, files, log_level="error")
     starting = asyncio.create_task(client.start())
     for _ in range(ticks):
         await asyncio.sleep(0)
@@ -145,7 +129,9 @@ async def test_an_engine_that_cannot_even_be_started_says_why(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     deaths: list[str] = []
-    client = ProcessEngineClient(CONFIG, files, log_level="error", on_final_death=deaths.append)
+    client = ProcessEngineClient(
+        TINY_ENGINE, files, log_level="error", on_final_death=deaths.append
+    )
     async with asyncio.timeout(10):
         with pytest.raises(EngineDeadError, match="could not be started"):
             await client.start()
@@ -166,7 +152,7 @@ async def test_a_signal_to_the_whole_group_leaves_the_engine_to_its_server(
 async def test_without_restart_the_owner_is_told(files: ModelFiles) -> None:
     deaths: list[str] = []
     client = ProcessEngineClient(
-        CONFIG, files, log_level="error", restart=False, on_final_death=deaths.append
+        TINY_ENGINE, files, log_level="error", restart=False, on_final_death=deaths.append
     )
     await client.start()
     assert client.pid is not None
@@ -182,7 +168,9 @@ async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     files = ModelFiles(folder=tmp_path, name="broken")
     deaths: list[str] = []
-    client = ProcessEngineClient(CONFIG, files, log_level="error", on_final_death=deaths.append)
+    client = ProcessEngineClient(
+        TINY_ENGINE, files, log_level="error", on_final_death=deaths.append
+    )
     with pytest.raises(EngineDeadError, match="NoSuchModel"):
         await client.start()
     await client.close()

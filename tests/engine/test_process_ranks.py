@@ -14,19 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError
-from bros.core.request import EngineRequest, SamplingParams
 from bros.engine.process_client import ProcessEngineClient
 from bros.executor.model_store import ModelFiles
+from support.process_engine import TINY_ENGINE, ask, tokens_of
 from support.processes import descendants, exists, ranks_below, wait_until_gone
 from support.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-ALONE = EngineConfig(policy="fcfs", kernels="reference", kv_blocks=64, threads=1)
-RANKS = dataclasses.replace(ALONE, tp=2, tp_timeout=4.0)
-PROMPT = [5, 6, 7, 8]
+RANKS = dataclasses.replace(TINY_ENGINE, tp=2, tp_timeout=4.0)
 GONE_S = 20.0
 """Within which everything has ended. It takes less, but the machine may be busy."""
 
@@ -44,19 +41,6 @@ async def client(files: ModelFiles) -> AsyncIterator[ProcessEngineClient]:
     await client.start()
     yield client
     await client.close()
-
-
-def ask(name: str, max_tokens: int = 24) -> EngineRequest:
-    return EngineRequest(
-        request_id=name,
-        prompt_token_ids=PROMPT,
-        sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
-    )
-
-
-async def tokens_of(client: ProcessEngineClient, request: EngineRequest) -> list[int]:
-    stream = await client.submit(request)
-    return [token async for output in stream for token in output.token_ids]
 
 
 def processes_of(client: ProcessEngineClient) -> list[int]:
@@ -96,10 +80,12 @@ async def test_ranks_answer_as_one_process_does(
 ) -> None:
     assert client.info.tp == 2 and client.info.num_kv_blocks == 64
     assert list(ranks_below(os.getpid())) == [0, 1]
-    answers = await asyncio.gather(*(tokens_of(client, ask(f"r{n}")) for n in range(5)))
-    alone = ProcessEngineClient(ALONE, files, log_level="error")
+    answers = await asyncio.gather(
+        *(tokens_of(client, ask(f"r{n}", max_tokens=24)) for n in range(5))
+    )
+    alone = ProcessEngineClient(TINY_ENGINE, files, log_level="error")
     await alone.start()
-    expected = await tokens_of(alone, ask("alone"))
+    expected = await tokens_of(alone, ask("alone", max_tokens=24))
     await alone.close()
     assert answers == [expected] * 5
 
@@ -107,7 +93,7 @@ async def test_ranks_answer_as_one_process_does(
 async def test_whatever_happens_to_a_rank_ends_the_group_and_a_new_one_comes(
     client: ProcessEngineClient,
 ) -> None:
-    before = await tokens_of(client, ask("before"))
+    before = await tokens_of(client, ask("before", max_tokens=24))
     for rank, number, idle in (
         (0, signal.SIGKILL, False),
         (1, signal.SIGKILL, False),
@@ -124,7 +110,7 @@ async def test_whatever_happens_to_a_rank_ends_the_group_and_a_new_one_comes(
             assert re.search(f"rank {rank} was ended by SIGKILL|does not answer", reason)
         await gone(group)
         await back(client, group)
-        assert await tokens_of(client, ask("after")) == before
+        assert await tokens_of(client, ask("after", max_tokens=24)) == before
 
 
 async def test_a_rank_that_hangs_as_soon_as_it_is_ready_is_noticed(
@@ -134,7 +120,7 @@ async def test_a_rank_that_hangs_as_soon_as_it_is_ready_is_noticed(
     os.kill(ranks_below(os.getpid())[0], signal.SIGSTOP)  # before it gave its first sign of life
     await gone(group)
     await back(client, group)
-    assert len(await tokens_of(client, ask("after"))) == 24
+    assert len(await tokens_of(client, ask("after", max_tokens=24))) == 24
 
 
 async def test_a_launcher_that_is_killed_takes_its_ranks_along(
@@ -155,7 +141,7 @@ async def test_signals_to_everybody_leave_the_ranks_to_their_server(
     for pid in group:
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGINT)
-    assert len(await tokens_of(client, ask("still here"))) == 24
+    assert len(await tokens_of(client, ask("still here", max_tokens=24))) == 24
     assert processes_of(client) == group
 
 

@@ -82,6 +82,11 @@ class Shard:
         part[axis] = share.part
         return (*shape[:axis], share.total, *shape[axis + 1 :]), tuple(part)
 
+    def is_term(self, name: str) -> bool:
+        """Whether every rank has a term of the sum that the layer of this tensor ends in."""
+        found = _LAYER.search(name)
+        return found is not None and self._share(found[1], "weight")[0] == 1
+
     def _share(self, layer: str, kind: str) -> tuple[int, _Share | None]:
         """The axis that is cut, and how."""
         spec = self.spec
@@ -190,6 +195,4 @@ class ShardedWeights:
         return self._shard.whole_and_part(name, shape)
 
     def _is_elsewhere(self, name: str) -> bool:
-        if self._shard.rank == 0:
-            return False
-        return name.endswith(("o_proj.bias", "out_proj.bias", "down_proj.bias", "fc2.bias"))
+        return self._shard.rank > 0 and name.endswith(".bias") and self._shard.is_term(name)
