@@ -17,10 +17,10 @@ import random
 import statistics
 from pathlib import Path
 
+from engine_speed import environment
 from rich.console import Console
 from rich.table import Table
 
-from bros.bench.environment import environment as bench_environment
 from bros.core.clock import SystemClock
 from bros.core.config import SHARED_ATTENTION, EngineConfig
 from bros.core.request import EngineRequest, SamplingParams
@@ -114,7 +114,7 @@ def main() -> None:
         args.json.write_text(
             json.dumps(
                 {
-                    "environment": bench_environment(),
+                    "environment": environment(),
                     "weights": args.weights,
                     "kv_dtype": args.kv_dtype,
                     "private_tokens": PRIVATE_TOKENS,

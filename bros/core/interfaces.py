@@ -150,6 +150,7 @@ class RequestTrace:
     "time" (the step had no time left for it), "rows" (the batch was full), "tokens" (the token
     budget was used up), "memory" (no KV blocks), "turn" (the policy served others first),
     "prefix" (another request was computing what its prompt begins with),
+    "early" (nobody waits for it, and it would have cost others more than it spares),
     "made way" (it ran, but the step was given up for somebody's first token).
     ttft_s, tpot_s: None until there is a first and a second token.
     """

@@ -179,6 +179,9 @@ class Hints:
     keep_s: for how long after its end, if it is not aborted, what is cached of prompt and answer is
     kept for somebody who will come back: it goes after all that nobody has, but before anybody who
     runs loses anything. At most half of the cache; the oldest is released for the latest.
+    early: a best-effort fill that nobody waits for: what it computes is the beginning of a prompt
+    whose rest is not there yet. It begins when nothing else runs, or when it costs others less
+    than that prompt would be spared.
     """
 
     program: str = ""
@@ -188,6 +191,7 @@ class Hints:
     private_from: int | None = None
     private_salt: str = ""
     keep_s: float = 0.0
+    early: bool = False
 
 
 NO_HINTS = Hints()

@@ -25,7 +25,8 @@ from typing import Generic
 
 from bros.scheduler.common_context import CommonContext, load_of
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
-from bros.scheduler.selection import Bounds, C, Packing, Reservations
+from bros.scheduler.early import most_worthwhile
+from bros.scheduler.selection import EARLY, Bounds, C, Packing, Reservations
 from bros.scheduler.untimed import pack_untimed
 
 
@@ -127,9 +128,8 @@ class _Packer(Generic[C]):
         packing, bounds = self.packing, self._bounds
         self._owes = bounds.filler_credit_s > 0.0
         limit_s = min(self._limit_s, bounds.filler_share * bounds.filler_s)
-        if self._filler_waits:
-            limit_s = 0.0
-        limit_s = max(limit_s, packing.urgent_s + bounds.filler_credit_s)
+        owed_s = packing.urgent_s + bounds.filler_credit_s
+        limit_s = owed_s if self._filler_waits else max(limit_s, owed_s)
         rows = max(bounds.rows, packing.num_urgent + (bounds.filler_credit_s > 0))
         for candidate in candidates:
             if self._tokens_left == 0:
@@ -143,6 +143,9 @@ class _Packer(Generic[C]):
                 return
             if not candidate.running and self._is_held_back(candidate):
                 continue
+            if candidate.early and not candidate.running and packing.selected:
+                self._begin_early(candidate, limit_s)
+                continue
             first = not packing.selected or (self._owes and not self._has_filler)
             if candidate.remaining == 1 and packing.selected:
                 if self._take_row(candidate, math.inf if first else limit_s) == "time":
@@ -152,13 +155,23 @@ class _Packer(Generic[C]):
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and first:
                 # Alone it must run, or it never would; and what is owed is paid.
-                num_tokens = min(candidate.remaining, self._tokens_left)
-                if self._rules.chunked:
-                    num_tokens = min(num_tokens, self._rules.min_chunk)
+                num_tokens = min(self._least(candidate), self._tokens_left)
             if num_tokens == 0:
                 packing.filler_stop = "time"
                 return
             self._take(candidate, num_tokens)
+
+    def _begin_early(self, candidate: C, limit_s: float) -> None:
+        """Take as much of it as the others can spare."""
+        sizes = range(self._least(candidate), self._chunk_within(candidate, limit_s) + 1)
+        without_s = self.packing.seconds
+        num_tokens = most_worthwhile(
+            sizes, lambda n: self._seconds_with(candidate, n) - without_s, self._predictor
+        )
+        if num_tokens:
+            self._take(candidate, num_tokens)
+        else:
+            self._pass_over(candidate, EARLY)
 
     @property
     def _has_filler(self) -> bool:
@@ -167,10 +180,9 @@ class _Packer(Generic[C]):
     def account_for_replaced(self) -> None:
         """Once for all rows that were given away: what is left of the urgent part takes less."""
         self.packing.owed = self._owes and self._has_filler
-        if not self._replaced:
-            return
-        load = self._load_of(self.packing.num_urgent, self._urgent_copied)
-        self.packing.urgent_s = self._predictor.safe_seconds(load)
+        if self._replaced:
+            load = self._load_of(self.packing.num_urgent, self._urgent_copied)
+            self.packing.urgent_s = self._predictor.safe_seconds(load)
 
     def account_for_newcomers(self) -> None:
         """Who has come, or lost memory, has changed what rows have in common with whom."""
@@ -206,8 +218,7 @@ class _Packer(Generic[C]):
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and not (hopeless and self.packing.selected):
                 # It fits, as more of it did; only hopeless ones wait for a step of their own.
-                least = min(candidate.remaining, self._rules.min_chunk)
-                num_tokens = min(least, self._tokens_left)
+                num_tokens = min(self._least(candidate), self._tokens_left)
         if num_tokens == 0:
             return self._pass_over(candidate, "time")
         refused = self._take(candidate, num_tokens)
@@ -284,18 +295,20 @@ class _Packer(Generic[C]):
         alone.add_row(candidate.num_cached)
         return self._predictor.seconds(alone) <= due_s
 
+    def _least(self, candidate: C) -> int:
+        """Tokens of the smallest piece of a prompt: all, if it may not be cut."""
+        remaining = candidate.remaining
+        return min(remaining, self._rules.min_chunk) if self._rules.chunked else remaining
+
     def _chunk_within(self, candidate: C, limit_s: float) -> int:
         """Most tokens of a candidate that keep the step within `limit_s`; 0 if too few."""
-        remaining = candidate.remaining
-        most = min(remaining, self._tokens_left)
+        most = min(candidate.remaining, self._tokens_left)
         if self._is_cut_off(candidate):
             return 0
         if limit_s == math.inf or self._seconds_with(candidate, most) <= limit_s:
             return most
-        least = min(remaining, self._rules.min_chunk)
-        if not self._rules.chunked or most <= least:
-            return 0
-        if self._seconds_with(candidate, least) > limit_s:
+        least = self._least(candidate)
+        if most <= least or self._seconds_with(candidate, least) > limit_s:
             return 0
         sizes = range(least, most)
         fit = bisect.bisect_right(sizes, limit_s, key=lambda n: self._seconds_with(candidate, n))
@@ -315,8 +328,7 @@ class _Packer(Generic[C]):
 
     def _copies_for(self, candidate: C, num_tokens: int) -> int:
         """About how many tokens of others are copied to the host to make room for it."""
-        free = self._memory.free_slots(candidate)
-        return max(0, candidate.num_missing + num_tokens - free)
+        return max(0, candidate.num_missing + num_tokens - self._memory.free_slots(candidate))
 
     def _count_copies(self) -> None:
         """The copies that reservations have really caused, instead of what was expected."""
@@ -326,8 +338,7 @@ class _Packer(Generic[C]):
     def _finish_s(self, candidate: C, num_tokens: int) -> float:
         """When its token would be there: after this step, or after the rest of its prompt."""
         seconds = self._seconds_with(candidate, num_tokens)
-        rest = candidate.remaining - num_tokens
-        if rest > 0:
+        if rest := candidate.remaining - num_tokens:
             seconds += self._predictor.prefill_seconds(rest, candidate.num_cached + num_tokens)
         return seconds
 

@@ -15,7 +15,8 @@ class Candidate(Protocol):
 
     remaining: tokens to compute before the next one is sampled, num_cached tokens before them,
     num_missing of which have to be brought back first. samples: one is sampled then at all.
-    running: it holds memory already. late: its deadline is lost and counted already.
+    early: it is a filler that nobody waits for, see Hints. running: it holds memory already.
+    late: its deadline is lost and counted already.
     """
 
     @property
@@ -29,6 +30,9 @@ class Candidate(Protocol):
 
     @property
     def samples(self) -> bool: ...
+
+    @property
+    def early(self) -> bool: ...
 
     @property
     def running(self) -> bool: ...
@@ -97,6 +101,10 @@ class Reservations(Protocol[_C]):
     def cancel(self, candidate: _C) -> None:
         """Give a reservation back."""
         ...
+
+
+EARLY = "early"
+"""Why a filler that nobody waits for does not begin: it would cost others too much now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

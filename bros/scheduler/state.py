@@ -51,11 +51,13 @@ class RequestState:
     last.
     needs_history: its tokens are chosen by those before, which have to be known for that.
     samples: tokens are chosen for it at all; False for a fill, which ends when none `remaining`.
+    early: a fill that nobody waits for, see Hints.
     """
 
     __slots__ = (
         "arrival_index",
         "deadline_s",
+        "early",
         "late",
         "match",
         "max_length",
@@ -96,6 +98,7 @@ class RequestState:
         params = request.sampling
         self.request = request
         self.samples = not request.fill
+        self.early = request.fill and request.hints.early
         self.needs_history = self.samples and params.needs_history
         self.request_id = request.request_id
         self.service_class = service_class

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.queues import Queues
-from bros.scheduler.selection import Packing
+from bros.scheduler.selection import EARLY, Packing
 from bros.scheduler.state import RequestState
 
 
@@ -150,14 +150,15 @@ class StepLedger:
 
 
 def _note_waits(step: Step, seconds: float, queues: Queues) -> bool:
-    """Whether best-effort work was among those who waited."""
-    be_waits = any(service_class is ServiceClass.BE for service_class, _ in step.blocked)
+    """Whether best-effort work was among those who waited; what is early waits for nothing."""
+    be_waits = False
     for state, reason in step.idle:
         if not state.record.left:
             state.record.wait(reason, seconds)
-            be_waits |= state.service_class is ServiceClass.BE
+            be_waits |= state.service_class is ServiceClass.BE and reason != EARLY
     for service_class, reason in step.blocked:
         queues.blocked.note(service_class, reason, seconds)
+        be_waits |= service_class is ServiceClass.BE and reason != EARLY
     return be_waits
 
 

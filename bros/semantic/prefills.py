@@ -84,6 +84,7 @@ class Prefiller:
                     private_from=private_from,
                     private_salt=session.sharing.private_salt,
                     keep_s=self._settings.park_s,
+                    early=True,
                 ),
             )
             record.kept.add(request.request_id)

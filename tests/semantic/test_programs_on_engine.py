@@ -18,7 +18,7 @@ from bros.semantic.errors import SessionGoneError, UpstreamError
 from bros.simulator.virtual_loop import run_virtual
 from support.program_engine import BLOCK, TOKENIZER
 from support.programs import TENANT, THROUGHPUT, Desk, call, virtually
-from support.scheduling import engine_info
+from support.scheduling import READING, engine_info
 from support.toy_model import ToyModel
 from support.toy_programs import answer, toy_engine
 
@@ -71,7 +71,7 @@ async def test_later_turns_find_all_of_the_turns_before() -> None:
 
 @virtually
 async def test_the_beginning_was_computed_while_the_value_was_made() -> None:
-    async with toy_engine() as engine:
+    async with toy_engine(model=READING) as engine:
         desk = Desk(engine)
         *_, request = desk.submit(
             call("Say {{output:a}}", sampling={"max_tokens": 60, "ignore_eos": True}),
@@ -82,6 +82,27 @@ async def test_the_beginning_was_computed_while_the_value_was_made() -> None:
         known = len(encoded(SYSTEM)) // BLOCK * BLOCK
         assert view.turns[0].prefilled_tokens == known
         assert view.cached_tokens >= known
+        await desk.close()
+        await engine.check_empty()
+
+
+@virtually
+async def test_where_that_would_cost_as_much_as_it_spares_it_is_computed_in_a_pause() -> None:
+    async with toy_engine() as engine:
+        desk = Desk(engine)
+        *_, request = desk.submit(
+            call("Say {{output:a}}", sampling={"max_tokens": 60, "ignore_eos": True}),
+            call(SYSTEM + "{{a}} {{x}}{{output:b}}", sampling=GREEDY),
+        )
+        wanted = asyncio.ensure_future(desk.value("b"))
+        await desk.value("a")
+        assert desk.view(request).turns[0].prefilled_tokens == 0
+        await asyncio.sleep(1.0)
+        known = desk.view(request).turns[0].prefilled_tokens
+        assert known >= len(encoded(SYSTEM)) // BLOCK * BLOCK
+        desk.set("x", "here")
+        await wanted
+        assert desk.view(request).cached_tokens >= known
         await desk.close()
         await engine.check_empty()
 

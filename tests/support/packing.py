@@ -28,6 +28,7 @@ class Item:
     late: bool = False
     num_missing: int = 0
     samples: bool = True
+    early: bool = False
 
     @property
     def running(self) -> bool:

@@ -18,6 +18,11 @@ MODEL = CostModel(
 )  # fmt: skip
 """Roughly the embedded model on two cores: a token a millisecond, twenty for the step."""
 
+READING = CostModel(
+    constant_s=0.020, token_s=0.0, sample_s=0.0, pair_s=0.0, context_s=0.0, hinges=((100, 0.001),)
+)  # fmt: skip
+"""As on a GPU: weights can be multiplied with 100 tokens in the time that reading them takes."""
+
 
 def engine_info(
     *,

@@ -13,6 +13,7 @@ from bros.core.interfaces import EngineInfo
 from bros.core.plan import Chunk, SampledToken, StepPlan, StepResult
 from bros.engine.engine import Engine
 from bros.scheduler.build import build_scheduler
+from bros.scheduler.cost_model import CostModel
 from bros.scheduler.scheduler import Scheduler
 from bros.simulator.virtual_engine import VirtualEngineClient
 from support.program_engine import BLOCK, EOS, TOKENIZER
@@ -78,9 +79,9 @@ class ToyEngine(VirtualEngineClient):
 
 @contextlib.asynccontextmanager
 async def toy_engine(
-    blocks: int = 64, policy: str = "bros", **options: Any
+    blocks: int = 64, policy: str = "bros", model: CostModel = MODEL, **options: Any
 ) -> AsyncIterator[ToyEngine]:
-    """options: of EngineConfig."""
+    """model: the step times that the scheduler expects. options: of EngineConfig."""
     info = EngineInfo(
         model="toy", weights="fp32", kernels="reference", kv_dtype="fp32", device="cpu",
         max_model_len=blocks * BLOCK, vocab_size=TOKENIZER.vocab_size, block_size=BLOCK,
@@ -89,7 +90,7 @@ async def toy_engine(
     )  # fmt: skip
     bounds = {"max_num_seqs": 8, "max_batch_tokens": 32, "max_queue": 100, **options}
     config = EngineConfig(policy=policy, **bounds)
-    scheduler = build_scheduler(config, info, MODEL)
+    scheduler = build_scheduler(config, info, model)
     clock = ManualClock(asyncio.get_running_loop().time())
     client = ToyEngine(scheduler, Engine(scheduler, WordyModel(clock), clock, info), clock)
     try:

@@ -24,8 +24,9 @@ from bros.scheduler.queues import Queues, by_deadline, deadline_key
 from bros.scheduler.selection import Bounds, Packing, Rules
 from bros.scheduler.state import RequestState
 
-_FIRST, _LAST = 0.0, 1.0
-"""Sections of a waiting queue. Real-time: on time or late; best-effort: pressing or not."""
+_FIRST, _LAST, _EARLY = 0.0, 1.0, 2.0
+"""Sections of a waiting queue. Real-time: on time or late; best-effort: pressing or not, and behind
+all others what nobody waits for."""
 
 _LATE_TURN = 8
 """Every so many steps, the request that has been late for longest goes before all others."""
@@ -132,7 +133,7 @@ class BrosPolicy(Policy):
             self._heed(state, now)
             state.queue_key = (_FIRST, state.deadline_s, state.arrival_index)
             return
-        state.queue_key = (_LAST, *self._order.key(state, now))
+        state.queue_key = (_EARLY if state.early else _LAST, *self._order.key(state, now))
         if state.slo.deadline_s is not None:
             due_s = state.record.arrival_s + state.slo.deadline_s
             start_s = due_s - _LAXITY * self._work_s(state)

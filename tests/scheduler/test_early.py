@@ -1,0 +1,187 @@
+"""Fills that nobody waits for yet: begun where that costs others little, and never in their way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.request import Hints, ServiceClass, Slo
+from bros.scheduler.cost_model import CostModel, StepLoad
+from bros.scheduler.packing import pack
+from bros.scheduler.selection import Bounds, Packing, Rules
+from support.packing import MODEL, Blocks, Item, names, predictor, row
+from support.prefix_run import BE, RT, Run
+from support.scheduling import READING
+
+EARLY_HINTS = Hints(early=True)
+
+
+def early(name: str = "early", tokens: int = 400, cached: int = 0) -> Item:
+    return Item(name, tokens, cached, samples=False, early=True)
+
+
+def packed(
+    model: CostModel, *filler: Item, urgent: tuple[Item, ...] = (), bounds: Bounds | None = None
+) -> Packing[Item]:
+    bounds = bounds or Bounds(rows=16, tokens=1000)
+    return pack(urgent, filler, bounds, Blocks(), predictor(model), now=0.0)
+
+
+# What one step takes of them
+
+
+def test_where_every_token_costs_the_same_they_begin_alone() -> None:
+    assert packed(MODEL, early()).selected == [(early(), 400)]
+    packing = packed(MODEL, early(), urgent=(row("chat"),))
+    assert names(packing.selected) == ["chat"]
+    assert packing.passed_over == [(early(), "early")]
+    batch = packed(MODEL, row("batch"), early())
+    assert names(batch.selected) == ["batch"], "best-effort work is not made slower either"
+
+
+def test_one_after_another_when_nothing_else_runs() -> None:
+    first, second = early("first", 40), early("second", 40)
+    assert packed(MODEL, first, second).selected == [(first, 40)]
+
+
+def test_what_has_begun_goes_on() -> None:
+    """Others may wait for what it computes."""
+    begun = early(tokens=200, cached=200)
+    assert names(packed(MODEL, begun, urgent=(row("chat"),)).selected) == ["chat", "early"]
+
+
+def test_weights_that_are_read_anyway_are_used() -> None:
+    """Of n tokens beside one row, those beyond 99 cost a millisecond each; later all of them."""
+    packing = packed(READING, early(), urgent=(row("chat"),))
+    assert packing.selected == [(row("chat"), 1), (early(), 198)]
+    short = packed(READING, early(tokens=60), urgent=(row("chat"),))
+    assert short.selected == [(row("chat"), 1), (early(tokens=60), 60)]
+
+
+def test_one_that_does_not_begin_lets_others_pass() -> None:
+    late = Item("batch", 40)
+    packing = packed(MODEL, early(), late, urgent=(row("chat"),))
+    assert names(packing.selected) == ["chat", "batch"]
+
+
+def test_what_is_owed_to_best_effort_work_is_not_owed_to_them() -> None:
+    bounds = Bounds(rows=16, tokens=1000, filler_s=0.0, filler_credit_s=1.0)
+    packing = packed(MODEL, early(), urgent=(row("chat"),), bounds=bounds)
+    assert names(packing.selected) == ["chat"] and not packing.owed
+
+
+def test_prompts_that_may_not_be_cut_are_not() -> None:
+    bounds = Bounds(rows=16, tokens=1000, rules=Rules(chunked=False))
+    assert names(packed(READING, early(), urgent=(row("chat"),), bounds=bounds).selected) == [
+        "chat"
+    ]
+    few = early(tokens=190)
+    packing = packed(READING, few, urgent=(row("chat"),), bounds=bounds)
+    assert packing.selected[1] == (few, 190)
+
+
+@given(
+    slope=st.sampled_from([0.0, 1e-4, 1e-3]),
+    knot=st.integers(1, 300),
+    token_s=st.sampled_from([0.0, 2e-4, 1e-3]),
+    rows=st.integers(1, 8),
+    tokens=st.integers(1, 600),
+    left=st.integers(1, 500),
+    limit_s=st.sampled_from([0.021, 0.05, math.inf]),
+)
+def test_it_is_the_largest_piece_that_costs_half_of_what_it_spares(
+    slope: float, knot: int, token_s: float, rows: int, tokens: int, left: int, limit_s: float
+) -> None:
+    model = replace(READING, token_s=token_s, hinges=((knot, slope),))
+    urgent = tuple(row(f"chat {n}") for n in range(rows))
+    bounds = Bounds(rows=16, tokens=rows + left, filler_s=limit_s)
+    packing = packed(model, early(tokens=tokens), urgent=urgent, bounds=bounds)
+
+    def seconds(count: int) -> float:
+        load = StepLoad()
+        for item in urgent:
+            load.add_row(item.num_cached)
+        if count:
+            load.add(count, 0, False)
+        return predictor(model).safe_seconds(load)
+
+    spared_s = predictor(model).safety_factor * (
+        model.prefill_seconds(1024) - model.prefill_seconds(512)
+    ) / 512  # fmt: skip
+    least = min(tokens, bounds.rules.min_chunk)
+    pays = [
+        count
+        for count in range(least, min(tokens, left) + 1)
+        if seconds(count) <= limit_s and seconds(count) - seconds(0) <= count * 0.5 * spared_s
+    ]
+    chosen = dict(packing.selected).get(early(tokens=tokens), 0)
+    if chosen != max(pays, default=0):  # but for what rounding decides
+        assert abs(chosen - max(pays, default=0)) <= 1
+        near = max(chosen, max(pays, default=0))
+        assert seconds(near) - seconds(0) == pytest.approx(near * 0.5 * spared_s, rel=1e-6)
+
+
+# In a scheduler
+
+
+def fill(run: Run, name: str, first: int, tokens: int = 40) -> None:
+    run.submit(name, [first, *range(2, tokens + 1)], BE, fill=True, hints=EARLY_HINTS)
+
+
+def test_it_waits_for_a_pause_and_is_there_for_what_comes() -> None:
+    run = Run(max_batch_tokens=256)
+    run.submit("chat", 20, RT, max_tokens=6)
+    run.step()
+    fill(run, "early", 600)
+    while "chat" not in run.ends:
+        assert set(run.step()) == {"chat"}
+    trace = run.scheduler.trace("early", run.now)
+    assert trace is not None and set(trace.waits) == {"early"}
+    assert set(run.step()) == {"early"}
+    run.submit("next", [600, *range(2, 41), 7], RT)
+    run.drain()
+    assert (run.cached["next"], run.computed["next"]) == (40, 1)
+
+
+def test_many_of_them_are_not_in_the_way_of_a_batch_job() -> None:
+    """However early they came, and however few requests the scheduler looks at."""
+    run = Run(max_batch_tokens=256, max_num_seqs=4)
+    run.submit("chat", 20, RT, max_tokens=30)
+    run.step()
+    for number in range(20):
+        fill(run, f"early {number}", 600 + number)
+    run.submit("batch", range(500, 540), BE, max_tokens=2)
+    while "batch" not in run.ends:
+        assert "chat" not in run.ends
+        assert set(run.step()) <= {"chat", "batch"}
+    run.drain()
+    assert all(run.computed[f"early {number}"] == 40 for number in range(20))
+
+
+def test_they_earn_best_effort_work_no_time() -> None:
+    """A chat leaves no time, and best-effort work gets what it is owed: from when it waits."""
+    begins = []
+    for beside in (False, True):
+        run = Run(max_batch_tokens=256, be_share=0.1)
+        run.submit("chat", 20, RT, max_tokens=150, slo=Slo(1.0, 0.023))
+        run.step()
+        if beside:
+            fill(run, "early", 600)
+        for _ in range(30):
+            assert set(run.step()) == {"chat"}
+        run.submit("batch", range(500, 540), BE, max_tokens=2)
+        begins.append(next(step for step in range(100) if "batch" in run.step()))
+    assert begins[0] == begins[1] > 0
+
+
+@pytest.mark.parametrize("service_class", ServiceClass)
+def test_only_best_effort_fills_are_early(service_class: ServiceClass) -> None:
+    run = Run(max_batch_tokens=256)
+    run.submit("chat", 20, RT, max_tokens=9)
+    run.step()
+    run.submit("answer", range(100, 140), service_class, hints=EARLY_HINTS)
+    assert "answer" in run.step()
