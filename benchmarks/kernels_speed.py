@@ -131,8 +131,11 @@ def batch_with_prefix(rows: int, prefix: int) -> tuple[AttentionBatch, int]:
     return batch_of(range(rows + 1), starts, segments), num_blocks
 
 
-def shared_row(kernels: Kernels, rows: int, prefix: int, kv_dtype: str, repeats: int) -> list[str]:
-    """A line of the second table."""
+def shared_seconds(
+    kernels: Kernels, rows: int, prefix: int, kv_dtype: str, repeats: int
+) -> dict[str, float]:
+    """Attention of all layers, where each row reads the prefix, and where it is read once; and
+    finding that out."""
     clock = SystemClock()
     alone, num_blocks = batch_with_prefix(rows, prefix)
     caches = random_caches(num_blocks, kv_dtype)
@@ -151,7 +154,12 @@ def shared_row(kernels: Kernels, rows: int, prefix: int, kv_dtype: str, repeats:
         together = group_shared(alone, Grouping(BLOCK_SIZE, min_blocks=1))
         durations["grouping"].append(clock.now() - before)
         attend("together", together)
-    medians = {name: statistics.median(values[1:]) for name, values in durations.items()}
+    return {name: statistics.median(values[1:]) for name, values in durations.items()}
+
+
+def shared_row(kernels: Kernels, rows: int, prefix: int, kv_dtype: str, repeats: int) -> list[str]:
+    """A line of the second table."""
+    medians = shared_seconds(kernels, rows, prefix, kv_dtype, repeats)
     ratio = medians["alone"] / (medians["grouping"] + medians["together"])
     return [
         f"{rows} rows, {prefix} in common, {kv_dtype}",

@@ -1,4 +1,4 @@
-"""Tables and plots of what session_speed.py and session_paper.py have measured: sessions.md.
+"""Tables and plots of session_speed.py, shared_prefix.py and session_paper.py: sessions.md.
 
 python benchmarks/session_report.py [FOLDER]      (default: benchmarks/results)
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,55 @@ def speed_plot(results: Row) -> Figure:
             axes.text(place, height, text, ha="center", va="bottom", fontsize=6.5)
             place += 1
         ticks.append(middle)
-        labels.append(title.replace(", ", ",\n"))
+        labels.append(textwrap.fill(title, 20))
         place += 0.7
     axes.set_xticks(ticks, labels, fontsize=7.5)
     axes.set_ylabel("seconds (median)")
     axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def prefix_page(results: Row) -> Iterator[str]:
+    yield "### A prefix read once\n\n"
+    yield (
+        "Decode steps of rows with a prefix in common, and the attention of all layers in them: "
+        f"read by each row, over read once (`benchmarks/shared_prefix.py`). {made(results)} "
+        "Asked for at 16 rows: 1.3. What is not attention is the same in both, and most of a step "
+        "of this model on this machine.\n\n"
+        "![how many times as fast](shared_prefix_cpu.png)\n\n"
+    )
+    rows = []
+    for row in results["decode_steps"]:
+        cells = [str(row["rows"]), str(row["prefix"]), row["kv_dtype"]]
+        for part in ("step", "attention"):
+            cells += [f"{row[f'{part}_off_ms']:.1f}", f"{row[f'{part}_on_ms']:.1f}"]
+            cells.append(f"{row[f'{part}_ratio']:.2f}")
+        rows.append(cells)
+    head = ("rows", "in common", "KV", "step, ms", "read once", "times", "attention, ms")
+    yield table((*head, "read once", "times"), rows)
+
+
+def prefix_plot(results: Row) -> Figure:
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    kv_dtypes = sorted({row["kv_dtype"] for row in results["decode_steps"]})
+    for colour, kv_dtype in zip(COLOURS, kv_dtypes, strict=False):
+        rows = [row for row in results["decode_steps"] if row["kv_dtype"] == kv_dtype]
+        for part, style in (("attention", "--"), ("step", "-")):
+            axes.plot(
+                [row["rows"] for row in rows],
+                [row[f"{part}_ratio"] for row in rows],
+                style,
+                marker="o",
+                markersize=4,
+                color=colour,
+                label=f"{part}, {kv_dtype} KV",
+            )
+    axes.set_xlabel("rows with 1,500 tokens in common")
+    axes.set_ylabel("read by each, over read once")
+    axes.set_ylim(bottom=1)
+    axes.legend(fontsize=7)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -204,6 +249,7 @@ def write(folder: Path) -> None:
     text = INTRODUCTION
     for stem, page, plot in (
         ("sessions_cpu", speed_page, speed_plot),
+        ("shared_prefix_cpu", prefix_page, prefix_plot),
         ("sessions_paper", paper_page, paper_plot),
     ):
         path = folder / f"{stem}.json"

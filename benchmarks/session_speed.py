@@ -149,7 +149,7 @@ PARTS: Mapping[str, Part] = {
         ),
     ),
     "chat-alone": Part(
-        "the same",
+        "the same chats",
         chats,
         (SESSION, Way("by calls, no sharing", by_calls, ("--prefix-cache", "off"), asked=1.8)),
     ),

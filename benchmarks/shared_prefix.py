@@ -1,12 +1,12 @@
 """Decode steps of requests that begin alike: their common KV read once, and by each of them.
 
-    python benchmarks/shared_prefix.py [--rows 16] [--prefix 1500] [--kv-dtype fp32]
+    python benchmarks/shared_prefix.py [--rows 16] [--prefix 1500] [--kv-dtype fp32 bf16]
         [--json benchmarks/results/shared_prefix_cpu.json]
 
 Two engines with the embedded model, --shared-attention on and off, take turns step by step, so that
-a slow minute of the machine hits both; the figures are medians of whole iterations. The requests
-have a prompt of the common prefix, which the prefix cache holds, and 100 tokens of their own. Run
-it with nothing else on the machine.
+a slow minute of the machine hits both; the figures are medians of whole iterations, and of the
+attention of all layers alone. The requests have a prompt of the common prefix, which the prefix
+cache holds, and 100 tokens of their own. Run it with nothing else on the machine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import argparse
 import json
 import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine_speed import environment
+from kernels_speed import shared_seconds
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +29,9 @@ from bros.core.request import EngineRequest, SamplingParams
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.kernels.dispatch import select_kernels
+
+Row = dict[str, float | str]
 
 PRIVATE_TOKENS = 100
 VOCAB = 49152
@@ -72,22 +77,15 @@ def measure(engines: dict[str, Engine], rows: int, prefix: int, steps: int) -> d
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[16])
-    parser.add_argument("--prefix", type=int, nargs="+", default=[1500])
-    parser.add_argument("--kv-dtype", default="fp32")
-    parser.add_argument("--weights", default="fp32")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+def compare(kv_dtype: str, weights: str, cases: Sequence[tuple[int, int]], steps: int) -> list[Row]:
+    """Of each case (rows, tokens in common) the times in milliseconds, and their ratios."""
     files = resolve_model(None, default_cache_dir())
     engines = {
         choice: build_engine(
             EngineConfig(
                 device="cpu",
-                weights=args.weights,
-                kv_dtype=args.kv_dtype,
+                weights=weights,
+                kv_dtype=kv_dtype,
                 policy="fcfs",
                 max_batch_tokens=1024,
                 shared_attention=choice,
@@ -97,33 +95,62 @@ def main() -> None:
         )
         for choice in SHARED_ATTENTION
     }
-    table = Table(title=f"Decode step, milliseconds, {args.weights}, {args.kv_dtype} KV")
-    for column in ("rows", "in common", *(f"shared attention {x}" for x in engines), "ratio"):
-        table.add_column(column, justify="right")
+    kernels = select_kernels("cpu")
+    found: list[Row] = []
+    for rows, prefix in cases:
+        ms = measure(engines, rows, prefix, steps)
+        alone = shared_seconds(kernels, rows, prefix, kv_dtype, steps)
+        on_ms = (alone["grouping"] + alone["together"]) * 1e3
+        found.append(
+            {
+                "weights": weights,
+                "kv_dtype": kv_dtype,
+                "rows": rows,
+                "prefix": prefix,
+                "step_on_ms": ms["on"],
+                "step_off_ms": ms["off"],
+                "step_ratio": ms["off"] / ms["on"],
+                "attention_on_ms": on_ms,
+                "attention_off_ms": alone["alone"] * 1e3,
+                "attention_ratio": alone["alone"] * 1e3 / on_ms,
+            }
+        )
+    for engine in engines.values():
+        engine.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[16])
+    parser.add_argument("--prefix", type=int, nargs="+", default=[1500])
+    parser.add_argument("--kv-dtype", nargs="+", default=["fp32"])
+    parser.add_argument("--weights", default="fp32")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    cases = [(rows, prefix) for rows in args.rows for prefix in args.prefix]
     found = []
-    for rows in args.rows:
-        for prefix in args.prefix:
-            ms = measure(engines, rows, prefix, args.steps)
-            found.append({"rows": rows, "prefix": prefix, **ms})
-            ratio = ms["off"] / ms["on"]
-            table.add_row(
-                str(rows), str(prefix), *(f"{x:.1f}" for x in ms.values()), f"{ratio:.2f}"
-            )
+    for kv_dtype in args.kv_dtype:
+        found += compare(kv_dtype, args.weights, cases, args.steps)
+    shared = f"{args.weights} weights, prefix read once (on) and by each row (off)"
+    table = Table(title=f"Milliseconds of decode steps, {shared}")
+    names = {"kv_dtype": "KV", "rows": "rows", "prefix": "in common"}
+    for part in ("step", "attention"):
+        names |= {f"{part}_on_ms": f"{part} on", f"{part}_off_ms": "off", f"{part}_ratio": "ratio"}
+    for name in names.values():
+        table.add_column(name, justify="right")
+    for row in found:
+        values = (row[name] for name in names)
+        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in values))
     Console().print(table)
     if args.json:
-        args.json.write_text(
-            json.dumps(
-                {
-                    "environment": environment(),
-                    "weights": args.weights,
-                    "kv_dtype": args.kv_dtype,
-                    "private_tokens": PRIVATE_TOKENS,
-                    "decode_step_ms": found,
-                },
-                indent=2,
-            )
-            + "\n"
-        )
+        results = {
+            "environment": environment(),
+            "private_tokens": PRIVATE_TOKENS,
+            "decode_steps": found,
+        }
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
