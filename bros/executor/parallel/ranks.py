@@ -240,7 +240,8 @@ class TorchRanks:
         if self.rank == 0:
             self._speaker = listener.accept(self.others, self._timeout_s)
         else:
-            self._hearer = Hearer(bytes(address[: int(size)].tolist()), self.others[0])
+            name, cores = bytes(address[: int(size)].tolist()), len(os.sched_getaffinity(0))
+            self._hearer = Hearer(name, self.others[0], looks=self.size <= cores)
 
     def _sum_short(self, x: Tensor) -> None:
         """Everybody has the terms of all, and adds them in one order."""

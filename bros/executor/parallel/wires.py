@@ -2,7 +2,10 @@
 
 A plan has to be with the others before they can do anything. Who waits at a socket is woken once;
 gloo wakes a thread that wakes another one, which takes several times as long where processors that
-sleep are slow to wake, as those of virtual machines are (benchmarks/tp_speed.py).
+sleep are slow to wake, as those of virtual machines are (benchmarks/tp_speed.py). Where all ranks
+have a core, they look for a while before they sleep, so that those of a busy engine do not sleep at
+all between two steps: a plan then takes 90 us on its way instead of 155. Where they have not, who
+looks keeps others from running.
 
 Both ends make sure that they talk to a rank, by the process id that the system vouches for.
 """
@@ -10,12 +13,17 @@ Both ends make sure that they talk to a rank, by the process id that the system 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
 import struct
 from collections.abc import Sequence
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LENGTH = struct.Struct("=I")
+
+_LOOKS = 5000
+"""For about 5 ms, in which rank 0 chooses tokens, hands them on, and plans the next step."""
 
 
 class Listener:
@@ -67,22 +75,32 @@ class Speaker:
 class Hearer:
     """The end of another rank."""
 
-    def __init__(self, address: bytes, process_id: int) -> None:
-        """process_id: of rank 0. Raises OSError if it is not there."""
+    def __init__(self, address: bytes, process_id: int, *, looks: bool = False) -> None:
+        """process_id: of rank 0. looks: before it sleeps. Raises OSError if rank 0 is not there."""
         self._wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._wire.connect(address)
         if _process_id(self._wire) != process_id:
             self.close()
             raise ConnectionError("what answers at rank 0's address is another process")
+        self._looks = _LOOKS if looks else 0
+        self._arrivals = select.poll()
+        self._arrivals.register(self._wire, select.POLLIN)
 
     def hear(self, timeout_s: float | None = None) -> bytearray:
         """The next message. Raises OSError if rank 0 is gone, or says nothing for so long."""
+        self._look()
         self._wire.settimeout(timeout_s)
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
         return self._take(length)
 
     def close(self) -> None:
         self._wire.close()
+
+    def _look(self) -> None:
+        for _ in range(self._looks):
+            if self._arrivals.poll(0):
+                return
+            os.sched_yield()
 
     def _take(self, size: int) -> bytearray:
         taken = bytearray(size)

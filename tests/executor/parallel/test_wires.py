@@ -16,16 +16,19 @@ SOON_S = 0.05
 PATIENCE_S = 30.0
 
 
-def connected(timeout_s: float = PATIENCE_S) -> tuple[Speaker, Hearer]:
+def connected(timeout_s: float = PATIENCE_S, *, looks: bool = False) -> tuple[Speaker, Hearer]:
     listener = Listener()
-    hearer = Hearer(listener.address, HERE)
+    hearer = Hearer(listener.address, HERE, looks=looks)
     return listener.accept([HERE], timeout_s), hearer
 
 
 @settings(max_examples=30)
-@given(sizes=st.lists(st.sampled_from([0, 1, 4, 3000, 70_000, 1_000_000]), max_size=6))
-def test_messages_arrive_whole_and_in_order(sizes: list[int]) -> None:
-    speaker, hearer = connected()
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 4, 3000, 70_000, 1_000_000]), max_size=6),
+    looks=st.booleans(),
+)
+def test_messages_arrive_whole_and_in_order(sizes: list[int], looks: bool) -> None:
+    speaker, hearer = connected(looks=looks)
     messages = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
     thread = threading.Thread(target=lambda: [speaker.say(message) for message in messages])
     thread.start()
@@ -35,8 +38,9 @@ def test_messages_arrive_whole_and_in_order(sizes: list[int]) -> None:
     hearer.close()
 
 
-def test_the_end_of_the_first_rank_is_heard() -> None:
-    speaker, hearer = connected()
+@pytest.mark.parametrize("looks", [False, True])
+def test_the_end_of_the_first_rank_is_heard(looks: bool) -> None:
+    speaker, hearer = connected(looks=looks)
     speaker.say(b"last")
     speaker.close()
     assert hearer.hear() == b"last"
@@ -53,8 +57,9 @@ def test_the_end_of_another_rank_is_noticed() -> None:
     speaker.close()
 
 
-def test_nobody_waits_longer_than_asked() -> None:
-    speaker, hearer = connected(SOON_S)
+@pytest.mark.parametrize("looks", [False, True])
+def test_nobody_waits_longer_than_asked(looks: bool) -> None:
+    speaker, hearer = connected(SOON_S, looks=looks)
     with pytest.raises(TimeoutError):
         hearer.hear(SOON_S)
     with pytest.raises(TimeoutError):
