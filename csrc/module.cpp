@@ -2,10 +2,12 @@
 //
 // Tensors come as data_ptr() integers, so this needs no torch headers. cpu_ops.py checks types
 // and shapes before it calls; what only the data can tell (slots, blocks) is checked here.
+// Besides them two functions of int32 buffers, for steps as messages (segment_changes.py).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "kernels.h"
+#include "plan_segments.h"
 
 namespace bros {
 namespace {
@@ -194,6 +196,119 @@ PyObject* silu_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.ok() ? call(table->silu_and_mul, a, 2 * a.tokens * a.size) : nullptr;
 }
 
+// int32 numbers of objects with a buffer, in order. Errors show in PyErr_Occurred().
+class Buffers {
+ public:
+  Buffers(PyObject* const* values, Py_ssize_t count, Py_ssize_t wanted) {
+    if (count != wanted) {
+      PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+      return;
+    }
+    while (held_ < count && PyObject_GetBuffer(values[held_], &views_[held_], PyBUF_SIMPLE) == 0) {
+      ++held_;
+    }
+  }
+  ~Buffers() {
+    for (Py_ssize_t i = 0; i < held_; ++i) PyBuffer_Release(&views_[i]);
+  }
+  Buffers(const Buffers&) = delete;
+  Buffers& operator=(const Buffers&) = delete;
+
+  const int32_t* numbers(int i) const { return static_cast<const int32_t*>(views_[i].buf); }
+  int64_t count(int i) const { return views_[i].len / static_cast<Py_ssize_t>(sizeof(int32_t)); }
+
+ private:
+  Py_buffer views_[5];
+  Py_ssize_t held_ = 0;
+};
+
+PyObject* wrong_segments() {
+  PyErr_SetString(PyExc_ValueError, "segments, their starts and places do not fit each other");
+  return nullptr;
+}
+
+// A list of pairs that grows.
+struct Changes {
+  int32_t* places = nullptr;
+  int32_t* values = nullptr;
+  int64_t count = 0, room = 0;
+  bool ok = true;
+
+  ~Changes() {
+    PyMem_Free(places);
+    PyMem_Free(values);
+  }
+  void add(int32_t place, int32_t value) {
+    if (count == room && !grow()) return;
+    places[count] = place;
+    values[count++] = value;
+  }
+
+ private:
+  bool grow() {
+    room = room ? 2 * room : 256;
+    void* more = PyMem_Realloc(places, room * sizeof *places);
+    if (more) places = static_cast<int32_t*>(more);
+    void* most = more ? PyMem_Realloc(values, room * sizeof *values) : nullptr;
+    if (most) values = static_cast<int32_t*>(most);
+    ok = ok && most;
+    if (!most) room = count;
+    return most;
+  }
+};
+
+// segment_changes(before_starts, before, places, starts, numbers): bytes of the places of numbers
+// that are not as guessed, and behind all places what they are.
+PyObject* segment_changes(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  const Buffers in(values, count, 5);
+  if (PyErr_Occurred()) return nullptr;
+  const RowSegments before{in.numbers(0), in.numbers(1), in.count(0) - 1};
+  const RowSegments now{in.numbers(3), in.numbers(4), in.count(3) - 1};
+  if (!before.valid(in.count(1)) || !now.valid(in.count(4)) || in.count(2) != now.rows ||
+      !places_valid(in.numbers(2), now.rows, before)) {
+    return wrong_segments();
+  }
+  Changes found;
+  for_each_change(before, in.numbers(2), now, [&](int64_t place) {
+    found.add(static_cast<int32_t>(place), now.numbers[place]);
+  });
+  if (!found.ok) return PyErr_NoMemory();
+  const int64_t bytes = found.count * static_cast<int64_t>(sizeof(int32_t));
+  PyObject* result = PyBytes_FromStringAndSize(nullptr, 2 * bytes);
+  if (result && bytes) {
+    memcpy(PyBytes_AS_STRING(result), found.places, bytes);
+    memcpy(PyBytes_AS_STRING(result) + bytes, found.values, bytes);
+  }
+  return result;
+}
+
+// changed_segments(before_starts, before, places, starts, changes): the numbers as a bytearray.
+PyObject* changed_segments(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  const Buffers in(values, count, 5);
+  if (PyErr_Occurred()) return nullptr;
+  const RowSegments before{in.numbers(0), in.numbers(1), in.count(0) - 1};
+  const RowSegments now{in.numbers(3), nullptr, in.count(3) - 1};
+  const int64_t total = now.rows < 0 ? -1 : kSegmentWidth * now.starts[now.rows];
+  if (total < 0 || !before.valid(in.count(1)) || !now.valid(total) || in.count(2) != now.rows ||
+      !places_valid(in.numbers(2), now.rows, before) || in.count(4) % 2 != 0) {
+    return wrong_segments();
+  }
+  PyObject* result = PyByteArray_FromStringAndSize(nullptr, total * sizeof(int32_t));
+  if (!result) return nullptr;
+  int32_t* out = reinterpret_cast<int32_t*>(PyByteArray_AS_STRING(result));
+  guess(before, in.numbers(2), now.starts, now.rows, out);
+  const int64_t changed = in.count(4) / 2;
+  for (int64_t i = 0; i < changed; ++i) {
+    const int32_t place = in.numbers(4)[i];
+    if (place < 0 || place >= total) {
+      Py_DECREF(result);
+      return wrong_segments();
+    }
+    out[place] = in.numbers(4)[changed + i];
+  }
+  return result;
+}
+
 // The names of all levels built, best first, and whether this machine can run them.
 PyObject* levels(PyObject*, PyObject*) {
   PyObject* result = PyTuple_New(kNumLevels);
@@ -220,6 +335,8 @@ PyMethodDef methods[] = {
     method<rope_and_cache>("rope_and_cache"),
     method<attention>("attention"),
     method<silu_and_mul>("silu_and_mul"),
+    method<segment_changes>("segment_changes"),
+    method<changed_segments>("changed_segments"),
     {"levels", levels, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

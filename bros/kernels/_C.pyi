@@ -1,5 +1,10 @@
 """The compiled kernels (csrc/module.cpp). Pointers are data_ptr() integers, 0 for none."""
 
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.int32]
+
 def levels() -> tuple[tuple[str, bool], ...]: ...
 def rms_norm(
     level: int,
@@ -68,3 +73,9 @@ def attention(
 def silu_and_mul(
     level: int, out: int, gate_up: int, tokens: int, size: int, threads: int, /
 ) -> None: ...
+def segment_changes(
+    before_starts: Numbers, before: Numbers, places: Numbers, starts: Numbers, numbers: Numbers, /
+) -> bytes: ...
+def changed_segments(
+    before_starts: Numbers, before: Numbers, places: Numbers, starts: Numbers, changes: Numbers, /
+) -> bytearray: ...

@@ -5,20 +5,14 @@
                query_start, segment_start       [rows + 1] each, as in AttentionBatch
     tokens     token ids, positions, slots      [tokens] each
     samples    the tokens whose logits are wanted  [samples]
-    changed    which numbers of the segments, and what they are    [changed] each
+    changes    which numbers of the segments, and what they are    [changes] together
     copies     out_device, out_host             [out] each
                back_host, back_device           [back] each
     pending    which tokens, and their sources  [pending] each
 
 Segments are most of a plan, 3,072 bytes per 4,096 tokens of context of a row, and next to none of
 them change from step to step. So both ends guess that each row has what it had in the step before,
-and a message says where that is wrong. Rows that moved together are one stretch, so a guess takes
-as many copies as rows have come, gone, or got another segment:
-
-    step before   [ row a | row b | row c | row d ]
-    now           [ row a | row b x | row d | xxxxxxxxx ]
-                    ---------------   -----   a new row        x: nobody knows it, so it is sent
-                    one stretch     another
+and a message says where that is wrong (kernels/segment_changes.py).
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,9 +31,11 @@ from bros.executor.feed import Pending
 from bros.executor.inputs import StepInputs
 from bros.executor.parallel.ranks import Message
 from bros.kernels.interface import AttentionBatch
+from bros.kernels.segment_changes import changed_segments, segment_changes
 
 _STOP, _STEP, _OPEN_STEP = range(3)  # kinds; an open step may be given up
 _NUMBERS = 2**31  # messages are numbered from 0 up to this, and from 0 again
+_NOTHING = np.zeros(1, np.int32), np.zeros(0, np.int32)  # starts and numbers of no rows
 _NEW = -1  # the place in the step before of a row that was not in it
 
 
@@ -49,7 +45,7 @@ class _Header(NamedTuple):
     rows: int = 0
     tokens: int = 0
     samples: int = 0
-    changed: int = 0
+    changes: int = 0
     out: int = 0
     back: int = 0
     pending: int = 0
@@ -74,43 +70,13 @@ class Step:
     sources: Tensor | None
 
 
-class _Segments:
-    """Those of the last step, as both ends know them."""
-
-    def __init__(self) -> None:
-        self._starts: Message = np.zeros(1, np.int32)
-        self._numbers: Message = np.zeros(0, np.int32)
-
-    def guess(self, places: Message, starts: Message) -> Message:
-        """The numbers of all segments if nothing has changed, zero where nothing is known.
-
-        places, starts: of rows, as in a message.
-        """
-        guessed = np.empty(starts[-1] * SEGMENT_WIDTH, np.int32)
-        if len(places) == 0:
-            return guessed
-        before, shifts = self._numbers, self._starts[places] - starts[:-1]
-        firsts = [0, *(np.flatnonzero(shifts[1:] != shifts[:-1]) + 1).tolist()]
-        begins = (starts[firsts] * SEGMENT_WIDTH).tolist()
-        moved = (shifts[firsts] * SEGMENT_WIDTH).tolist()
-        for begin, end, shift in zip(begins, [*begins[1:], len(guessed)], moved, strict=True):
-            known = before[begin + shift : end + shift]  # none of a new row, less of the last one
-            guessed[begin : begin + len(known)] = known
-            guessed[begin + len(known) : end] = 0
-        return guessed
-
-    def settle(self, starts: Message, numbers: Message) -> None:
-        """What they are. Kept as they are: not to be changed after this."""
-        self._starts, self._numbers = starts, numbers
-
-
 class PlanEncoder:
     """Makes messages for one PlanDecoder each on all other ranks, which must read all of them."""
 
     def __init__(self) -> None:
         self._number = 0
         self._names: list[str] = []
-        self._segments = _Segments()
+        self._starts, self._numbers = _NOTHING
 
     def step(
         self,
@@ -125,9 +91,8 @@ class PlanEncoder:
         attention = inputs.attention
         places, starts = self._places(plan), attention.segment_start.numpy()
         numbers = attention.segments.numpy().reshape(-1)
-        guess = self._segments.guess(places, starts)
-        changed = np.flatnonzero(guess != numbers).astype(np.int32)
-        self._segments.settle(starts, numbers)
+        changes = segment_changes(self._starts, self._numbers, places, starts, numbers)
+        self._starts, self._numbers = starts, numbers
         parts: list[Message | array[int]] = [
             places,
             attention.query_start.numpy(),
@@ -136,8 +101,7 @@ class PlanEncoder:
             inputs.positions.numpy(),
             inputs.slots.numpy(),
             inputs.sample_rows.numpy(),
-            changed,
-            numbers[changed],
+            changes,
         ]
         out = back = waiting = 0
         if plan.copies is not None:
@@ -150,17 +114,18 @@ class PlanEncoder:
             waiting = len(waits)
             parts += [waits, sources[waits]]
         kind = _OPEN_STEP if may_be_given_up else _STEP
-        sizes = (len(places), len(inputs.token_ids), len(inputs.sample_rows), len(changed))
-        return self._message(_Header(0, kind, *sizes, out, back, waiting), parts)
+        sizes = (len(places), len(inputs.token_ids), len(inputs.sample_rows), len(changes))
+        return self._message(parts, kind, *sizes, out, back, waiting)
 
     def stop(self) -> Message:
         """Nothing comes after this."""
-        return self._message(_Header(0, _STOP), [])
+        return self._message([], _STOP)
 
-    def _message(self, header: _Header, parts: Sequence[Message | array[int]]) -> Message:
-        header = header._replace(number=self._number)
+    def _message(self, parts: Sequence[Any], *header: int) -> Message:
+        """parts: arrays of int32; numpy's types do not say that these are buffers."""
+        head = array("i", _Header(self._number, *header))
         self._number = (self._number + 1) % _NUMBERS
-        return np.concatenate([header, *parts], dtype=np.int32, casting="unsafe")
+        return np.frombuffer(bytearray().join([head, *parts]), np.int32)
 
     def _places(self, plan: StepPlan) -> Message:
         """Of each row in the step before."""
@@ -177,7 +142,7 @@ class PlanDecoder:
 
     def __init__(self) -> None:
         self._number = 0
-        self._segments = _Segments()
+        self._starts, self._numbers = _NOTHING
 
     def __call__(self, message: Message) -> Step | None:
         """What is to be computed; None: stop. Tensors may share the message's memory, and must not
@@ -192,10 +157,9 @@ class PlanDecoder:
         query_start, starts = (read.take(header.rows + 1) for _ in range(2))
         token_ids, positions, slots = (read.tensor(header.tokens) for _ in range(3))
         sample_rows = read.tensor(header.samples)
-        numbers = self._segments.guess(places, starts)
-        where = read.take(header.changed)
-        numbers[where] = read.take(header.changed)
-        self._segments.settle(starts, numbers)
+        changes = read.take(header.changes)
+        numbers = changed_segments(self._starts, self._numbers, places, starts, changes)
+        self._starts, self._numbers = starts, numbers
         attention = AttentionBatch(
             torch.from_numpy(query_start),
             torch.from_numpy(starts),
