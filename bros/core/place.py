@@ -11,10 +11,11 @@ from bros.core.errors import ConfigError
 
 
 class Place(NamedTuple):
-    """rank: 0 .. size - 1."""
+    """rank: 0 .. size - 1. attempt: how often torchrun has started all of them anew."""
 
     rank: int
     size: int
+    attempt: int = 0
 
 
 def torchrun_place(environ: Mapping[str, str]) -> Place | None:
@@ -30,7 +31,8 @@ def torchrun_place(environ: Mapping[str, str]) -> Place | None:
             f"torchrun has started {size} ranks on several machines; a model can only be shared by "
             "ranks of one (--nnodes 1)"
         )
-    return Place(rank, size) if size > 1 else None
+    attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return Place(rank, size, attempt) if size > 1 else None
 
 
 def with_ranks(config: Config, place: Place) -> Config:

@@ -46,8 +46,8 @@ class Group:
         """
         if place is None:
             return cls(config)
-        device = device_of_rank(config, *place)
-        return cls(config, TorchRanks.join(device, config.tp_timeout))
+        device = device_of_rank(config, place.rank, place.size)
+        return cls(config, TorchRanks.join(device, config.tp_timeout, attempt=place.attempt))
 
     @property
     def rank(self) -> int:

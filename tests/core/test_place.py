@@ -28,6 +28,8 @@ def test_every_rank_knows_its_place(size: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, size - 1))
     place = torchrun_place(environ(rank, size))
     assert place == Place(rank, size)
+    again = environ(rank, size) | {"TORCHELASTIC_RESTART_COUNT": "3"}
+    assert torchrun_place(again) == Place(rank, size, attempt=3)
     config = Config()
     shared = with_ranks(config, place)
     assert shared.engine == dataclasses.replace(config.engine, tp=size)

@@ -18,7 +18,14 @@ from bros.core.errors import EngineDeadError
 from bros.engine.process_client import ProcessEngineClient
 from bros.executor.model_store import ModelFiles
 from support.process_engine import TINY_ENGINE, ask, tokens_of
-from support.processes import descendants, exists, ranks_below, wait_until_gone
+from support.processes import (
+    LOOPBACK,
+    descendants,
+    exists,
+    listening_at,
+    ranks_below,
+    wait_until_gone,
+)
 from support.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -88,6 +95,12 @@ async def test_ranks_answer_as_one_process_does(
     expected = await tokens_of(alone, ask("alone", max_tokens=24))
     await alone.close()
     assert answers == [expected] * 5
+
+
+async def test_ranks_meet_where_only_this_machine_can_reach_them(
+    client: ProcessEngineClient,
+) -> None:
+    assert listening_at(processes_of(client)) == {LOOPBACK}
 
 
 async def test_whatever_happens_to_a_rank_ends_the_group_and_a_new_one_comes(

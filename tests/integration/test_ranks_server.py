@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,6 +76,13 @@ def lines_until_death(server: ServerProcess, pid: int) -> list[str]:
             if line:
                 lines.append(line)
     return lines
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def error_of(line: str) -> dict[str, Any]:
@@ -154,6 +162,23 @@ def test_under_torchrun_everything_ends_with_any_of_it(model: Path, victim: str)
         else:
             os.kill(parts[victim], signal.SIGKILL)
         wait_until_gone([*group, server.pid], GONE_S)
+
+
+def test_torchrun_starts_everything_again_if_it_is_told_to(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    launcher = (*TORCHRUN, "--max-restarts", "2")
+    options = (str(model), *SMALL, "--port", str(port))
+    with running_server(*options, launcher=launcher) as server:
+        before, health = complete(server), f"{server.url}/health"
+        group = descendants(server.pid)
+        for victim in range(2):
+            os.kill(children(server.pid)[1 - victim], signal.SIGKILL)
+            wait_until_gone(group, GONE_S)
+            wait_until(lambda: answers(health), 120, "everything is back")
+            assert complete(server) == before
+            group = descendants(server.pid)
+    wait_until_gone(group, GONE_S)
 
 
 def test_a_profile_of_ranks_is_measured_and_found_by_as_many(model: Path, tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 from support.server_process import wait_until
+
+LOOPBACK = "0100007F"
+_LISTEN = "0A"
 
 
 def exists(pid: int) -> bool:
@@ -43,6 +47,25 @@ def ranks_below(pid: int) -> dict[int, int]:
         if rank and "bros.engine.process" in command:
             found[int(rank[1])] = child
     return dict(sorted(found.items()))
+
+
+def listening_at(pids: list[int]) -> set[str]:
+    """The addresses at which they take TCP connections, as the system writes them."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                inodes.add(str(link.readlink()))
+    found = set()
+    for line in [
+        line
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+    ]:
+        fields = line.split()
+        if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in inodes:
+            found.add(fields[1].split(":")[0])
+    return found
 
 
 def wait_until_gone(pids: list[int], timeout_s: float) -> None:

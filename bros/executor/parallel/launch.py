@@ -8,8 +8,16 @@ from collections.abc import Mapping, Sequence
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 
 from bros.core.errors import RanksLostError
+from bros.executor.parallel.rendezvous import LoopbackRendezvous
+
+_BACKEND = "loopback"
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 
@@ -19,17 +27,18 @@ def launch_ranks(
 ) -> None:
     """Run `python -m module arguments` in `count` processes of this machine until all have ended.
 
-    They meet at a free port of the loopback device. Once one of them fails, the others are sent
-    SIGTERM, and SIGKILL if they are still there half a minute later. `signals` that reach this
-    process are passed on to them the same way. To be called on the main thread.
+    They meet at a free port of the loopback device (LoopbackRendezvous). Once one of them fails,
+    the others are sent SIGTERM, and SIGKILL if they are still there half a minute later. `signals`
+    that reach this process are passed on to them the same way. To be called on the main thread.
 
     Raises RanksLostError saying which rank failed and how, KeyboardInterrupt after a signal.
     """
     logging.disable(logging.ERROR)  # of the launcher, for which every end is an event of note
+    rendezvous_handler_registry.register(_BACKEND, _meet)
     options = [
-        "--standalone",
+        "--nnodes=1",
         f"--nproc-per-node={count}",
-        "--local-addr=127.0.0.1",
+        f"--rdzv-backend={_BACKEND}",
         f"--signals-to-handle={','.join(signals)}",
         "--module",
         module,
@@ -43,6 +52,10 @@ def launch_ranks(
         raise KeyboardInterrupt from None
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _meet(_: RendezvousParameters) -> RendezvousHandler:
+    return LoopbackRendezvous()
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure]) -> str:

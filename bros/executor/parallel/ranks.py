@@ -25,6 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import RanksLostError
@@ -149,9 +151,18 @@ class TorchRanks:
         self._connect()
 
     @classmethod
-    def join(cls, device: torch.device, timeout_s: float, clock: Clock | None = None) -> TorchRanks:
+    def join(
+        cls,
+        device: torch.device,
+        timeout_s: float,
+        clock: Clock | None = None,
+        *,
+        attempt: int = 0,
+    ) -> TorchRanks:
         """Meet the others, as the variables say that torchrun sets: RANK, WORLD_SIZE,
         MASTER_ADDR and MASTER_PORT. Can be done once in a process.
+
+        attempt: another number than those who have met there before, and are gone.
 
         device: where this rank computes. If it is a GPU, it becomes torch's current one.
         timeout_s: how long a rank waits for another one in the middle of a step.
@@ -160,7 +171,13 @@ class TorchRanks:
         clock = clock or SystemClock()
         start = clock.now()
         try:
-            dist.init_process_group("gloo", timeout=_seconds(_JOIN_TIMEOUT_S))
+            timeout = _seconds(_JOIN_TIMEOUT_S)
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
+            # torchrun keeps its store for those it starts anew, and with it where others were.
+            store = PrefixStore(f"attempt {attempt}", store)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=timeout
+            )
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             sums = _group("nccl" if device.type == "cuda" else "gloo", timeout_s)
