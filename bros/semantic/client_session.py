@@ -18,7 +18,7 @@ from bros.semantic.calls import Program
 from bros.semantic.connection import Connection, connect, refuse_running_loop
 from bros.semantic.current import CURRENT
 from bros.semantic.errors import SessionGoneError
-from bros.semantic.program import Criteria, Perf
+from bros.semantic.program import Criteria, Perf, checked_seconds
 from bros.semantic.session_work import SessionWork
 from bros.semantic.variables import SemanticVariable
 
@@ -213,9 +213,9 @@ class Session:
         """What is asked for, on top of the session's own. Raises ValueError."""
         asked = {
             "perf": None if perf is None else _perf(perf),
-            "deadline_s": deadline,
-            "ttft_s": ttft,
-            "tpot_s": tpot,
+            "deadline_s": checked_seconds("deadline", deadline),
+            "ttft_s": checked_seconds("ttft", ttft),
+            "tpot_s": checked_seconds("tpot", tpot),
         }
         given = {name: value for name, value in asked.items() if value is not None}
         return dataclasses.replace(self._criteria or Criteria(), **given)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ class Cause:
 
 class ConflictError(BrosError):
     """Something is there already, or would wait for itself. code: already_set, already_produced,
-    cyclic, already_exists."""
+    cyclic, already_exists, key_reused."""
 
     def __init__(self, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -87,6 +87,20 @@ class TurnWatcher(Protocol):
         ...
 
 
+class _Heard:
+    """A watcher of which is known whether it was told of any text."""
+
+    def __init__(self, watcher: TurnWatcher) -> None:
+        self.terms = watcher.terms
+        self.accepted = watcher.accepted
+        self._progress = watcher.progress
+        self.any = False
+
+    def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
+        self.any |= output_tokens > 0
+        self._progress(text, cached_tokens, output_tokens)
+
+
 class TurnGenerator:
     """Runs turns, all those of one engine."""
 
@@ -106,14 +120,16 @@ class TurnGenerator:
         """The whole answer. Raises TurnFailedError. Cancelling it stops the engine's work, too."""
         deaths, attempt = 0, 0
         refused_s: float | None = None
+        heard = _Heard(watcher)
         while True:
             attempt += 1
             request_id = asked.request_id if attempt == 1 else f"{asked.request_id}~{attempt}"
             try:
-                return await self._once(request_id, asked, watcher)
+                return await self._once(request_id, asked, heard)
             except EngineDeadError as error:
                 deaths += 1
-                if deaths > self._settings.retries or not _gives_the_same(asked.sampling):
+                again = not heard.any or _gives_the_same(asked.sampling)
+                if deaths > self._settings.retries or not again:
                     raise TurnFailedError(FailedStage.ENGINE, str(error)) from error
                 if not await self._revival.comes():
                     raise TurnFailedError(FailedStage.ENGINE, str(error)) from error

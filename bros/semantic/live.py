@@ -10,7 +10,7 @@ from typing import Any
 
 from bros.core.request import ServiceClass
 from bros.semantic.nodes import Turn, Variable
-from bros.semantic.program import Criteria, SubmittedCall
+from bros.semantic.program import CallSpec, Criteria, SubmittedCall
 from bros.semantic.prompt import Begun, Prompt, Sharing
 from bros.semantic.session import SessionCore
 from bros.semantic.views import PrefixView
@@ -130,7 +130,9 @@ class LiveSession:
     num_plain: int = 0
     only_plain: bool = False
     last_plain: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    answers: dict[str, Sequence[SubmittedCall]] = field(default_factory=dict)
+    answers: dict[str, tuple[Sequence[CallSpec], Sequence[SubmittedCall]]] = field(
+        default_factory=dict
+    )
     gone: str | None = None
 
     @property
@@ -145,9 +147,11 @@ class LiveSession:
     def record(self, call_id: str) -> CallRecord:
         return self.records.setdefault(call_id, CallRecord())
 
-    def remember_answer(self, key: str, answer: Sequence[SubmittedCall]) -> None:
+    def remember_answer(
+        self, key: str, calls: Sequence[CallSpec], answer: Sequence[SubmittedCall]
+    ) -> None:
         """A client that does not get it may ask again."""
-        self.answers[key] = answer
+        self.answers[key] = calls, answer
         if len(self.answers) > _KEPT_ANSWERS:
             del self.answers[next(iter(self.answers))]
 

@@ -28,6 +28,10 @@ class Perf(enum.StrEnum):
     THROUGHPUT = "throughput"
 
 
+_MAX_S = 1e9
+"""Longest time that anybody may ask for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criteria:
     """How soon a value is wanted. Times are seconds; None: the server's defaults, no deadline.
@@ -39,6 +43,19 @@ class Criteria:
     ttft_s: float | None = None
     tpot_s: float | None = None
     deadline_s: float | None = None
+
+
+def checked_seconds(name: str, value: float | None, *, zero: bool = False) -> float | None:
+    """value, before it goes on its way together with what could fail with it.
+
+    zero: whether none at all will do. Raises ValueError in terms of who gave it under that name.
+    """
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and value <= _MAX_S
+    if not is_number or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name} must be seconds, {'0 or more' if zero else 'above 0'}: {value!r}")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

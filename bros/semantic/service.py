@@ -149,11 +149,15 @@ class SessionService:
         key: a name of the client's for these calls. Sent again under one of the latest keys of
         the session, they are not added again, and the answer is the same.
         Raises InvalidRequestError (param such as "requests[2].parameters[0].name"), ConflictError
-        (already_produced, already_set, cyclic), SessionLimitError.
+        (already_produced, already_set, cyclic, key_reused), SessionLimitError.
         """
         session = self._used(tenant, session_id)
         if key is not None and key in session.answers:
-            return session.answers[key]
+            known, answer = session.answers[key]
+            if list(known) != list(calls):
+                message = f"Other calls have come with the key {key!r}."
+                raise ConflictError(message, "key_reused", "key")
+            return answer
         found = self._submitter.read(calls, session.sampling)
         text_chars = sum(submission.text_chars for submission in found)
         if session.text_chars + text_chars > self._settings.max_chars:
@@ -178,7 +182,7 @@ class SessionService:
             for submission in found
         ]
         if key is not None:
-            session.remember_answer(key, answer)
+            session.remember_answer(key, calls, answer)
         return answer
 
     def declare(

@@ -24,7 +24,7 @@ from bros.semantic.errors import (
     UpstreamError,
 )
 from bros.semantic.natives import run_native
-from bros.semantic.program import CallSpec, Criteria, Perf
+from bros.semantic.program import CallSpec, Criteria, Perf, checked_seconds
 from bros.semantic.variables import SemanticVariable
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class SessionWork:
         self, variable: SemanticVariable, criteria: Criteria, timeout_s: float | None
     ) -> str:
         """Send what is not sent and wait for a value."""
+        checked_seconds("timeout", timeout_s, zero=True)
         await self._prepare([variable], criteria)
         return await self._wait(variable, criteria, timeout_s)
 
@@ -118,6 +119,7 @@ class SessionWork:
         self, variables: Sequence[SemanticVariable], criteria: Criteria, timeout_s: float | None
     ) -> list[str]:
         """The same for several, all wanted before the first is waited for."""
+        checked_seconds("timeout", timeout_s, zero=True)
         await self._prepare(variables, criteria)
         try:
             async with asyncio.TaskGroup() as group:

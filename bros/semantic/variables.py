@@ -29,7 +29,8 @@ class SemanticVariable:
     - UpstreamError if the call that produces it, or one that this needs, has failed,
     - GetTimeoutError, SessionGoneError, ServerUnreachableError,
     - InvalidRequestError or ConflictError if the server refused the program,
-    - RuntimeError if there is no session.
+    - RuntimeError if there is no session, ValueError if what they are given makes no sense; then
+      nothing was sent.
 
     perf says what matters (LATENCY, THROUGHPUT, TTFT, TPOT); None: what the session says, or else
     LATENCY. ttft, tpot: objectives in seconds. deadline: seconds from now in which it should be

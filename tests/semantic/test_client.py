@@ -101,6 +101,21 @@ def test_a_program_gives_its_values(session: P.Session) -> None:
     assert first.get() == answer_to("one")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"deadline": -1}, {"deadline": 0}, {"ttft": "soon"}, {"tpot": float("nan")}, {"timeout": -3}],
+    ids=str,
+)
+def test_a_get_that_makes_no_sense_harms_nothing_else(
+    session: P.Session, wrong: dict[str, Any]
+) -> None:
+    first, second = ask("one"), ask("two")
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name} must be seconds"):
+        second.get(**wrong)
+    assert [first.get(), second.get()] == [answer_to("one"), answer_to("two")]
+
+
 def test_only_what_is_wanted_runs(place: Place, session: P.Session) -> None:
     wanted, unwanted = ask("one"), ask("two")
     wanted.get()

@@ -45,6 +45,17 @@ async def test_what_would_come_out_differently_fails_with_the_engine() -> None:
 
 
 @virtually
+async def test_what_nobody_has_heard_of_yet_may_come_out_in_any_way() -> None:
+    desk = Desk()
+    desk.engine.die()
+    desk.submit(call("Say {{output:a}}"))
+    desk.want("a")
+    await asyncio.sleep(5.0)
+    desk.engine.revive()
+    assert await desk.value("a") == echo("Say ")
+
+
+@virtually
 async def test_an_engine_that_dies_too_often_is_given_up() -> None:
     desk = Desk(retries=2)
     (request,) = desk.submit(call("Say {{output:a}}", sampling=GREEDY))

@@ -279,6 +279,22 @@ async def test_a_program_that_comes_again_with_its_key_is_taken_once() -> None:
 
 
 @virtually
+async def test_a_key_is_of_one_program() -> None:
+    desk = Desk()
+    submit = desk.service.submit
+    submit(TENANT, desk.session, [call("A {{output:a}}")], "key")
+    for other in (
+        [call("B {{output:a}}")],
+        [],
+        [call("A {{output:a}}", sampling={"temperature": 0.0})],
+    ):
+        with pytest.raises(ConflictError) as refused:
+            submit(TENANT, desk.session, other, "key")
+        assert (refused.value.code, refused.value.param) == ("key_reused", "key")
+    assert len(desk.service.inspect(TENANT, desk.session).calls) == 1
+
+
+@virtually
 async def test_calls_that_wait_for_each_other_are_refused() -> None:
     desk = Desk()
     with pytest.raises(ConflictError) as refused:
