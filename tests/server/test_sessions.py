@@ -40,7 +40,7 @@ def assert_upstream(response: Any, stage: str) -> dict[str, Any]:
     """The cause of a 424."""
     assert response.status_code == 424, response.text
     error = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code", "cause"}
+    assert error.keys() - {"requests"} == {"message", "type", "param", "code", "cause"}
     assert error["code"] == "upstream_failed"
     assert error["cause"].keys() == {"request_id", "stage", "message", "variable", "name"}
     assert error["cause"]["stage"] == stage
@@ -255,8 +255,28 @@ async def test_a_waiting_submit_fails_with_the_first_failure(
             wait=True,
         )
     )  # fmt: skip
-    assert_upstream(await asyncio.wait_for(waiting, SOON_S), "transform")
+    response = await asyncio.wait_for(waiting, SOON_S)
+    assert_upstream(response, "transform")
     kept.engine.go_on.set()
+    taken = response.json()["error"]["requests"]
+    assert [call["id"] for call in taken] == [
+        call["id"] for call in (await session.graph())["requests"]
+    ]
+    good = ok(await session.look(taken[1]["variables"]["b"], wait="true"))
+    assert good["value"] == "Hello world"
+
+
+async def test_a_waiting_submit_that_takes_too_long_says_what_was_taken(
+    kept: Server, session: SessionClient
+) -> None:
+    kept.engine.hold_after = 0
+    response = await session.submit(template="Go {{output:y}}", wait=True, timeout_s=0.05)
+    assert response.status_code == 504
+    error = response.json()["error"]
+    (call,) = error["requests"]
+    assert error["code"] == "get_timeout"
+    kept.engine.go_on.set()
+    assert ok(await session.look(call["variables"]["y"], wait="true"))["value"] == "Hello world"
 
 
 async def test_variables_are_set_once(session: SessionClient) -> None:

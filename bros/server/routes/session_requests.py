@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -10,9 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bros.core.errors import InvalidRequestError, NotFoundError
-from bros.semantic.errors import ConflictError
+from bros.semantic.errors import ConflictError, GetTimeoutError, UpstreamError
 from bros.semantic.program import CallSpec
 from bros.server.body import read_object, validate
+from bros.server.errors import describe
 from bros.server.interrupts import run_interruptible
 from bros.server.session_access import DEFAULT_WAIT_S, Place, json_reply
 from bros.server.session_messages import FailCall, SubmitCall, SubmitProgram, to_call
@@ -50,7 +52,15 @@ async def submit(request: Request) -> Response:
     values: Sequence[Mapping[str, str] | None] = [None] * len(submitted)
     if program.wait:
         waiting = wait_for_outputs(place, program.calls, submitted, program.timeout_s)
-        values = await run_interruptible(waiting, request.receive, state.stopping)
+        try:
+            values = await run_interruptible(waiting, request.receive, state.stopping)
+        except (UpstreamError, GetTimeoutError) as error:
+            # The calls are there all the same, and what does not need the failed one goes on.
+            taken = [
+                {"id": call.request_id, "variables": dict(call.variables)} for call in submitted
+            ]
+            failed = describe(error)
+            return replace(failed, more={**failed.more, "requests": taken}).to_response()
     reply = [
         SubmittedRequest(
             id=call.request_id,
