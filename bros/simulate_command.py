@@ -64,7 +64,7 @@ def run_simulate(
     key, first = settings.profile.key, settings.scenarios[0]
     warm_up = f", the first {first.warm_up_s:g} s not counted" if first.warm_up_s else ""
     console.print(
-        f"{key.model} ({key.weights}) on {key.device}, {settings.profile.kind} profile; "
+        f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile; "
         f"{first.duration_s:g} s simulated{warm_up}, seed {first.seed}\n"
     )
     print_reports(console, list(zip(settings.scenarios, reports, strict=True)))

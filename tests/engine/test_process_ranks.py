@@ -126,6 +126,22 @@ async def test_whatever_happens_to_a_rank_ends_the_group_and_a_new_one_comes(
         assert await tokens_of(client, ask("after", max_tokens=24)) == before
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+async def test_a_rank_among_three_that_is_killed_in_a_stream_ends_all(
+    files: ModelFiles, rank: int
+) -> None:
+    client = ProcessEngineClient(
+        dataclasses.replace(RANKS, tp=3), files, log_level="error", restart=False
+    )
+    await client.start()
+    group, ranks = processes_of(client), ranks_below(os.getpid())
+    assert list(ranks) == [0, 1, 2]
+    reason = await lose_in_a_stream(client, ranks[rank], signal.SIGKILL)
+    assert re.search(f"rank {rank} was ended by SIGKILL|does not answer", reason)
+    await gone(group)
+    await client.close()
+
+
 async def test_a_rank_that_hangs_as_soon_as_it_is_ready_is_noticed(
     client: ProcessEngineClient,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -148,6 +149,23 @@ def test_options_without_effect_are_named_for_each_policy(
         f"bros: warning: {unused}: without effect, --policy {policy} has no use for it"
         for policy, unused in lines.items()
     ]
+
+
+def test_a_profile_of_several_ranks_is_simulated_as_any_other(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = dataclasses.replace(KEY, tp=3)
+    shared = Profile(key=key, kind="measured", model=STEPS, kv_capacity_tokens=64_000).save(
+        tmp_path
+    )
+    assert shared != profile
+    found = [
+        run_json(tmp_path / "out.json", *QUICK, "--profile", str(path))
+        for path in (profile, shared)
+    ]
+    digests = [[run["results"]["digest"] for run in each["runs"]] for each in found]
+    assert digests[0] == digests[1]
+    assert "3 ranks" in capsys.readouterr().out
 
 
 def test_steps_given_up_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
