@@ -35,7 +35,8 @@ from bros.scheduler.cost_model import CostModel
 from bros.scheduler.profiles import profile_folders
 from support.prompts import FAMILIES, PROMPTS
 
-pytestmark = pytest.mark.slow
+# Some take two minutes on an idle machine, and more than the usual limit beside other work.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NEW_TOKENS = 64
 MARGIN = 1e-3
