@@ -58,5 +58,5 @@ class LoopbackRendezvous(RendezvousHandler):
         return self.get_backend()
 
     def shutdown(self) -> bool:
-        self._closed = True
+        self.set_closed()
         return True

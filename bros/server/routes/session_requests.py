@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.errors import ConflictError, GetTimeoutError, UpstreamError
-from bros.semantic.program import CallSpec
+from bros.semantic.program import CallSpec, SubmittedCall
 from bros.server.body import read_object, validate
 from bros.server.errors import describe
 from bros.server.interrupts import run_interruptible
@@ -56,12 +56,18 @@ async def submit(request: Request) -> Response:
             values = await run_interruptible(waiting, request.receive, state.stopping)
         except (UpstreamError, GetTimeoutError) as error:
             # The calls are there all the same, and what does not need the failed one goes on.
-            taken = [
-                {"id": call.request_id, "variables": dict(call.variables)} for call in submitted
-            ]
+            taken = [reply.model_dump(exclude_none=True) for reply in _replies(submitted, values)]
             failed = describe(error)
             return replace(failed, more={**failed.more, "requests": taken}).to_response()
-    reply = [
+    replies = _replies(submitted, values)
+    text = SubmittedRequests(requests=replies).model_dump_json(exclude_none=True)
+    return Response(text, media_type="application/json")
+
+
+def _replies(
+    submitted: Sequence[SubmittedCall], values: Sequence[Mapping[str, str] | None]
+) -> list[SubmittedRequest]:
+    return [
         SubmittedRequest(
             id=call.request_id,
             variables=dict(call.variables),
@@ -69,8 +75,6 @@ async def submit(request: Request) -> Response:
         )
         for call, found in zip(submitted, values, strict=True)
     ]
-    text = SubmittedRequests(requests=reply).model_dump_json(exclude_none=True)
-    return Response(text, media_type="application/json")
 
 
 async def cancel(request: Request) -> Response:
