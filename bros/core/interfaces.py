@@ -24,6 +24,30 @@ class Grouping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What work costs an engine beside other work, in seconds, by its cost model.
+
+    constant_s: of a step. token_s: of a token of a prompt. pair_s: of a token of a prompt for each
+    token before it. row_s, context_s: of a token of an answer, and for each token before it.
+    """
+
+    constant_s: float = 0.0
+    token_s: float = 1e-4
+    pair_s: float = 0.0
+    row_s: float = 1e-3
+    context_s: float = 0.0
+
+    def prefill_s(self, tokens: int, context: int = 0) -> float:
+        """`tokens` of a prompt, after `context` that are cached."""
+        return tokens * (self.token_s + self.pair_s * (context + tokens / 2))
+
+    def decode_s(self, tokens: float, context: int, rows: float = 1.0) -> float:
+        """`tokens` of an answer after `context`, in steps of so many rows."""
+        each = self.constant_s / max(1.0, rows) + self.row_s
+        return tokens * (each + self.context_s * context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Facts about a running engine that never change while it runs.
 
@@ -48,6 +72,31 @@ class EngineInfo:
     default_slo: Slo = Slo(ttft_s=0.4, tpot_s=0.2)
     grouping: Grouping | None = None
     tp: int = 1
+    prices: Prices | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """What an engine tells whoever watches it: what it has cached, and how busy it is.
+
+    version: goes up by one with each. kept: (request id, tokens) of requests of which this has
+    changed: so many of the first tokens of prompt and answer are cached, counted as far as the
+    last block that this request was the first to compute; blocks that it found belong to whoever
+    computed them. What has nothing more of its own is in one last notice, with the tokens
+    before that. full: `kept` is everything, and what is not in it is not there: a digest.
+    Applied twice, in any order, or not at all, notices lead to the same once the next digest is in.
+    running, waiting: requests. used_blocks, cached_blocks: KV blocks that requests have, and those
+    that nobody has but that can be found. slowdown: steps take so many times what is predicted.
+    """
+
+    version: int
+    full: bool = False
+    kept: tuple[tuple[str, int], ...] = ()
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,3 +324,12 @@ class EngineClient(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class WatchableClient(EngineClient, Protocol):
+    """One that tells what its engine has cached, for whoever has several to choose from."""
+
+    def watch(self, listener: Callable[[Notice], None]) -> None:
+        """Have `listener` told every notice from now on, and from every engine that comes up
+        later: its versions begin at 1 again, with a digest. Call it in the event loop, once."""
+        ...

@@ -205,6 +205,8 @@ class EngineRequest:
     fill: the prompt is computed and cached, and that is all: no token is chosen, the only output
     has finish_reason LENGTH. Whole blocks are cached, so what fills none is not computed, and
     nothing is if there is no prefix cache.
+    resumed: so many tokens at the end of the prompt are the answer's first ones, which another
+    engine gave before it was lost. They count as output everywhere (max_tokens, penalties, seeds).
     `sampling.n` and `sampling.stop` are the client's business (it submits n requests and
     matches stop strings on text); the engine knows token ids only.
     """
@@ -219,6 +221,7 @@ class EngineRequest:
     cache_salt: str = ""
     fill: bool = False
     hints: Hints = NO_HINTS
+    resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
