@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from support.ray_cluster import local_ray
 
 # Examples are the same in every run, so that a failure is about the code and not about luck.
 settings.register_profile(
@@ -35,6 +38,8 @@ _NEEDS = {
     "engine/test_messages.py": "msgspec",
     "engine/test_process_client.py": "zmq",
     "engine/test_process_ranks.py": "zmq",
+    "engine/test_wire.py": "zmq",
+    "engine/test_ray_client.py": "zmq",
 }
 collect_ignore = [file for file, name in _NEEDS.items() if importlib.util.find_spec(name) is None]
 
@@ -44,6 +49,15 @@ NO_CUDA = "no CUDA device"
 # triton is imported, by whichever test is first.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """Of a Ray instance of this machine with two CPUs."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    with local_ray() as address:
+        yield address
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

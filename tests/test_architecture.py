@@ -35,7 +35,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 TOP = len(LEVELS) - 1
 
 SERVER_ONLY = ("bros/server/", "bros/cli.py")
-WIRE_ONLY = ("bros/engine/ipc", "bros/engine/process_client.py")
+WIRE_ONLY = ("bros/engine/ipc", "bros/engine/supervised_client.py", "bros/engine/ray_client.py")
 CONFINED = {  # library -> where it may be imported
     "torch": ("bros/kernels/", "bros/executor/", "bros/server/build.py"),
     "triton": ("bros/kernels/",),
@@ -47,6 +47,7 @@ CONFINED = {  # library -> where it may be imported
     "prometheus_client": SERVER_ONLY,
     "zmq": WIRE_ONLY,
     "msgspec": WIRE_ONLY,
+    "ray": ("bros/engine/ray_cluster.py",),
     "sqlalchemy": ("bros/batch/",),
     "alembic": ("bros/batch/",),
     "time": ("bros/core/clock.py",),
@@ -54,9 +55,12 @@ CONFINED = {  # library -> where it may be imported
     "uuid": (),
 }
 STDLIB_ONLY = "bros/core/"
-# The second is told by torchrun which rank it is. The third sets what libgomp reads when torch is
-# loaded, which is too early for an argument.
-MAY_READ_ENVIRONMENT = ("bros/cli.py", "bros/engine/process.py", "bros/executor/__init__.py")
+# The second is told by torchrun which rank it is. The others set what libgomp reads when torch is
+# loaded, and Ray when it starts a cluster, for which there are no arguments.
+MAY_READ_ENVIRONMENT = (
+    *("bros/cli.py", "bros/engine/process.py", "bros/executor/__init__.py"),
+    "bros/engine/ray_cluster.py",
+)
 MAY_DRAW_ENTROPY = ("bros/engine/local.py", "bros/server/build.py")
 
 # (file, name) of state outside objects that an interface from elsewhere asks for.

@@ -1,9 +1,10 @@
-"""Messages over ZeroMQ: one PUSH/PULL pair of unix sockets per engine process.
+"""Messages over ZeroMQ: one PUSH/PULL pair of sockets per engine process.
 
     server process                                  engine process
     PUSH (bind)   folder/commands   ------------->  PULL (connect)
     PULL (bind)   folder/replies    <-------------  PUSH (connect)
 
+On another machine the folder has a file instead of sockets, which says where those are (Wire).
 A message is two frames: the index of its type in COMMANDS or REPLIES, and msgpack. Nothing is
 ever dropped for want of buffer (no high-water mark); order is kept in each direction.
 """
@@ -11,15 +12,25 @@ ever dropped for want of buffer (no high-water mark); order is kept in each dire
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import os
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from bros.engine.messages import COMMANDS, REPLIES, Alive, Command, Failed, Reply
+
+_WIRE = "wire.json"
+
+_HEARTBEAT_MS = 2000
+"""How often the ends on two machines look whether the other is still there, and for how long."""
 
 
 class Codec:
@@ -57,18 +68,44 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     return socket
 
 
-def command_address(folder: Path) -> str:
-    return f"ipc://{folder}/commands"
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Where the server listens. server_key: its public key (CURVE), where others could listen in:
+    who does not know it cannot connect; empty: nothing is encrypted."""
 
+    commands: str
+    replies: str
+    server_key: str = ""
 
-def reply_address(folder: Path) -> str:
-    return f"ipc://{folder}/replies"
+    @classmethod
+    def of(cls, folder: Path) -> Wire:
+        """What the folder's file says; without one, sockets in the folder itself."""
+        try:
+            return cls(**json.loads((folder / _WIRE).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return cls(f"ipc://{folder}/commands", f"ipc://{folder}/replies")
+
+    def write(self, folder: Path) -> None:
+        """Before the process is started. The folder is readable by its owner only."""
+        (folder / _WIRE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    def connect(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str
+    ) -> zmq.Socket[bytes]:
+        """A socket of the engine's end; messages wait in it until the server is there."""
+        socket = open_socket(context, kind)
+        if self.server_key:
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.curve_serverkey = self.server_key.encode()
+            socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.connect(address)
+        return socket
 
 
 def _connect_replies(context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> zmq.Socket[bytes]:
-    replies = open_socket(context, zmq.PUSH)
+    wire = Wire.of(folder)
+    replies = wire.connect(context, zmq.PUSH, wire.replies)
     replies.setsockopt(zmq.LINGER, 1000)  # the last words, such as why it failed
-    replies.connect(reply_address(folder))
     return replies
 
 
@@ -79,14 +116,17 @@ def send_last_words(folder: Path, reason: str) -> None:
 
 
 @contextlib.contextmanager
-def signs_of_life(folder: Path, every_s: float) -> Iterator[None]:
-    """Tell the server all the time within the block, on a thread, that this process runs."""
+def signs_of_life(folder: Path, every_s: float, *, host: bool = False) -> Iterator[None]:
+    """Tell the server all the time within the block, on a thread, that this process runs.
+
+    host: it is not the engine's, but the one that has started it on another machine.
+    """
     ended = threading.Event()
 
     def tell() -> None:
         with zmq.Context() as context, _connect_replies(context, folder) as replies:
             while not ended.wait(every_s):
-                replies.send_multipart(reply_codec().encode(Alive()))
+                replies.send_multipart(reply_codec().encode(Alive(host)))
 
     thread = threading.Thread(target=tell, name="signs-of-life", daemon=True)
     thread.start()
@@ -102,9 +142,14 @@ class ZmqTransport:
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context()
-        self._commands = open_socket(self._context, zmq.PULL)
-        self._commands.connect(command_address(folder))
+        wire = Wire.of(folder)
+        self._commands = wire.connect(self._context, zmq.PULL, wire.commands)
         self._replies = _connect_replies(self._context, folder)
+        self._remote = bool(wire.server_key)
+        if self._remote:
+            # What has been handed over when a connection breaks is lost, and nobody would know.
+            for socket in (self._commands, self._replies):
+                _end_when_cut(socket)
         self._decoder, self._encoder = command_codec(), reply_codec()
 
     def receive(self, *, wait: bool) -> Iterable[Command]:
@@ -123,6 +168,21 @@ class ZmqTransport:
 
     def close(self) -> None:
         """Close after unsent replies are out, or after a second."""
+        if self._remote:
+            for socket in (self._commands, self._replies):
+                socket.disable_monitor()
         self._commands.close()
         self._replies.close()
         self._context.term()
+
+
+def _end_when_cut(socket: zmq.Socket[bytes]) -> None:
+    """End this process once the connection of `socket` breaks, until its monitor is disabled."""
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
+
+    def wait() -> None:
+        with monitor, contextlib.suppress(zmq.ZMQError):  # raised once it is disabled
+            if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                os._exit(1)
+
+    threading.Thread(target=wait, name="connection", daemon=True).start()

@@ -35,6 +35,11 @@ class Launch:
     def files(self) -> ModelFiles:
         return ModelFiles(folder=Path(self.model_folder), name=self.model_name)
 
+    @property
+    def module(self) -> str:
+        """Which is to be run, with the folder as its argument."""
+        return "bros.engine.launcher" if self.starts_ranks else "bros.engine.process"
+
     def write(self, folder: Path) -> None:
         """Before the process is started."""
         (folder / _FILE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")

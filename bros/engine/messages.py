@@ -140,7 +140,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Every so often from rank 0 of several, whatever it is doing: its process is not stopped."""
+    """Every so often from rank 0 of several, whatever it is doing: its process is not stopped.
+
+    host: from the process that has started the engine on another machine.
+    """
+
+    host: bool = False
 
 
 Command = Submit | Abort | AskStats | AskTrace | Shutdown | Promote | Release

@@ -1,0 +1,221 @@
+"""What clients of engines in other processes have in common: they watch them, restart them, and
+talk to them over ZeroMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from bros.core.errors import EngineDeadError
+from bros.engine.client import MessageClient
+from bros.engine.ipc import Wire, command_codec, open_socket, reply_codec
+from bros.engine.launch import SIGNS
+from bros.engine.messages import Alive, Command, Failed, Ready, Shutdown
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILURES = 3
+_BACK_OFF_S = 1.0
+"""Starts that fail in a row, and the pause after each, longer every time."""
+
+_DRAIN_MS = 100
+"""How long to look for messages of a process that has ended."""
+
+
+class Signs:
+    """Signs of life of one process, from the first one on."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._every_s = timeout_s / SIGNS
+        self._missed: int | None = None
+
+    def seen(self) -> None:
+        self._missed = 0
+
+    async def end(self) -> None:
+        """Returns once none has come for timeout_s."""
+        while self._missed is None or self._missed < SIGNS:
+            # In turns, so that what has come while this process was stopped is read between two.
+            await asyncio.sleep(self._every_s)
+            if self._missed is not None:
+                self._missed += 1
+
+
+class SupervisedClient(MessageClient, ABC):
+    """Starts, watches and talks to one engine.
+
+    When it dies, everything open fails at once with EngineDeadError. Then it is started again if
+    `restart`. Without `restart`, when it does not come up the first time, or three times in a
+    row later, `on_final_death` is called with the reason.
+    """
+
+    def __init__(
+        self,
+        *,
+        restart: bool,
+        on_final_death: Callable[[str], None],
+        grace_s: float,
+        rank_signs_s: float | None = None,
+    ) -> None:
+        """grace_s: how long the engine may take to end after Shutdown before it is killed.
+        rank_signs_s: its first rank is taken for dead after so long without a sign of life."""
+        super().__init__(self._post)
+        self._restart = restart
+        self._on_final_death = on_final_death
+        self._grace_s = grace_s
+        self._rank_signs_s = rank_signs_s
+        self._encoder, self._decoder = command_codec(), reply_codec()
+        self._context = zmq.Context()
+        self._push: zmq.Socket[bytes] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._closing = False
+        self._new_life()
+
+    @abstractmethod
+    async def _run_once(self) -> str:
+        """One life of the engine, from its start to its end; returns why it ended."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End the engine if it runs, whatever it is doing."""
+
+    async def start(self) -> None:
+        """Start the engine and wait until the model is loaded.
+
+        Raises EngineDeadError with the reason if it does not come up.
+        """
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        try:
+            await self.wait_ready()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Ask the engine to end, kill it if it does not within seconds, and clean up."""
+        self._closing = True
+        if self._supervisor is not None:
+            if self._alive:
+                self._post(Shutdown())
+                await asyncio.wait([self._supervisor], timeout=self._grace_s)
+            if not self._supervisor.done():
+                self._kill()
+                await self._supervisor
+        self.on_death("The server is shutting down.")
+        self._context.destroy(linger=0)
+
+    async def _supervise(self) -> None:
+        has_been_up, failures = False, 0
+        while not self._closing:
+            self._new_life()
+            try:
+                reason = await self._run_once()
+            except Exception as error:  # no folder, no socket or no process
+                reason = f"The engine could not be started: {error}"
+            self.on_death(reason)
+            if self._closing:
+                return
+            logger.error("%s", reason)
+            has_been_up = has_been_up or self._came_up
+            failures = 0 if self._came_up else failures + 1
+            if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
+                self._on_final_death(reason)
+                return
+            logger.warning("restarting the engine")
+            await asyncio.sleep(failures * _BACK_OFF_S)
+
+    def _new_life(self) -> None:
+        self._last_words, self._came_up = "", False
+        self._rank_signs = Signs(self._rank_signs_s) if self._rank_signs_s else None
+        self._host_signs: Signs | None = None
+
+    def _listen(self, stack: AsyncExitStack, wire: Wire, secret: bytes = b"") -> Receiver:
+        """Open this end of the connection, until `stack` is closed. secret: the key that belongs to
+        the wire's."""
+        self._push = stack.enter_context(open_socket(self._context, zmq.PUSH))
+        pull = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        stack.callback(pull.close, linger=0)
+        pull.set_hwm(0)
+        sockets: tuple[zmq.Socket[Any], zmq.Socket[Any]] = (self._push, pull)
+        for socket, address in zip(sockets, (wire.commands, wire.replies), strict=True):
+            if secret:
+                socket.curve_server, socket.curve_secretkey = True, secret
+            socket.bind(address)
+        commands, replies = (socket.get_string(zmq.LAST_ENDPOINT) for socket in sockets)
+        receiver = Receiver(pull, self._take, Wire(commands, replies, wire.server_key))
+        stack.push_async_callback(receiver.close)
+        if self._rank_signs is not None:
+            words = f"Rank 0 has not answered for {self._rank_signs_s:g} s."
+            self._watch(stack, self._rank_signs, words)
+        return receiver
+
+    def _watch(self, stack: AsyncExitStack, signs: Signs, last_words: str) -> None:
+        """Kill what gives no signs of life any more, until `stack` is closed.
+
+        Of ranks, the others notice if the first one hangs within a step, but not between two.
+        """
+
+        async def watch() -> None:
+            await signs.end()
+            self._last_words = last_words
+            self._kill()
+
+        stack.push_async_callback(_cancel, asyncio.create_task(watch(), name="engine-watch"))
+
+    def _take(self, frames: list[bytes]) -> None:
+        message = self._decoder.decode(frames)
+        if isinstance(message, Ready):
+            self._came_up = True
+        elif isinstance(message, Failed):
+            self._last_words = self._last_words or message.message
+        if isinstance(message, Ready | Alive):
+            of_host = isinstance(message, Alive) and message.host
+            signs = self._host_signs if of_host else self._rank_signs
+            if signs is not None:
+                signs.seen()
+        self.on_reply(message)  # type: ignore[arg-type]
+
+    def _post(self, command: Command) -> None:
+        if self._push is None:
+            raise EngineDeadError("The engine has not been started.")
+        # Without a peer it is dropped: the supervisor is about to fail everything that is open.
+        with contextlib.suppress(zmq.Again):
+            self._push.send_multipart(self._encoder.encode(command), zmq.NOBLOCK)
+
+
+class Receiver:
+    """Reads what an engine says, on a task of its own."""
+
+    def __init__(
+        self, pull: zmq.asyncio.Socket, take: Callable[[list[bytes]], None], wire: Wire
+    ) -> None:
+        self.wire = wire  # with the ports that were free
+        self._pull = pull
+        self._take = take
+        self._task = asyncio.create_task(self._run(), name="engine-replies")
+
+    async def drain(self) -> None:
+        """Take what an engine said before it ended."""
+        self._task.cancel()
+        while await self._pull.poll(_DRAIN_MS):
+            self._take(await self._pull.recv_multipart())
+
+    async def close(self) -> None:
+        await _cancel(self._task)
+
+    async def _run(self) -> None:
+        while True:
+            self._take(await self._pull.recv_multipart())
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
