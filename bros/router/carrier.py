@@ -14,7 +14,7 @@ from collections import OrderedDict
 from bros.core.errors import BrosError, EngineDeadError, OverloadedError, QueueFullError
 from bros.core.interfaces import RequestStream
 from bros.core.request import FinishReason, RequestOutput
-from bros.router.replica import Replica, Routed
+from bros.router.member import Member, Routed
 from bros.router.roster import Roster
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Carrier:
 
     def __init__(self, roster: Roster) -> None:
         self.open: dict[str, Routed] = {}
-        self.ended: OrderedDict[str, Replica] = OrderedDict()
+        self.ended: OrderedDict[str, Member] = OrderedDict()
         self.continued = 0
         self.moved = 0
         self.closing: str | None = None
@@ -68,7 +68,7 @@ class Carrier:
 
         patient: it was accepted once, so wait for as long as a replica may come to take it.
         """
-        refused: dict[Replica, QueueFullError | OverloadedError] = {}
+        refused: dict[Member, QueueFullError | OverloadedError] = {}
         while True:
             item.moving = False
             try:
@@ -96,7 +96,7 @@ class Carrier:
                 await asyncio.sleep(max(soonest.retry_after_s, _LEAST_WAIT_S))
                 refused.clear()
 
-    async def _catch_up(self, item: Routed, replica: Replica) -> None:
+    async def _catch_up(self, item: Routed, replica: Member) -> None:
         """Tell the engine what was said of a request while it was accepted, or elsewhere."""
         if item.promoted is not None:
             await replica.client.promote(item.id, item.promoted)
@@ -184,7 +184,7 @@ class Carrier:
             item.suspect = False
             self._suspects.release()
 
-    def _remember(self, request_id: str, replica: Replica) -> None:
+    def _remember(self, request_id: str, replica: Member) -> None:
         self.ended[request_id] = replica
         if len(self.ended) > _REMEMBERED:
             self.ended.popitem(last=False)

@@ -21,7 +21,7 @@ from bros.core.request import EngineRequest, Slo
 from bros.engine.client import OutputStream
 from bros.router.carrier import Carrier
 from bros.router.fleet import Fleet
-from bros.router.replica import Replica, ReplicaStatus, Restart, Routed
+from bros.router.member import Member, ReplicaStatus, Restart, Routed
 from bros.router.roster import Roster
 from bros.router.totals import total_info, total_stats
 
@@ -202,7 +202,7 @@ class RouterClient:
         """Send requests to a replica again. Raises NotFoundError."""
         self._roster.set_draining(self._roster.find(number), False)
 
-    async def _restart(self, replica: Replica) -> None:
+    async def _restart(self, replica: Member) -> None:
         assert replica.restart is not None
         await self._roster.emptied(replica)
         if not replica.draining or replica.gone:
@@ -224,10 +224,10 @@ class RouterClient:
         return dataclasses.replace(request, sampling=seeded)
 
     @property
-    def _replicas(self) -> Sequence[Replica]:
+    def _replicas(self) -> Sequence[Member]:
         return list(self._roster.replicas.values())
 
-    def _where(self, request_id: str) -> Sequence[Replica]:
+    def _where(self, request_id: str) -> Sequence[Member]:
         """Where a request is or was: all, if nothing is known."""
         item = self._carrier.open.get(request_id)
         replica = item.replica if item is not None else self._carrier.ended.get(request_id)
@@ -239,7 +239,7 @@ class RouterClient:
         task.add_done_callback(self._chores.discard)
 
 
-async def _update_stats(replica: Replica) -> None:
+async def _update_stats(replica: Member) -> None:
     try:
         async with asyncio.timeout(_STATS_TIMEOUT_S):
             replica.stats = await replica.client.stats()

@@ -17,7 +17,7 @@ from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError, InvalidRequestError, NotFoundError
 from bros.core.interfaces import Notice, WatchableClient
 from bros.router.fleet import Fleet
-from bros.router.replica import Replica, ReplicaState, Restart, Routed
+from bros.router.member import Member, ReplicaState, Restart, Routed
 from bros.router.totals import counters, total_stats
 
 logger = logging.getLogger(__name__)
@@ -30,12 +30,12 @@ class Roster:
     """Create it inside a running event loop."""
 
     def __init__(self, fleet: Fleet, clock: Clock) -> None:
-        self.replicas: dict[int, Replica] = {}
+        self.replicas: dict[int, Member] = {}
         self.none_left = "No replica was started."
         self._fleet = fleet
         self._clock = clock
-        self._by_key: dict[int, Replica] = {}
-        self._arrivals: list[tuple[Routed, Collection[Replica]]] = []
+        self._by_key: dict[int, Member] = {}
+        self._arrivals: list[tuple[Routed, Collection[Member]]] = []
         self._homeless: list[Routed] = []
         self._emptied: dict[int, asyncio.Event] = {}
         self._routing: asyncio.Handle | None = None
@@ -43,16 +43,16 @@ class Roster:
 
     # Which replicas there are
 
-    def add(self, client: WatchableClient, name: str, restart: Restart | None) -> Replica:
+    def add(self, client: WatchableClient, name: str, restart: Restart | None) -> Member:
         """One more. It takes requests as soon as it is up."""
         number = len(self.replicas)
-        replica = Replica(number, name or f"replica-{number}", client, restart)
+        replica = Member(number, name or f"replica-{number}", client, restart)
         self.replicas[number] = replica
         client.watch(functools.partial(self._on_notice, replica))
         self.look()
         return replica
 
-    def find(self, number: int) -> Replica:
+    def find(self, number: int) -> Member:
         """Raises NotFoundError."""
         if number not in self.replicas:
             message = f"There is no replica {number}; there are {len(self.replicas)}, from 0 on."
@@ -69,7 +69,7 @@ class Roster:
             elif replica.key is not None and not replica.client.alive:
                 self.lose(replica)
 
-    def lose(self, replica: Replica) -> None:
+    def lose(self, replica: Member) -> None:
         """Its engine is no more. What was open there hears so from its stream."""
         if replica.key is None:
             return
@@ -84,7 +84,7 @@ class Roster:
             before = [replica.stats_before, counters(replica.stats)]
             replica.stats, replica.stats_before = None, total_stats((), before)
 
-    def give_up(self, replica: Replica, reason: str) -> None:
+    def give_up(self, replica: Member, reason: str) -> None:
         """It does not come back."""
         self.lose(replica)
         replica.gone = True
@@ -96,7 +96,7 @@ class Roster:
             for other in left:
                 self.set_draining(other, False)
 
-    def set_draining(self, replica: Replica, draining: bool) -> None:
+    def set_draining(self, replica: Member, draining: bool) -> None:
         """Nothing new goes there, or it does again. Raises InvalidRequestError if nothing would
         go anywhere."""
         if draining and not any(
@@ -112,7 +112,7 @@ class Roster:
         if replica.takes:
             self._bring_home()
 
-    async def emptied(self, replica: Replica) -> None:
+    async def emptied(self, replica: Member) -> None:
         """Wait until nothing is open there."""
         while replica.open:
             await self._emptied.setdefault(replica.number, asyncio.Event()).wait()
@@ -128,8 +128,8 @@ class Roster:
     # Which request is where
 
     def place(
-        self, item: Routed, avoid: Collection[Replica], *, patient: bool
-    ) -> asyncio.Future[Replica]:
+        self, item: Routed, avoid: Collection[Member], *, patient: bool
+    ) -> asyncio.Future[Member]:
         """Who serves it, decided together with all others that come in this turn of the loop.
 
         avoid: who has just refused it. patient: wait if nobody takes requests now.
@@ -142,7 +142,7 @@ class Roster:
             self._routing = asyncio.get_running_loop().call_soon(self._route)
         return item.placed
 
-    def others_take(self, than: Collection[Replica]) -> bool:
+    def others_take(self, than: Collection[Member]) -> bool:
         return any(other.takes and other not in than for other in self.replicas.values())
 
     def begun(self, item: Routed, cached_tokens: int) -> None:
@@ -180,7 +180,7 @@ class Roster:
             if avoid:
                 self._decide([item], avoid if self.others_take(avoid) else ())
 
-    def _decide(self, items: Sequence[Routed], avoid: Collection[Replica] = ()) -> None:
+    def _decide(self, items: Sequence[Routed], avoid: Collection[Member] = ()) -> None:
         if not items:
             return
         keys = frozenset(replica.key for replica in avoid if replica.key is not None)
@@ -208,7 +208,7 @@ class Roster:
         if self._arrivals and self._routing is None:
             self._routing = asyncio.get_running_loop().call_soon(self._route)
 
-    def _come_up(self, replica: Replica) -> None:
+    def _come_up(self, replica: Member) -> None:
         replica.info = replica.client.info
         replica.key = self._fleet.add(replica.facts(), self._clock.now())
         self._by_key[replica.key] = replica
@@ -219,7 +219,7 @@ class Roster:
         if replica.lost and replica.state is ReplicaState.UP:
             logger.warning("%s is back", replica.name)
 
-    def _on_notice(self, replica: Replica, notice: Notice) -> None:
+    def _on_notice(self, replica: Member, notice: Notice) -> None:
         if replica.key is None:
             self.look()  # it may be the first sign of life
         if replica.key is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 from collections.abc import Awaitable, Callable
@@ -29,7 +30,7 @@ from bros.core.request import (
     Slo,
 )
 from bros.router.client import RouterClient
-from bros.router.replica import ReplicaState
+from bros.router.member import ReplicaState
 from bros.simulator.virtual_loop import LoopClock, run_virtual
 from support.mortal_engine import STEP_S, MortalEngine, foretold
 from support.turn_fleet import TurnFleet
@@ -480,61 +481,63 @@ HAPPENINGS = st.tuples(
 )
 
 
+async def happen(group: Group, what: str, whom: int, name: str) -> None:
+    """One of HAPPENINGS. name: of a request."""
+    engine, number = group.engines[whom % 3], whom % 3
+    if what == "die":
+        engine.die()
+    elif what == "start" and not engine.alive:
+        engine.start()
+    elif what == "refuse":
+        engine.refusals.append(QueueFullError(1, 0.05))
+    elif what == "abort":
+        await group.client.abort(name)
+    elif what == "promote":
+        await group.client.promote(name, Slo())
+    elif what == "resume":
+        group.client.resume(number)
+    elif what in ("drain", "move"):
+        with contextlib.suppress(InvalidRequestError):  # the last one
+            group.client.drain(number, move=what == "move")
+
+
+async def recover(group: Group) -> None:
+    """So that what waits for a replica has one in the end."""
+    await asyncio.sleep(1)
+    for number, engine in enumerate(group.engines):
+        group.client.resume(number)
+        if not engine.alive:
+            engine.start()
+
+
 async def live_through(
     requests: list[tuple[int, EngineRequest]], happenings: list[tuple[str, int, int]]
 ) -> None:
     group = Group(3)
-    aborted: set[str] = set()
-    client, engines, names = group.client, group.engines, [f"r{n}" for n in range(len(requests))]
 
     async def one(turn: int, request: EngineRequest) -> list[RequestOutput] | None:
         await asyncio.sleep(turn * STEP_S)
         try:
-            return await collect(client, request)
+            return await collect(group.client, request)
         except (EngineDeadError, QueueFullError):
             return None  # not accepted: nothing was given
 
-    async def happen(what: str, turn: int, whom: int) -> None:
+    async def later(what: str, turn: int, whom: int) -> None:
         await asyncio.sleep((turn + 0.3) * STEP_S)
-        engine, name = engines[whom % 3], names[whom % len(names)]
-        if what == "die":
-            engine.die()
-        elif what == "start" and not engine.alive:
-            engine.start()
-        elif what == "refuse":
-            engine.refusals.append(QueueFullError(1, 0.05))
-        elif what == "abort":
-            aborted.add(name)
-            await client.abort(name)
-        elif what == "promote":
-            await client.promote(name, Slo())
-        elif what == "resume":
-            client.resume(whom % 3)
-        elif what in ("drain", "move"):
-            try:
-                client.drain(whom % 3, move=what == "move")
-            except InvalidRequestError:
-                pass
-
-    async def recovery() -> None:
-        await asyncio.sleep(1)
-        for number, engine in enumerate(engines):
-            client.resume(number)
-            if not engine.alive:
-                engine.start()
+        await happen(group, what, whom, f"r{whom % len(requests)}")
 
     made = [
-        (turn, dataclasses.replace(request, request_id=name))
-        for name, (turn, request) in zip(names, requests, strict=True)
+        (turn, dataclasses.replace(request, request_id=f"r{n}"))
+        for n, (turn, request) in enumerate(requests)
     ]
-    everything = [happen(*happening) for happening in happenings]
-    results = (await asyncio.gather(*(one(*item) for item in made), recovery(), *everything))[
-        : len(made)
-    ]
+    aborted = {f"r{whom % len(requests)}" for what, _, whom in happenings if what == "abort"}
+    events = asyncio.gather(recover(group), *(later(*happening) for happening in happenings))
+    results = await asyncio.gather(*(one(*item) for item in made))
+    await events
     for (_, request), outputs in zip(made, results, strict=True):
         if outputs is not None:
-            check(request, outputs, engines, request.request_id in aborted)
-    assert group.fleet.open == {} and client.num_open == 0
+            check(request, outputs, group.engines, request.request_id in aborted)
+    assert group.fleet.open == {} and group.client.num_open == 0
     await group.close()
 
 

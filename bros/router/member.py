@@ -57,7 +57,7 @@ class ReplicaStatus:
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class Member:
     """key: its number in the fleet, a new one each time it comes up; None while it is down.
 
     number: what operators call it. info, stats: the latest of its engine, and of those before it
@@ -148,9 +148,9 @@ class Routed:
         self.asked = self.current = asked
         self.stream = OutputStream(asked.service_class)
         self.given: list[int] = []
-        self.replica: Replica | None = None
+        self.replica: Member | None = None
         self.key: int | None = None
-        self.placed: asyncio.Future[Replica] | None = None
+        self.placed: asyncio.Future[Member] | None = None
         self.task: asyncio.Task[None] | None = None
         self.accepted = self.begun = self.aborted = self.moving = False
         self.patient = self.suspect = False
