@@ -32,6 +32,10 @@ class ReplicaState(enum.StrEnum):
     GONE = "gone"
 
 
+RUNNING = frozenset({ReplicaState.UP, ReplicaState.DRAINING, ReplicaState.DRAINED})
+"""With an engine that answers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
     """A snapshot for operators. Counters count since the server started.
