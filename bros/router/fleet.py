@@ -1,8 +1,8 @@
 """All that is known of the replicas, and the one place where it changes. Pure: no time, no tasks.
 
-    route(requests) -> decisions -> begun -> ended        one request
-    take(notice)                                          what replicas say of their caches
-    add, remove, set_draining                             which replicas there are
+route(requests) -> decisions -> begun -> ended        one request
+take(notice)                                          what replicas say of their caches
+add, remove, set_draining                             which replicas there are
 """
 
 from __future__ import annotations
