@@ -53,7 +53,7 @@ class EngineInfo:
 
     default_slo: what real-time requests without objectives of their own are held to. grouping:
     which prefixes its rows read together; None if each row reads for itself. tp: how many ranks
-    share the model.
+    share the model. prices: None if it has no model of its steps.
     """
 
     model: str

@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
-from bros.core.interfaces import Grouping
+from bros.core.interfaces import Grouping, Prices
 
 
 class StepLoad:
@@ -190,6 +190,19 @@ class CostModel:
         load = StepLoad()
         load.add(tokens, context, True)
         return self.seconds(load)
+
+    def prices(self, most_tokens: int) -> Prices:
+        """What work costs beside other work. Prompts come in steps of up to `most_tokens`: a token
+        of theirs costs what one more does in steps from half of that on."""
+        half = max(1, most_tokens // 2)
+        token_s = (self._products(2 * half) - self._products(half)) / half
+        return Prices(
+            constant_s=self.constant_s,
+            token_s=token_s,
+            pair_s=self.pair_s,
+            row_s=self.token_s + self.sample_s,
+            context_s=self.context_s + self.unique_context_s,
+        )
 
     def _products(self, tokens: int) -> float:
         seconds = self._known.get(tokens)
