@@ -37,8 +37,10 @@ class ProcessEngineClient(SupervisedClient):
         log_level: str = "info",
         restart: bool = True,
         is_rank: bool = False,
+        replica: int | None = None,
         on_final_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        """replica: which of several engines on this machine it is; see Launch."""
         starts_ranks = config.tp > 1 and not is_rank
         super().__init__(
             restart=restart and not is_rank,
@@ -53,6 +55,7 @@ class ProcessEngineClient(SupervisedClient):
             config=config,
             profiles=tuple(str(folder) for folder in profiles),
             starts_ranks=starts_ranks,
+            replica=replica,
         )
         self._process: asyncio.subprocess.Process | None = None
 

@@ -77,6 +77,7 @@ class SupervisedClient(MessageClient, ABC):
         self._push: zmq.Socket[bytes] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
+        self._asked_to_end: asyncio.Future[None] | None = None
         self._new_life()
 
     @abstractmethod
@@ -98,6 +99,20 @@ class SupervisedClient(MessageClient, ABC):
         except BaseException:
             await self.close()
             raise
+
+    async def restart(self) -> None:
+        """End the engine, on which nothing should be open, and wait until the next one is up.
+
+        Raises EngineDeadError if that does not come up.
+        """
+        if self._alive and self._asked_to_end is None:
+            self._asked_to_end = asyncio.get_running_loop().create_future()
+            self._post(Shutdown())
+            await asyncio.wait([self._asked_to_end], timeout=self._grace_s)
+            if self._asked_to_end is not None:
+                self._kill()
+                await self._asked_to_end
+        await self.wait_ready()
 
     async def close(self) -> None:
         """Ask the engine to end, kill it if it does not within seconds, and clean up."""
@@ -121,10 +136,15 @@ class SupervisedClient(MessageClient, ABC):
             except Exception as error:  # no folder, no socket or no process
                 reason = f"The engine could not be started: {error}"
             self.on_death(reason)
+            has_been_up = has_been_up or self._came_up
+            if self._asked_to_end is not None:
+                asked, self._asked_to_end = self._asked_to_end, None
+                asked.set_result(None)
+                if not self._closing:
+                    continue
             if self._closing:
                 return
             logger.error("%s", reason)
-            has_been_up = has_been_up or self._came_up
             failures = 0 if self._came_up else failures + 1
             if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
                 self._on_final_death(reason)

@@ -1,33 +1,99 @@
 """All that is known of the replicas, and the one place where it changes. Pure: no time, no tasks.
 
-route(requests) -> decisions -> begun -> ended        one request
-take(notice)                                          what replicas say of their caches
-add, remove, set_draining                             which replicas there are
+    route(requests) -> decisions -> begun -> ended        a request
+    take(notice)                                          what replicas say of their caches
+    add, remove, set_draining                             which replicas there are
+
+A prompt counts as cached where it was sent at once, before it has been computed there: the next
+requests of the same prefix, which come meanwhile, find it there when their turn comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
+from bros.core.errors import EngineDeadError
 from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest
-from bros.router.settings import Decision, ReplicaFacts
+from bros.router.balance import Balancer
+from bros.router.cost import Cost, cost_of
+from bros.router.forest import Cache, Forest, Node
+from bros.router.groups import place_group
+from bros.router.ledger import Ledger
+from bros.router.notices import take_notice
+from bros.router.planned import Planner, PlanReport
+from bros.router.replica import Origin, Replica, Work
+from bros.router.settings import Decision, ReplicaFacts, RouterSettings
+from bros.router.state import Ask, RoutingPolicy, State
+
+_MANY_PARKED = 100_000
 
 
 class Fleet:
-    """Times are seconds of one clock that never goes back."""
+    """Times are seconds of one clock that never goes back.
+
+    state: for those who look; only this class changes it. balances: whether prefixes are moved and
+    replicated, or placed by a plan.
+    """
+
+    def __init__(
+        self,
+        policy: RoutingPolicy,
+        settings: RouterSettings,
+        block_size: int = 16,
+        *,
+        balances: bool = True,
+    ) -> None:
+        self._policy = policy
+        self._block_size = block_size
+        self.state = State(settings, Forest(block_size, settings.max_tokens))
+        self._balances = balances
+        self._balancer = Balancer()
+        self._planner = None if settings.plan == "off" else Planner(settings.plan == "on")
+        self._ledger = Ledger(self.state)
+        self._parked: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._next = 0
+
+    @property
+    def replicas(self) -> Mapping[int, Replica]:
+        """By their numbers."""
+        return self.state.replicas
+
+    @property
+    def forest(self) -> Forest:
+        return self.state.forest
+
+    @property
+    def plan_report(self) -> PlanReport | None:
+        """None if nothing is planned."""
+        if self._planner is None:
+            return None
+        return self._planner.report(max(1, len(self.state.replicas)))
 
     def add(self, facts: ReplicaFacts, now: float) -> int:
         """One more replica, with an empty cache; its number, which is never used again."""
-        raise NotImplementedError
+        number, self._next = self._next, self._next + 1
+        self.state.replicas[number] = Replica(number, facts)
+        self.state.forest.caches[number] = Cache()
+        return number
 
     def remove(self, replica: int) -> list[str]:
         """A replica is lost, with all that it had; the ids of requests that were open there."""
-        raise NotImplementedError
+        lost = list(self.state.replicas[replica].works)
+        for request_id in lost:
+            self._ledger.close(request_id)
+        del self.state.replicas[replica]
+        self.state.forest.drop_cache(replica)
+        for program, (number, _) in list(self._parked.items()):
+            if number == replica:
+                del self._parked[program]
+        return lost
 
     def set_draining(self, replica: int, draining: bool) -> None:
         """Nothing new goes there, or it does again."""
-        raise NotImplementedError
+        self.state.replicas[replica].draining = draining
 
     def route(
         self, requests: Sequence[EngineRequest], now: float, avoid: frozenset[int] = frozenset()
@@ -36,18 +102,190 @@ class Fleet:
 
         avoid: replicas that have just refused them. Raises EngineDeadError if there is no replica.
         """
-        raise NotImplementedError
+        candidates = [
+            replica
+            for number, replica in self.state.replicas.items()
+            if not replica.draining and number not in avoid
+        ]
+        if not candidates:
+            raise EngineDeadError("No replica is up that takes requests.")
+        self._ledger.expire(now)
+        if self._balances and self._planner is not None:
+            self._planner.run(self.state, now)
+        if self._balances and (self._planner is None or not self._planner.applies):
+            self._balancer.run(self.state, now)
+        placed: dict[str, Decision] = {}
+        for group in _groups(requests) if self._balances else ():
+            placed.update(self._route_group(group, candidates, now))
+        return [
+            placed.get(request.request_id) or self._route_one(request, candidates, now)
+            for request in requests
+        ]
+
+    def costs(self, request: EngineRequest, now: float) -> dict[int, Cost]:
+        """What it would cost on each replica, for whoever wants to know why."""
+        self._ledger.expire(now)
+        ask = self._ask(request, list(self.state.replicas.values()), now)
+        return {replica.number: cost_of(self.state, ask, replica) for replica in ask.candidates}
 
     def begun(self, request_id: str, cached_tokens: int, now: float) -> None:
         """Its first token has come: its prompt is cached where it runs."""
-        raise NotImplementedError
+        work = self._ledger.works.get(request_id)
+        if work is None or work.begun:
+            return
+        self.state.replicas[work.replica].waits.append((now, now - work.time_s))
+        self._ledger.begin(work)
+        if work.leaf.alive:
+            self.state.forest.use(work.leaf, work.replica)
 
     def ended(
         self, request_id: str, output_ids: Sequence[int], now: float, *, cached: bool = True
     ) -> None:
         """It is over. cached: prompt and answer stay where it ran (it was not aborted)."""
-        raise NotImplementedError
+        work = self._ledger.close(request_id)
+        if work is None:
+            return
+        replica, request = self.state.replicas[work.replica], work.request
+        if cached:
+            context = len(request.prompt_token_ids)
+            self._ledger.settle(work, replica.decode_s(len(output_ids), context))
+            if not request.fill:
+                replica.learn_output(len(output_ids))
+            self._extend(work, output_ids, replica)
+            self._park(request, work.replica, now)
+        elif not work.begun:
+            self._take_back(work)
+        self.state.forest.prune(work.leaf)
 
     def take(self, replica: int, notice: Notice, now: float) -> None:
         """What a replica says. In any order, twice, or not at all: a digest puts it right."""
-        raise NotImplementedError
+        if replica in self.state.replicas:
+            take_notice(self.state.forest, self.state.replicas[replica], notice)
+
+    def _ask(self, request: EngineRequest, candidates: Sequence[Replica], now: float) -> Ask:
+        forest = self.state.forest
+        pieces = forest.pieces(request)
+        path = forest.walk(request.cache_salt, pieces)
+        parked = self._parked.get(request.hints.program) if request.hints.program else None
+        return Ask(
+            request=request,
+            pieces=pieces,
+            path=path,
+            length=len(request.prompt_token_ids),
+            matched=self.state.matched(path),
+            candidates=candidates,
+            parked=parked[0] if parked is not None and parked[1] > now else None,
+        )
+
+    def _route_one(
+        self, request: EngineRequest, candidates: Sequence[Replica], now: float
+    ) -> Decision:
+        ask = self._ask(request, candidates, now)
+        replica, reason = self._policy.choose(self.state, ask, now)
+        return self._commit(ask, replica, reason, now)
+
+    def _route_group(
+        self, requests: Sequence[EngineRequest], candidates: Sequence[Replica], now: float
+    ) -> dict[str, Decision]:
+        asks = [self._ask(request, candidates, now) for request in requests]
+        places = place_group(
+            self.state, asks, self.state.forest.common([ask.pieces for ask in asks])
+        )
+        found = {}
+        for request in requests:
+            ask = self._ask(request, candidates, now)  # those before it have changed the forest
+            replica = places[request.request_id]
+            found[request.request_id] = self._commit(ask, replica, "group", now)
+        return found
+
+    def _commit(self, ask: Ask, replica: Replica, reason: str, now: float) -> Decision:
+        """It goes there: from now on it is part of the load, and its prompt of the cache."""
+        state, request, number = self.state, ask.request, replica.number
+        matched = ask.matched.get(number, 0)
+        key = ask.key(max(ask.matched.values(), default=0))
+        leaf = state.forest.insert(request.cache_salt, ask.pieces, ask.path)
+        work = Work(
+            request=request,
+            service_class=request.service_class,
+            replica=number,
+            leaf=leaf,
+            key=key,
+            time_s=now,
+            prefill_s=replica.prefill_s(ask.length - matched, matched),
+            decode_s=replica.decode_s(replica.expected_output(request), ask.length),
+        )
+        self._ledger.open(request.request_id, work)
+        self._remember(request.request_id, leaf, replica)
+        state.forest.use(leaf, number)
+        self._make_room(replica)
+        state.forest.shrink()
+        if self._planner is not None:
+            self._planner.note(state, work, ask.length)
+        return Decision(
+            request_id=request.request_id, replica=number, matched=matched, reason=reason
+        )
+
+    def _remember(self, request_id: str, leaf: Node, replica: Replica) -> None:
+        """What it will be the first to compute is told under its name. Of each that matters at
+        least a block is cached, which bounds how many there can be."""
+        replica.origins[request_id] = Origin(leaf)
+        most = replica.facts.capacity_tokens // self._block_size + len(replica.works)
+        for other in list(islice(replica.origins, max(0, len(replica.origins) - most))):
+            if other in replica.works:
+                replica.origins.move_to_end(other)
+            else:
+                del replica.origins[other]
+
+    def _extend(self, work: Work, output_ids: Sequence[int], replica: Replica) -> None:
+        """The answer is cached as well."""
+        forest, request, leaf = self.state.forest, work.request, work.leaf
+        if len(request.prompt_token_ids) + len(output_ids) - 1 >= leaf.end + self._block_size:
+            after = leaf if leaf.alive and leaf.parent is not None else None
+            pieces = forest.pieces(request, output_ids, after.end if after is not None else 0)
+            path = forest.walk(request.cache_salt, pieces, after)
+            leaf = forest.insert(request.cache_salt, pieces, path, after)
+            origin = replica.origins.get(request.request_id)
+            if origin is not None:
+                origin.leaf = leaf
+        forest.use(leaf, replica.number)
+        self._make_room(replica)
+
+    def _park(self, request: EngineRequest, replica: int, now: float) -> None:
+        """Its program comes back to it."""
+        program, keep_s = request.hints.program, request.hints.keep_s
+        if program and keep_s > 0.0:
+            self._parked[program] = (replica, now + keep_s)
+            self._parked.move_to_end(program)
+            if len(self._parked) > _MANY_PARKED:
+                self._parked.popitem(last=False)
+
+    def _take_back(self, work: Work) -> None:
+        """It was not computed: what nobody else has asked for is not there."""
+        node = work.leaf
+        while node.parent is not None and node.alive and not node.active and node.num_asked <= 1:
+            parent = node.parent
+            if work.replica in node.cached:
+                self.state.forest.mark(node, work.replica, 0)
+            node = parent
+
+    def _make_room(self, replica: Replica) -> None:
+        """No cache has more than its size: what was used longest ago goes, as it will there."""
+        cache, forest = self.state.forest.caches[replica.number], self.state.forest
+        for _ in range(len(cache.nodes)):
+            if cache.num_tokens <= replica.facts.capacity_tokens:
+                return
+            node = next(iter(cache.nodes))
+            if node.active:
+                cache.nodes.move_to_end(node)
+            else:
+                forest.mark(node, replica.number, 0)
+
+
+def _groups(requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]:
+    """Two or more members each."""
+    found: dict[tuple[str, int, str], list[EngineRequest]] = {}
+    for request in requests:
+        hints = request.hints
+        if hints.grouped and hints.program:
+            found.setdefault((hints.program, hints.depth, request.cache_salt), []).append(request)
+    return [group for group in found.values() if len(group) > 1]

@@ -1,0 +1,85 @@
+"""What it costs to put a request on a replica (Preble 3.2, LoadCost).
+
+    load      what the replica has to do already, of that what counts for the request's class
+  + evicted   what others will have to compute again, as their prefix makes room for this prompt
+  + prefill   what is not cached of this prompt
+  + late      by how much its first token would miss its objective, times a weight
+
+All in seconds of that replica.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bros.router.replica import BE, RT, Replica
+from bros.router.state import Ask, State
+
+
+class Cost(NamedTuple):
+    load_s: float
+    evicted_s: float
+    prefill_s: float
+    late_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.load_s + self.evicted_s + self.prefill_s + self.late_s
+
+
+def cost_of(state: State, ask: Ask, replica: Replica) -> Cost:
+    """The terms, for a candidate."""
+    load_s, prefill_s, late_s = _without_evictions(state, ask, replica)
+    return Cost(load_s, evicted_s(state, ask, replica), prefill_s, late_s)
+
+
+def cheapest(state: State, ask: Ask, among: list[Replica]) -> Replica:
+    """The one with the lowest cost; of equal ones the first."""
+    # What has to make way takes longest to say, and is never negative.
+    quick = [(sum(_without_evictions(state, ask, replica)), replica) for replica in among]
+    if len(quick) == 1:
+        return quick[0][1]
+    best, least = among[0], float("inf")
+    for lower, replica in sorted(quick, key=_first):
+        if lower >= least:
+            break
+        total = lower + evicted_s(state, ask, replica)
+        if total < least:
+            best, least = replica, total
+    return best
+
+
+def _first(pair: tuple[float, Replica]) -> float:
+    return pair[0]
+
+
+def _without_evictions(state: State, ask: Ask, replica: Replica) -> tuple[float, float, float]:
+    matched = ask.matched.get(replica.number, 0)
+    prefill_s = replica.prefill_s(ask.length - matched + ask.more, matched)
+    late_s, request = 0.0, ask.request
+    if request.service_class is RT and request.slo.ttft_s is not None:
+        waits = replica.open.prefill_s[RT] + state.weight(replica) * replica.open.prefill_s[BE]
+        late_s = max(0.0, waits + prefill_s - request.slo.ttft_s) * state.settings.late_weight
+    return state.load_s(replica, request.service_class), prefill_s, late_s
+
+
+def evicted_s(state: State, ask: Ask, replica: Replica) -> float:
+    """To compute again what goes, as often as it was asked for within the window: the least
+    recently used that nobody uses, until there is room."""
+    cache = state.forest.caches[replica.number]
+    missing = ask.length - ask.matched.get(replica.number, 0) + ask.more
+    missing += cache.num_tokens - replica.facts.capacity_tokens
+    if missing <= 0:
+        return 0.0
+    seconds, own = 0.0, ask.path.nodes
+    for node in cache.nodes:
+        if node.active or node in own:
+            continue
+        kept = node.cached[replica.number]
+        asked = node.asked.get(replica.number, 0)
+        if asked:
+            seconds += asked * replica.prefill_s(kept, node.start)
+        missing -= kept
+        if missing <= 0:
+            break
+    return seconds

@@ -1,0 +1,84 @@
+"""Exploit what is cached, or explore for load (Preble 3.2, E2).
+
+    missed < cached   the request goes where the part of it is cached that matters: exploit
+    else              it goes where it costs least: explore; or where answers take most of the
+                      time, as prompts fit in there best
+
+`cached` is the most that any replica has. Besides, work is not queued behind what takes longer
+than computing the prefix again would: then the replica that costs least gets it, and has it cached
+from then on. That is what keeps a burst for one prefix from waiting until balance.py moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bros.router.cost import cheapest
+from bros.router.replica import Replica
+from bros.router.state import Ask, State
+
+
+class E2:
+    """The policy. Has no state of its own: prefixes remember their homes (Node.homes)."""
+
+    def choose(self, state: State, ask: Ask, now: float) -> tuple[Replica, str]:
+        candidates = list(ask.candidates)
+        if len(candidates) == 1:
+            return candidates[0], "only"
+        cached = max((ask.matched.get(r.number, 0) for r in candidates), default=0)
+        if ask.length - cached >= cached:
+            return _explore(state, ask, candidates)
+        having, reason = self._having(ask, candidates, cached)
+        found = cheapest(state, ask, having)
+        other = _instead(state, ask, found, [r for r in candidates if r not in having])
+        return (found, reason) if other is None else (other, "explore")
+
+    def _having(
+        self, ask: Ask, candidates: Sequence[Replica], cached: int
+    ) -> tuple[list[Replica], str]:
+        """Where the key of the request is, or was moved to."""
+        key = ask.key(cached)
+        assert key is not None, "the first node is longer than nothing"
+        for replica in candidates:
+            if replica.number == ask.parked:
+                return [replica], "parked"
+        if key.homes is not None:
+            homes = [replica for replica in candidates if replica.number in key.homes]
+            if homes:
+                return homes, "moved"
+        least = min(key.end, cached)
+        return [r for r in candidates if ask.matched.get(r.number, 0) >= least], "exploit"
+
+
+def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) -> Replica | None:
+    """Who computes the prefix again sooner than `found` comes to it; None if nobody does."""
+    if not others:
+        return None
+    lightest = min(others, key=lambda replica: state.open_s(replica, ask.service_class))
+    again_s = _prefill_s(ask, lightest) - _prefill_s(ask, found)
+    longer_s = state.open_s(found, ask.service_class) - state.open_s(lightest, ask.service_class)
+    return lightest if longer_s > state.settings.patience * max(again_s, 0.0) else None
+
+
+def _prefill_s(ask: Ask, replica: Replica) -> float:
+    matched = ask.matched.get(replica.number, 0)
+    return replica.prefill_s(ask.length - matched + ask.more, matched)
+
+
+def _explore(state: State, ask: Ask, candidates: list[Replica]) -> tuple[Replica, str]:
+    """Prompts are limited by arithmetic and answers by memory: each fits in beside the other.
+
+    Not where there is much more to do than elsewhere already.
+    """
+    settings = state.settings
+    if settings.decode_aware:
+        limit_s = settings.balance * min(state.load_s(r, ask.service_class) for r in candidates)
+        decoding = [
+            replica
+            for replica in candidates
+            if replica.window.decode_share > settings.decode_share
+            and state.load_s(replica, ask.service_class) <= limit_s
+        ]
+        if decoding and len(decoding) < len(candidates):
+            return cheapest(state, ask, decoding), "decode"
+    return cheapest(state, ask, candidates), "explore"

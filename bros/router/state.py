@@ -1,0 +1,93 @@
+"""What policies decide on: the replicas, the forest, and what is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bros.core.request import EngineRequest, ServiceClass
+from bros.router.forest import Forest, Node, Path, Pieces
+from bros.router.replica import BE, Replica
+from bros.router.settings import RouterSettings
+
+
+@dataclass(slots=True)
+class Ask:
+    """A request that has to go somewhere.
+
+    length: tokens of its prompt. matched: replica -> tokens of it that are cached there, of those
+    that have any. candidates: where it may go. more: tokens that have to be computed besides,
+    whichever replica it is (the rest of a task group). parked: the replica that keeps the KV of the
+    turn before.
+    """
+
+    request: EngineRequest
+    pieces: Pieces
+    path: Path
+    length: int
+    matched: dict[int, int]
+    candidates: Sequence[Replica]
+    more: int = 0
+    parked: int | None = None
+
+    @property
+    def service_class(self) -> ServiceClass:
+        return self.request.service_class
+
+    def key(self, tokens: int) -> Node | None:
+        """Of the nodes that begin within its first so many tokens the last one that is longer than
+        all before it together: what it should be placed by (Preble 3.2: the key portion)."""
+        for node in reversed(self.path.nodes):
+            if node.start < tokens and node.num_tokens > node.start:
+                return node
+        return None
+
+
+@dataclass(slots=True)
+class State:
+    """Everything, at one moment. num_routed: requests so far."""
+
+    settings: RouterSettings
+    forest: Forest
+    replicas: dict[int, Replica] = field(default_factory=dict)
+    num_routed: int = 0
+
+    def matched(self, path: Path) -> dict[int, int]:
+        """replica -> how many of the first tokens of a prompt are cached there, if any are."""
+        found: dict[int, int] = {}
+        whole: set[int] | None = None
+        for node in path.nodes:
+            asked, size = min(node.end, path.end) - node.start, node.end - node.start
+            goes_on = set()
+            for replica, kept in node.cached.items():
+                if whole is None or replica in whole:
+                    found[replica] = node.start + min(kept, asked)
+                    if kept == size:
+                        goes_on.add(replica)
+            if not goes_on:
+                break
+            whole = goes_on
+        return found
+
+    def weight(self, replica: Replica) -> float:
+        """What a second of best-effort work there counts for a real-time request."""
+        return self.settings.be_weight if replica.facts.yields else 1.0
+
+    def open_s(self, replica: Replica, service_class: ServiceClass) -> float:
+        """Work that it has, which a new request of a class would have beside or before it."""
+        return replica.open.of(service_class, self.weight(replica))
+
+    def load_s(self, replica: Replica, service_class: ServiceClass = BE) -> float:
+        """What it was given within the window, and what it still has to do of it."""
+        weight = self.weight(replica)
+        window = replica.window.of(service_class, weight)
+        return self.settings.history * window + replica.open.of(service_class, weight)
+
+
+class RoutingPolicy(Protocol):
+    """Chooses among candidates; changes nothing but what is its own."""
+
+    def choose(self, state: State, ask: Ask, now: float) -> tuple[Replica, str]:
+        """Where a request goes, and why: the `reason` of a Decision. There is a candidate."""
+        ...
