@@ -24,11 +24,11 @@ from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 SMALL = ("--policy", "fcfs", "--kv-blocks", "256", "--threads", "1")
-STREAMS = 8
+STREAMS = 6
 BODIES: list[dict[str, Any]] = [
     {
         "prompt": f"{n} one two three",
-        "max_tokens": 300,
+        "max_tokens": 160,
         "ignore_eos": True,
         # Greedy ones and seeded ones, of which some look at what they have said.
         **({"temperature": 0} if n % 2 else {"temperature": 1, "seed": n}),
@@ -99,7 +99,7 @@ def streams(server: ServerProcess) -> tuple[ThreadPoolExecutor, list[Future[Any]
 def test_streams_survive_the_engine_they_come_from(server: ServerProcess) -> None:
     pool, futures = streams(server)
     undisturbed = [future.result() for future in futures]
-    assert {(reason, tokens) for _, reason, tokens in undisturbed} == {("length", 300)}
+    assert {(reason, tokens) for _, reason, tokens in undisturbed} == {("length", 160)}
     pool.shutdown()
     pool, futures = streams(server)
     victim, _ = children(server.pid)
@@ -136,7 +136,7 @@ def test_rows_of_a_batch_survive(server: ServerProcess) -> None:
         wait_until(open_there, 60, "both replicas have rows")
         os.kill(children(server.pid)[1], signal.SIGKILL)
         wait_until(lambda: look()["status"] == "completed", 120, "the batch is completed")
-        assert look()["request_counts"] == {"total": 32, "completed": 32, "failed": 0}
+        assert look()["request_counts"] == {"total": 24, "completed": 24, "failed": 0}
         lines = client.get(f"/v1/files/{look()['output_file_id']}/content").text.splitlines()
         texts: dict[int, set[str]] = {}
         for line in map(json.loads, lines):
