@@ -123,10 +123,11 @@ class RouterClient:
     async def stats(self) -> EngineStats:
         """Sums over replicas. Raises EngineDeadError if there is no engine to ask."""
         asked = [replica for replica in self._replicas if replica.client.alive and not replica.gone]
-        await asyncio.gather(*map(_update_stats, asked))
+        deaths = await asyncio.gather(*map(_update_stats, asked))
         parts = [replica.stats for replica in self._replicas if replica.stats is not None]
         if not parts:
-            raise EngineDeadError("No replica answers.")
+            reasons = [str(death) for death in deaths if death is not None]
+            raise EngineDeadError(reasons[0] if reasons else "No replica answers.")
         return total_stats(parts, [replica.stats_before for replica in self._replicas])
 
     async def trace(self, request_id: str) -> RequestTrace | None:
@@ -134,12 +135,13 @@ class RouterClient:
 
         Raises EngineDeadError if there is no engine to ask.
         """
-        where = [r for r in self._where(request_id) if r.client.alive]
-        if not self.alive:
-            raise EngineDeadError("No replica answers.")
         found = await asyncio.gather(
-            *(replica.client.trace(request_id) for replica in where), return_exceptions=True
+            *(replica.client.trace(request_id) for replica in self._where(request_id)),
+            return_exceptions=True,
         )
+        deaths = [error for error in found if isinstance(error, EngineDeadError)]
+        if deaths and not self.alive:
+            raise EngineDeadError(str(deaths[0]))
         return next((trace for trace in found if isinstance(trace, RequestTrace)), None)
 
     async def close(self) -> None:
@@ -239,12 +241,17 @@ class RouterClient:
         task.add_done_callback(self._chores.discard)
 
 
-async def _update_stats(replica: Member) -> None:
+async def _update_stats(replica: Member) -> EngineDeadError | None:
+    """What came of it, if it is dead."""
     try:
         async with asyncio.timeout(_STATS_TIMEOUT_S):
             replica.stats = await replica.client.stats()
-    except (EngineDeadError, TimeoutError):
-        pass  # of the former it is noticed elsewhere
+    except TimeoutError:
+        pass
+    except EngineDeadError as error:
+        replica.stats_lost()
+        return error
+    return None
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:

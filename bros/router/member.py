@@ -13,6 +13,7 @@ from bros.core.interfaces import EngineInfo, EngineStats, Notice, Prices, Watcha
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, Slo
 from bros.engine.client import OutputStream
 from bros.router.settings import ReplicaFacts
+from bros.router.totals import counters, total_stats
 
 Restart = Callable[[], Awaitable[None]]
 """Ends an engine on which nothing is open, and returns when the next one is up."""
@@ -112,6 +113,12 @@ class Member:
             yields=self.info.policy == "bros",
             name=self.name,
         )
+
+    def stats_lost(self) -> None:
+        """Its engine is no more, but what it has counted counts."""
+        if self.stats is not None:
+            before = [self.stats_before, counters(self.stats)]
+            self.stats, self.stats_before = None, total_stats((), before)
 
     def status(self) -> ReplicaStatus:
         return ReplicaStatus(

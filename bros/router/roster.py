@@ -18,7 +18,6 @@ from bros.core.errors import EngineDeadError, InvalidRequestError, NotFoundError
 from bros.core.interfaces import Notice, WatchableClient
 from bros.router.fleet import Fleet
 from bros.router.member import Member, ReplicaState, Restart, Routed
-from bros.router.totals import counters, total_stats
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +79,7 @@ class Roster:
         del self._by_key[replica.key]
         replica.key = None
         replica.notice = Notice(version=0)
-        if replica.stats is not None:
-            before = [replica.stats_before, counters(replica.stats)]
-            replica.stats, replica.stats_before = None, total_stats((), before)
+        replica.stats_lost()
 
     def give_up(self, replica: Member, reason: str) -> None:
         """It does not come back."""

@@ -247,7 +247,7 @@ class DetokenizeRequest(ModelRequest):
 class DrainRequest(WireModel):
     """What becomes of a replica that is drained."""
 
-    move: bool = Field(False, description="What is open there goes on elsewhere at once")
+    move: bool = Field(default=False, description="What is open there goes on elsewhere at once")
     restart: bool = Field(
-        False, description="When it is empty, its engine is started anew and used again"
+        default=False, description="When it is empty, its engine is started anew and used again"
     )

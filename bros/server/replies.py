@@ -167,8 +167,8 @@ class RequestTraceReply(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ok", "engine down"]
-    replicas_up: int | None = Field(None, description="Of several engines, those that run")
-    replicas: int | None = Field(None, description="How many there are")
+    replicas_up: int | None = Field(default=None, description="Of several engines, those that run")
+    replicas: int | None = Field(default=None, description="How many there are")
 
 
 class ReplicaReply(BaseModel):

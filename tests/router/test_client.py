@@ -29,8 +29,11 @@ from bros.core.request import (
     ServiceClass,
     Slo,
 )
+from bros.router.build import make_fleet
 from bros.router.client import RouterClient
+from bros.router.fleet import Fleet
 from bros.router.member import ReplicaState
+from bros.router.settings import RouterSettings
 from bros.simulator.virtual_loop import LoopClock, run_virtual
 from support.mortal_engine import STEP_S, MortalEngine, foretold
 from support.turn_fleet import TurnFleet
@@ -38,16 +41,20 @@ from support.turn_fleet import TurnFleet
 
 @dataclass
 class Group:
-    """A router's client over engines that are up."""
+    """A router's client over engines that are up. made: a fleet, other than by turns."""
 
     size: int = 2
-    fleet: TurnFleet = field(default_factory=TurnFleet)
+    made: Fleet | None = None
     deaths: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.fleet = TurnFleet()
         self.engines = [MortalEngine() for _ in range(self.size)]
         self.client = RouterClient(
-            self.fleet, LoopClock(), random.Random(0), on_final_death=self.deaths.append
+            self.made or self.fleet,
+            LoopClock(),
+            random.Random(0),
+            on_final_death=self.deaths.append,
         )
         for engine in self.engines:
             engine.start()
@@ -511,9 +518,9 @@ async def recover(group: Group) -> None:
 
 
 async def live_through(
-    requests: list[tuple[int, EngineRequest]], happenings: list[tuple[str, int, int]]
+    fleet: Fleet, requests: list[tuple[int, EngineRequest]], happenings: list[tuple[str, int, int]]
 ) -> None:
-    group = Group(3)
+    group = Group(3, fleet)
 
     async def one(turn: int, request: EngineRequest) -> list[RequestOutput] | None:
         await asyncio.sleep(turn * STEP_S)
@@ -537,7 +544,7 @@ async def live_through(
     for (_, request), outputs in zip(made, results, strict=True):
         if outputs is not None:
             check(request, outputs, group.engines, request.request_id in aborted)
-    assert group.fleet.open == {} and group.client.num_open == 0
+    assert group.client.num_open == 0
     await group.close()
 
 
@@ -569,12 +576,36 @@ def check(
         assert asked.sampling.seed == request.sampling.seed
 
 
-@settings(max_examples=200)
-@given(
+LIVES = (
     st.lists(st.tuples(TURNS, REQUESTS), min_size=1, max_size=8),
     st.lists(HAPPENINGS, max_size=14),
 )
+
+
+@settings(max_examples=300)
+@given(*LIVES)
 def test_streams_end_once_with_the_right_tokens_whatever_happens(
     requests: list[tuple[int, EngineRequest]], happenings: list[tuple[str, int, int]]
 ) -> None:
-    run_virtual(lambda: live_through(requests, happenings))
+    async def main() -> None:
+        fleet = TurnFleet()
+        await live_through(fleet, requests, happenings)
+        assert fleet.open == {}
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("policy", ["e2", "rr", "least"])
+@settings(max_examples=50)
+@given(*LIVES)
+def test_so_they_do_with_every_policy(
+    policy: str,
+    requests: list[tuple[int, EngineRequest]],
+    happenings: list[tuple[str, int, int]],
+) -> None:
+    async def main() -> None:
+        fleet = make_fleet(policy, RouterSettings(warm_up=2, plan="on"))
+        await live_through(fleet, requests, happenings)
+        assert not any(replica.works for replica in fleet.replicas.values())
+
+    run_virtual(main)
