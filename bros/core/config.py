@@ -298,9 +298,18 @@ class ServerConfig(_Checked):
     session_max_calls: int = option(10_000, "most requests of one session", low=1)
     replicas: int = option(
         1,
-        "engines on this machine, each with --tp ranks; prompts go where they are cached",
+        "engines, each with --tp ranks; prompts go where they are cached",
         low=1,
         high=64,
+    )
+    min_replicas: int | None = option(
+        None, "fewest engines when little is to be done; default: --replicas", low=1, high=64
+    )
+    max_replicas: int | None = option(
+        None, "most engines when objectives or deadlines need them; default: --replicas", low=1
+    )
+    cluster: str | None = option(
+        None, "run engines on a Ray cluster: its address, or auto for the one of this machine"
     )
     router: str = option(
         "e2",

@@ -29,6 +29,9 @@ _SILENCE_S = 0.75
 """An actor that gives no sign of life for so long is taken for dead, and its node as well: Ray says
 at once that a process has ended, but of a node only after many seconds."""
 
+_ROOM_S = 300.0
+"""Clusters may have to start a node first."""
+
 
 class RayEngineClient(SupervisedClient):
     """Starts, watches and talks to one engine on a Ray cluster.
@@ -48,7 +51,9 @@ class RayEngineClient(SupervisedClient):
         restart: bool = True,
         on_final_death: Callable[[str], None] = lambda reason: None,
         silence_s: float = _SILENCE_S,
+        room_s: float = _ROOM_S,
     ) -> None:
+        """silence_s: see above. room_s: how long to wait for a node with room."""
         super().__init__(
             restart=restart,
             on_final_death=on_final_death,
@@ -62,7 +67,7 @@ class RayEngineClient(SupervisedClient):
         self._config = config
         self._data_dir = data_dir
         self._log_level = log_level
-        self._silence_s = silence_s
+        self._silence_s, self._room_s = silence_s, room_s
         self._place: Place | None = None
         self._killed = asyncio.Event()
         self.pid: int | None = None  # of the actor, while there is one
@@ -95,9 +100,7 @@ class RayEngineClient(SupervisedClient):
         return self._last_words or reason
 
     async def _live(self, stack: contextlib.AsyncExitStack, wire: Wire) -> str:
-        self._place = self._place or Place(self._share)
-        host = await self._place.host()
-        stack.callback(self._forget, host)
+        self._place = self._place or Place(self._share, self._room_s)
         order = Order(
             config=self._config,
             data_dir=self._data_dir,
@@ -106,6 +109,8 @@ class RayEngineClient(SupervisedClient):
             signs_s=self._silence_s / SIGNS,
         )
         try:
+            host = await self._place.host()
+            stack.callback(self._forget, host)
             self.pid = await call(host.pid)
             self._host_signs = Signs(self._silence_s)
             words = f"The replica's node has not answered for {self._silence_s:g} s."

@@ -29,22 +29,28 @@ _PATIENCE_S = 10.0
 class Place:
     """Reserved on one node until it is given back. If the node is lost, Ray finds another."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: Share, limit_s: float) -> None:
+        """limit_s: how long to wait for a node with room."""
         # One bundle is on one node, where the replica's ranks find each other.
         bundle = {"CPU": float(share.cpus), "GPU": float(share.gpus)}
         resources = {name: amount for name, amount in bundle.items() if amount}
-        self._share = share
+        self._share, self._limit_s = share, limit_s
         self._group = placement_group([resources], strategy="STRICT_PACK")
 
     async def host(self) -> Any:
         """An actor that is an EngineHost; waits until there is room for it. It ends with this
         process (it is not detached), and is not restarted by Ray, which would not know its order.
+
+        Raises EngineDeadError if there is none.
         """
-        ready = self._group.ready().future()
-        waiting = asyncio.wrap_future(ready)
-        done, _ = await asyncio.wait([waiting], timeout=_PATIENCE_S)
-        if not done:
+        waiting = asyncio.wrap_future(self._group.ready().future())
+        await asyncio.wait([waiting], timeout=_PATIENCE_S)
+        if not waiting.done():
             logger.warning("a replica waits for a node with %s", self._share)
+            await asyncio.wait([waiting], timeout=self._limit_s)
+        if not waiting.done():
+            waiting.cancel()
+            raise EngineDeadError(f"No node has room for a replica with {self._share}.")
         await waiting
         strategy = PlacementGroupSchedulingStrategy(self._group)
         actor = ray.remote(EngineHost).options(

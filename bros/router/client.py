@@ -17,7 +17,7 @@ from bros.core.interfaces import (
     RequestTrace,
     WatchableClient,
 )
-from bros.core.request import EngineRequest, Slo
+from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.client import OutputStream
 from bros.router.carrier import Carrier
 from bros.router.fleet import Fleet
@@ -171,6 +171,20 @@ class RouterClient:
         self._roster.give_up(self._roster.find(number), reason)
         if all(replica.gone for replica in self._replicas) and self._carrier.closing is None:
             self._on_final_death(reason)
+
+    async def remove(self, number: int) -> None:
+        """End a replica for good. Requests that are still there go on elsewhere."""
+        replica = self._roster.find(number)
+        self._roster.remove(replica)
+        await replica.client.close()
+
+    def due(self, now: float) -> list[float | None]:
+        """Of each best-effort request that is open: seconds until it is due, None if it may take
+        as long as it takes."""
+        asked = [item.asked for item in self._carrier.open.values() if item.promoted is None]
+        waiting = [ask for ask in asked if ask.service_class is ServiceClass.BE]
+        by = [(ask.arrival_s, ask.slo.deadline_s) for ask in waiting]
+        return [None if limit is None else arrival + limit - now for arrival, limit in by]
 
     def replicas(self) -> list[ReplicaStatus]:
         """All there ever were, by their numbers."""

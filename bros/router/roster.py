@@ -72,7 +72,7 @@ class Roster:
         """Its engine is no more. What was open there hears so from its stream."""
         if replica.key is None:
             return
-        if not replica.restarting:
+        if not (replica.restarting or replica.gone):
             replica.lost += 1
             logger.warning("%s is lost with %d open requests", replica.name, len(replica.open))
         self._fleet.remove(replica.key)
@@ -92,6 +92,11 @@ class Roster:
             logger.warning("only replicas that were draining are left: they take requests again")
             for other in left:
                 self.set_draining(other, False)
+
+    def remove(self, replica: Member) -> None:
+        """It is wanted no longer."""
+        replica.gone = True
+        self.lose(replica)
 
     def set_draining(self, replica: Member, draining: bool) -> None:
         """Nothing new goes there, or it does again. Raises InvalidRequestError if nothing would

@@ -28,10 +28,12 @@ from bros.engine.process_client import ProcessEngineClient
 from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
 from bros.router.client import RouterClient
+from bros.router.scaling import ElasticReplicas
 from bros.scheduler.profiles import profile_folders
 from bros.semantic.service import SessionService
 from bros.semantic.settings import SessionSettings
 from bros.server.app import create_app
+from bros.server.cluster import ClusterReplicas, bounds_of, connect, elastic_here, is_elastic, many
 from bros.server.jobs import Jobs
 from bros.server.metrics import ServerMetrics
 from bros.server.replicas import LocalReplicas
@@ -59,6 +61,9 @@ def serve(config: Config, *, is_rank: bool = False) -> int:
     )
     if is_rank and config.server.replicas > 1:
         raise ConfigError("--replicas: torchrun starts the ranks of one engine; use --tp instead")
+    if is_rank and (config.server.cluster is not None or is_elastic(config.server)):
+        raise ConfigError("--cluster, --max-replicas: torchrun starts the ranks of one engine")
+    bounds_of(config.server)
     tenants = load_tenants(config.server)
     bound = bind(config.server.host, config.server.port)
     with bound, contextlib.closing(_store(config.server)) as store:
@@ -117,7 +122,7 @@ async def _serve(
 
 def _engine(
     config: Config, files: ModelFiles, is_rank: bool, on_final_death: Callable[[str], None]
-) -> ProcessEngineClient | LocalReplicas:
+) -> ProcessEngineClient | LocalReplicas | ElasticReplicas:
     def make(
         number: int | None, engine: EngineConfig, on_death: Callable[[str], None]
     ) -> ProcessEngineClient:
@@ -132,6 +137,10 @@ def _engine(
             on_final_death=on_death,
         )
 
+    if config.server.cluster is not None:
+        return ClusterReplicas(config, connect(config.server.cluster), on_final_death)
+    if is_elastic(config.server):
+        return elastic_here(config, make, on_final_death)
     if config.server.replicas == 1:
         return make(None, config.engine, on_final_death)
     return LocalReplicas(config, make, on_final_death)
@@ -233,7 +242,7 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
     kv_tokens = info.num_kv_blocks * info.block_size
     ranks = f", {info.tp} ranks" if info.tp > 1 else ""
     if state.replicas is not None:
-        ranks += f"; {state.config.replicas} replicas, router {state.config.router}"
+        ranks += f"; {many(state.config)}, router {state.config.router}"
     return (
         f"\n  bros is ready at {shown_url}\n"
         f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels{ranks})\n"

@@ -1,0 +1,186 @@
+"""Replicas that come and go: starts and drains them as Elastic says."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from bros.core.clock import Clock
+from bros.core.errors import BrosError, EngineDeadError
+from bros.core.interfaces import Prices, WatchableClient
+from bros.router.client import RouterClient
+from bros.router.elastic import Elastic, ElasticSettings
+from bros.router.fleet import Fleet
+from bros.router.load_meter import LoadMeter
+from bros.router.member import ReplicaState, ReplicaStatus
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+_LEAST_START_S = 5.0
+"""A new replica has to warm up, even if it comes up sooner."""
+_DRAIN_S = 120.0
+"""How long requests may take to end on a replica that is to go, before they go on elsewhere."""
+_COMING = (ReplicaState.DOWN, ReplicaState.RESTARTING)
+_RETRY_S = 30.0
+"""After a replica could not be started, none is for so long."""
+
+
+class StartableClient(WatchableClient, Protocol):
+    """An engine that is not running yet."""
+
+    async def start(self) -> None:
+        """Raises EngineDeadError with the reason if it does not come up."""
+        ...
+
+    async def restart(self) -> None: ...
+
+
+MakeClient = Callable[[int, Callable[[str], None]], StartableClient]
+"""Of a place, the smallest number that no other replica has, and what is done if it does not come
+back."""
+
+
+class ElasticReplicas(RouterClient):
+    """As many engines as `first`, then as many as it takes, within the settings' bounds."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        clock: Clock,
+        rng: random.Random,
+        make: MakeClient,
+        settings: ElasticSettings,
+        first: int,
+        on_final_death: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        super().__init__(fleet, clock, rng, on_final_death)
+        self._make = make
+        self._first = first
+        self._settings = settings
+        self._policy = Elastic(settings)
+        self._clock = clock
+        self._meter: LoadMeter | None = None
+        self._places: dict[int, int] = {}  # of replicas, by number
+        self._starting: dict[asyncio.Task[None], int] = {}  # place
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._not_before_s = 0.0
+
+    async def start(self) -> None:
+        """Start the first ones at once and wait until every model is loaded.
+
+        Raises EngineDeadError with the reason if one does not come up.
+        """
+        began_s = self._clock.now()
+        starts = [self._start_one() for _ in range(self._first)]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            await _cancel(starts)
+            raise
+        if self._settings.least < self._settings.most:
+            start_s = max(_LEAST_START_S, self._clock.now() - began_s)
+            self._policy = Elastic(dataclasses.replace(self._settings, start_s=start_s))
+            self._watch = asyncio.create_task(self._run(), name="elastic-replicas")
+
+    async def close(self) -> None:
+        tasks = [*self._starting, *self._leaving.values()]
+        await _cancel([*tasks, *([self._watch] if self._watch else [])])
+        await super().close()
+
+    async def look(self) -> None:
+        """Ask how many there should be, and begin to do that."""
+        try:
+            stats = await self.stats()
+        except EngineDeadError:
+            return
+        now = self._clock.now()
+        states = self.replicas()
+        up = [status for status in states if status.state is ReplicaState.UP]
+        coming = len(self._starting) + sum(status.state in _COMING for status in states)
+        meter = self._meter = self._meter or self._new_meter()
+        load = meter.read(stats, self.due(now), len(up), coming, now)
+        if load is None or not up:
+            return
+        wanted, there = self._policy.wanted(load, now), len(up) + coming
+        if wanted > there and now >= self._not_before_s:
+            logger.info("%d replicas instead of %d: %s", wanted, there, load)
+            for _ in range(wanted - there):
+                self._start_one().add_done_callback(self._on_started)
+        elif wanted < there:
+            self._shrink(there - wanted, up)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            try:
+                await self.look()
+            except Exception:
+                logger.exception("the number of replicas stays as it is")
+
+    def _new_meter(self) -> LoadMeter:
+        info = self.info
+        return LoadMeter(info.prices or Prices(), info.default_slo.ttft_s or 0.4)
+
+    def _start_one(self) -> asyncio.Task[None]:
+        taken = {*self._places.values(), *self._starting.values()}
+        place = next(number for number in range(len(taken) + 1) if number not in taken)
+        task = asyncio.create_task(self._bring_up(place), name="replica-start")
+        self._starting[task] = place
+        task.add_done_callback(self._starting.pop)
+        return task
+
+    async def _bring_up(self, place: int) -> None:
+        numbers: list[int] = []
+
+        def on_final_death(reason: str) -> None:
+            for number in numbers:
+                self._places.pop(number, None)
+                self.give_up(number, reason)
+
+        client = self._make(place, on_final_death)
+        await client.start()
+        numbers.append(self.add(client, restart=client.restart))
+        self._places[numbers[0]] = place
+        self.replicas()  # it takes requests from now on
+
+    def _on_started(self, start: asyncio.Task[None]) -> None:
+        if not start.cancelled() and start.exception() is not None:
+            logger.warning("a replica could not be started: %s", start.exception())
+            self._not_before_s = self._clock.now() + _RETRY_S
+
+    def _shrink(self, count: int, up: list[ReplicaStatus]) -> None:
+        """First what is not there yet, then what has the least to do, of those the latest."""
+        for start in list(self._starting)[:count]:
+            start.cancel()
+            count -= 1
+        by_load = sorted(up, key=lambda status: (status.open, -status.number))
+        for status in by_load[: max(0, count)]:
+            logger.info("%s is not needed any more", status.name)
+            self.drain(status.number)
+            task = asyncio.create_task(self._let_go(status.number), name="replica-end")
+            self._leaving[status.number] = task
+
+    async def _let_go(self, number: int) -> None:
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                await self.drained(number)
+        except TimeoutError:
+            self.drain(number, move=True)
+            await self.drained(number)
+        await self.remove(number)
+        self._places.pop(number, None)
+        del self._leaving[number]
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception) and not isinstance(result, BrosError):
+            logger.error("a replica did not end well: %s", result)

@@ -1,0 +1,199 @@
+"""Replicas that come and go: no request notices, and none is left that is not wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from bros.core.errors import EngineDeadError
+from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
+from bros.router.elastic import ElasticSettings
+from bros.router.member import ReplicaState
+from bros.router.scaling import ElasticReplicas
+from bros.simulator.virtual_loop import LoopClock, run_virtual
+from support.mortal_engine import MortalEngine, foretold
+from support.turn_fleet import TurnFleet
+
+START_S = 8.0
+
+
+class SlowStarter(MortalEngine):
+    """Takes START_S to come up; `fails` says whether it does."""
+
+    def __init__(self, place: int, fails: bool, step_s: float) -> None:
+        super().__init__(step_s)
+        self.place = place
+        self.fails = fails
+
+    async def start(self) -> None:  # type: ignore[override]
+        await asyncio.sleep(START_S)
+        if self.fails:
+            raise EngineDeadError("no room")
+        super().start()
+
+    async def restart(self) -> None:
+        raise NotImplementedError
+
+
+class Group:
+    """Replicas, and all engines that were ever made for them."""
+
+    def __init__(self, step_s: float = 0.01, first: int = 1, **settings: object) -> None:
+        self.engines: list[SlowStarter] = []
+        self.made_at: list[float] = []
+        self.fails = False
+        self.step_s = step_s
+        self.clock = LoopClock()
+        self.deaths: list[str] = []
+        self.client = ElasticReplicas(
+            TurnFleet(),
+            self.clock,
+            random.Random(0),
+            self._make,
+            ElasticSettings(**settings),  # type: ignore[arg-type]
+            first,
+            self.deaths.append,
+        )
+
+    def _make(self, place: int, on_final_death: Callable[[str], None]) -> SlowStarter:
+        self.engines.append(SlowStarter(place, self.fails, self.step_s))
+        self.engines[-1].on_final_death = on_final_death  # type: ignore[attr-defined]
+        self.made_at.append(self.clock.now())
+        return self.engines[-1]
+
+    @property
+    def states(self) -> list[ReplicaState]:
+        return [status.state for status in self.client.replicas()]
+
+    @property
+    def up(self) -> int:
+        return self.states.count(ReplicaState.UP)
+
+
+def in_virtual_time(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test()
+        assert len(asyncio.all_tasks()) == 1, "something goes on"
+
+    run_virtual(main)
+
+
+def ask(name: str, now: float, deadline_s: float | None, max_tokens: int = 20) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=[5, 6, len(name)],
+        sampling=SamplingParams(temperature=0, max_tokens=max_tokens, min_tokens=max_tokens),
+        service_class=ServiceClass.BE,
+        slo=Slo(deadline_s=deadline_s),
+        arrival_s=now,
+    )
+
+
+async def tokens_of(client: ElasticReplicas, request: EngineRequest) -> list[int]:
+    stream = await client.submit(request)
+    return [token async for output in stream for token in output.token_ids]
+
+
+def test_deadlines_bring_replicas_and_calm_takes_them_away() -> None:
+    async def test() -> None:
+        group = Group(step_s=0.2, least=1, most=4, calm_s=30.0)
+        await group.client.start()
+        assert group.up == 1
+        await asyncio.sleep(60)
+        assert len(group.engines) == 1, "for nothing there is one"
+        requests = [ask(f"r{n}", group.clock.now(), 30.0, 100) for n in range(800)]
+        answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
+        await asyncio.sleep(2.5 + START_S)
+        assert group.up == len(group.engines) == 3  # 800 * 90 ms within 30 s, at 0.8
+        assert [engine.place for engine in group.engines] == [0, 1, 2]
+        assert await asyncio.gather(*answers) == [foretold(each) for each in requests]
+        await asyncio.sleep(100)
+        assert group.up == 1 and group.states.count(ReplicaState.GONE) == 2
+        assert sum(engine.closed for engine in group.engines) == 2
+        assert all(status.lost == 0 for status in group.client.replicas())
+        await group.client.close()
+        assert all(engine.closed for engine in group.engines) and not group.deaths
+
+    in_virtual_time(test)
+
+
+def test_who_takes_long_goes_on_elsewhere_when_its_replica_is_to_go() -> None:
+    async def test() -> None:
+        group = Group(step_s=1.0, first=2, least=1, most=2, calm_s=30.0)
+        await group.client.start()
+        requests = [ask(f"r{n}", group.clock.now(), None, 400) for n in range(2)]
+        answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
+        await asyncio.sleep(100)
+        assert sorted(group.states) == [ReplicaState.DRAINING, ReplicaState.UP]
+        await asyncio.sleep(100)
+        assert sorted(group.states) == [ReplicaState.GONE, ReplicaState.UP]
+        assert group.client.moved == 1
+        assert await asyncio.gather(*answers) == [foretold(each) for each in requests]
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+def test_one_that_does_not_come_up_is_tried_again_later() -> None:
+    async def test() -> None:
+        group = Group(step_s=1.0, least=1, most=2)
+        await group.client.start()
+        group.fails = True
+        request = ask("r", group.clock.now(), 1.0, 200)  # long due
+        answer = asyncio.create_task(tokens_of(group.client, request))
+        others = [
+            asyncio.create_task(tokens_of(group.client, ask(f"o{n}", group.clock.now(), 1.0, 200)))
+            for n in range(200)
+        ]
+        await asyncio.sleep(60)
+        assert len(group.engines) == 3, "at once, and half a minute after that has failed"
+        assert group.made_at[2] - group.made_at[1] >= START_S + 30
+        group.fails = False
+        await asyncio.sleep(60)
+        assert group.up == 2 and group.engines[-1].place == 1
+        assert await answer == foretold(request)
+        await asyncio.gather(*others)
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+def test_one_that_does_not_come_back_is_replaced() -> None:
+    async def test() -> None:
+        group = Group(first=2, least=2, most=3)
+        await group.client.start()
+        lost = group.engines[0]
+        lost.die()
+        await asyncio.sleep(20)
+        assert len(group.engines) == 2, "it may come back"
+        lost.on_final_death("three times")  # type: ignore[attr-defined]
+        await asyncio.sleep(2 + START_S)
+        assert group.up == 2 and group.engines[-1].place == 0 and not group.deaths
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+def test_closing_ends_what_is_on_its_way() -> None:
+    async def test() -> None:
+        group = Group(least=2, most=3)
+        await group.client.start()
+        await asyncio.sleep(3)
+        assert len(group.engines) == 2 and group.up == 1
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+def test_a_first_one_that_does_not_come_up_says_why() -> None:
+    async def test() -> None:
+        group = Group(first=2, least=2, most=3)
+        group.fails = True
+        with pytest.raises(EngineDeadError, match="no room"):
+            await group.client.start()
+        await group.client.close()
+
+    in_virtual_time(test)
