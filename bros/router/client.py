@@ -178,13 +178,18 @@ class RouterClient:
         self._roster.remove(replica)
         await replica.client.close()
 
-    def due(self, now: float) -> list[float | None]:
-        """Of each best-effort request that is open: seconds until it is due, None if it may take
-        as long as it takes."""
-        asked = [item.asked for item in self._carrier.open.values() if item.promoted is None]
-        waiting = [ask for ask in asked if ask.service_class is ServiceClass.BE]
-        by = [(ask.arrival_s, ask.slo.deadline_s) for ask in waiting]
-        return [None if limit is None else arrival + limit - now for arrival, limit in by]
+    def due(self, now: float) -> list[tuple[float, float | None]]:
+        """Of each best-effort request that is open: the share of it that is left, and seconds
+        until it is due, None if it may take as long as it takes."""
+        found = []
+        for item in self._carrier.open.values():
+            asked, limit = item.asked, item.asked.slo.deadline_s
+            if asked.service_class is ServiceClass.BE and item.promoted is None:
+                tokens = asked.hints.expected_tokens or asked.sampling.max_tokens
+                left = 1 - len(item.given) / tokens if tokens else 1.0
+                by = None if limit is None else asked.arrival_s + limit - now
+                found.append((max(0.0, left), by))
+        return found
 
     def replicas(self) -> list[ReplicaStatus]:
         """All there ever were, by their numbers."""

@@ -23,10 +23,15 @@ class LoadMeter:
         self._stuck_since_s: float | None = None
 
     def read(
-        self, stats: EngineStats, due: Sequence[float | None], serving: int, coming: int, now: float
+        self,
+        stats: EngineStats,
+        due: Sequence[tuple[float, float | None]],
+        serving: int,
+        coming: int,
+        now: float,
     ) -> Load | None:
-        """stats: of all replicas together. due: for each best-effort request that is open, the
-        seconds until it is due. None the first time."""
+        """stats: of all replicas together. due: for each best-effort request that is open, the share
+        of it that is left and the seconds until it is due. None the first time."""
         before, self._last = self._last, stats
         last_s, self._last_s = self._last_s, now
         if last_s is None or now <= last_s:
@@ -42,7 +47,7 @@ class LoadMeter:
             rt_slack_s=self._slack_s(rt, rt_before, now),
             rt_busy=min(max(0.0, worked_s / (now - last_s)), float(serving)),
             rt_waiting_s=rt.waiting * self._mean_s(rt),
-            be_due=[(self._mean_s(be), by) for by in due],
+            be_due=[(share * self._mean_s(be), by) for share, by in due],
         )
 
     def _slack_s(self, rt: ClassStats, before: ClassStats, now: float) -> float | None:
