@@ -1,0 +1,91 @@
+"""Replicas on a Ray instance of this machine that come and go with the load."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from bros.core.clock import SystemClock
+from bros.core.config import Config, ServerConfig
+from bros.core.errors import ConfigError
+from bros.core.request import ServiceClass, Slo
+from bros.router.elastic import ElasticSettings
+from bros.router.member import ReplicaState
+from bros.router.scaling import ElasticReplicas
+from bros.server.cluster import ClusterReplicas, bounds_of, many
+from support.process_engine import TINY_ENGINE, ask, tokens_of
+from support.ray_cluster import connected
+from support.tiny_models import save_tiny_llama
+
+WAIT_S = 60.0
+
+
+async def until_up(replicas: ElasticReplicas, number: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while [status.state for status in replicas.replicas()].count(ReplicaState.UP) != number:
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+async def test_deadlines_bring_an_actor_and_calm_takes_it_away(
+    ray_address: str, tmp_path: Path
+) -> None:
+    save_tiny_llama(tmp_path / "tiny")
+    engine = dataclasses.replace(TINY_ENGINE, model=str(tmp_path / "tiny"))
+    config = Config(engine=engine, server=ServerConfig(log_level="error"))
+    settings = ElasticSettings(least=1, most=2, calm_s=2.0)
+    with connected(ray_address) as cluster:
+        replicas = ClusterReplicas(config, cluster, pytest.fail, settings)
+        await replicas.start()
+        try:
+            await until_up(replicas, 1)
+            expected = await tokens_of(replicas, ask("first", 100))
+            now = SystemClock().now()
+            requests = [
+                dataclasses.replace(
+                    ask(f"be{n}", 100),
+                    service_class=ServiceClass.BE,
+                    slo=Slo(deadline_s=1.0),
+                    arrival_s=now,
+                )
+                for n in range(200)
+            ]
+            answers = [asyncio.create_task(tokens_of(replicas, each)) for each in requests]
+            await until_up(replicas, 2)
+            assert await asyncio.gather(*answers) == [expected] * len(requests)
+            await until_up(replicas, 1)
+            assert await tokens_of(replicas, ask("last", 100)) == expected
+            assert all(status.lost == 0 for status in replicas.replicas())
+        finally:
+            await replicas.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "bounds", "words"),
+    [
+        ({"replicas": 3}, (3, 3), "3 replicas"),
+        ({"replicas": 2, "max_replicas": 5}, (2, 5), "2 to 5 replicas"),
+        ({"replicas": 2, "min_replicas": 1}, (1, 2), "1 to 2 replicas"),
+        ({"replicas": 2, "cluster": "auto"}, (2, 2), "2 replicas on a Ray cluster"),
+    ],
+)
+def test_bounds(options: dict[str, object], bounds: tuple[int, int], words: str) -> None:
+    config = ServerConfig(**options)
+    assert bounds_of(config) == bounds
+    assert many(config) == words
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"replicas": 2, "min_replicas": 3, "max_replicas": 4}, "--min-replicas"),
+        ({"replicas": 5, "max_replicas": 4}, "--max-replicas"),
+    ],
+)
+def test_bounds_are_around_the_first_number(options: dict[str, object], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        bounds_of(ServerConfig(**options))
