@@ -102,7 +102,8 @@ def test_a_prefix_is_replicated_when_waits_double(later_s: float, copies: int) -
     (found,) = [home for prefix, home in homes(fleet).items() if prefix == 1]
     assert found == (None if copies == 1 else (0, 1))
     if copies == 2:
-        went = {send(fleet, ask(f"n{n}", prompt(1, 1000 + n)), 100.0) for n in range(150)}
+        more = [ask(f"n{n}", prompt(1, 1000 + n), max_tokens=50) for n in range(150)]
+        went = {serve(fleet, request, 100.0, (1,) * 50) for request in more}
         assert went == {0, 1}
 
 

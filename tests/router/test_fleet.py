@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -11,10 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from bros.core.errors import ConfigError
-from bros.core.request import SamplingParams
+from bros.core.request import Hints, SamplingParams
 from bros.router.build import make_fleet
-from bros.router.settings import ROUTERS, RouterSettings
-from support.routing import BLOCK, ask, fleet_of, send, serve, told
+from bros.router.forest import Node
+from bros.router.replica import Work
+from bros.router.settings import ROUTERS, ReplicaFacts
+from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve, told
 
 WINDOW_S = 10.0
 
@@ -69,9 +73,6 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @rule()
     def one_more(self) -> None:
-        from support.routing import PRICES
-        from bros.router.settings import ReplicaFacts
-
         facts = ReplicaFacts(capacity_tokens=12 * BLOCK, prices=PRICES)
         assert self.fleet.add(facts, self.now) == self.next
         self.up.add(self.next)
@@ -113,7 +114,7 @@ class Bookkeeping(RuleBasedStateMachine):
             assert sum(replica.open.prefill_s.values()) == pytest.approx(waiting, abs=1e-9)
             decode = sum(work.decode_s for work in works)
             assert sum(replica.open.decode_s.values()) == pytest.approx(decode, abs=1e-9)
-            held = sum({n: n.cached.get(number, 0) for n in _active(works)}.values())
+            held = sum({n: n.cached.get(number, 0) for n in _paths(works)}.values())
             assert state.forest.caches[number].num_tokens <= max(12 * BLOCK, held)
             assert all(key.load[number] > -1e-9 for key in replica.keys)
         active = Counter(n for r in fleet.replicas.values() for n in _paths(r.works.values()))
@@ -121,16 +122,12 @@ class Bookkeeping(RuleBasedStateMachine):
             assert node.active == active[node]
 
 
-def _paths(works):  # type: ignore[no-untyped-def]
+def _paths(works: Iterable[Work]) -> Iterator[Node]:
     for work in works:
         node = work.leaf
         while node.parent is not None:
             yield node
             node = node.parent
-
-
-def _active(works):  # type: ignore[no-untyped-def]
-    return set(_paths(works))
 
 
 TestBookkeeping = Bookkeeping.TestCase
@@ -162,12 +159,6 @@ def test_memory_is_bounded_however_many_requests_come(told_of: bool) -> None:
     assert fleet.forest.num_nodes == 0 and fleet.forest.num_tokens == 0
 
 
-def test_programs_that_never_come_back_are_forgotten() -> None:
-    settings_ = RouterSettings()
-    assert settings_.window_s == 180.0 and settings_.balance == 1.5 and settings_.warm_up == 50
-    assert (settings_.replicate, settings_.decode_share) == (2.0, 0.7)
-
-
 def test_there_is_no_other_policy() -> None:
     for name in ROUTERS:
         make_fleet(name, oracle=lambda request: 0)
@@ -192,10 +183,13 @@ def test_those_that_e2_is_compared_with() -> None:
 def test_answers_are_guessed_by_those_before_them() -> None:
     fleet = fleet_of(1)
     replica = fleet.replicas[0]
-    long = SamplingParams(max_tokens=None)
     request = ask("a", [1] * 5)
     assert replica.expected_output(request) == 8  # no more than it may have
     for number in range(200):
         serve(fleet, ask(f"{number}", [number], max_tokens=1000), 0.0, (1,) * 300)
     assert replica.mean_output == pytest.approx(300, rel=0.01)
-    assert send(fleet, ask("b", [3] * 5)) == 0 and long.max_tokens is None
+    endless = replace(request, sampling=SamplingParams(max_tokens=None))
+    assert replica.expected_output(endless) == pytest.approx(300, rel=0.01)
+    known = replace(endless, hints=Hints(expected_tokens=20))
+    assert replica.expected_output(known) == 20
+    assert replica.expected_output(replace(endless, fill=True)) == 0
