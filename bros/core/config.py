@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from bros.core.errors import ConfigError
 
 POLICIES = ("bros", "fcfs", "priority", "rr", "edf")
+BE_ORDER = ("programs", "prefix-groups")
 LATE = ("renew", "edf", "shed")
 OVERLOAD = ("late", "relegate", "reject")
 PACKING = ("chunked", "paper")
@@ -208,9 +209,14 @@ class EngineConfig(_Checked):
     be_share: float = option(
         0.02, "share of the time that best-effort work gets in any case", low=0, high=0.9
     )
+    be_order: str = option(
+        "programs",
+        "who of best-effort starts first: what was begun, or who has most of its prompt cached",
+        choices=BE_ORDER,
+    )
     be_max_wait: float = option(
         30.0,
-        "seconds for which best-effort requests may be overtaken by others with a common prefix",
+        "seconds for which best-effort requests may be overtaken by others, see --be-order",
         low=0,
     )
     late: str = option(
