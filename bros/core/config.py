@@ -37,6 +37,8 @@ ASYNC_SCHEDULING = ("auto", "on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 BATCH_ORDER = ("prefix", "file")
 ON_ENGINE_DEATH = ("restart", "exit")
+ROUTERS = ("e2", "rr", "least")
+ROUTER_PLAN = ("off", "shadow", "on")
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -294,6 +296,22 @@ class ServerConfig(_Checked):
     )
     max_sessions: int = option(1000, "most sessions at a time", low=1)
     session_max_calls: int = option(10_000, "most requests of one session", low=1)
+    replicas: int = option(
+        1,
+        "engines on this machine, each with --tp ranks; prompts go where they are cached",
+        low=1,
+        high=64,
+    )
+    router: str = option(
+        "e2",
+        "which replica: the one with the prefix unless load says otherwise, by turns, least loaded",
+        choices=ROUTERS,
+    )
+    router_plan: str = option(
+        "off",
+        "plan where the most used prefixes are; shadow: only count what that would gain",
+        choices=ROUTER_PLAN,
+    )
     log_level: str = option("info", "how much to log", choices=LOG_LEVELS)
     on_engine_death: str = option(
         "restart", "what to do when the engine dies", choices=ON_ENGINE_DEATH
