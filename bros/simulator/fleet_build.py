@@ -1,0 +1,153 @@
+"""Everything that determines a run on several replicas, and how it is put together from that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bros.core.clock import ManualClock
+from bros.core.config import EngineConfig
+from bros.core.errors import ConfigError
+from bros.core.interfaces import Prices
+from bros.core.request import EngineRequest
+from bros.engine.engine import Engine
+from bros.router.build import make_fleet
+from bros.router.settings import ReplicaFacts, RouterSettings
+from bros.scheduler.build import build_scheduler
+from bros.scheduler.cost_model import CostModel
+from bros.simulator.build import Device, engine_info, slo_of
+from bros.simulator.fleet_metrics import FleetReport, fleet_report
+from bros.simulator.fleet_simulation import NO_SLO, FleetSimulation, SimReplica
+from bros.simulator.prefix_requests import VOCAB, PrefixLoad, PrefixRequest
+from bros.simulator.sim_executor import SimExecutor
+from bros.simulator.workload import generator
+
+ROWS, STEP_TOKENS = 256, 512
+"""Most requests and tokens of an iteration, as in the paper's engines."""
+MANY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetScenario:
+    """One run. Two runs of equal scenarios give the same records to the bit.
+
+    notice_s, digest_s, decision_s: see FleetSimulation. classes: there are best-effort requests,
+    and real-time ones bring their objectives.
+    """
+
+    config: EngineConfig
+    device: Device
+    replicas: int
+    router: str
+    load: PrefixLoad
+    seed: int
+    settings: RouterSettings = field(default_factory=RouterSettings)
+    notice_s: float = 0.05
+    digest_s: float = 10.0
+    decision_s: float = 0.0
+    classes: bool = False
+
+
+def fleet_config(engine: EngineConfig) -> EngineConfig:
+    """The options, with what the paper's engines had where nothing was said, and no limit to the
+    queue: every request is to be served."""
+    return dataclasses.replace(
+        engine,
+        max_num_seqs=engine.max_num_seqs or ROWS,
+        max_batch_tokens=engine.max_batch_tokens or STEP_TOKENS,
+        max_queue=MANY,
+    )
+
+
+def run_fleet(
+    scenario: FleetScenario, progress: Callable[[float], None] | None = None
+) -> FleetReport:
+    """Simulate one scenario. Raises ConfigError if it cannot be run."""
+    result = build_fleet_simulation(scenario, progress=progress).run()
+    return fleet_report(result, slo_of(scenario.config))
+
+
+def build_fleet_simulation(
+    scenario: FleetScenario, *, progress: Callable[[float], None] | None = None
+) -> FleetSimulation:
+    """Engines, their clocks, router and workload. Raises ConfigError if it cannot be run."""
+    check_fleet_scenario(scenario)
+    requests = _servable(scenario)
+    fleet = make_fleet(
+        scenario.router,
+        scenario.settings,
+        block_size=engine_info(scenario.config, scenario.device).block_size,
+        oracle=oracle_of(requests, scenario.seed),
+    )
+    facts = ReplicaFacts(
+        capacity_tokens=scenario.device.kv_blocks * 16,
+        prices=prices_of(scenario.device.steps),
+        yields=scenario.config.policy == "bros",
+    )
+    replicas = [_replica(scenario) for _ in range(scenario.replicas)]
+    for replica in replicas:
+        replica.number = fleet.add(facts, 0.0)
+    return FleetSimulation(
+        replicas,
+        fleet,
+        requests,
+        seed=scenario.seed,
+        notice_s=scenario.notice_s,
+        digest_s=scenario.digest_s,
+        decision_s=scenario.decision_s,
+        slo=slo_of(scenario.config) if scenario.classes else NO_SLO,
+        progress=progress,
+    )
+
+
+def check_fleet_scenario(scenario: FleetScenario) -> None:
+    """Raise ConfigError if options do not go together."""
+    info = engine_info(scenario.config, scenario.device)
+    build_scheduler(scenario.config, info, scenario.device.steps)
+    if scenario.config.prefix_cache == "off":
+        raise ConfigError("--prefix-cache: off leaves a router nothing to route by")
+
+
+def oracle_of(requests: Sequence[PrefixRequest], seed: int) -> Callable[[EngineRequest], int]:
+    """The part of each request: families in a drawn order, dealt out like cards."""
+    families = sorted({request.family for request in requests})
+    generator(seed, "oracle").shuffle(families)
+    parts = {family: part for part, family in enumerate(families)}
+    return lambda request: parts[requests[int(request.request_id)].family]
+
+
+def prices_of(model: CostModel) -> Prices:
+    """By the step times of a model: tokens of a prompt beside so many that they are computed at
+    full speed."""
+    many = 1024
+    token_s = (model.prefill_seconds(2 * many) - model.prefill_seconds(many)) / many
+    token_s -= 1.5 * many * model.pair_s
+    return Prices(
+        constant_s=model.constant_s,
+        token_s=token_s,
+        pair_s=model.pair_s,
+        row_s=model.token_s + model.sample_s,
+        context_s=model.context_s + model.unique_context_s,
+    )
+
+
+def _replica(scenario: FleetScenario) -> SimReplica:
+    info = dataclasses.replace(engine_info(scenario.config, scenario.device), vocab_size=VOCAB)
+    clock = ManualClock()
+    executor = SimExecutor(scenario.device.steps, clock)
+    scheduler = build_scheduler(scenario.config, info, scenario.device.steps)
+    return SimReplica(Engine(scheduler, executor, clock, info), executor, clock)
+
+
+def _servable(scenario: FleetScenario) -> Sequence[PrefixRequest]:
+    """Raises ConfigError if a request is too long for a replica."""
+    requests = scenario.load.requests(scenario.seed)
+    limit = engine_info(scenario.config, scenario.device).max_model_len
+    longest = max((r.prompt_tokens + r.output_tokens for r in requests), default=0)
+    if longest > limit:
+        raise ConfigError(
+            f"--workload: it has requests of {longest} tokens, the longest that can be served is "
+            f"{limit}; see --kv-blocks and --max-model-len"
+        )
+    return requests
