@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bros.router.replica import BE, RT, Replica
+from bros.router.replica import RT, Replica
 from bros.router.state import Ask, State
 
 
@@ -58,8 +58,8 @@ def _without_evictions(state: State, ask: Ask, replica: Replica) -> tuple[float,
     prefill_s = replica.prefill_s(ask.length - matched + ask.more, matched)
     late_s, request = 0.0, ask.request
     if request.service_class is RT and request.slo.ttft_s is not None:
-        waits = replica.open.prefill_s[RT] + state.weight(replica) * replica.open.prefill_s[BE]
-        late_s = max(0.0, waits + prefill_s - request.slo.ttft_s) * state.settings.late_weight
+        first_s = state.queue_s(replica, RT) + prefill_s
+        late_s = max(0.0, first_s - request.slo.ttft_s) * state.settings.late_weight
     return state.load_s(replica, request.service_class), prefill_s, late_s
 
 

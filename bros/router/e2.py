@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bros.router.cost import cheapest
+from bros.router.cost import cheapest, evicted_s
 from bros.router.replica import Replica
 from bros.router.state import Ask, State
 
@@ -30,7 +30,7 @@ class E2:
             return _explore(state, ask, candidates)
         having, reason = self._having(ask, candidates, cached)
         found = cheapest(state, ask, having)
-        other = self._instead(state, ask, found, candidates)
+        other = _instead(state, ask, found, [r for r in candidates if r not in having])
         return (found, reason) if other is None else (other, "explore")
 
     def _having(
@@ -49,17 +49,19 @@ class E2:
         least = min(key.end, cached)
         return [r for r in candidates if ask.matched.get(r.number, 0) >= least], "exploit"
 
-    def _instead(
-        self, state: State, ask: Ask, found: Replica, candidates: Sequence[Replica]
-    ) -> Replica | None:
-        """Who computes the prefix again sooner than `found` comes to it; None if nobody does."""
-        wait_s = state.open_s(found, ask.service_class)
-        lightest = min(candidates, key=lambda r: state.open_s(r, ask.service_class))
-        if lightest is found:
-            return None
-        again_s = _prefill_s(ask, lightest) - _prefill_s(ask, found)
-        longer_s = wait_s - state.open_s(lightest, ask.service_class)
-        return lightest if longer_s > state.settings.patience * max(again_s, 0.0) else None
+
+def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) -> Replica | None:
+    """Who computes the prefix again, and what makes room for it, sooner than `found` comes to the
+    request; None if nobody does."""
+    if not others:
+        return None
+    lightest = min(others, key=lambda replica: state.queue_s(replica, ask.service_class))
+    wait_s = state.queue_s(found, ask.service_class) - state.queue_s(lightest, ask.service_class)
+    again_s = _prefill_s(ask, lightest) - _prefill_s(ask, found)
+    if wait_s <= state.settings.patience * again_s:
+        return None
+    again_s += evicted_s(state, ask, lightest)
+    return lightest if wait_s > state.settings.patience * max(again_s, 0.0) else None
 
 
 def _prefill_s(ask: Ask, replica: Replica) -> float:

@@ -34,7 +34,8 @@ _MANY_PARKED = 100_000
 class Fleet:
     """Times are seconds of one clock that never goes back.
 
-    balances: whether prefixes are moved and replicated, or placed by a plan.
+    state: for those who look; only this class changes it. balances: whether prefixes are moved and
+    replicated, or placed by a plan.
     """
 
     def __init__(
@@ -47,43 +48,44 @@ class Fleet:
     ) -> None:
         self._policy = policy
         self._block_size = block_size
-        self._state = State(settings, Forest(block_size, settings.max_tokens))
+        self.state = State(settings, Forest(block_size, settings.max_tokens))
         self._balances = balances
         self._balancer = Balancer()
         self._planner = None if settings.plan == "off" else Planner(settings.plan == "on")
-        self._ledger = Ledger(self._state)
+        self._ledger = Ledger(self.state)
         self._parked: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._next = 0
 
     @property
     def replicas(self) -> Mapping[int, Replica]:
-        """By their numbers; not to be changed."""
-        return self._state.replicas
+        """By their numbers."""
+        return self.state.replicas
 
     @property
     def forest(self) -> Forest:
-        """Not to be changed."""
-        return self._state.forest
+        return self.state.forest
 
     @property
     def plan_report(self) -> PlanReport | None:
         """None if nothing is planned."""
-        return self._planner and self._planner.report(max(1, len(self._state.replicas)))
+        if self._planner is None:
+            return None
+        return self._planner.report(max(1, len(self.state.replicas)))
 
     def add(self, facts: ReplicaFacts, now: float) -> int:
         """One more replica, with an empty cache; its number, which is never used again."""
         number, self._next = self._next, self._next + 1
-        self._state.replicas[number] = Replica(number, facts)
-        self._state.forest.caches[number] = Cache()
+        self.state.replicas[number] = Replica(number, facts)
+        self.state.forest.caches[number] = Cache()
         return number
 
     def remove(self, replica: int) -> list[str]:
         """A replica is lost, with all that it had; the ids of requests that were open there."""
-        lost = list(self._state.replicas[replica].works)
+        lost = list(self.state.replicas[replica].works)
         for request_id in lost:
             self._ledger.close(request_id)
-        del self._state.replicas[replica]
-        self._state.forest.drop_cache(replica)
+        del self.state.replicas[replica]
+        self.state.forest.drop_cache(replica)
         for program, (number, _) in list(self._parked.items()):
             if number == replica:
                 del self._parked[program]
@@ -91,7 +93,7 @@ class Fleet:
 
     def set_draining(self, replica: int, draining: bool) -> None:
         """Nothing new goes there, or it does again."""
-        self._state.replicas[replica].draining = draining
+        self.state.replicas[replica].draining = draining
 
     def route(
         self, requests: Sequence[EngineRequest], now: float, avoid: frozenset[int] = frozenset()
@@ -102,16 +104,16 @@ class Fleet:
         """
         candidates = [
             replica
-            for number, replica in self._state.replicas.items()
+            for number, replica in self.state.replicas.items()
             if not replica.draining and number not in avoid
         ]
         if not candidates:
             raise EngineDeadError("No replica is up that takes requests.")
         self._ledger.expire(now)
         if self._balances and self._planner is not None:
-            self._planner.run(self._state, now)
+            self._planner.run(self.state, now)
         if self._balances and (self._planner is None or not self._planner.applies):
-            self._balancer.run(self._state, now)
+            self._balancer.run(self.state, now)
         placed: dict[str, Decision] = {}
         for group in _groups(requests) if self._balances else ():
             placed.update(self._route_group(group, candidates, now))
@@ -122,18 +124,19 @@ class Fleet:
 
     def costs(self, request: EngineRequest, now: float) -> dict[int, Cost]:
         """What it would cost on each replica, for whoever wants to know why."""
-        ask = self._ask(request, list(self._state.replicas.values()), now)
-        return {replica.number: cost_of(self._state, ask, replica) for replica in ask.candidates}
+        self._ledger.expire(now)
+        ask = self._ask(request, list(self.state.replicas.values()), now)
+        return {replica.number: cost_of(self.state, ask, replica) for replica in ask.candidates}
 
     def begun(self, request_id: str, cached_tokens: int, now: float) -> None:
         """Its first token has come: its prompt is cached where it runs."""
         work = self._ledger.works.get(request_id)
         if work is None or work.begun:
             return
-        self._state.replicas[work.replica].waits.append((now, now - work.time_s))
+        self.state.replicas[work.replica].waits.append((now, now - work.time_s))
         self._ledger.begin(work)
         if work.leaf.alive:
-            self._state.forest.use(work.leaf, work.replica)
+            self.state.forest.use(work.leaf, work.replica)
 
     def ended(
         self, request_id: str, output_ids: Sequence[int], now: float, *, cached: bool = True
@@ -142,25 +145,25 @@ class Fleet:
         work = self._ledger.close(request_id)
         if work is None:
             return
-        replica, request = self._state.replicas[work.replica], work.request
+        replica, request = self.state.replicas[work.replica], work.request
         if cached:
             context = len(request.prompt_token_ids)
             self._ledger.settle(work, replica.decode_s(len(output_ids), context))
             if not request.fill:
                 replica.learn_output(len(output_ids))
-            self._extend(request, output_ids, replica)
+            self._extend(work, output_ids, replica)
             self._park(request, work.replica, now)
         elif not work.begun:
             self._take_back(work)
-        self._state.forest.prune(work.leaf)
+        self.state.forest.prune(work.leaf)
 
     def take(self, replica: int, notice: Notice, now: float) -> None:
         """What a replica says. In any order, twice, or not at all: a digest puts it right."""
-        if replica in self._state.replicas:
-            take_notice(self._state.forest, self._state.replicas[replica], notice)
+        if replica in self.state.replicas:
+            take_notice(self.state.forest, self.state.replicas[replica], notice)
 
     def _ask(self, request: EngineRequest, candidates: Sequence[Replica], now: float) -> Ask:
-        forest = self._state.forest
+        forest = self.state.forest
         pieces = forest.pieces(request)
         path = forest.walk(request.cache_salt, pieces)
         parked = self._parked.get(request.hints.program) if request.hints.program else None
@@ -169,7 +172,7 @@ class Fleet:
             pieces=pieces,
             path=path,
             length=len(request.prompt_token_ids),
-            matched=self._state.matched(path),
+            matched=self.state.matched(path),
             candidates=candidates,
             parked=parked[0] if parked is not None and parked[1] > now else None,
         )
@@ -178,7 +181,7 @@ class Fleet:
         self, request: EngineRequest, candidates: Sequence[Replica], now: float
     ) -> Decision:
         ask = self._ask(request, candidates, now)
-        replica, reason = self._policy.choose(self._state, ask, now)
+        replica, reason = self._policy.choose(self.state, ask, now)
         return self._commit(ask, replica, reason, now)
 
     def _route_group(
@@ -186,7 +189,7 @@ class Fleet:
     ) -> dict[str, Decision]:
         asks = [self._ask(request, candidates, now) for request in requests]
         places = place_group(
-            self._state, asks, self._state.forest.common([ask.pieces for ask in asks])
+            self.state, asks, self.state.forest.common([ask.pieces for ask in asks])
         )
         found = {}
         for request in requests:
@@ -197,7 +200,7 @@ class Fleet:
 
     def _commit(self, ask: Ask, replica: Replica, reason: str, now: float) -> Decision:
         """It goes there: from now on it is part of the load, and its prompt of the cache."""
-        state, request, number = self._state, ask.request, replica.number
+        state, request, number = self.state, ask.request, replica.number
         matched = ask.matched.get(number, 0)
         key = ask.key(max(ask.matched.values(), default=0))
         leaf = state.forest.insert(request.cache_salt, ask.pieces, ask.path)
@@ -233,15 +236,18 @@ class Fleet:
             else:
                 del replica.origins[other]
 
-    def _extend(self, request: EngineRequest, output_ids: Sequence[int], replica: Replica) -> None:
+    def _extend(self, work: Work, output_ids: Sequence[int], replica: Replica) -> None:
         """The answer is cached as well."""
-        forest, salt = self._state.forest, request.cache_salt
-        pieces = forest.pieces(request, output_ids)
-        leaf = forest.insert(salt, pieces, forest.walk(salt, pieces))
+        forest, request, leaf = self.state.forest, work.request, work.leaf
+        if len(request.prompt_token_ids) + len(output_ids) - 1 >= leaf.end + self._block_size:
+            after = leaf if leaf.alive and leaf.parent is not None else None
+            pieces = forest.pieces(request, output_ids, after.end if after is not None else 0)
+            path = forest.walk(request.cache_salt, pieces, after)
+            leaf = forest.insert(request.cache_salt, pieces, path, after)
+            origin = replica.origins.get(request.request_id)
+            if origin is not None:
+                origin.leaf = leaf
         forest.use(leaf, replica.number)
-        origin = replica.origins.get(request.request_id)
-        if origin is not None:
-            origin.leaf = leaf
         self._make_room(replica)
 
     def _park(self, request: EngineRequest, replica: int, now: float) -> None:
@@ -259,12 +265,12 @@ class Fleet:
         while node.parent is not None and node.alive and not node.active and node.num_asked <= 1:
             parent = node.parent
             if work.replica in node.cached:
-                self._state.forest.mark(node, work.replica, 0)
+                self.state.forest.mark(node, work.replica, 0)
             node = parent
 
     def _make_room(self, replica: Replica) -> None:
         """No cache has more than its size: what was used longest ago goes, as it will there."""
-        cache, forest = self._state.forest.caches[replica.number], self._state.forest
+        cache, forest = self.state.forest.caches[replica.number], self.state.forest
         for _ in range(len(cache.nodes)):
             if cache.num_tokens <= replica.facts.capacity_tokens:
                 return

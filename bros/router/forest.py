@@ -116,22 +116,25 @@ class Forest:
         """All nodes: what was asked for longest ago first."""
         return iter(self._by_age)
 
-    def pieces(self, request: EngineRequest, output_ids: Sequence[int] = ()) -> Pieces:
-        """Whole blocks of prompt and answer, but for the last token: that has to be computed to
-        choose the next one, or is the last one that was chosen."""
-        data = _to_bytes(request.prompt_token_ids) + _to_bytes(output_ids)
+    def pieces(
+        self, request: EngineRequest, output_ids: Sequence[int] = (), start: int = 0
+    ) -> Pieces:
+        """Whole blocks of prompt and answer from a node's end on, but for the last token: that has
+        to be computed to choose the next one, or is the last one that was chosen."""
+        data = _to_bytes(request.prompt_token_ids[start:] if start else request.prompt_token_ids)
+        data += _to_bytes(output_ids)
         whole = (len(data) // _BYTES - 1) // self._size * self._block
         private_from = request.hints.private_from
-        if private_from is None:
+        if private_from is None or private_from // self._size * self._size < start:
             return ((b"", data[:whole]),)
-        border = min(private_from // self._size * self._block, whole)
+        border = min((private_from // self._size * self._size - start) * _BYTES, whole)
         salt = _PRIVATE + request.hints.private_salt.encode()
         return ((b"", data[:border]), (salt, data[border:whole]))
 
-    def walk(self, salt: str, pieces: Pieces) -> Path:
-        """As far as the forest knows a prompt."""
-        path = Path([])
-        node = self._roots.get(salt)
+    def walk(self, salt: str, pieces: Pieces, after: Node | None = None) -> Path:
+        """As far as the forest knows a prompt, or what comes after a node."""
+        node = after or self._roots.get(salt)
+        path = Path([], 0 if node is None else node.end)
         for number, (prefix, data) in enumerate(pieces):
             path.piece, path.offset, offset = number, 0, 0
             while offset < len(data):
@@ -153,12 +156,12 @@ class Forest:
         first, last = min(p[0][1] for p in prompts), max(p[0][1] for p in prompts)
         return self._common(first, last, 0) // _BYTES
 
-    def insert(self, salt: str, pieces: Pieces, path: Path) -> Node:
-        """The last node of a prompt that `walk` has just looked for, which is known from now on.
-        The root if it has not even one block."""
+    def insert(self, salt: str, pieces: Pieces, path: Path, after: Node | None = None) -> Node:
+        """The last node of what `walk` has just looked for, which is known from now on. Of a prompt
+        without a block that is a root, or `after`."""
         if path.nodes and path.end < path.nodes[-1].end:
             path.nodes[-1] = self._split(path.nodes[-1], path.end)
-        node = path.nodes[-1] if path.nodes else self._roots.get(salt)
+        node = path.nodes[-1] if path.nodes else after or self._roots.get(salt)
         if node is None:
             node = Node(b"", b"", None, 0)
             if any(data for _, data in pieces):

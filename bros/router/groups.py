@@ -80,7 +80,7 @@ def _share_out(group: Group, replicas: Sequence[Replica]) -> dict[str, Replica]:
     return found
 
 
-def _tokens(ask: Ask) -> Sequence[bytes]:
+def _tokens(ask: Ask) -> list[bytes]:
     return [data for _, data in ask.pieces]
 
 

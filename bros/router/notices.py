@@ -37,13 +37,14 @@ def take_notice(forest: Forest, replica: Replica, notice: Notice) -> None:
 def _keep(forest: Forest, replica: Replica, request_id: str, origin: Origin, kept: int) -> None:
     """Of a request's path, so many tokens are there."""
     work = replica.works.get(request_id)
+    if work is not None and not work.begun:
+        return  # what it is going to compute counts as there
     node, number = origin.leaf, replica.number
     while node.parent is not None:
         parent, tokens = node.parent, min(kept, node.end) - node.start
         if tokens > 0 and node.cached.get(number) == tokens == node.end - node.start:
             return  # and all before it
-        # What a request is going to compute counts as there.
-        if node.alive and (tokens > 0 or work is None or work.begun):
+        if node.alive:
             forest.mark(node, number, max(tokens, 0))
         if tokens <= 0 and work is None:
             origin.leaf = parent

@@ -77,6 +77,11 @@ class Sums:
         prefill, decode = self.prefill_s, self.decode_s
         return prefill[RT] + decode[RT] + weight * (prefill[BE] + decode[BE])
 
+    def prompts(self, service_class: ServiceClass, be_weight: float) -> float:
+        """The same of prompts alone."""
+        weight = 1.0 if service_class is BE else be_weight
+        return self.prefill_s[RT] + weight * self.prefill_s[BE]
+
     @property
     def decode_share(self) -> float:
         """Of all the time; 0 if there is none."""

@@ -78,6 +78,10 @@ class State:
         """Work that it has, which a new request of a class would have beside or before it."""
         return replica.open.of(service_class, self.weight(replica))
 
+    def queue_s(self, replica: Replica, service_class: ServiceClass) -> float:
+        """Of that, prompts alone: the next one comes after them, but beside the answers."""
+        return replica.open.prompts(service_class, self.weight(replica))
+
     def load_s(self, replica: Replica, service_class: ServiceClass = BE) -> float:
         """What it was given within the window, and what it still has to do of it."""
         weight = self.weight(replica)

@@ -1,0 +1,289 @@
+"""Where E2 sends requests: its rule, and that the chosen replica costs least (T11)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.core.errors import EngineDeadError
+from bros.core.interfaces import Notice
+from bros.core.request import EngineRequest, Hints, ServiceClass, Slo
+from bros.router.fleet import Fleet
+from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve, told
+
+NOBODY_WAITS = 1e9
+
+
+def decide(fleet: Fleet, request: EngineRequest, now: float = 0.0) -> tuple[int, str, int]:
+    (decision,) = fleet.route([request], now)
+    return decision.replica, decision.reason, decision.matched
+
+
+def test_a_request_goes_where_most_of_it_is_cached() -> None:
+    fleet = fleet_of(3, patience=NOBODY_WAITS)
+    prefix = list(range(10 * BLOCK))
+    there = serve(fleet, ask("a", prefix + [900] * 3))
+    for number in range(5):
+        request = ask(f"b{number}", prefix + [1000 + number] * 3)
+        assert decide(fleet, request)[:2] == (there, "exploit")
+
+
+@pytest.mark.parametrize(("rest", "reason"), [(-1, "exploit"), (0, "explore"), (1, "explore")])
+def test_half_is_not_enough(rest: int, reason: str) -> None:
+    """Strictly more has to be cached than is not."""
+    fleet = fleet_of(2, patience=NOBODY_WAITS)
+    prefix = list(range(8 * BLOCK))
+    serve(fleet, ask("a", [*prefix, 1]))
+    request = ask("b", prefix + [5000] * (8 * BLOCK + rest))
+    assert decide(fleet, request)[1:] == (reason, 8 * BLOCK if reason == "exploit" else 0)
+
+
+def test_what_was_evicted_is_no_match() -> None:
+    fleet = fleet_of(2, patience=NOBODY_WAITS)
+    request = ask("a", range(10 * BLOCK + 1))
+    there = serve(fleet, request)
+    again = ask("b", range(10 * BLOCK + 1))
+    fleet.take(there, told(1, ("a", 3 * BLOCK)), 1.0)
+    assert decide(fleet, again, 1.0)[1] == "explore"
+
+
+def test_the_replica_is_named_and_not_its_place_in_a_list() -> None:
+    """Of replicas 0 to 4 only 3 has the prefix; 1 is lost."""
+    fleet = fleet_of(5, "e2", patience=NOBODY_WAITS)
+    fleet.remove(1)
+    for number in (0, 2, 4):
+        fleet.set_draining(number, True)
+    prefix = list(range(10 * BLOCK))
+    assert decide(fleet, ask("a", [*prefix, 1]))[:2] == (3, "only")
+    for number in (0, 2, 4):
+        fleet.set_draining(number, False)
+    assert decide(fleet, ask("b", [*prefix, 2]))[:2] == (3, "exploit")
+    fleet.set_draining(3, True)
+    assert decide(fleet, ask("c", [*prefix, 3]))[0] in (0, 2, 4)
+
+
+def test_without_a_replica_there_is_nowhere_to_go() -> None:
+    fleet = fleet_of(2)
+    fleet.set_draining(0, True)
+    with pytest.raises(EngineDeadError):
+        fleet.route([ask("a", [1])], 0.0, frozenset({1}))
+    assert fleet.route([ask("a", [1])], 0.0)[0].replica == 1
+
+
+def test_nobody_waits_longer_than_computing_the_prefix_takes() -> None:
+    """patience x 40 tokens at 1 ms each, where 100 ms of work are waiting."""
+    for patience, reason in ((1.0, "explore"), (10.0, "exploit")):
+        fleet = fleet_of(2, patience=patience, history=0.0)
+        prefix = list(range(10 * BLOCK))
+        there = serve(fleet, ask("a", [*prefix, 1], max_tokens=1))
+        for number in range(2):
+            fleet.route(
+                [ask(f"w{number}", [number] * 50, max_tokens=1)], 0.0, frozenset({1 - there})
+            )
+        replica, found, _ = decide(fleet, ask("b", [*prefix, 2], max_tokens=1))
+        assert (replica == there, found) == (reason == "exploit", reason)
+
+
+def test_best_effort_work_hardly_counts_for_real_time_requests() -> None:
+    """Unless the engine does not let it make way."""
+    for yields, expected in ((True, 0), (False, 1)):
+        fleet = fleet_of(2, yields=yields)
+        for number in range(3):  # 0 has much best-effort work, 1 has a little real-time work
+            fleet.route([ask(f"b{number}", [number] * 400, best_effort=True)], 0.0, frozenset({1}))
+        fleet.route([ask("r", [9] * 300)], 0.0, frozenset({0}))
+        assert send(fleet, ask("new", [10] * 50)) == expected
+        assert send(fleet, ask("new be", [11] * 50, best_effort=True)) == 1
+
+
+def test_a_late_first_token_costs_more_than_the_time() -> None:
+    """0 has more work but no prompt that waits; on 1 the first token would be late."""
+    fleet = fleet_of(2, history=0.0)
+    fleet.route(
+        [ask("a", [1] * 20, max_tokens=10_000, hints=Hints(expected_tokens=200))],
+        0.0,
+        frozenset({1}),
+    )
+    fleet.begun("a", 0, 0.0)
+    fleet.route([ask("b", [2] * 500, max_tokens=1)], 0.0, frozenset({0}))
+    slo = Slo(ttft_s=0.3)
+    free, held = (
+        fleet.costs(ask("c", [3] * 100), 0.0),
+        fleet.costs(ask("c", [3] * 100, slo=slo), 0.0),
+    )
+    assert free[0].late_s == free[1].late_s == held[0].late_s == 0.0
+    assert held[1].late_s == pytest.approx(10 * (held[1].prefill_s + 0.5 + 500**2 / 2 * 1e-6 - 0.3))
+
+
+def test_prompts_go_where_answers_take_the_time() -> None:
+    fleet = fleet_of(3, balance=100.0)
+    fleet.route(
+        [ask("d", [1] * 5, max_tokens=10_000, hints=Hints(expected_tokens=2000))],
+        0.0,
+        frozenset({0, 2}),
+    )
+    for other in (0, 2):
+        fleet.route(
+            [ask(f"p{other}", [other + 5] * 300, max_tokens=1)], 0.0, frozenset({1, 2 - other})
+        )
+    assert decide(fleet, ask("new", [50] * 30))[:2] == (1, "decode")
+    calm = fleet_of(3, balance=100.0, decode_aware=False)
+    calm.route(
+        [ask("d", [1] * 5, max_tokens=10_000, hints=Hints(expected_tokens=2000))],
+        0.0,
+        frozenset({0, 2}),
+    )
+    assert decide(calm, ask("new", [50] * 30))[1] == "explore"
+
+
+def test_a_program_comes_back_to_where_it_is_parked() -> None:
+    fleet = fleet_of(2, history=0.0)
+    hints = Hints(program="p", keep_s=60.0)
+    there = serve(fleet, ask("a", range(10 * BLOCK + 1), hints=hints), 0.0)
+    request = ask("b", [*range(10 * BLOCK + 1), 1, 2, 3], hints=hints)
+    assert decide(fleet, request, 1.0)[:2] == (there, "parked")
+    later = ask("c", [*range(10 * BLOCK + 1), 4, 5, 6], hints=Hints(program="p"))
+    assert decide(fleet, later, 100.0)[:2] == (there, "exploit")
+
+
+@dataclass
+class Sent:
+    """What a naive router remembers of a request."""
+
+    request: EngineRequest
+    replica: int
+    time_s: float
+    prefill_s: float
+    decode_s: float
+    begun: bool = False
+    ended: bool = False
+
+
+class NaiveLoads:
+    """The load of replicas, summed over everything that was ever sent."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.sent: list[Sent] = []
+
+    def load_s(self, replica: int, service_class: ServiceClass, now: float) -> float:
+        chosen = self.fleet.state.settings
+        total = 0.0
+        for sent in self.sent:
+            if sent.replica != replica:
+                continue
+            spared = (
+                service_class is ServiceClass.RT and sent.request.service_class is ServiceClass.BE
+            )
+            weight = chosen.be_weight if spared else 1.0
+            if sent.time_s > now - chosen.window_s:
+                total += weight * chosen.history * (sent.prefill_s + sent.decode_s)
+            if not sent.ended:
+                total += weight * (sent.decode_s + (0.0 if sent.begun else sent.prefill_s))
+        return total
+
+    def cached(self, replica: int, request: EngineRequest) -> int:
+        """Nothing is evicted: whatever was sent there."""
+        tokens, best = list(request.prompt_token_ids), 0
+        for sent in self.sent:
+            if sent.replica == replica:
+                other = list(sent.request.prompt_token_ids)
+                blocks = min(len(other) - 1, len(tokens) - 1) // BLOCK
+                while blocks and other[: blocks * BLOCK] != tokens[: blocks * BLOCK]:
+                    blocks -= 1
+                best = max(best, blocks)
+        return best * BLOCK
+
+    def choices(self, request: EngineRequest, replicas: Iterable[int], now: float) -> list[int]:
+        """Those among which the lowest cost decides."""
+        length = len(request.prompt_token_ids)
+        cached = {replica: self.cached(replica, request) for replica in replicas}
+        most = max(cached.values())
+        if length - most >= most:
+            return list(cached)
+        path = self.fleet.forest.walk("", self.fleet.forest.pieces(request))
+        keys = [n for n in path.nodes if n.start < most and n.num_tokens > n.start]
+        end = min(keys[-1].end, most)
+        return [replica for replica in cached if cached[replica] >= end]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_the_chosen_replica_costs_least(data: st.DataObject) -> None:
+    """With the terms summed anew, of all requests that there were."""
+    count = data.draw(st.integers(2, 4))
+    fleet = fleet_of(
+        count, patience=NOBODY_WAITS, decode_aware=False, rebalancing=False, replication=False,
+        history=data.draw(st.sampled_from([0.0, 0.3, 1.0])), window_s=20.0,
+    )  # fmt: skip
+    naive, now = NaiveLoads(fleet), 0.0
+    for number in range(data.draw(st.integers(1, 25))):
+        now += data.draw(st.sampled_from([0.0, 0.5, 7.0]))
+        fresh = data.draw(st.integers(0, 3))
+        tokens = [data.draw(st.integers(0, 2))] * (BLOCK * data.draw(st.integers(0, 4)))
+        tokens += [data.draw(st.integers(0, 2))] * (BLOCK * data.draw(st.integers(0, 3)))
+        tokens += [100 + number] * (1 + fresh * BLOCK)
+        request = ask(f"{number}", tokens, best_effort=data.draw(st.booleans()), max_tokens=8)
+        choices = naive.choices(request, range(count), now)
+        totals = {}
+        for replica in range(count):
+            there = naive.cached(replica, request)
+            prefill_s = PRICES.prefill_s(len(tokens) - there, there)
+            totals[replica] = prefill_s + naive.load_s(replica, request.service_class, now)
+            cost = fleet.costs(request, now)[replica]
+            assert cost.total_s == pytest.approx(totals[replica], abs=1e-9)
+        (decision,) = fleet.route([request], now)
+        least = min(totals[replica] for replica in choices)
+        assert decision.replica in choices
+        assert totals[decision.replica] == pytest.approx(least, abs=1e-9)
+        work = fleet.replicas[decision.replica].works[request.request_id]
+        there = naive.cached(decision.replica, request)
+        assert decision.matched == there
+        assert work.prefill_s == pytest.approx(PRICES.prefill_s(len(tokens) - there, there))
+        sent = Sent(request, decision.replica, now, work.prefill_s, work.decode_s)
+        naive.sent.append(sent)
+        for other in naive.sent:
+            if not other.ended and data.draw(st.booleans()):
+                _go_on(fleet, other, now)
+    fleet.forest.check_integrity()
+
+
+def _go_on(fleet: Fleet, sent: Sent, now: float) -> None:
+    """Its first token, or its end."""
+    request_id = sent.request.request_id
+    if not sent.begun:
+        fleet.begun(request_id, 0, now)
+        sent.begun = True
+        return
+    in_window = fleet.replicas[sent.replica].works[request_id].in_window
+    rows = max(fleet.replicas[sent.replica].open.num - 1, 1)
+    actual_s = PRICES.decode_s(2, len(sent.request.prompt_token_ids), rows)
+    fleet.ended(request_id, (1, 1), now)
+    sent.ended = True
+    if in_window:
+        sent.decode_s = actual_s
+
+
+def test_evicting_what_others_ask_for_costs_as_much_as_computing_it_again() -> None:
+    """Least recently used first, what is in use not at all, and only as much as is needed."""
+    fleet = fleet_of(1, capacity=30 * BLOCK, history=0.0)
+    old, hot, running = ([n] * (8 * BLOCK + 1) for n in (1, 2, 3))
+    serve(fleet, ask("old", old), 0.0, ())
+    for number in range(3):
+        serve(fleet, ask(f"hot{number}", hot), 1.0, ())
+    send(fleet, ask("running", running), 2.0)
+    one = PRICES.prefill_s(8 * BLOCK, 0)
+
+    def evicted_s(blocks: int) -> float:
+        return fleet.costs(ask("new", [9] * (blocks * BLOCK)), 3.0)[0].evicted_s
+
+    assert evicted_s(6) == 0.0
+    assert evicted_s(7) == evicted_s(14) == pytest.approx(one)
+    assert evicted_s(15) == evicted_s(22) == pytest.approx(4 * one)
+    assert evicted_s(28) == pytest.approx(4 * one)  # what runs stays
+    assert fleet.costs(ask("new", hot), 3.0)[0].evicted_s == 0.0
+    fleet.take(0, Notice(version=1, slowdown=2.0), 3.0)
+    assert evicted_s(7) == pytest.approx(2 * one)

@@ -1,0 +1,110 @@
+"""The forest beside a set of prefixes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.core.request import EngineRequest, Hints
+from bros.router.forest import Cache, Forest
+from support.routing import BLOCK, ask
+
+
+def known(forest: Forest, request: EngineRequest) -> int:
+    return forest.walk(request.cache_salt, forest.pieces(request)).end
+
+
+def insert(forest: Forest, request: EngineRequest, replica: int = 0) -> None:
+    pieces = forest.pieces(request)
+    path = forest.walk(request.cache_salt, pieces)
+    forest.use(forest.insert(request.cache_salt, pieces, path), replica)
+
+
+def new_forest(max_tokens: int = 10**6) -> Forest:
+    forest = Forest(BLOCK, max_tokens)
+    forest.caches[0] = Cache()
+    return forest
+
+
+token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=30)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(token_lists, st.sampled_from(["", "a"])), max_size=12), token_lists)
+def test_a_prompt_is_known_as_far_as_one_before_it_began_alike(
+    before: list[tuple[list[int], str]], tokens: list[int]
+) -> None:
+    forest = new_forest()
+    for number, (other, salt) in enumerate(before):
+        insert(forest, ask(f"{number}", other, salt=salt))
+    whole = (len(tokens) - 1) // BLOCK
+    common = 0
+    for other, salt in before:
+        blocks = min(whole, (len(other) - 1) // BLOCK)
+        while blocks and other[: blocks * BLOCK] != tokens[: blocks * BLOCK]:
+            blocks -= 1
+        common = max(common, blocks if salt == "" else 0)
+    assert known(forest, ask("r", tokens)) == common * BLOCK
+    forest.check_integrity()
+
+
+def test_what_is_private_is_shared_only_with_the_same_salt() -> None:
+    forest = new_forest()
+    tokens = range(5 * BLOCK)
+
+    def request(salt: str, private_from: int | None) -> EngineRequest:
+        hints = Hints(private_from=private_from, private_salt=salt)
+        return ask(salt, tokens, hints=hints)
+
+    insert(forest, request("mine", 2 * BLOCK + 1))
+    assert known(forest, request("mine", 2 * BLOCK + 1)) == 4 * BLOCK
+    assert known(forest, request("yours", 2 * BLOCK + 1)) == 2 * BLOCK
+    assert known(forest, request("", None)) == 2 * BLOCK
+    assert known(forest, request("mine", 3 * BLOCK)) == 2 * BLOCK
+    insert(forest, request("", None))
+    insert(forest, request("yours", BLOCK))
+    assert known(forest, request("", None)) == 4 * BLOCK
+    assert known(forest, request("mine", 2 * BLOCK + 1)) == 4 * BLOCK
+    forest.check_integrity()
+
+
+@pytest.mark.parametrize("length", [0, 1, BLOCK])
+def test_a_prompt_without_a_whole_block_leaves_nothing(length: int) -> None:
+    forest = new_forest()
+    insert(forest, ask("r", range(length), salt="somebody"))
+    assert forest.num_nodes == 0 and not forest._roots
+
+
+def test_a_node_is_gone_once_nobody_would_miss_it() -> None:
+    forest = new_forest()
+    first, second = ask("a", [1] * 9 + [2] * 8), ask("b", [1] * 9 + [3] * 8)
+    insert(forest, first)
+    insert(forest, second)
+    assert forest.num_nodes == 3
+    for node in list(forest):
+        if node.start == 2 * BLOCK:
+            forest.mark(node, 0, 0)
+    assert known(forest, first) == 2 * BLOCK and forest.num_nodes == 1
+    forest.mark(next(iter(forest)), 0, 0)
+    assert forest.num_nodes == 0 and not forest._roots
+
+
+@given(st.lists(token_lists, min_size=1, max_size=30), st.integers(1, 60))
+def test_a_forest_never_has_more_than_it_may(prompts: list[list[int]], max_tokens: int) -> None:
+    forest = new_forest(max_tokens)
+    for number, tokens in enumerate(prompts):
+        insert(forest, ask(f"{number}", tokens))
+        forest.shrink()
+        assert forest.num_tokens <= max_tokens
+        assert forest.caches[0].num_tokens == forest.num_tokens
+        forest.check_integrity()
+
+
+def test_what_was_asked_for_longest_ago_goes_first() -> None:
+    forest = new_forest(4 * BLOCK)
+    requests = [ask(f"{n}", [n] * (2 * BLOCK + 1)) for n in range(3)]
+    for request in (requests[0], requests[1], requests[0], requests[2]):
+        insert(forest, request)
+    forest.shrink()
+    assert [known(forest, request) // BLOCK for request in requests] == [2, 0, 2]

@@ -1,0 +1,187 @@
+"""What the router believes to be cached, beside what is: notices in any order, twice, or never."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.core.interfaces import Notice
+from bros.core.request import EngineRequest, Hints
+from bros.router.fleet import Fleet
+from support.routing import BLOCK, ask, cached, fleet_of, send, serve, told
+
+Blocks = tuple[object, ...]
+
+
+def blocks_of(request: EngineRequest, output: tuple[int, ...] = ()) -> list[Blocks]:
+    """Its prefixes of whole blocks, the shortest first, with who may share them."""
+    tokens = (*request.prompt_token_ids, *output)
+    private = request.hints.private_from
+    found: list[Blocks] = []
+    key: Blocks = (request.cache_salt,)
+    for index in range((len(tokens) - 1) // BLOCK):
+        if private is not None and index == private // BLOCK:
+            key = (*key, request.hints.private_salt)
+        key = (*key, tokens[index * BLOCK : (index + 1) * BLOCK])
+        found.append(key)
+    return found
+
+
+@dataclass
+class NaiveEngine:
+    """An engine's cache as a set of prefixes. origin: who was the first to compute each."""
+
+    origin: dict[Blocks, str] = field(default_factory=dict)
+    depth: dict[Blocks, int] = field(default_factory=dict)
+    version: int = 0
+
+    def serve(self, request: EngineRequest, output: tuple[int, ...]) -> None:
+        for depth, block in enumerate(blocks_of(request, output), start=1):
+            self.origin.setdefault(block, request.request_id)
+            self.depth[block] = depth
+
+    def leaves(self) -> list[Blocks]:
+        parents = {block[:-1] for block in self.origin}
+        parents |= {block[:-2] for block in self.origin}  # a private salt may be between
+        return sorted((b for b in self.origin if b not in parents), key=repr)
+
+    def evict(self, block: Blocks) -> Notice:
+        origin = self.origin.pop(block)
+        kept = (self.depth[block] - 1) * BLOCK
+        self.version += 1
+        return told(self.version, (origin, kept))
+
+    def digest(self) -> Notice:
+        kept: dict[str, int] = {}
+        for block, origin in self.origin.items():
+            kept[origin] = max(kept.get(origin, 0), self.depth[block] * BLOCK)
+        self.version += 1
+        return told(self.version, *kept.items(), full=True)
+
+    def has(self, request: EngineRequest) -> int:
+        count = 0
+        for block in blocks_of(request):
+            if block not in self.origin:
+                break
+            count += 1
+        return count * BLOCK
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=5).flatmap(
+    lambda digits: st.integers(0, BLOCK - 1).map(
+        lambda rest: tuple(d for d in digits for _ in range(BLOCK)) + (7,) * rest
+    )
+)
+hints = st.one_of(
+    st.just(Hints()),
+    st.builds(
+        Hints, private_from=st.integers(0, 12), private_salt=st.sampled_from(["", "mine", "yours"])
+    ),
+)
+
+
+def agrees(fleet: Fleet, engines: list[NaiveEngine], seen: list[EngineRequest]) -> None:
+    for request in seen:
+        naive = {n: engine.has(request) for n, engine in enumerate(engines) if engine.has(request)}
+        assert cached(fleet, request) == naive
+    fleet.forest.check_integrity()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_router_knows_what_is_cached_once_a_digest_is_in(data: st.DataObject) -> None:
+    fleet, engines = fleet_of(2, "rr"), [NaiveEngine(), NaiveEngine()]
+    seen: list[EngineRequest] = []
+    late: list[tuple[int, Notice]] = []
+    for number in range(data.draw(st.integers(1, 25))):
+        what = data.draw(st.sampled_from(["serve", "serve", "evict", "late", "digest"]))
+        engine = data.draw(st.integers(0, 1))
+        if what == "serve":
+            salt = data.draw(st.sampled_from(["", "a"]))
+            request = ask(f"r{number}", data.draw(prompts), salt=salt, hints=data.draw(hints))
+            output = tuple(data.draw(st.lists(st.integers(0, 1), max_size=6)))
+            engines[serve(fleet, request, float(number), output)].serve(request, output)
+            seen.append(request)
+        elif what == "evict" and (leaves := engines[engine].leaves()):
+            notice = engines[engine].evict(data.draw(st.sampled_from(leaves)))
+            fate = data.draw(st.sampled_from(["now", "late", "twice", "lost"]))
+            if fate in ("now", "twice"):
+                fleet.take(engine, notice, float(number))
+            if fate in ("late", "twice"):
+                late.append((engine, notice))
+        elif what == "late" and late:
+            engine, notice = late.pop(data.draw(st.integers(0, len(late) - 1)))
+            fleet.take(engine, notice, float(number))
+        elif what == "digest":
+            fleet.take(engine, engines[engine].digest(), float(number))
+    for number, engine in enumerate(engines):
+        fleet.take(number, engine.digest(), 100.0)
+    agrees(fleet, engines, seen)
+    for engine, notice in late:  # older than the digests
+        fleet.take(engine, notice, 101.0)
+    agrees(fleet, engines, seen)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_notices_that_all_come_in_order_need_no_digest(data: st.DataObject) -> None:
+    fleet, engines = fleet_of(2, "rr"), [NaiveEngine(), NaiveEngine()]
+    seen: list[EngineRequest] = []
+    for number in range(data.draw(st.integers(1, 25))):
+        engine = data.draw(st.integers(0, 1))
+        leaves = engines[engine].leaves()
+        if leaves and data.draw(st.booleans()):
+            notice = engines[engine].evict(data.draw(st.sampled_from(leaves)))
+            for _ in range(data.draw(st.integers(1, 2))):
+                fleet.take(engine, notice, float(number))
+        else:
+            request = ask(f"r{number}", data.draw(prompts), hints=data.draw(hints))
+            engines[serve(fleet, request, float(number), ())].serve(request, ())
+            seen.append(request)
+        agrees(fleet, engines, seen)
+
+
+def test_an_older_notice_about_a_request_changes_nothing() -> None:
+    fleet = fleet_of(1)
+    request = ask("r", range(5 * BLOCK + 1))
+    serve(fleet, request)
+    fleet.take(0, told(1), 0.0)
+    fleet.take(0, told(3, ("r", 4 * BLOCK)), 0.0)
+    fleet.take(0, told(2, ("r", 1 * BLOCK)), 0.0)
+    assert cached(fleet, request) == {0: 4 * BLOCK}
+
+
+def test_what_a_request_is_going_to_compute_counts_as_cached() -> None:
+    fleet = fleet_of(1)
+    request = ask("r", range(5 * BLOCK + 1))
+    send(fleet, request)
+    fleet.take(0, told(1, full=True), 0.0)
+    fleet.take(0, told(2, ("r", 1 * BLOCK)), 0.0)  # so far
+    assert cached(fleet, request) == {0: 5 * BLOCK}
+    fleet.begun("r", 0, 0.0)
+    fleet.take(0, told(3, ("r", 2 * BLOCK)), 0.0)
+    assert cached(fleet, request) == {0: 2 * BLOCK}
+
+
+def test_a_request_that_was_aborted_before_it_began_leaves_nothing() -> None:
+    fleet = fleet_of(1)
+    other, request = ask("a", [1] * 9), ask("b", [1] * 4 + [2] * 9)
+    serve(fleet, other)
+    send(fleet, request)
+    fleet.ended("b", (), 0.0, cached=False)
+    assert cached(fleet, request) == {0: BLOCK} and cached(fleet, other) == {0: 2 * BLOCK}
+
+
+def test_what_a_lost_replica_had_is_nowhere() -> None:
+    fleet = fleet_of(2, "rr")
+    first, second = ask("a", range(40)), ask("b", range(40))
+    assert (serve(fleet, first), send(fleet, second)) == (0, 1)
+    assert fleet.remove(1) == ["b"]
+    assert cached(fleet, first) == {0: 36}
+    assert fleet.remove(0) == []
+    assert cached(fleet, first) == {}
+    fleet.take(0, told(9, ("a", 8)), 0.0)  # it came too late
+    fleet.begun("b", 0, 0.0)
+    fleet.ended("b", (), 0.0)
