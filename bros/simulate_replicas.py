@@ -48,7 +48,7 @@ from bros.simulator.sweep import run_all
 from bros.simulator.tables import wide
 
 _MOST_REPLICAS = 4096
-_MOONCAKE_RATE = 0.5
+_MOONCAKE_RATE = 0.2
 """Per replica: what an A6000 can do if half of the prompts are cached."""
 
 
@@ -163,7 +163,6 @@ def scenario_json(scenario: FleetScenario) -> dict[str, Any]:
         "load": load,
         "kv_blocks": scenario.device.kv_blocks,
         "notice_s": scenario.notice_s,
-        "digest_s": scenario.digest_s,
         "decision_s": scenario.decision_s,
         "router": dataclasses.asdict(scenario.settings),
         "engine": dataclasses.asdict(scenario.config),

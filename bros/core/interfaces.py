@@ -53,7 +53,7 @@ class EngineInfo:
 
     default_slo: what real-time requests without objectives of their own are held to. grouping:
     which prefixes its rows read together; None if each row reads for itself. tp: how many ranks
-    share the model.
+    share the model. prices: None if it has no model of its steps.
     """
 
     model: str
@@ -81,10 +81,12 @@ class Notice:
 
     version: goes up by one with each. kept: (request id, tokens) of requests of which this has
     changed: so many of the first tokens of prompt and answer are cached, counted as far as the
-    last block that this request was the first to compute; blocks that it found belong to whoever
-    computed them. What has nothing more of its own is in one last notice, with the tokens
-    before that. full: `kept` is everything, and what is not in it is not there: a digest.
+    last block that this request was the first to compute, and no block after that; blocks that
+    it found belong to whoever computed them. Later pairs hold where they contradict earlier ones.
+    What has nothing more of its own is in one last notice, with the tokens before that.
+    full: `kept` is everything, and what is not in it is not there: a digest.
     Applied twice, in any order, or not at all, notices lead to the same once the next digest is in.
+    An answer's tokens may be cached a little before they are told.
     running, waiting: requests. used_blocks, cached_blocks: KV blocks that requests have, and those
     that nobody has but that can be found. slowdown: steps take so many times what is predicted.
     """

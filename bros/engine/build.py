@@ -47,6 +47,9 @@ def build_engine(
     model = None
     if needs_cost_model(config):
         model = step_time_model(config, executor, info, clock, profiles, report)
+        info = dataclasses.replace(
+            info, prices=model.prices(config.step_bounds(info.device).tokens)
+        )
     ahead = config.async_scheduling
     depth = 1 if find_launcher(executor, ahead) is None else 2
     scheduler = build_scheduler(config, info, model, depth=depth)

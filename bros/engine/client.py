@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from bros.core.errors import EngineDeadError, InvalidRequestError
-from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
+from bros.core.interfaces import EngineInfo, EngineStats, Notice, RequestTrace
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.engine.messages import (
     Abort,
@@ -25,7 +25,9 @@ from bros.engine.messages import (
     Reply,
     StatsReply,
     Submit,
+    Told,
     TraceReply,
+    Watch,
 )
 
 
@@ -64,6 +66,7 @@ class MessageClient:
         self._streams: dict[str, OutputStream] = {}
         self._submissions: dict[str, asyncio.Future[ServiceClass]] = {}
         self._questions: deque[asyncio.Future[Any]] = deque()
+        self._listener: Callable[[Notice], None] | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -141,6 +144,13 @@ class MessageClient:
         trace: RequestTrace | None = await self._ask(AskTrace(request_id))
         return trace
 
+    def watch(self, listener: Callable[[Notice], None]) -> None:
+        """Have `listener` told every notice from now on, and from every engine that comes up
+        later: its versions begin at 1 again, with a digest. Call it in the event loop, once."""
+        self._listener = listener
+        if self._alive:
+            self._send(Watch())
+
     def on_reply(self, reply: Reply) -> None:
         """Take in one message of the engine. Call it in the event loop, not within `send`."""
         match reply:
@@ -155,10 +165,11 @@ class MessageClient:
                 future = self._questions.popleft()
                 if not future.done():
                     future.set_result(answer)
+            case Told(notice):
+                if self._listener is not None:
+                    self._listener(notice)
             case Ready(info):
-                self._info, self._alive = info, True
-                if not self._ready.done():
-                    self._ready.set_result(None)
+                self._come_up(info)
             case Failed(message):
                 self.on_death(message)
 
@@ -180,6 +191,13 @@ class MessageClient:
         self._submissions.clear()
         self._questions.clear()
         self._streams.clear()
+
+    def _come_up(self, info: EngineInfo) -> None:
+        self._info, self._alive = info, True
+        if not self._ready.done():
+            self._ready.set_result(None)
+        if self._listener is not None:
+            self._send(Watch())
 
     def _check_alive(self) -> None:
         if not self._alive:

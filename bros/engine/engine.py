@@ -12,6 +12,7 @@ from bros.core.interfaces import (
     EngineStats,
     Executor,
     LaunchingExecutor,
+    Notice,
     RequestTrace,
     Running,
 )
@@ -129,6 +130,19 @@ class Engine:
     def trace(self, request_id: str) -> RequestTrace | None:
         """What became of a running or recent request; None if nothing is known of it."""
         return self._scheduler.trace(request_id, self._clock.now())
+
+    def watch(self) -> None:
+        """Keep account of what `notice` tells, which costs nothing before."""
+        self._scheduler.notices.watch()
+
+    def notice(self, *, full: bool = False) -> Notice | None:
+        """What has changed since the last notice, or everything; None if nothing has, or if nobody
+        watches. The first one is a digest."""
+        return self._scheduler.notices.take(self._clock.now(), full)
+
+    def due_notice(self) -> Notice | None:
+        """The same after a step, if it is time for it."""
+        return self._scheduler.notices.due(self._clock.now(), not self.has_work)
 
     def close(self) -> None:
         self._executor.close()

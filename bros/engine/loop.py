@@ -23,7 +23,9 @@ from bros.engine.messages import (
     Shutdown,
     StatsReply,
     Submit,
+    Told,
     TraceReply,
+    Watch,
 )
 
 
@@ -63,6 +65,9 @@ def run_engine(engine: Engine, transport: Transport) -> None:
         outputs = engine.step(arrivals)
         if outputs:
             transport.send(Outputs(tuple(outputs)))
+        notice = engine.due_notice()
+        if notice is not None:  # after the tokens that it may be about
+            transport.send(Told(notice))
 
 
 def handle(command: Command, engine: Engine, client: Sender) -> None:
@@ -82,6 +87,11 @@ def handle(command: Command, engine: Engine, client: Sender) -> None:
             client.send(StatsReply(engine.stats()))
         case AskTrace(request_id):
             client.send(TraceReply(engine.trace(request_id)))
+        case Watch():
+            engine.watch()
+            notice = engine.notice(full=True)
+            assert notice is not None, "somebody watches"
+            client.send(Told(notice))
 
 
 def _submit(engine: Engine, request: EngineRequest) -> Reply:

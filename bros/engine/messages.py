@@ -15,7 +15,7 @@ from bros.core.errors import (
     PromptTooLongError,
     QueueFullError,
 )
-from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
+from bros.core.interfaces import EngineInfo, EngineStats, Notice, RequestTrace
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 
 
@@ -57,6 +57,11 @@ class Release:
     """What a request that has ended has left is kept no longer (Hints.keep_s)."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Tell from now on what is cached and how busy the engine is, everything first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,13 @@ class TraceReply:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """After Watch, whenever something has changed."""
+
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The engine cannot start or go on; nothing follows."""
 
@@ -143,10 +155,13 @@ class Alive:
     """Every so often from rank 0 of several, whatever it is doing: its process is not stopped."""
 
 
-Command = Submit | Abort | AskStats | AskTrace | Shutdown | Promote | Release
-Reply = Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed | Alive
-COMMANDS: tuple[type, ...] = (Submit, Abort, AskStats, AskTrace, Shutdown, Promote, Release)
+Command = Submit | Abort | AskStats | AskTrace | Shutdown | Promote | Release | Watch
+Reply = Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed | Alive | Told
+COMMANDS: tuple[type, ...] = (
+    *(Submit, Abort, AskStats, AskTrace, Shutdown, Promote, Release),
+    Watch,
+)
 REPLIES: tuple[type, ...] = (
     *(Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed),
-    Alive,
+    *(Alive, Told),
 )

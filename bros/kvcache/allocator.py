@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bros.kvcache.checkpoints import Checkpoints
 from bros.kvcache.holding import Holding, Run
-from bros.kvcache.prefix_cache import Node, PrefixCache
+from bros.kvcache.node import Node
+from bros.kvcache.prefix_cache import PrefixCache
 from bros.kvcache.stacks import Side, Stacks
 
 Robbed = Mapping[int, Holding]

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Sequence
 
 from bros.core.plan import SEGMENT_WIDTH
-from bros.kvcache.prefix_cache import Node
+from bros.kvcache.node import Node
 from bros.kvcache.stacks import Side
 
 Run = tuple[int, int]

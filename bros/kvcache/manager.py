@@ -280,6 +280,20 @@ class KvCacheManager:
         """They go as others do; those after a block come before it, if they were kept."""
         self._cache.keep_no_more(keys)
 
+    def watch(self) -> None:
+        """Have `take_kept` say something from now on, first of all that is cached."""
+        self._cache.watch()
+
+    def take_kept(self, everything: bool) -> dict[str, int]:
+        """Request -> how many of its first tokens can be found, see origins.py; only of those of
+        which this has changed since the last call, in the order of that, or of all that there are.
+        """
+        origins = self._cache.origins
+        if origins is None:
+            return {}
+        blocks = origins.everything() if everything else origins.take_changes()
+        return {request_id: count * self.block_size for request_id, count in blocks.items()}
+
     def take_copies(self) -> KvCopies | None:
         """What has to be copied before the next step, told once; None if nothing has."""
         return self._checkpoints.take_copies()

@@ -24,8 +24,9 @@ import heapq
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
+from bros.kvcache.node import Node
+from bros.kvcache.origins import Origins
 from bros.kvcache.stacks import Side
 
 _KEY_BYTES = 16
@@ -66,30 +67,6 @@ def _key(content: bytes, parent: bytes = b"", kind: bytes = b"") -> bytes:
     return hashlib.blake2b(content, digest_size=_KEY_BYTES, key=parent, person=kind).digest()
 
 
-@dataclass(slots=True, eq=False)
-class Node:
-    """A full block. depth: blocks before it. holders: numbers of the requests that have it.
-
-    shared: the block belongs to the cache and not to its only holder. real_time: a real-time
-    request has used it. priority: the lowest is evicted first. turn: of its valid entry in the
-    heap of evictable nodes, -1 if it has none; entries are not removed while somebody has it.
-    """
-
-    key: bytes
-    parent: Node | None
-    block: int
-    side: Side
-    depth: int
-    real_time: bool
-    shared: bool = False
-    alive: bool = True
-    children: int = 0
-    hits: int = 0
-    priority: float = 0.0
-    turn: int = -1
-    holders: set[int] = field(default_factory=set)
-
-
 _REAL_TIME, _KEPT = 1, 2
 """Idle nodes of a tier, which is a sum of these, are evicted before those of the next one. Of each
 of the two a node has no more than the one before it: so whatever tier comes first has leaves."""
@@ -124,6 +101,7 @@ class PrefixCache:
         self._kept: set[bytes] = set()
         self._filling: dict[bytes, int] = {}
         self._fills: dict[int, list[bytes]] = {}  # last one first
+        self.origins: Origins | None = None  # nobody watches
         self.num_held = 0  # shared, and somebody has them
         self.num_idle = 0  # nobody has them
 
@@ -152,16 +130,31 @@ class PrefixCache:
     def get(self, key: bytes) -> Node | None:
         return self._nodes.get(key)
 
+    def watch(self) -> None:
+        """Keep account of what there is of whom from now on, in `origins`."""
+        self.origins = Origins(sorted(self._nodes.values(), key=lambda node: node.depth))
+
     def add(
-        self, key: bytes, parent: Node | None, block: int, side: Side, holder: int, real_time: bool
+        self,
+        key: bytes,
+        parent: Node | None,
+        place: tuple[int, Side],
+        holder: int,
+        origin: str,
+        real_time: bool,
     ) -> Node:
-        """A block that a request has computed, and which is its own for the time being."""
+        """A block that a request has computed, and which is its own for the time being.
+
+        place: the block, and the side of it. origin: the request's id, holder its number.
+        """
         depth = parent.depth + 1 if parent else 0
         # A request may have been of another class when it began: ancestors decide.
         real_time &= parent is None or parent.real_time
-        node = Node(key, parent, block, side, depth, real_time, holders={holder})
+        node = Node(key, parent, *place, depth, real_time, origin, holders={holder})
         assert key not in self._nodes, "one node per key"
         self._nodes[key] = node
+        if self.origins is not None:
+            self.origins.added(node)
         if parent:
             parent.children += 1
         filler = self._filling.pop(key, None)
@@ -385,6 +378,8 @@ class PrefixCache:
     def _forget(self, node: Node) -> None:
         assert not node.children, "nodes after it come first"
         del self._nodes[node.key]
+        if self.origins is not None:
+            self.origins.lost(node)
         node.alive = False
         node.turn = -1
         if node.parent:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bros.kvcache.holding import Holding
-from bros.kvcache.prefix_cache import Node, PrefixCache
+from bros.kvcache.node import Node
+from bros.kvcache.prefix_cache import PrefixCache
 from bros.kvcache.stacks import CACHE, Side, Stacks
 
 _LEAST_FILL = 4
@@ -97,8 +98,10 @@ class Sharing:
             node = self._cache.get(keys[index])
             if node is None:
                 parent = holding.chain[-1] if holding.chain else None
-                number, real_time = holding.number, side is Side.LEFT
-                node = self._cache.add(keys[index], parent, block, holding.side, number, real_time)
+                node = self._cache.add(
+                    keys[index], parent, (block, holding.side),
+                    holding.number, holding.request_id, real_time=side is Side.LEFT,
+                )  # fmt: skip
                 holding.chain.append(node)
             elif index == holding.num_shared:
                 # Somebody else was first with the same tokens: one of the two blocks will do.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
-from bros.core.interfaces import Grouping
+from bros.core.interfaces import Grouping, Prices
 
 
 class StepLoad:
@@ -191,6 +191,19 @@ class CostModel:
         load.add(tokens, context, True)
         return self.seconds(load)
 
+    def prices(self, most_tokens: int) -> Prices:
+        """What work costs beside other work. Prompts come in steps of up to `most_tokens`: a token
+        of theirs costs what one more does in steps from half of that on."""
+        half = max(1, most_tokens // 2)
+        token_s = (self._products(2 * half) - self._products(half)) / half
+        return Prices(
+            constant_s=self.constant_s,
+            token_s=token_s,
+            pair_s=self.pair_s,
+            row_s=self.token_s + self.sample_s,
+            context_s=self.context_s + self.unique_context_s,
+        )
+
     def _products(self, tokens: int) -> float:
         seconds = self._known.get(tokens)
         if seconds is None:
@@ -207,6 +220,7 @@ class CostModel:
 
 
 _RHO_LOW, _RHO_HIGH = 0.5, 2.0
+_MAX_SLOWDOWN = 10.0
 
 
 class StepTimePredictor:
@@ -218,6 +232,7 @@ class StepTimePredictor:
     `safe` multiplies with a factor that follows the `quantile` of actual / predicted: it goes
     up a little whenever a step takes longer than it said, and down a little less when not.
     Another factor follows `rare_quantile`, for what cannot be made up for later.
+    slowdown: a moving average of actual / what the model says without any of these.
     grouping: which prefixes rows read together, None if the model does not depend on that.
     """
 
@@ -238,6 +253,7 @@ class StepTimePredictor:
         self.rho_decode = 1.0
         self.safety_factor = 1.05
         self.rare_factor = 1.1
+        self.slowdown = 1.0
         self._alpha = alpha
         self._quantile, self._rare_quantile = quantile, rare_quantile
         self._factor_step = factor_step
@@ -245,11 +261,8 @@ class StepTimePredictor:
 
     def seconds(self, load: StepLoad) -> float:
         """The expected time of a step."""
-        decode = self.model.decode_seconds(load)
-        if load.decode_rows == load.tokens and load.swap_tokens == 0:
-            return self.rho_decode * decode
-        whole = self.model.seconds(load)
-        return self.rho_decode * decode + self.rho_prefill * (whole - decode)
+        decode, rest = self._phases(load)
+        return self.rho_decode * decode + self.rho_prefill * rest
 
     def safe_seconds(self, load: StepLoad) -> float:
         """A time that a step exceeds rarely."""
@@ -267,17 +280,27 @@ class StepTimePredictor:
 
     def observe(self, load: StepLoad, actual_s: float) -> None:
         """Learn from a step that ran. Outliers count as the end of the clipping range."""
-        expected = self.seconds(load)
+        decode, rest = self._phases(load)
+        expected = self.rho_decode * decode + self.rho_prefill * rest
         if expected <= 0.0:
             return
+        slowdown = min(actual_s / (decode + rest), _MAX_SLOWDOWN)
+        self.slowdown += self._alpha * (slowdown - self.slowdown)
         ratio = actual_s / expected
         self.safety_factor = self._followed(self.safety_factor, ratio, self._quantile)
         rare = self._followed(self.rare_factor, ratio, self._rare_quantile)
         self.rare_factor = max(rare, self.safety_factor)
-        decode = self.rho_decode * self.model.decode_seconds(load) / expected
+        decode = self.rho_decode * decode / expected
         ratio = min(max(ratio, _RHO_LOW), _RHO_HIGH)
         self.rho_decode = _corrected(self.rho_decode, ratio, self._alpha * decode)
         self.rho_prefill = _corrected(self.rho_prefill, ratio, self._alpha * (1.0 - decode))
+
+    def _phases(self, load: StepLoad) -> tuple[float, float]:
+        """What the model says of the decode rows alone, and what the others add to that."""
+        decode = self.model.decode_seconds(load)
+        if load.decode_rows == load.tokens and load.swap_tokens == 0:
+            return decode, 0.0
+        return decode, self.model.seconds(load) - decode
 
     def _followed(self, factor: float, ratio: float, quantile: float) -> float:
         """One step of a stochastic search for a quantile of the ratios."""

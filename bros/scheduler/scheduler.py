@@ -24,8 +24,10 @@ from bros.kvcache.manager import KvCacheManager
 from bros.scheduler import ahead
 from bros.scheduler.admission import Admission
 from bros.scheduler.counters import ClassCounters
+from bros.scheduler.endings import failed, given_up
 from bros.scheduler.limits import Limits, objectives
 from bros.scheduler.memory import StepMemory
+from bros.scheduler.notices import Notices
 from bros.scheduler.packing import pack
 from bros.scheduler.policies import Policy
 from bros.scheduler.prefixes import Prefixes
@@ -41,7 +43,7 @@ _MAX_TRACES = 1000
 class Scheduler:
     """Owns every request from `submit` until its last output or `abort`.
 
-    counters: by class; shared with whoever estimates from them.
+    counters: by class; shared with whoever estimates from them. notices: for whoever watches.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Scheduler:
         self._queues = Queues()
         self._admission = Admission(policy, self._queues, counters, limits.max_queue, default_slo)
         self._prefixes = Prefixes(kv, counters)
+        self.notices = Notices(kv, self._queues, policy.predictor)
         self._arrivals = 0
         self._steps = StepLedger()
         self._started: set[str] = set()  # in the step that was scheduled last
@@ -192,8 +195,8 @@ class Scheduler:
         assert result.step == step.number, "steps end in their order"
         self._policy.settle(step.packing, seconds, be_waits)
         if not step.foreseen:
-            failed = {sample.request_id for sample in result.samples if sample.error is not None}
-            self._prefixes.publish(step.packing, failed)
+            wrong = {sample.request_id for sample in result.samples if sample.error is not None}
+            self._prefixes.publish(step.packing, wrong)
         outputs = [
             self._filled(state, now)
             for state in step.filled
@@ -205,7 +208,7 @@ class Scheduler:
                 continue  # it has gone while the step ran, and another one may have its name
             if sample.error is not None:
                 self._drop(state, FinishReason.ERROR, now)
-                outputs.append(_failed(state, sample.error))
+                outputs.append(failed(state, sample.error))
                 continue
             reason = self._take_token(state, sample.token_id, now)
             outputs.append(
@@ -371,13 +374,7 @@ class Scheduler:
         counters.rejected += 1
         retry_s = counters.retry_after_s(now)
         self._drop(state, FinishReason.ERROR, now)
-        output = RequestOutput(
-            request_id=state.request_id,
-            finish_reason=FinishReason.ERROR,
-            error="The server was too busy to answer within this request's time objective.",
-            retry_after_s=retry_s,
-        )
-        self._ended[state.request_id] = output
+        self._ended[state.request_id] = given_up(state, retry_s)
 
     def _drop(self, state: RequestState, reason: FinishReason, now: float) -> None:
         if self._states.pop(state.request_id, None) is not None:  # else it ends as it comes
@@ -393,7 +390,3 @@ class Scheduler:
         self._traces[state.request_id] = state.trace(None, reason)
         if len(self._traces) > _MAX_TRACES:
             self._traces.popitem(last=False)
-
-
-def _failed(state: RequestState, error: str) -> RequestOutput:
-    return RequestOutput(request_id=state.request_id, finish_reason=FinishReason.ERROR, error=error)

@@ -144,6 +144,7 @@ def engine_info(config: EngineConfig, device: Device) -> EngineInfo:
         policy=config.policy,
         max_queue=config.max_queue,
         default_slo=slo_of(config),
+        prices=device.steps.prices(with_step_bounds(config).step_bounds("cpu").tokens),
     )
 
 

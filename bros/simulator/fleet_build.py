@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
-from bros.core.interfaces import Prices
 from bros.core.request import EngineRequest
 from bros.engine.engine import Engine
 from bros.router.build import make_fleet
 from bros.router.settings import ReplicaFacts, RouterSettings
 from bros.scheduler.build import build_scheduler
-from bros.scheduler.cost_model import CostModel
-from bros.simulator.build import Device, engine_info, slo_of
+from bros.simulator.build import BLOCK_SIZE, Device, engine_info, slo_of
 from bros.simulator.fleet_metrics import FleetReport, fleet_report
 from bros.simulator.fleet_simulation import NO_SLO, FleetSimulation, SimReplica
 from bros.simulator.prefix_requests import VOCAB, PrefixLoad, PrefixRequest
@@ -32,7 +30,7 @@ MANY = 2**31 - 1
 class FleetScenario:
     """One run. Two runs of equal scenarios give the same records to the bit.
 
-    notice_s, digest_s, decision_s: see FleetSimulation. classes: there are best-effort requests,
+    notice_s, decision_s: see FleetSimulation. classes: there are best-effort requests,
     and real-time ones bring their objectives.
     """
 
@@ -44,7 +42,6 @@ class FleetScenario:
     seed: int
     settings: RouterSettings = field(default_factory=RouterSettings)
     notice_s: float = 0.05
-    digest_s: float = 10.0
     decision_s: float = 0.0
     classes: bool = False
 
@@ -77,12 +74,13 @@ def build_fleet_simulation(
     fleet = make_fleet(
         scenario.router,
         scenario.settings,
-        block_size=engine_info(scenario.config, scenario.device).block_size,
+        block_size=BLOCK_SIZE,
         oracle=oracle_of(requests, scenario.seed),
     )
+    bounds = scenario.config.step_bounds(scenario.device.name)
     facts = ReplicaFacts(
-        capacity_tokens=scenario.device.kv_blocks * 16,
-        prices=prices_of(scenario.device.steps),
+        capacity_tokens=scenario.device.kv_blocks * BLOCK_SIZE,
+        prices=scenario.device.steps.prices(bounds.tokens),
         yields=scenario.config.policy == "bros",
     )
     replicas = [_replica(scenario) for _ in range(scenario.replicas)]
@@ -94,7 +92,6 @@ def build_fleet_simulation(
         requests,
         seed=scenario.seed,
         notice_s=scenario.notice_s,
-        digest_s=scenario.digest_s,
         decision_s=scenario.decision_s,
         slo=slo_of(scenario.config) if scenario.classes else NO_SLO,
         progress=progress,
@@ -117,27 +114,14 @@ def oracle_of(requests: Sequence[PrefixRequest], seed: int) -> Callable[[EngineR
     return lambda request: parts[requests[int(request.request_id)].family]
 
 
-def prices_of(model: CostModel) -> Prices:
-    """By the step times of a model: tokens of a prompt beside so many that they are computed at
-    full speed."""
-    many = 1024
-    token_s = (model.prefill_seconds(2 * many) - model.prefill_seconds(many)) / many
-    token_s -= 1.5 * many * model.pair_s
-    return Prices(
-        constant_s=model.constant_s,
-        token_s=token_s,
-        pair_s=model.pair_s,
-        row_s=model.token_s + model.sample_s,
-        context_s=model.context_s + model.unique_context_s,
-    )
-
-
 def _replica(scenario: FleetScenario) -> SimReplica:
     info = dataclasses.replace(engine_info(scenario.config, scenario.device), vocab_size=VOCAB)
     clock = ManualClock()
     executor = SimExecutor(scenario.device.steps, clock)
     scheduler = build_scheduler(scenario.config, info, scenario.device.steps)
-    return SimReplica(Engine(scheduler, executor, clock, info), executor, clock)
+    engine = Engine(scheduler, executor, clock, info)
+    engine.watch()
+    return SimReplica(engine, executor, clock)
 
 
 def _servable(scenario: FleetScenario) -> Sequence[PrefixRequest]:

@@ -52,7 +52,7 @@ class SimReplica:
     """An engine with an executor and a clock of its own. number: the router's.
 
     clock: ahead of the simulation's while a step runs. waiting: come during that step. due: the
-    next step is about to begin. told_s, digest_s: when its last notice, and digest, was written.
+    next step is about to begin.
     """
 
     engine: Engine
@@ -63,8 +63,6 @@ class SimReplica:
     due: bool = False
     waiting: deque[EngineRequest] = field(default_factory=deque)
     outputs: Sequence[RequestOutput] = ()
-    told_s: float = float("-inf")
-    digest_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -126,13 +124,11 @@ class FleetSimulation:
         *,
         seed: int,
         notice_s: float = 0.05,
-        digest_s: float = 10.0,
         decision_s: float = 0.0,
         slo: Slo = NO_SLO,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """seed: of the prompts. notice_s: after so long what a replica says is heard, and at most
-        so often it says something. digest_s: seconds between notices that say everything.
+        """seed: of the prompts. notice_s: after so long the router hears what a replica says.
         decision_s: what the router takes for one request; it decides one after the other. slo: of
         the requests.
         progress: told the share that is done, now and then.
@@ -141,7 +137,7 @@ class FleetSimulation:
         self._fleet = fleet
         self._requests = requests
         self._seed = seed
-        self._notice_s, self._digest_s = notice_s, digest_s
+        self._notice_s = notice_s
         self._decision_s = decision_s
         self._slo = slo
         self._undecided: deque[int] = deque()
@@ -261,8 +257,10 @@ class FleetSimulation:
             self._take(output)
         replica.outputs = ()
         idle = not replica.engine.has_work
-        if idle or self._now - replica.told_s >= self._notice_s:
-            self._write_notice(replica)
+        notice = replica.engine.due_notice()
+        if notice is not None:
+            told = (replica.number, notice)
+            self._expect(self._now + self._notice_s, _Event.TOLD, told)
         if replica.waiting or not idle:
             self._wake(replica)
 
@@ -289,16 +287,6 @@ class FleetSimulation:
             self._expect(time_s, _Event.COMES, follower)
         if self._progress is not None and self._num_ended % _PROGRESS_REQUESTS == 0:
             self._progress(self._num_ended / len(self._requests))
-
-    def _write_notice(self, replica: SimReplica) -> None:
-        full = self._now - replica.digest_s >= self._digest_s
-        notice = replica.engine.notice(full)
-        replica.told_s = self._now
-        if full:
-            replica.digest_s = self._now
-        if notice is not None:
-            told = (replica.number, notice)
-            self._expect(self._now + self._notice_s, _Event.TOLD, told)
 
     def _tell(self, told: tuple[int, Notice]) -> None:
         number, notice = told

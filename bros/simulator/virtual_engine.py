@@ -21,7 +21,7 @@ from bros.core.plan import Chunk
 from bros.engine.client import MessageClient
 from bros.engine.engine import Engine
 from bros.engine.loop import handle
-from bros.engine.messages import Command, Outputs, Ready, Reply
+from bros.engine.messages import Command, Outputs, Ready, Reply, Told
 from bros.scheduler.build import build_scheduler
 from bros.simulator.build import BLOCK_SIZE, Device, engine_info, with_step_bounds
 from bros.simulator.sim_executor import SimExecutor
@@ -72,6 +72,9 @@ class VirtualEngineClient(MessageClient):
             await asyncio.sleep(max(0.0, self._clock.now() - loop.time()))
             if outputs:
                 self.on_reply(Outputs(tuple(outputs)))
+            notice = self._engine.due_notice()
+            if notice is not None:
+                self.on_reply(Told(notice))
 
 
 def virtual_engine(

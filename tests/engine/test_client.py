@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bros.core.errors import EngineDeadError, OverloadedError
-from bros.core.interfaces import EngineStats, RequestTrace
+from bros.core.interfaces import EngineStats, Notice, RequestTrace
 from bros.core.request import (
     FinishReason,
     RequestOutput,
@@ -26,7 +26,9 @@ from bros.engine.messages import (
     Refused,
     StatsReply,
     Submit,
+    Told,
     TraceReply,
+    Watch,
 )
 from support.wire import ASK, INFO
 
@@ -151,3 +153,23 @@ async def test_death_ends_questions_and_the_next_engine_starts_afresh(wire: Wire
     await asyncio.sleep(0)
     wire.client.on_reply(TraceReply(trace_of("b")))
     assert await again == trace_of("b")
+
+
+async def test_a_listener_hears_of_every_engine_that_comes_up() -> None:
+    sent: list[Command] = []
+    client, heard = MessageClient(sent.append), list[Notice]()
+    notices = [Notice(version=version, full=version == 1) for version in (1, 2)]
+    client.watch(heard.append)
+    assert sent == [], "there is nobody to ask yet"
+    for _ in range(2):
+        client.on_reply(Ready(INFO))
+        for notice in notices:
+            client.on_reply(Told(notice))
+        client.on_death("It was killed.")
+    assert sent == [Watch()] * 2 and heard == notices * 2
+
+
+async def test_an_engine_that_is_up_is_asked_at_once(wire: Wire) -> None:
+    wire.client.on_reply(Told(Notice(version=1)))  # nobody listens
+    wire.client.watch(lambda notice: None)
+    assert wire.sent == [Watch()]

@@ -15,7 +15,15 @@ from bros.core.errors import (
     PromptTooLongError,
     QueueFullError,
 )
-from bros.core.interfaces import Buckets, ClassStats, EngineInfo, EngineStats, RequestTrace
+from bros.core.interfaces import (
+    Buckets,
+    ClassStats,
+    EngineInfo,
+    EngineStats,
+    Notice,
+    Prices,
+    RequestTrace,
+)
 from bros.core.request import (
     EngineRequest,
     RequestOutput,
@@ -44,7 +52,9 @@ from bros.engine.messages import (
     Shutdown,
     StatsReply,
     Submit,
+    Told,
     TraceReply,
+    Watch,
 )
 
 number = st.floats(allow_nan=False)
@@ -99,7 +109,8 @@ output = of(
     error=st.none() | text,
     retry_after_s=st.none() | number,
 )
-info = of(EngineInfo, eos_token_ids=token_ids.map(tuple))
+info = of(EngineInfo, eos_token_ids=token_ids.map(tuple), prices=st.none() | st.builds(Prices))
+notice = of(Notice, kept=st.lists(st.tuples(text, count), max_size=3).map(tuple))
 
 COMMAND_VALUES = {
     Submit: st.builds(Submit, request),
@@ -109,6 +120,7 @@ COMMAND_VALUES = {
     Shutdown: st.just(Shutdown()),
     Promote: st.builds(Promote, text, slo),
     Release: st.builds(Release, text),
+    Watch: st.just(Watch()),
 }
 REPLY_VALUES = {
     Ready: st.builds(Ready, info),
@@ -119,6 +131,7 @@ REPLY_VALUES = {
     TraceReply: st.builds(TraceReply, st.none() | trace),
     Failed: st.builds(Failed, text),
     Alive: st.just(Alive()),
+    Told: st.builds(Told, notice),
 }
 
 

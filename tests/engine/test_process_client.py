@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bros.core.errors import EngineDeadError, PromptTooLongError
+from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.engine.process_client import ProcessEngineClient
 from bros.executor.model_store import ModelFiles
@@ -97,6 +98,25 @@ async def test_a_killed_engine_fails_open_requests_at_once_and_comes_back(
     await asyncio.wait_for(client.wait_ready(), timeout=60)
     assert client.alive and client.pid != pid
     assert await tokens_of(client, ask("after")) == before
+
+
+async def test_a_watcher_is_told_by_every_engine_that_comes_up(client: ProcessEngineClient) -> None:
+    heard = asyncio.Queue[Notice]()
+    client.watch(heard.put_nowait)
+    asked = dataclasses.replace(ask("r", max_tokens=1), prompt_token_ids=list(range(1, 41)))
+    for _ in range(2):
+        async with asyncio.timeout(60):
+            assert await heard.get() == Notice(version=1, full=True)
+            await tokens_of(client, asked)
+            while not (notice := await heard.get()).kept:
+                pass
+        assert notice.kept == (("r", 32),) and not notice.full
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        while client.alive:  # what it said before is still heard
+            await asyncio.sleep(0.01)
+        while not heard.empty():
+            heard.get_nowait()
 
 
 async def test_an_engine_that_is_closed_ends_by_itself_and_quietly(

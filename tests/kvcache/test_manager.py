@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bros.kvcache.manager import KvCacheManager
-from bros.kvcache.prefix_cache import Node, PrefixCache, extend_keys
+from bros.kvcache.node import Node
+from bros.kvcache.prefix_cache import PrefixCache, extend_keys
 from bros.kvcache.sharing import NO_MATCH, Match
 from bros.kvcache.stacks import Side
 

@@ -48,7 +48,7 @@ class Blocks:
         nodes = list(found)
         for key in prompt.keys[len(found) :]:
             parent = nodes[-1] if nodes else None
-            nodes.append(cache.add(key, parent, 0, Side.LEFT, self._count, prompt.real_time))
+            nodes.append(cache.add(key, parent, (0, Side.LEFT), self._count, "", prompt.real_time))
         for node in reversed(nodes):
             cache.release(node, self._count)
         self.idle = {node.key: node.real_time for node in cache.nodes()}

@@ -234,3 +234,40 @@ def test_an_empty_step_teaches_nothing() -> None:
     predictor.observe(StepLoad(), 1.0)
     assert (predictor.rho_decode, predictor.rho_prefill) == (1.0, 1.0)
     assert predictor.seconds(StepLoad()) == 0.0
+
+
+@given(
+    steps=st.integers(1, 4000),
+    slope=st.floats(0, 1e-3),
+    constant=st.floats(0, 1e-1),
+    tokens=st.integers(1, 500),
+    context=st.integers(0, 5000),
+)
+def test_without_bends_prices_say_what_the_model_says(
+    steps: int, slope: float, constant: float, tokens: int, context: int
+) -> None:
+    model = CostModel(
+        constant_s=constant, token_s=slope, sample_s=2e-4, pair_s=3e-7, context_s=1e-6,
+        unique_context_s=4e-6,
+    )  # fmt: skip
+    prices = model.prices(steps)
+    # A step that ends a prompt of two tokens or more: constant, and a sample.
+    beside = model.prefill_seconds(tokens + 1, context) - model.constant_s - model.sample_s
+    halves_s = prices.pair_s * (tokens + 1) / 2  # of a token with itself
+    found = prices.prefill_s(tokens + 1, context) + halves_s
+    assert found == pytest.approx(beside, rel=1e-6, abs=1e-9)
+    load = StepLoad()
+    load.add_row(context)
+    row_s = model.seconds(load)
+    assert prices.decode_s(1, context + 1) == pytest.approx(row_s)
+
+
+def test_a_token_of_a_prompt_costs_what_it_does_in_steps_that_are_full() -> None:
+    model = CostModel(
+        constant_s=0.02, token_s=0.0, sample_s=1e-4, pair_s=0.0, context_s=0.0,
+        hinges=((100, 0.001),), padding=((64, 1), (128, 8)),
+    )  # fmt: skip
+    prices = model.prices(2048)
+    assert prices.token_s == pytest.approx(0.001)
+    assert prices.row_s == 1e-4, "weights are read anyway"
+    assert model.prices(80).token_s == 0.0, "its steps never get there"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, InvalidRequestError
-from bros.core.interfaces import EngineStats
+from bros.core.interfaces import EngineStats, Notice
 from bros.core.plan import Chunk, StepPlan
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.scheduler.cost_model import CostModel
@@ -234,3 +234,22 @@ def test_work_for_threads_is_done_at_once() -> None:
         return found, LoopClock().now() - began
 
     assert run_virtual(main) == (7, 0.0)
+
+
+def test_a_watcher_is_told_after_each_step() -> None:
+    async def main() -> list[Notice]:
+        engine, heard = client(), list[Notice]()
+        await engine.submit(request("before", [1] * 40, 1))
+        await asyncio.sleep(1)
+        engine.watch(heard.append)
+        stream = await engine.submit(request("a", [*[1] * 32, *[2] * 16], 1))
+        async for _ in stream:
+            pass
+        await asyncio.sleep(1)
+        await engine.close()
+        return heard
+
+    heard = run_virtual(main)
+    assert [notice.version for notice in heard] == [1, 2]
+    assert heard[0].full and heard[0].kept == (("before", 32),)
+    assert heard[1].kept == (("a", 48),) and heard[1].cached_blocks == 3
