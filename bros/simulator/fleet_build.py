@@ -23,7 +23,7 @@ from bros.simulator.workload import generator
 
 ROWS, STEP_TOKENS = 256, 512
 """Most requests and tokens of an iteration, as in the paper's engines."""
-MANY = 2**31 - 1
+_MANY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +47,14 @@ class FleetScenario:
 
 
 def fleet_config(engine: EngineConfig) -> EngineConfig:
-    """The options, with what the paper's engines had where nothing was said, and no limit to the
-    queue: every request is to be served."""
+    """The options, with what the paper's engines had where nothing is said: their steps, and no
+    copies of KV on the host. No limit to the queue: every request is to be served."""
     return dataclasses.replace(
         engine,
         max_num_seqs=engine.max_num_seqs or ROWS,
         max_batch_tokens=engine.max_batch_tokens or STEP_TOKENS,
-        max_queue=MANY,
+        host_kv_blocks=engine.host_kv_blocks or 0,
+        max_queue=_MANY,
     )
 
 
