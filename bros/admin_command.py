@@ -86,7 +86,7 @@ class _Command:
         found = self._ask("POST", f"/{number}/drain", body)
         last = None
         while not args.admin_no_wait:
-            replica = found["data"][number]
+            replica = _of(found, number)
             state, count = replica["state"], replica["open"]
             said = f"{replica['name']} is {state}" + (f": {count} open" if count else "")
             if said != last:
@@ -100,7 +100,7 @@ class _Command:
 
     def resume(self) -> None:
         number = whole("N", self.args.admin_number, low=0)
-        replica = self._ask("POST", f"/{number}/resume")["data"][number]
+        replica = _of(self._ask("POST", f"/{number}/resume"), number)
         self.console.print(f"{replica['name']} is {replica['state']}")
 
     def _ask(self, method: str, path: str, body: Fields | None = None) -> Any:
@@ -121,6 +121,14 @@ class _Command:
         except (ValueError, KeyError, TypeError):
             message = answer.text.strip()[:200] or answer.reason_phrase
         raise BrosError(f"{answer.status_code}: {message}")
+
+
+def _of(found: Fields, number: int) -> Fields:
+    """One of the replicas that a server tells of; it may have been removed meanwhile."""
+    for replica in found["data"]:
+        if replica["number"] == number:
+            return replica  # type: ignore[no-any-return]
+    raise BrosError(f"Replica {number} is no more.")
 
 
 def replica_table(replicas: list[Fields]) -> Table:

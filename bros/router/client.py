@@ -128,7 +128,8 @@ class RouterClient:
         if not parts:
             reasons = [str(death) for death in deaths if death is not None]
             raise EngineDeadError(reasons[0] if reasons else "No replica answers.")
-        return total_stats(parts, [replica.stats_before for replica in self._replicas])
+        before = [replica.stats_before for replica in self._replicas]
+        return total_stats(parts, [*before, self._roster.removed])
 
     async def trace(self, request_id: str) -> RequestTrace | None:
         """What is known of it where it is, or was; None if nothing is.
@@ -172,11 +173,9 @@ class RouterClient:
         if all(replica.gone for replica in self._replicas) and self._carrier.closing is None:
             self._on_final_death(reason)
 
-    async def remove(self, number: int) -> None:
-        """End a replica for good. Requests that are still there go on elsewhere."""
-        replica = self._roster.find(number)
-        self._roster.remove(replica)
-        await replica.client.close()
+    def remove(self, number: int) -> None:
+        """Forget a replica. Whoever added it closes it, best when it is drained."""
+        self._roster.remove(self._roster.find(number))
 
     def due(self, now: float) -> list[tuple[float, float | None]]:
         """Of each best-effort request that is open: the share of it that is left, and seconds
@@ -192,7 +191,7 @@ class RouterClient:
         return found
 
     def replicas(self) -> list[ReplicaStatus]:
-        """All there ever were, by their numbers."""
+        """All that were added and not removed, by their numbers."""
         self._roster.look()
         return [replica.status() for replica in self._replicas]
 
@@ -226,8 +225,8 @@ class RouterClient:
     async def _restart(self, replica: Member) -> None:
         assert replica.restart is not None
         await self._roster.emptied(replica)
-        if not replica.draining or replica.gone:
-            return  # it was resumed meanwhile, or cannot be
+        if not replica.draining or replica.gone or replica.restarting:
+            return  # it was resumed meanwhile, or cannot be, or somebody else has asked for it
         replica.restarting = True
         try:
             await replica.restart()

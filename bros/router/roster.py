@@ -15,9 +15,10 @@ from collections.abc import Collection, Sequence
 
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError, InvalidRequestError, NotFoundError
-from bros.core.interfaces import Notice, WatchableClient
+from bros.core.interfaces import EngineStats, Notice, WatchableClient
 from bros.router.fleet import Fleet
 from bros.router.member import Member, ReplicaState, Restart, Routed
+from bros.router.totals import total_stats
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class Roster:
         self.none_left = "No replica was started."
         self._fleet = fleet
         self._clock = clock
+        self.removed = EngineStats()
+        self._added = 0
         self._by_key: dict[int, Member] = {}
         self._arrivals: list[tuple[Routed, Collection[Member]]] = []
         self._homeless: list[Routed] = []
@@ -44,7 +47,7 @@ class Roster:
 
     def add(self, client: WatchableClient, name: str, restart: Restart | None) -> Member:
         """One more. It takes requests as soon as it is up."""
-        number = len(self.replicas)
+        number, self._added = self._added, self._added + 1
         replica = Member(number, name or f"replica-{number}", client, restart)
         self.replicas[number] = replica
         client.watch(functools.partial(self._on_notice, replica))
@@ -54,7 +57,8 @@ class Roster:
     def find(self, number: int) -> Member:
         """Raises NotFoundError."""
         if number not in self.replicas:
-            message = f"There is no replica {number}; there are {len(self.replicas)}, from 0 on."
+            numbers = ", ".join(map(str, self.replicas))
+            message = f"There is no replica {number}; there are {numbers or 'none'}."
             raise NotFoundError(message, code="replica_not_found")
         return self.replicas[number]
 
@@ -94,9 +98,11 @@ class Roster:
                 self.set_draining(other, False)
 
     def remove(self, replica: Member) -> None:
-        """It is wanted no longer."""
-        replica.gone = True
+        """As if it had never been there, but for what was counted."""
+        replica.gone = True  # its notices are of no interest any more
         self.lose(replica)
+        self.removed = total_stats((), [self.removed, replica.stats_before])
+        del self.replicas[replica.number]
 
     def set_draining(self, replica: Member, draining: bool) -> None:
         """Nothing new goes there, or it does again. Raises InvalidRequestError if nothing would
@@ -124,7 +130,7 @@ class Roster:
         self.none_left = reason
         self._timer.cancel()
         for item in [*self._homeless, *(item for item, _ in self._arrivals)]:
-            _refuse(item, reason)
+            _refuse(item, EngineDeadError(reason))
         self._homeless, self._arrivals = [], []
 
     # Which request is where
@@ -187,7 +193,12 @@ class Roster:
             return
         keys = frozenset(replica.key for replica in avoid if replica.key is not None)
         requests = [item.next_request() for item in items]
-        decisions = self._fleet.route(requests, self._clock.now(), keys)
+        try:
+            decisions = self._fleet.route(requests, self._clock.now(), keys)
+        except Exception as error:  # raised to those who wait
+            for item in items:
+                _refuse(item, error)
+            return
         for item, decision in zip(items, decisions, strict=True):
             replica = self._by_key[decision.replica]
             item.replica, item.key = replica, decision.replica
@@ -198,11 +209,11 @@ class Roster:
 
     def _keep_waiting(self, item: Routed) -> None:
         if all(replica.gone for replica in self.replicas.values()):
-            _refuse(item, self.none_left)
+            _refuse(item, EngineDeadError(self.none_left))
         elif item.patient:
             self._homeless.append(item)
         else:
-            _refuse(item, "No replica takes requests now.")
+            _refuse(item, EngineDeadError("No replica takes requests now."))
 
     def _bring_home(self) -> None:
         homeless, self._homeless = self._homeless, []
@@ -222,7 +233,7 @@ class Roster:
             logger.warning("%s is back", replica.name)
 
     def _on_notice(self, replica: Member, notice: Notice) -> None:
-        if replica.key is None:
+        if replica.key is None and not replica.gone:
             self.look()  # it may be the first sign of life
         if replica.key is not None:
             replica.notice = notice
@@ -233,7 +244,7 @@ class Roster:
         self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
 
 
-def _refuse(item: Routed, reason: str) -> None:
+def _refuse(item: Routed, error: Exception) -> None:
     if item.waits:
         assert item.placed is not None
-        item.placed.set_exception(EngineDeadError(reason))
+        item.placed.set_exception(error)

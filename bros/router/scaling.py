@@ -66,6 +66,7 @@ class ElasticReplicas(RouterClient):
         self._clock = clock
         self._meter: LoadMeter | None = None
         self._places: dict[int, int] = {}  # of replicas, by number
+        self._clients: dict[int, StartableClient] = {}
         self._starting: dict[asyncio.Task[None], int] = {}  # place
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -140,13 +141,14 @@ class ElasticReplicas(RouterClient):
 
         def on_final_death(reason: str) -> None:
             for number in numbers:
-                self._places.pop(number, None)
                 self.give_up(number, reason)
+                if number not in self._leaving:
+                    self._leaving[number] = asyncio.create_task(self._end(number))
 
         client = self._make(place, on_final_death)
         await client.start()
         numbers.append(self.add(client, restart=client.restart))
-        self._places[numbers[0]] = place
+        self._places[numbers[0]], self._clients[numbers[0]] = place, client
         self.replicas()  # it takes requests from now on
 
     def _on_started(self, start: asyncio.Task[None]) -> None:
@@ -173,9 +175,12 @@ class ElasticReplicas(RouterClient):
         except TimeoutError:
             self.drain(number, move=True)
             await self.drained(number)
-        await self.remove(number)
-        self._places.pop(number, None)
-        del self._leaving[number]
+        await self._end(number)
+
+    async def _end(self, number: int) -> None:
+        self.remove(number)
+        await self._clients.pop(number).close()
+        del self._places[number], self._leaving[number]
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

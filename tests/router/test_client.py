@@ -387,6 +387,29 @@ def test_figures_are_sums_which_never_fall() -> None:
     in_group(test)
 
 
+def test_replicas_come_and_go() -> None:
+    async def test(group: Group) -> None:
+        late = MortalEngine()
+        late.start()
+        assert group.client.add(late, name="late") == 2
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        before = await group.client.stats()
+        group.client.drain(where, move=True)
+        await group.client.drained(where)
+        group.client.remove(where)
+        await group.engines[where].close()
+        assert tokens_of(await reading) == foretold(ask())
+        assert [status.number for status in group.client.replicas()] == [1 - where, 2]
+        assert (await group.client.stats()).steps >= before.steps, "what was counted counts"
+        with pytest.raises(NotFoundError, match=f"are {1 - where}, 2"):
+            group.client.resume(where)
+        await late.close()
+
+    in_group(test)
+
+
 # Draining
 
 
