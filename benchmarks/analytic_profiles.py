@@ -1,4 +1,4 @@
-"""Writes the profiles that are worked out from data sheets.
+"""Writes the profiles that are worked out from data sheets, or from published formulas.
 
 python benchmarks/analytic_profiles.py [FOLDER]      (default: profiles)
 """
@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 from bros.scheduler.analytic import analytic_profiles
+from bros.scheduler.published import published_profiles
 
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "profiles")
-    for profile in analytic_profiles():
+    for profile in (*analytic_profiles(), *published_profiles()):
         print(profile.save(folder))
 
 

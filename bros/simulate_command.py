@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from bros import __version__
 from bros.core.clock import Clock
@@ -23,10 +21,12 @@ from bros.core.errors import ConfigError
 from bros.core.flag_values import number, policies, rates, whole
 from bros.scheduler.build import unused_options, without_effect
 from bros.scheduler.profiles import Profile, available_cores, profile_folders
+from bros.simulate_replicas import run_replicas
 from bros.simulator.build import Scenario, check_scenario, with_step_bounds
 from bros.simulator.devices import device_of, read_profile
-from bros.simulator.flags import DEFAULT_PROFILE
+from bros.simulator.flags import DEFAULT_POLICIES, DEFAULT_PROFILE, OF_REPLICAS, changed_flags
 from bros.simulator.metrics import Report
+from bros.simulator.output import progress_bar, writable, write
 from bros.simulator.sim_executor import Disturbance
 from bros.simulator.sweep import run_sweep
 from bros.simulator.tables import print_reports, wide
@@ -55,10 +55,12 @@ def run_simulate(
 
     Raises ConfigError for a wrong option.
     """
+    if args.simulate_replicas is not None:
+        return run_replicas(args, environ, warn, clock, console)
     settings = read_settings(args, environ, warn)
     console = wide(console)
     start_s = clock.now()
-    with _progress(len(settings.scenarios)) as told:
+    with progress_bar(len(settings.scenarios)) as told:
         reports = run_sweep(settings.scenarios, settings.jobs, told)
     wall_s = clock.now() - start_s
     key, first = settings.profile.key, settings.scenarios[0]
@@ -70,7 +72,7 @@ def run_simulate(
     print_reports(console, list(zip(settings.scenarios, reports, strict=True)))
     if settings.json_path is not None:
         content = {**as_json(settings, reports), "wall_s": round(wall_s, 3)}
-        _write(settings.json_path, json.dumps(content, indent=2) + "\n")
+        write(settings.json_path, json.dumps(content, indent=2) + "\n")
     runs = f"{len(reports)} runs" if len(reports) > 1 else "1 run"
     console.print(f"{runs} in {wall_s:.1f} s", style="dim")
     return 0
@@ -81,7 +83,7 @@ def read_settings(
 ) -> Settings:
     """Raises ConfigError naming the flag that is wrong and what is allowed."""
     flags = given_flags(args)
-    names = policies("--policy", args.simulate_policy)
+    names = policies("--policy", args.simulate_policy or DEFAULT_POLICIES)
     config = load_config({**flags, "policy": names[0]}, environ, warn)
     engine = config.engine
     data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
@@ -111,12 +113,15 @@ def read_settings(
     for scenario in scenarios:
         check_scenario(scenario)
     _warn_of_unused(engine, names, warn)
+    unused = [flag for flag in changed_flags(args) if flag in OF_REPLICAS]
+    if unused:
+        warn(f"{', '.join(unused)}: without effect, --replicas is missing")
     jobs = args.simulate_jobs
     return Settings(
         scenarios=scenarios,
         profile=profile,
         jobs=available_cores() if jobs is None else whole("--jobs", jobs, low=1),
-        json_path=_writable(args.simulate_json),
+        json_path=writable(args.simulate_json),
     )
 
 
@@ -187,37 +192,3 @@ def _loads(args: argparse.Namespace) -> list[RtLoad]:
         near = near_matches(sizes, RT_SIZES)
         raise ConfigError(f"--rt-lengths: {sizes!r} is not one of {', '.join(RT_SIZES)}{near}")
     return [PoissonLoad(rate, sizes) for rate in rates("--rt-rate", args.simulate_rt_rate)]
-
-
-def _writable(text: str | None) -> Path | None:
-    """Found out before minutes of work and not after. Raises ConfigError."""
-    if text is None:
-        return None
-    path = Path(text).expanduser()
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--json: {text} cannot be written: no such folder, or it is one")
-    return path
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def _progress(runs: int) -> Iterator[Callable[[int, float], None]]:
-    """A bar on stderr while the block runs, if that is a terminal."""
-    shares = [0.0] * runs
-    columns = (TextColumn("simulating"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with bar:
-        task = bar.add_task("simulating", total=runs)
-
-        def told(index: int, share: float) -> None:
-            shares[index] = share
-            bar.update(task, completed=sum(shares))
-
-        yield told

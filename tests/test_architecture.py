@@ -28,7 +28,7 @@ LEVELS: Sequence[tuple[str, ...]] = (
     (
         *("cli", "chat", "llm", "simulate_command", "profile_command", "bench_command"),
         *("admin_command", "batch_command", "run_batch_command", "doctor_command", "__main__"),
-        *("profile_plot", "terminal", "langchain"),
+        *("profile_plot", "terminal", "langchain", "simulate_replicas"),
     ),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

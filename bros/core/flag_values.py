@@ -30,6 +30,24 @@ def rates(flag: str, text: str) -> list[float]:
     return [round(low + i * step, 9) for i in range(count)]
 
 
+def doublings(flag: str, text: str, most: int) -> list[int]:
+    """`4`, `1,2,8` or `1:1024` (from the first one on always twice as many).
+
+    Raises ConfigError for what is no whole number from 1 to `most`.
+    """
+    parts = [whole(flag, part, low=1) for part in text.replace(":", ",").split(",")]
+    if max(parts) > most:
+        raise ConfigError(f"{flag}: {max(parts)} must be at most {most}")
+    if ":" not in text:
+        return list(dict.fromkeys(parts))
+    if len(parts) != 2 or parts[0] > parts[1]:
+        raise ConfigError(f"{flag}: {text!r} is not a range; write 1:1024")
+    found = [parts[0]]
+    while 2 * found[-1] <= parts[1]:
+        found.append(2 * found[-1])
+    return found
+
+
 def policies(flag: str, text: str) -> tuple[str, ...]:
     """`fcfs,bros`, each once. Raises ConfigError for a name that is none."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -116,6 +117,7 @@ def _prefix_cache(
     if model is None:
         return PrefixCache(config.prefix_cache, protected)
 
+    @functools.cache
     def cost(depth: int) -> float:
         """Computing a block beside others, for which the step's constant part is paid anyway."""
         return model.prefill_seconds(size, depth * size) - model.constant_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from bros.core.config import EngineConfig
 from bros.core.config_sources import FILE_FLAG, options_of
@@ -13,14 +14,27 @@ DESCRIPTION = (
     "a profile says, nothing is computed. The same seed gives the same result everywhere."
 )
 HELP = "compare scheduling policies on a virtual clock"
-USAGE = "bros simulate [--policy LIST] [--rt-rate RATES | --trace FILE] [--be N] [options]"
+USAGE = (
+    "bros simulate [--policy LIST] [--rt-rate RATES | --trace FILE] [--be N] [options]\n"
+    "       bros simulate --replicas LIST [--router LIST] [--workload NAME] [--rate X] [options]"
+)
 DEFAULT_POLICIES = "bros,priority,fcfs"
+REPLICA_POLICY = "fcfs"
 DEFAULT_PROFILE = "1x-h200/llama-3-8b-fp16"
+REPLICA_PROFILE = "1x-a6000/mistral-7b-fp16"
 RT_LENGTHS = ("lmsys", "sharegpt")
 """The keys of workload.RT_SIZES."""
+MOONCAKE = "mooncake"
+WORKLOADS = ("toolbench", "embodied", "programming", "video", "loogle", MOONCAKE)
+"""The keys of prefix_workloads.KINDS, and recorded ones."""
+POPULARITIES = ("even", "zipf", "dataset")
+DEFAULT_ROUTERS = "e2,rr,least,oracle"
+MOST_REQUESTS = 64_000
 
-_OWN = (  # flag, metavar, default, help
-    ("--policy", "LIST", DEFAULT_POLICIES, "policies to compare, with commas between them"),
+_Flag = tuple[str, str, str | None, str]
+_OWN: tuple[_Flag, ...] = (  # flag, metavar, default, help
+    ("--policy", "LIST", None, "policies to compare, with commas between them (default: "
+     f"{DEFAULT_POLICIES}; with --replicas {REPLICA_POLICY})"),
     ("--rt-rate", "RATES", "4", "real-time requests per second: 4, or 1,2,4, or 1:15 for "
      f"{RANGE_VALUES} values from 1 to 15, or 1:15:2 in steps of 2"),
     ("--rt-lengths", "NAME", "lmsys", f"lengths of real-time requests: {', '.join(RT_LENGTHS)}"),
@@ -34,6 +48,20 @@ _OWN = (  # flag, metavar, default, help
     ("--slowdown", "X", "1", "steps take X times as long as the scheduler is told"),
     ("--json", "FILE", None, "write settings and results there"),
     ("--jobs", "N", None, "runs at the same time (default: all cores)"),
+)  # fmt: skip
+_OF_REPLICAS: tuple[_Flag, ...] = (
+    ("--replicas", "LIST", None, "simulate several replicas behind a router: 4, or 1,2,8, or "
+     "1:1024 for 1, 2, 4, ... 1024"),
+    ("--router", "LIST", DEFAULT_ROUTERS, "how requests are routed"),
+    ("--workload", "NAME", "toolbench", f"{', '.join(WORKLOADS)} (which needs --trace)"),
+    ("--rate", "X", None, "requests per second, all replicas (default: N / 2 times the paper's)"),
+    ("--requests", "N", None, "requests of each run (default: N / 2 times the paper's, but "
+     f"{MOST_REQUESTS} at most)"),
+    ("--families", "N", None, "tools, environments, problems, videos, documents"),
+    ("--popularity", "NAME", "even", f"of these: {', '.join(POPULARITIES)}"),
+    ("--be-requests", "X", "0", "share of requests that are best-effort"),
+    ("--notice-delay", "MS", "50", "until the router hears what a replica says"),
+    ("--decision-time", "MS", "0", "what the router takes for one request"),
 )  # fmt: skip
 _FROM_ENGINE = {
     "profile": "device and model: a file made by `bros profile`, or a name such as "
@@ -51,10 +79,17 @@ _NOT_SIMULATED = (
     *("device", "gpu_memory_utilization"),
     *("self_attention", "shared_attention", "cuda_graphs", "async_scheduling"),
 )
+ONE_ENGINE = (
+    *("--rt-rate", "--rt-lengths", "--trace-speed", "--be", "--be-batches"),
+    *("--duration", "--warm-up", "--noise", "--slowdown"),
+)
+"""What several replicas have no use for."""
+OF_REPLICAS = tuple(flag for flag, *_ in _OF_REPLICAS)
 FLAGS = (
     FILE_FLAG,
     "--be-batches",
     *(flag for flag, *_ in _OWN),
+    *OF_REPLICAS,
     *(o.flag for o in options_of(EngineConfig) if o.name not in _NOT_SIMULATED),
 )
 
@@ -62,14 +97,13 @@ FLAGS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `bros simulate`: its own, and the engine's that mean something here."""
     parser.add_argument(FILE_FLAG, metavar="FILE", default=argparse.SUPPRESS, help="TOML file")
-    for flag, metavar, default, text in _OWN:
-        shown = f"{text} (default: {default})" if default is not None else text
-        parser.add_argument(flag, metavar=metavar, default=default, help=shown, dest=_dest(flag))
+    _add(parser, _OWN)
     parser.add_argument(
         "--be-batches",
         action="store_true",
         help="the next best-effort requests follow when all of the last ones have finished",
     )
+    _add(parser.add_argument_group("several replicas"), _OF_REPLICAS)
     group = parser.add_argument_group("engine options")
     for option in options_of(EngineConfig):
         if option.name not in _NOT_SIMULATED:
@@ -82,6 +116,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar="{" + ",".join(choices) + "}" if choices else metavar,
                 help=_FROM_ENGINE.get(option.name) or option.help(),
             )
+
+
+def changed_flags(args: argparse.Namespace) -> list[str]:
+    """Those of the command's own flags that are not at their defaults."""
+    own = [(flag, default) for flag, _, default, _ in (*_OWN, *_OF_REPLICAS)]
+    given = [flag for flag, default in own if getattr(args, _dest(flag)) != default]
+    return [*given, *(["--be-batches"] if args.be_batches else [])]
+
+
+def _add(group: argparse._ActionsContainer, flags: Sequence[_Flag]) -> None:
+    for flag, metavar, default, text in flags:
+        shown = f"{text} (default: {default})" if default is not None else text
+        group.add_argument(flag, metavar=metavar, default=default, help=shown, dest=_dest(flag))
 
 
 def _dest(flag: str) -> str:

@@ -7,6 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
 
 from bros.core.errors import ConfigError
 from bros.simulator.build import Scenario, build_simulation
@@ -15,6 +16,10 @@ from bros.simulator.metrics import Report, report_of
 Progress = Callable[[int, float], None]
 """Told the index of a scenario and the share of it that is done."""
 
+S = TypeVar("S")
+R = TypeVar("R")
+
+_Run = Callable[[S, Callable[[float], None]], R]
 _Message = tuple[str, object]
 
 
@@ -31,23 +36,30 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
 def run_sweep(
     scenarios: Sequence[Scenario], jobs: int, progress: Progress | None = None
 ) -> list[Report]:
-    """One report per scenario, in their order; jobs: most processes at a time.
+    """One report per scenario; see run_all."""
+    return run_all(run_scenario, scenarios, jobs, progress)
 
-    One job runs in this process. Raises ConfigError if a scenario cannot be run, WorkerError if
-    a worker fails.
+
+def run_all(
+    run: _Run[S, R], scenarios: Sequence[S], jobs: int, progress: Progress | None = None
+) -> list[R]:
+    """What `run` makes of each scenario, in their order; jobs: most processes at a time.
+
+    run: a function of a module, which is told to whom it can say what share is done. One job runs
+    in this process. Raises ConfigError if a scenario cannot be run, WorkerError if a worker fails.
     """
     progress = progress or _ignore
     if min(jobs, len(scenarios)) <= 1:
-        return [_run_here(index, scenario, progress) for index, scenario in enumerate(scenarios)]
-    pool = _Pool(scenarios, min(jobs, len(scenarios)))
+        return [_run_here(run, index, each, progress) for index, each in enumerate(scenarios)]
+    pool = _Pool(run, scenarios, min(jobs, len(scenarios)))
     try:
         return pool.run(progress)
     finally:
         pool.stop()
 
 
-def _run_here(index: int, scenario: Scenario, progress: Progress) -> Report:
-    report = run_scenario(scenario, lambda share: progress(index, share))
+def _run_here(run: _Run[S, R], index: int, scenario: S, progress: Progress) -> R:
+    report = run(scenario, lambda share: progress(index, share))
     progress(index, 1.0)
     return report
 
@@ -55,23 +67,23 @@ def _run_here(index: int, scenario: Scenario, progress: Progress) -> Report:
 class _Pool:
     """Workers that are handed one scenario after the other through a pipe each."""
 
-    def __init__(self, scenarios: Sequence[Scenario], jobs: int) -> None:
+    def __init__(self, run: _Run[Any, Any], scenarios: Sequence[Any], jobs: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._scenarios = scenarios
         self._next = 0
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, Any] = {}
         self._working: dict[Connection, int] = {}  # pipe -> index of its scenario
         self._processes = []
         self._pipes = []
         for _ in range(jobs):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process = context.Process(target=_work, args=(theirs, run), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, progress: Progress) -> list[Report]:
+    def run(self, progress: Progress) -> list[Any]:
         for pipe in self._pipes:
             self._hand_out(pipe)
         while self._working:
@@ -115,7 +127,7 @@ class _Pool:
             raise (ConfigError if kind == "refused" else WorkerError)(content)
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, run: _Run[Any, Any]) -> None:
     """A worker process. Ctrl-C reaches it too, but ending it is the parent's business."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
@@ -123,12 +135,12 @@ def _work(pipe: Connection) -> None:
             scenario = pipe.recv()
         except EOFError:
             return
-        pipe.send(_answer(scenario, lambda share: pipe.send(("progress", share))))
+        pipe.send(_answer(run, scenario, lambda share: pipe.send(("progress", share))))
 
 
-def _answer(scenario: Scenario, progress: Callable[[float], None]) -> _Message:
+def _answer(run: _Run[Any, Any], scenario: object, progress: Callable[[float], None]) -> _Message:
     try:
-        return "report", run_scenario(scenario, progress)
+        return "report", run(scenario, progress)
     except ConfigError as error:
         return "refused", str(error)
     except Exception:

@@ -1,0 +1,236 @@
+"""`bros simulate --replicas`: routers compared on a virtual clock, without a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bros import __version__
+from bros.core.clock import Clock
+from bros.core.config import EngineConfig
+from bros.core.config_sources import given_flags, load_config, near_matches
+from bros.core.errors import ConfigError
+from bros.core.flag_values import doublings, number, policies, whole
+from bros.router.settings import ROUTERS
+from bros.scheduler.profiles import Profile, available_cores, profile_folders
+from bros.simulator.devices import device_of, read_profile
+from bros.simulator.flags import (
+    MOONCAKE,
+    MOST_REQUESTS,
+    ONE_ENGINE,
+    POPULARITIES,
+    REPLICA_POLICY,
+    REPLICA_PROFILE,
+    WORKLOADS,
+    changed_flags,
+)
+from bros.simulator.fleet_build import (
+    FleetScenario,
+    check_fleet_scenario,
+    fleet_config,
+    run_fleet,
+)
+from bros.simulator.fleet_metrics import FleetReport
+from bros.simulator.fleet_tables import print_fleet_reports
+from bros.simulator.mooncake import MooncakeLoad, read_mooncake_trace
+from bros.simulator.output import progress_bar, writable, write
+from bros.simulator.prefix_requests import PrefixLoad
+from bros.simulator.prefix_workloads import KINDS, published
+from bros.simulator.sweep import run_all
+from bros.simulator.tables import wide
+
+_MOST_REPLICAS = 4096
+_MOONCAKE_RATE = 0.2
+"""Per replica: what an A6000 can do if half of the prompts are cached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """What the command line asks for."""
+
+    scenarios: tuple[FleetScenario, ...]
+    profile: Profile
+    jobs: int
+    json_path: Path | None
+
+
+def run_replicas(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    warn: Callable[[str], None],
+    clock: Clock,
+    console: Console | None = None,
+) -> int:
+    """Simulate, print tables and write the file; returns the exit status.
+
+    Raises ConfigError for a wrong option.
+    """
+    settings = read_replica_settings(args, environ, warn)
+    console = wide(console)
+    start_s = clock.now()
+    with progress_bar(len(settings.scenarios)) as told:
+        reports = run_all(run_fleet, settings.scenarios, settings.jobs, told)
+    wall_s = clock.now() - start_s
+    key, first = settings.profile.key, settings.scenarios[0]
+    console.print(
+        f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile, "
+        f"each replica; seed {first.seed}\n"
+    )
+    print_fleet_reports(console, list(zip(settings.scenarios, reports, strict=True)))
+    if settings.json_path is not None:
+        content = {**replicas_json(settings, reports), "wall_s": round(wall_s, 3)}
+        write(settings.json_path, json.dumps(content, indent=2) + "\n")
+    runs = f"{len(reports)} runs" if len(reports) > 1 else "1 run"
+    console.print(f"{runs} in {wall_s:.1f} s", style="dim")
+    return 0
+
+
+def read_replica_settings(
+    args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
+) -> ReplicaSettings:
+    """Raises ConfigError naming the flag that is wrong and what is allowed."""
+    names = policies("--policy", args.simulate_policy or REPLICA_POLICY)
+    config = load_config({**given_flags(args), "policy": names[0]}, environ, warn)
+    engine = config.engine
+    data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
+    profile = read_profile(engine.profile or REPLICA_PROFILE, profile_folders(data_dir))
+    device = device_of(profile, engine.kv_blocks)
+    counts = doublings("--replicas", args.simulate_replicas, _MOST_REPLICAS)
+    loads = {replicas: _load(args, replicas) for replicas in counts}
+    be_share = number("--be-requests", args.simulate_be_requests, low=0)
+    scenarios = tuple(
+        FleetScenario(
+            config=_under(engine, policy),
+            device=device,
+            replicas=replicas,
+            router=router,
+            load=loads[replicas],
+            seed=engine.seed,
+            notice_s=number("--notice-delay", args.simulate_notice_delay, low=0) / 1e3,
+            decision_s=number("--decision-time", args.simulate_decision_time, low=0) / 1e3,
+            classes=be_share > 0.0,
+        )
+        for policy in names
+        for replicas in counts
+        for router in _names("--router", args.simulate_router, ROUTERS)
+    )
+    for scenario in scenarios:
+        check_fleet_scenario(scenario)
+    _warn_of_one_engine(args, warn)
+    jobs = args.simulate_jobs
+    return ReplicaSettings(
+        scenarios=scenarios,
+        profile=profile,
+        jobs=available_cores() if jobs is None else whole("--jobs", jobs, low=1),
+        json_path=writable(args.simulate_json),
+    )
+
+
+def replicas_json(settings: ReplicaSettings, reports: Sequence[FleetReport]) -> dict[str, Any]:
+    """Everything that determines the runs, and what came of them."""
+    return {
+        "bros": __version__,
+        "python": platform.python_version(),
+        "profile": json.loads(settings.profile.to_json()),
+        "runs": [
+            {
+                "replicas": scenario.replicas,
+                "router": scenario.router,
+                "policy": scenario.config.policy,
+                "load": scenario.load.label,
+                "settings": scenario_json(scenario),
+                "results": dataclasses.asdict(report),
+            }
+            for scenario, report in zip(settings.scenarios, reports, strict=True)
+        ],
+    }
+
+
+def scenario_json(scenario: FleetScenario) -> dict[str, Any]:
+    """Without the recorded requests of a trace."""
+    load = dataclasses.asdict(scenario.load)  # type: ignore[call-overload]
+    load.pop("recorded", None)
+    return {
+        "seed": scenario.seed,
+        "load": load,
+        "kv_blocks": scenario.device.kv_blocks,
+        "notice_s": scenario.notice_s,
+        "decision_s": scenario.decision_s,
+        "router": dataclasses.asdict(scenario.settings),
+        "engine": dataclasses.asdict(scenario.config),
+    }
+
+
+def _under(engine: EngineConfig, policy: str) -> EngineConfig:
+    return dataclasses.replace(fleet_config(engine), policy=policy)
+
+
+def _load(args: argparse.Namespace, replicas: int) -> PrefixLoad:
+    """The workload of one run, scaled to so many replicas where nothing else is asked for."""
+    (name,) = _names("--workload", args.simulate_workload, WORKLOADS, most=1)
+    (popularity,) = _names("--popularity", args.simulate_popularity, POPULARITIES, most=1)
+    rate = _optional_number("--rate", args.simulate_rate)
+    count = _optional_whole("--requests", args.simulate_requests)
+    families = _optional_whole("--families", args.simulate_families)
+    be_share = number("--be-requests", args.simulate_be_requests, low=0)
+    if be_share > 1.0:
+        raise ConfigError(f"--be-requests: {be_share:g} must be at most 1")
+    if name != MOONCAKE:
+        if args.simulate_trace is not None:
+            raise ConfigError(f"--trace: only --workload {MOONCAKE} has a trace")
+        if count is None:
+            count = min(max(1, KINDS[name].count * replicas // 2), MOST_REQUESTS)
+        return published(
+            name,
+            replicas,
+            rate=rate,
+            count=count,
+            families=families,
+            popularity=popularity,
+            be_share=be_share,
+        )
+    if args.simulate_trace is None:
+        raise ConfigError(f"--workload {MOONCAKE}: --trace says which file")
+    path = Path(args.simulate_trace).expanduser()
+    recorded = read_mooncake_trace(path)
+    return MooncakeLoad(
+        source=path.name,
+        recorded=recorded,
+        rate=rate or _MOONCAKE_RATE * replicas,
+        count=min(count or MOST_REQUESTS, len(recorded)),
+        be_share=be_share,
+    )
+
+
+def _names(flag: str, text: str, known: Sequence[str], most: int | None = None) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in known:
+            near = near_matches(name, known)
+            raise ConfigError(f"{flag}: {name!r} is not one of {', '.join(known)}{near}")
+    if most is not None and len(names) > most:
+        raise ConfigError(f"{flag}: takes one of {', '.join(known)}, not {len(names)}")
+    return names
+
+
+def _optional_number(flag: str, text: str | None) -> float | None:
+    return None if text is None else number(flag, text, above=0)
+
+
+def _optional_whole(flag: str, text: str | None) -> int | None:
+    return None if text is None else whole(flag, text, low=1)
+
+
+def _warn_of_one_engine(args: argparse.Namespace, warn: Callable[[str], None]) -> None:
+    """One line if flags were changed that only a single engine has a use for."""
+    unused = [flag for flag in changed_flags(args) if flag in ONE_ENGINE]
+    if unused:
+        warn(f"{', '.join(unused)}: without effect with --replicas")

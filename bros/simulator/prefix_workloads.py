@@ -1,0 +1,293 @@
+"""The five workloads that Preble was measured on, drawn anew to their published statistics.
+
+    toolbench     system | tool            | question         many questions per tool
+    embodied      environment and examples | answer | seen | answer | seen ...     one turn each
+    programming   examples | problem       | unique           several programs per problem
+    video         video                    | question         more questions for longer videos
+    loogle        document                 | question
+
+Lengths are those of the datasets (Preble, Table 1). How many requests come how fast, from how many
+tools, documents and so on is what its experiments had for two replicas (spec: Preble 2.5).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from bros.simulator.lengths import ClippedLogNormal, Lengths
+from bros.simulator.prefix_requests import Part, PrefixRequest, classes, poisson_times
+from bros.simulator.workload import generator
+
+EVEN, ZIPF, DATASET = POPULARITY = ("even", "zipf", "dataset")
+"""Which families requests belong to: each is as likely; by rank, as 1 / rank ** 1.1; or as many to
+each as in the dataset."""
+
+_ZIPF_EXPONENT = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a workload is like, and how much of it two replicas get.
+
+    per_family: requests of a family in the dataset, mean and deviation. lone: share of requests
+    in the dataset with a family of their own. longest: what videos and documents were cropped to in
+    the paper's runs; its table has them whole. make: the requests' families, in their order ->
+    parts and output tokens of each, and which one each follows.
+    """
+
+    rate: float
+    count: int
+    families: int
+    per_family: tuple[float, float]
+    make: Callable[[Sequence[int], random.Random], Iterator[_Made]]
+    weights: Callable[[int, random.Random], list[float]] | None = None
+    lone: float = 0.0
+    longest: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    parts: tuple[Part, ...]
+    output_tokens: int
+    follows: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests of one kind. rate: per second, of all replicas together. families: tools, say."""
+
+    name: str
+    rate: float
+    count: int
+    families: int
+    popularity: str = EVEN
+    be_share: float = 0.0
+
+    @property
+    def label(self) -> str:
+        spread = "" if self.popularity == EVEN else f" ({self.popularity})"
+        return f"{self.name}{spread}, {self.rate:g} req/s"
+
+    def requests(self, seed: int) -> list[PrefixRequest]:
+        kind = KINDS[self.name]
+        families = _families(self, kind, generator(seed, "families"))
+        times = poisson_times(self.count, self.rate, generator(seed, "prefix gaps"))
+        served = classes(self.count, self.be_share, generator(seed, "classes"))
+        made = kind.make(families, generator(seed, "prompts"))
+        longest = None if self.popularity == DATASET else kind.longest
+        return [
+            PrefixRequest(
+                time_s=time_s,
+                parts=_cropped(each.parts, longest) if longest else each.parts,
+                output_tokens=each.output_tokens,
+                family=family,
+                follows=each.follows,
+                service_class=service_class,
+            )
+            for time_s, family, service_class, each in zip(
+                times, families, served, made, strict=True
+            )
+        ]
+
+
+def published(
+    name: str,
+    replicas: int,
+    *,
+    rate: float | None = None,
+    count: int | None = None,
+    families: int | None = None,
+    popularity: str = EVEN,
+    be_share: float = 0.0,
+) -> Workload:
+    """As much of a workload as so many replicas got in the paper, but for what is given."""
+    kind = KINDS[name]
+    count = count or max(1, kind.count * replicas // 2)
+    per_family = kind.count / kind.families
+    return Workload(
+        name=name,
+        rate=rate or kind.rate * replicas / 2,
+        count=count,
+        families=families or max(1, round(count / per_family)),
+        popularity=popularity,
+        be_share=be_share,
+    )
+
+
+def _families(load: Workload, kind: Kind, rng: random.Random) -> list[int]:
+    """Of each request, in their order."""
+    if load.popularity == DATASET:
+        return _as_in_dataset(load, kind, rng)
+    weights = [1.0] * load.families
+    if load.popularity == ZIPF:
+        weights = [rank**-_ZIPF_EXPONENT for rank in range(1, load.families + 1)]
+    elif kind.weights is not None:
+        weights = kind.weights(load.families, rng)
+    return rng.choices(range(load.families), weights, k=load.count)
+
+
+def _cropped(parts: tuple[Part, ...], longest: int) -> tuple[Part, ...]:
+    """All but the question, which is the last one, are `longest` tokens at most."""
+    *others, cut, last = parts
+    excess = sum(part.tokens for part in (*others, cut)) - longest
+    return (*others, Part(cut.name, cut.tokens - excess), last) if excess > 0 else parts
+
+
+def _as_in_dataset(load: Workload, kind: Kind, rng: random.Random) -> list[int]:
+    mean, std = kind.per_family
+    sizes = ClippedLogNormal(mean, std, 1, round(mean + 40 * std))
+    found: list[int] = []
+    for family in itertools.count():
+        if len(found) >= load.count:
+            break
+        # A lone one for every so many requests of the others.
+        alone = rng.random() < kind.lone * mean / (kind.lone * mean + 1 - kind.lone)
+        found += [family] * (1 if alone else max(2, sizes.draw(rng)))
+    del found[load.count :]
+    rng.shuffle(found)
+    return found
+
+
+def _questions(
+    *,
+    shared: Callable[[int, random.Random], tuple[Part, ...]],
+    unique: Lengths,
+    answer: Lengths,
+) -> Callable[[Sequence[int], random.Random], Iterator[_Made]]:
+    """Requests of a family begin alike and end with something that no other one has."""
+
+    def make(families: Sequence[int], rng: random.Random) -> Iterator[_Made]:
+        known: dict[int, tuple[Part, ...]] = {}
+        # Families have the same lengths whichever of them comes first.
+        for family in sorted(set(families)):
+            known[family] = shared(family, rng)
+        for number, family in enumerate(families):
+            last = Part(f"question {number}", unique.draw(rng))
+            yield _Made((*known[family], last), answer.draw(rng))
+
+    return make
+
+
+_SYSTEM_TOKENS = 160
+_TOOL = ClippedLogNormal(1410.0, 690.0, 200, 6000)
+
+
+def _tool(family: int, rng: random.Random) -> tuple[Part, ...]:
+    return Part("system", _SYSTEM_TOKENS), Part(f"tool {family}", _TOOL.draw(rng))
+
+
+_EXAMPLES_TOKENS = 2400
+_SHORT_SHARE = 0.6
+_SHORT = ClippedLogNormal(300.0, 250.0, 30, _EXAMPLES_TOKENS)
+_LONG = ClippedLogNormal(3250.0, 1100.0, _EXAMPLES_TOKENS + 1, 12_000)
+
+
+def _problem(family: int, rng: random.Random) -> tuple[Part, ...]:
+    """The examples are the key portion of short problems, and not of long ones."""
+    lengths = _SHORT if rng.random() < _SHORT_SHARE else _LONG
+    return Part("examples", _EXAMPLES_TOKENS), Part(f"problem {family}", lengths.draw(rng))
+
+
+_VIDEO = ClippedLogNormal(9800.0, 5976.0, 1000, 40_000)
+
+
+def _video(family: int, rng: random.Random) -> tuple[Part, ...]:
+    return (Part(f"video {family}", _video_tokens(family)),)
+
+
+def _video_tokens(family: int) -> int:
+    """A property of the video, so that it can be told before any question is."""
+    return _VIDEO.draw(random.Random(f"video {family}"))
+
+
+def _video_weights(families: int, rng: random.Random) -> list[float]:
+    return [float(_video_tokens(family)) for family in range(families)]
+
+
+_DOCUMENT = ClippedLogNormal(23_200.0, 6105.0, 4000, 45_000)
+
+
+def _document(family: int, rng: random.Random) -> tuple[Part, ...]:
+    return Part("system", 13), Part(f"document {family}", _DOCUMENT.draw(rng))
+
+
+_ENVIRONMENT = ClippedLogNormal(1740.0, 340.0, 600, 4000)
+_SEEN = ClippedLogNormal(7.0, 5.0, 1, 60)
+_ACTION = ClippedLogNormal(16.0, 13.0, 1, 150)
+
+
+def _embodied(families: Sequence[int], rng: random.Random) -> Iterator[_Made]:
+    """Each turn begins with the one before, its answer, and what is seen then."""
+    latest: dict[int, tuple[int, _Made]] = {}
+    for number, family in enumerate(families):
+        before = latest.get(family)
+        if before is None:
+            parts: tuple[Part, ...] = (Part(f"environment {family}", _ENVIRONMENT.draw(rng)),)
+        else:
+            answer = Part(None, before[1].output_tokens)
+            parts = (*before[1].parts, answer, Part(f"seen {number}", _SEEN.draw(rng)))
+        made = _Made(parts, _ACTION.draw(rng), before[0] if before else None)
+        latest[family] = number, made
+        yield made
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "toolbench": Kind(
+            rate=9.0,
+            count=2700,
+            families=200,
+            per_family=(39.0, 64.0),
+            make=_questions(
+                shared=_tool,
+                unique=ClippedLogNormal(265.0, 150.0, 20, 2000),
+                answer=ClippedLogNormal(43.0, 16.0, 1, 200),
+            ),
+        ),
+        "embodied": Kind(
+            rate=15.0, count=3600, families=200, per_family=(48.0, 8.0), make=_embodied
+        ),
+        "programming": Kind(
+            rate=4.5,
+            count=2812,
+            families=160,
+            per_family=(50.0, 20.0),
+            make=_questions(
+                shared=_problem,
+                unique=ClippedLogNormal(75.0, 20.0, 20, 200),
+                answer=ClippedLogNormal(190.0, 343.0, 1, 4000),
+            ),
+        ),
+        "video": Kind(
+            rate=3.0,
+            count=900,
+            families=125,
+            per_family=(8.6, 2.0),
+            make=_questions(
+                shared=_video,
+                unique=ClippedLogNormal(65.0, 10.0, 30, 120),
+                answer=ClippedLogNormal(4.0, 1.5, 1, 12),
+            ),
+            weights=_video_weights,
+            lone=0.12,
+            longest=8192,
+        ),
+        "loogle": Kind(
+            rate=0.6,
+            count=336,
+            families=24,
+            per_family=(18.0, 8.6),
+            make=_questions(
+                shared=_document,
+                unique=ClippedLogNormal(260.0, 100.0, 30, 1000),
+                answer=ClippedLogNormal(16.0, 9.9, 1, 45),
+            ),
+            lone=0.08,
+            longest=32_768 - 45,
+        ),
+    }
+)
