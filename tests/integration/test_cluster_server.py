@@ -15,6 +15,7 @@ import pytest
 
 from bros.cli import main
 from support.processes import descendants, exists, wait_until_gone
+from support.ray_cluster import actors
 from support.server_process import ServerProcess, running_server, wait_until
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer
@@ -49,15 +50,6 @@ def server(model: Path, ray_address: str) -> Iterator[ServerProcess]:
     with running_server(str(model), *flags) as server:
         assert server.url
         yield server
-
-
-def actors() -> list[int]:
-    """All that run engines on this machine's Ray instance."""
-    found = []
-    for pid in descendants(os.getpid()):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::EngineHost"):
-            found.append(pid)
-    return found
 
 
 def replicas_of(server: ServerProcess) -> list[dict[str, Any]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from support.processes import children
+from support.ray_cluster import actors
 from support.server_process import ServerProcess, running_server, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -41,27 +43,45 @@ def ask(url: str, prompt: str) -> tuple[str, int]:
     return reply.json()["choices"][0]["text"], cached
 
 
-def answers(server: ServerProcess, kill: bool = False) -> tuple[list[str], int]:
-    """All of them, and the cached tokens. kill: an engine, when a third is done."""
+def answers(
+    server: ServerProcess, engines: Callable[[], list[int]] | None = None
+) -> tuple[list[str], int]:
+    """All of them, and the cached tokens. engines: of whom one is killed when a third is done."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         futures: list[Future[tuple[str, int]]] = [
             pool.submit(ask, server.url, prompt) for prompt in prompts()
         ]
-        if kill:
+        if engines is not None:
             enough = REQUESTS // 3
             wait_until(lambda: sum(f.done() for f in futures) > enough, 300, "a third is done")
-            os.kill(children(server.pid)[0], signal.SIGKILL)
+            os.kill(engines()[0], signal.SIGKILL)
         found = [future.result() for future in futures]
     return [text for text, _ in found], sum(cached for _, cached in found)
 
 
-def test_more_is_cached_than_by_turns_and_nothing_is_lost_with_an_engine() -> None:
+@pytest.fixture(scope="module")
+def by_turns() -> tuple[list[str], int]:
     with running_server(*OPTIONS, "--router", "rr") as server:
-        by_turns, cached_by_turns = answers(server)
+        return answers(server)
+
+
+def test_more_is_cached_than_by_turns_and_nothing_is_lost_with_an_engine(
+    by_turns: tuple[list[str], int],
+) -> None:
     with running_server(*OPTIONS) as server:
         placed, cached = answers(server)
     with running_server(*OPTIONS) as server:
-        disturbed, _ = answers(server, kill=True)
-    print(f"cached tokens: {cached} with e2, {cached_by_turns} by turns")
-    assert by_turns == placed == disturbed
-    assert cached >= 1.6 * cached_by_turns
+        disturbed, _ = answers(server, lambda: children(server.pid))
+    print(f"cached tokens: {cached} with e2, {by_turns[1]} by turns")
+    assert by_turns[0] == placed == disturbed
+    assert cached >= 1.6 * by_turns[1]
+
+
+def test_the_same_on_a_cluster(by_turns: tuple[list[str], int], ray_address: str) -> None:
+    options = (*OPTIONS, "--cluster", ray_address)
+    with running_server(*options) as server:
+        placed, cached = answers(server)
+    with running_server(*options) as server:
+        disturbed, _ = answers(server, actors)
+    assert by_turns[0] == placed == disturbed
+    assert cached >= 1.6 * by_turns[1]

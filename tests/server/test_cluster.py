@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from bros.core.request import ServiceClass, Slo
 from bros.router.elastic import ElasticSettings
 from bros.router.member import ReplicaState
 from bros.router.scaling import ElasticReplicas
-from bros.server.cluster import ClusterReplicas, bounds_of, many
+from bros.server.cluster import ClusterReplicas, bounds_of, connect, many
 from support.process_engine import TINY_ENGINE, ask, tokens_of
 from support.ray_cluster import connected
 from support.tiny_models import save_tiny_llama
@@ -89,3 +90,9 @@ def test_bounds(options: dict[str, object], bounds: tuple[int, int], words: str)
 def test_bounds_are_around_the_first_number(options: dict[str, object], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         bounds_of(ServerConfig(**options))
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"bros\[ray\]"):
+        connect("auto")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.processes import descendants, wait_until_gone
@@ -72,3 +73,12 @@ def connected(address: str) -> Iterator[Cluster]:
     signal.signal(signal.SIGTERM, handler)
     yield cluster
     cluster.close()
+
+
+def actors() -> list[int]:
+    """The processes of all that run engines on the instance."""
+    return [
+        pid
+        for pid in descendants(os.getpid())
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::EngineHost")
+    ]
