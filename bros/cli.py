@@ -1,4 +1,4 @@
-"""The command line: bros serve, batch, chat, profile, doctor, simulate, bench and version."""
+"""The command line: bros serve, admin, batch, chat, profile, doctor, simulate, bench, version."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from bros.core.config_sources import (
 from bros.core.errors import BrosError, ConfigError
 from bros.core.place import Place, torchrun_place, with_ranks
 from bros.engine.parent import end_with_parent
+from bros.router import flags as admin_flags
 from bros.simulator import flags as simulate_flags
 
 DESCRIPTION = "LLM inference engine that serves real-time and best-effort requests together."
@@ -101,6 +102,11 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         from bros.batch_command import run_batch
 
         return run_batch(args, environ, _warn, SystemClock())
+    if args.command == "admin":
+        # Late, for the same reason.
+        from bros.admin_command import run_admin
+
+        return run_admin(args, environ, _warn)
     return _run_model(args, arguments, environ)
 
 
@@ -202,6 +208,7 @@ def _parser() -> _Parser:
         )
 
     serve, chat = add("serve", _SERVE), add("chat", _CHAT)
+    admin = add("admin", admin_flags.TEXTS, admin_flags.EPILOG)
     batch = add("batch", batch_flags.TEXTS, batch_flags.EPILOG)
     run_batch = add("run-batch", batch_flags.RUN_TEXTS)
     profile, doctor = add("profile", _PROFILE), add("doctor", _DOCTOR)
@@ -223,6 +230,7 @@ def _parser() -> _Parser:
         add_flags(command)
     bench_flags.add_arguments(bench)
     simulate_flags.add_arguments(simulate)
+    admin_flags.add_arguments(admin)
     batch_flags.add_arguments(batch)
     batch_flags.add_run_arguments(run_batch)
     commands.add_parser("version", help="print the versions of bros and what it runs on")
@@ -258,6 +266,8 @@ def _unknown_arguments(unknown: Sequence[str], command: str | None) -> str:
         known += bench_flags.FLAGS
     if command == "batch":
         known = list(batch_flags.FLAGS)
+    if command == "admin":
+        known = list(admin_flags.FLAGS)
     return f"{first}: there is no such option{near_matches(first, known)}"
 
 

@@ -27,7 +27,7 @@ LEVELS: Sequence[tuple[str, ...]] = (
     ("server", "bench"),
     (
         *("cli", "chat", "llm", "simulate_command", "profile_command", "bench_command"),
-        *("batch_command", "run_batch_command", "doctor_command", "__main__"),
+        *("admin_command", "batch_command", "run_batch_command", "doctor_command", "__main__"),
         *("profile_plot", "terminal", "langchain", "simulate_replicas"),
     ),
 )

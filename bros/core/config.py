@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from bros.core.errors import ConfigError
 
 POLICIES = ("bros", "fcfs", "priority", "rr", "edf")
+BE_ORDER = ("programs", "prefix-groups")
 LATE = ("renew", "edf", "shed")
 OVERLOAD = ("late", "relegate", "reject")
 PACKING = ("chunked", "paper")
@@ -36,6 +37,8 @@ ASYNC_SCHEDULING = ("auto", "on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 BATCH_ORDER = ("prefix", "file")
 ON_ENGINE_DEATH = ("restart", "exit")
+ROUTERS = ("e2", "rr", "least")
+ROUTER_PLAN = ("off", "shadow", "on")
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -206,9 +209,14 @@ class EngineConfig(_Checked):
     be_share: float = option(
         0.02, "share of the time that best-effort work gets in any case", low=0, high=0.9
     )
+    be_order: str = option(
+        "programs",
+        "who of best-effort starts first: what was begun, or who has most of its prompt cached",
+        choices=BE_ORDER,
+    )
     be_max_wait: float = option(
         30.0,
-        "seconds for which best-effort requests may be overtaken by others with a common prefix",
+        "seconds for which best-effort requests may be overtaken by others, see --be-order",
         low=0,
     )
     late: str = option(
@@ -288,6 +296,22 @@ class ServerConfig(_Checked):
     )
     max_sessions: int = option(1000, "most sessions at a time", low=1)
     session_max_calls: int = option(10_000, "most requests of one session", low=1)
+    replicas: int = option(
+        1,
+        "engines on this machine, each with --tp ranks; prompts go where they are cached",
+        low=1,
+        high=64,
+    )
+    router: str = option(
+        "e2",
+        "which replica: the one with the prefix unless load says otherwise, by turns, least loaded",
+        choices=ROUTERS,
+    )
+    router_plan: str = option(
+        "off",
+        "plan where the most used prefixes are; shadow: only count what that would gain",
+        choices=ROUTER_PLAN,
+    )
     log_level: str = option("info", "how much to log", choices=LOG_LEVELS)
     on_engine_death: str = option(
         "restart", "what to do when the engine dies", choices=ON_ENGINE_DEATH

@@ -21,7 +21,8 @@ class Launch:
     """Lies in the folder of the sockets. profiles: folders, see build_engine.
 
     starts_ranks: with config.tp > 1, whether bros starts the ranks. If not, torchrun has started
-    them, and the process is rank 0, as the environment says.
+    them, and the process is rank 0, as the environment says. replica: which of several engines on
+    this machine it is, each with devices of its own; None if there is one.
     """
 
     model_folder: str
@@ -30,6 +31,7 @@ class Launch:
     config: EngineConfig
     profiles: tuple[str, ...] = ()
     starts_ranks: bool = False
+    replica: int | None = None
 
     @property
     def files(self) -> ModelFiles:

@@ -55,7 +55,10 @@ def _run(launch: Launch, folder: Path) -> None:
     with _last_words(folder):
         # Late, so that the watch on the parent is up before the seconds this import takes.
         from bros.engine.group import Group
+        from bros.executor.visible import show_devices_of
 
+        if launch.replica is not None and launch.config.device != "cpu":
+            show_devices_of(launch.replica, launch.config.tp, os.environ)
         place = torchrun_place(os.environ) if launch.config.tp > 1 else None
         group = Group.join(launch.config, place)
         group.log_to_stderr(launch.log_level)

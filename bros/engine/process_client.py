@@ -62,8 +62,10 @@ class ProcessEngineClient(MessageClient):
         log_level: str = "info",
         restart: bool = True,
         is_rank: bool = False,
+        replica: int | None = None,
         on_final_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        """replica: which of several engines on this machine it is; see Launch."""
         super().__init__(self._post)
         self._config = config
         self._files = files
@@ -71,6 +73,7 @@ class ProcessEngineClient(MessageClient):
         self._log_level = log_level
         self._restart = restart and not is_rank
         self._starts_ranks = config.tp > 1 and not is_rank
+        self._replica = replica
         self._on_final_death = on_final_death
         self._encoder, self._decoder = command_codec(), reply_codec()
         self._context = zmq.Context()
@@ -78,6 +81,7 @@ class ProcessEngineClient(MessageClient):
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
+        self._asked_to_end: asyncio.Future[None] | None = None
         self._last_words, self._came_up = "", False
         self._missed_signs: int | None = None
 
@@ -98,19 +102,36 @@ class ProcessEngineClient(MessageClient):
             await self.close()
             raise
 
+    async def restart(self) -> None:
+        """End the engine, on which nothing should be open, and wait until the next one is up.
+
+        Raises EngineDeadError if that does not come up.
+        """
+        if self._alive and self._asked_to_end is None:
+            self._asked_to_end = asyncio.get_running_loop().create_future()
+            self._post(Shutdown())
+            await asyncio.wait([self._asked_to_end], timeout=self._grace_s)
+            if self._asked_to_end is not None:
+                self._kill()
+                await self._asked_to_end
+        await self.wait_ready()
+
     async def close(self) -> None:
         """Ask the engine to end, kill it if it does not within seconds, and clean up."""
         self._closing = True
         if self._supervisor is not None:
             if self._alive:
                 self._post(Shutdown())
-                grace_s = _RANKS_GRACE_S if self._starts_ranks else _GRACE_S
-                await asyncio.wait([self._supervisor], timeout=grace_s)
+                await asyncio.wait([self._supervisor], timeout=self._grace_s)
             if not self._supervisor.done():
                 self._kill()
                 await self._supervisor
         self.on_death("The server is shutting down.")
         self._context.destroy(linger=0)
+
+    @property
+    def _grace_s(self) -> float:
+        return _RANKS_GRACE_S if self._starts_ranks else _GRACE_S
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -125,10 +146,15 @@ class ProcessEngineClient(MessageClient):
             except Exception as error:  # no folder, no socket or no process
                 reason, came_up = f"The engine could not be started: {error}", False
             self.on_death(reason)
+            has_been_up = has_been_up or came_up
+            if self._asked_to_end is not None:
+                asked, self._asked_to_end = self._asked_to_end, None
+                asked.set_result(None)
+                if not self._closing:
+                    continue
             if self._closing:
                 return
             logger.error("%s", reason)
-            has_been_up = has_been_up or came_up
             failures = 0 if came_up else failures + 1
             if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
                 self._on_final_death(reason)
@@ -178,6 +204,7 @@ class ProcessEngineClient(MessageClient):
             config=self._config,
             profiles=self._profiles,
             starts_ranks=self._starts_ranks,
+            replica=self._replica,
         )
         launch.write(folder)
         module = "bros.engine.launcher" if self._starts_ranks else "bros.engine.process"

@@ -57,11 +57,13 @@ def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) 
         return None
     lightest = min(others, key=lambda replica: state.queue_s(replica, ask.service_class))
     wait_s = state.queue_s(found, ask.service_class) - state.queue_s(lightest, ask.service_class)
-    again_s = _prefill_s(ask, lightest) - _prefill_s(ask, found)
-    if wait_s <= state.settings.patience * again_s:
+    # Below 0 where a prefix has moved and is not there yet: the first request has to wait as well.
+    again_s = abs(_prefill_s(ask, lightest) - _prefill_s(ask, found))
+    patience = state.settings.patience
+    if wait_s <= patience * again_s:
         return None
     again_s += evicted_s(state, ask, lightest)
-    return lightest if wait_s > state.settings.patience * max(again_s, 0.0) else None
+    return lightest if wait_s > patience * again_s else None
 
 
 def _prefill_s(ask: Ask, replica: Replica) -> float:

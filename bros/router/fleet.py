@@ -81,15 +81,16 @@ class Fleet:
 
     def remove(self, replica: int) -> list[str]:
         """A replica is lost, with all that it had; the ids of requests that were open there."""
-        lost = list(self.state.replicas[replica].works)
-        for request_id in lost:
+        lost = dict(self.state.replicas[replica].works)
+        for request_id, work in lost.items():
             self._ledger.close(request_id)
+            self.state.forest.prune(work.leaf)
         del self.state.replicas[replica]
         self.state.forest.drop_cache(replica)
         for program, (number, _) in list(self._parked.items()):
             if number == replica:
                 del self._parked[program]
-        return lost
+        return list(lost)
 
     def set_draining(self, replica: int, draining: bool) -> None:
         """Nothing new goes there, or it does again."""

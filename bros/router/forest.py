@@ -160,7 +160,10 @@ class Forest:
         """The last node of what `walk` has just looked for, which is known from now on. Of a prompt
         without a block that is a root, or `after`."""
         if path.nodes and path.end < path.nodes[-1].end:
-            path.nodes[-1] = self._split(path.nodes[-1], path.end)
+            rest = path.nodes[-1]
+            path.nodes[-1] = self._split(rest, path.end)
+            if rest.unwanted:  # of what was cached nothing was in there
+                self._remove(rest)
         node = path.nodes[-1] if path.nodes else after or self._roots.get(salt)
         if node is None:
             node = Node(b"", b"", None, 0)

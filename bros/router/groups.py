@@ -16,9 +16,6 @@ from bros.router.state import Ask, State
 _ROOM = 0.75
 """Of a replica's KV cache, what one group should need at most."""
 
-_SOONER = 0.95
-"""One more replica for a group: only if it is done in less than this part of the time."""
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -53,14 +50,18 @@ def place_group(state: State, asks: Sequence[Ask], common: int) -> dict[str, Rep
 
 
 def _parts(group: Group, order: Sequence[Replica], begin_s: dict[Replica, float]) -> int:
-    """On how many replicas, the one that can begin first coming first."""
+    """On how many replicas, the one that can begin first coming first.
+
+    One more if the group does not fit, or is done sooner by more than that one has to compute of
+    what they have in common, which it then cannot do for others.
+    """
     best, best_s = 0, 0.0
     for parts in range(1, min(len(order), len(group.asks)) + 1):
         last = order[parts - 1]
         done_s = begin_s[last] + group.work_s(last) / parts
         own = (group.tokens(last) - group.common) / parts
         fits = group.common + own <= _ROOM * last.facts.capacity_tokens
-        if best and fits and done_s >= _SOONER * best_s:
+        if best and fits and best_s - done_s <= _common_s(group, last):
             break
         best, best_s = parts, done_s
     return best

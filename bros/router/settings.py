@@ -33,7 +33,7 @@ class RouterSettings:
     decode_share: float = 0.7
     warm_up: int = 50
     history: float = 1.0
-    patience: float = 2.0
+    patience: float = 8.0
     late_weight: float = 10.0
     be_weight: float = 0.1
     max_tokens: int = 64_000_000

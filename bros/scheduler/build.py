@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from bros.core.config import EngineConfig, StepBounds
 from bros.core.errors import ConfigError
@@ -20,14 +21,18 @@ from bros.scheduler.policies.bros import BrosPolicy, BrosSettings
 from bros.scheduler.policies.edf import EdfPolicy
 from bros.scheduler.policies.fcfs import FcfsPolicy
 from bros.scheduler.policies.overload import OverloadGuard, Room
+from bros.scheduler.policies.prefix_groups import PrefixGroups
 from bros.scheduler.policies.priority import PriorityPolicy
 from bros.scheduler.policies.rr import RoundRobinPolicy
+from bros.scheduler.prefixes import look_up
 from bros.scheduler.scheduler import Scheduler
 from bros.scheduler.selection import Bounds, Rules
 from bros.scheduler.state import RequestState
 
 _ORDER_POLICIES = (FcfsPolicy, PriorityPolicy, RoundRobinPolicy, EdfPolicy)
-_BROS_ONLY = ("rt_wait", "be_share", "be_max_wait", "late", "packing", "batch_growth")
+_BROS_ONLY = (
+    *("rt_wait", "be_share", "be_order", "be_max_wait", "late", "packing", "batch_growth"),
+)
 _MANY_TOKENS = 1024
 """A prompt that computes as fast as the device can."""
 _UNKNOWN_OUTPUT_TOKENS = 128
@@ -137,19 +142,7 @@ def _policy(
     assert model is not None, "this policy predicts step times"
     grouping = info.grouping if model.unique_context_s else None
     predictor = StepTimePredictor(model, grouping=grouping)
-    settings = BrosSettings(
-        rows=bounds.rows,
-        tokens=bounds.tokens,
-        ttft_s=config.slo_ttft / 1000,
-        tpot_s=config.slo_tpot / 1000,
-        rt_wait=config.rt_wait,
-        be_share=config.be_share,
-        be_max_wait_s=config.be_max_wait,
-        late=config.late,
-        growth=config.batch_growth,
-        depth=depth,
-        rules=Rules.paper() if config.packing == "paper" else Rules(),
-    )
+    settings = _settings(config, bounds, depth)
 
     def expected_tokens(state: RequestState, least: float = 0.0) -> int:
         """Output tokens still to come: what the request says of itself, else the class's recent
@@ -169,7 +162,26 @@ def _policy(
         return expected_tokens(state, least=0.5)
 
     guard = OverloadGuard(config.overload, predictor, _room(bounds, kv), patient_tokens)
-    return BrosPolicy(settings, predictor, guard, expected_tokens)
+    order = None
+    if config.be_order == "prefix-groups":
+        order = PrefixGroups(config.be_max_wait, partial(look_up, kv))
+    return BrosPolicy(settings, predictor, guard, expected_tokens, order)
+
+
+def _settings(config: EngineConfig, bounds: StepBounds, depth: int) -> BrosSettings:
+    return BrosSettings(
+        rows=bounds.rows,
+        tokens=bounds.tokens,
+        ttft_s=config.slo_ttft / 1000,
+        tpot_s=config.slo_tpot / 1000,
+        rt_wait=config.rt_wait,
+        be_share=config.be_share,
+        be_max_wait_s=config.be_max_wait,
+        late=config.late,
+        growth=config.batch_growth,
+        depth=depth,
+        rules=Rules.paper() if config.packing == "paper" else Rules(),
+    )
 
 
 def _room(bounds: StepBounds, kv: KvCacheManager) -> Room:

@@ -17,7 +17,7 @@ def objectives(request: EngineRequest, service_class: ServiceClass, default: Slo
     asked = request.slo
     if service_class is ServiceClass.BE:
         return Slo(deadline_s=asked.deadline_s)
-    return paced(asked, request.sampling.max_tokens or 1, default)
+    return paced(asked, max(1, (request.sampling.max_tokens or 1) - request.resumed), default)
 
 
 def paced(asked: Slo, most_tokens: int, default: Slo) -> Slo:
@@ -54,6 +54,7 @@ class Limits:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
         if len(prompt) >= self.max_model_len:
             raise PromptTooLongError(len(prompt), self.max_model_len)
+        _check_resumed(request)
         params = request.sampling
         self._check_ids("prompt", min(prompt), max(prompt))
         if params.stop_token_ids:
@@ -74,3 +75,21 @@ class Limits:
                 f"{param}: token id {wrong} is outside the vocabulary [0, {self.vocab_size}).",
                 param=param,
             )
+
+
+def _check_resumed(request: EngineRequest) -> None:
+    """Raise InvalidRequestError unless what is resumed is an answer that has not ended."""
+    resumed, most = request.resumed, request.sampling.max_tokens
+    if not 0 <= resumed < len(request.prompt_token_ids):
+        raise InvalidRequestError(
+            f"resumed must be in [0, {len(request.prompt_token_ids)}), got {resumed}: "
+            "something has to come before the answer.",
+            param="resumed",
+        )
+    if most is not None and resumed >= most:
+        raise InvalidRequestError(
+            f"resumed ({resumed}) must be less than max_tokens ({most}): the answer is complete.",
+            param="resumed",
+        )
+    if request.fill and resumed:
+        raise InvalidRequestError("A fill has no answer to resume.", param="resumed")

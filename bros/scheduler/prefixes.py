@@ -16,6 +16,14 @@ from bros.scheduler.selection import Packing
 from bros.scheduler.state import RequestState
 
 
+def look_up(kv: KvCacheManager, state: RequestState) -> None:
+    """See how much of what a waiting request has to compute is there."""
+    if kv.finds_prefixes:
+        keys = state.keys(kv.block_size, len(state.token_ids) - 1)
+        state.match = kv.match(keys, state.match)
+        state.num_cached = state.match.num_tokens
+
+
 class Prefixes:
     """Does nothing if the cache finds no prefixes. The last token of a prompt is never looked up:
     it has to be computed for the first one of the answer. Of a fill it is computed as well, unless
@@ -54,10 +62,7 @@ class Prefixes:
 
     def look_up(self, state: RequestState) -> None:
         """See how much of what a waiting request has to compute is there."""
-        if self._kv.finds_prefixes:
-            keys = state.keys(self._kv.block_size, len(state.token_ids) - 1)
-            state.match = self._kv.match(keys, state.match)
-            state.num_cached = state.match.num_tokens
+        look_up(self._kv, state)
 
     def publish(self, packing: Packing[RequestState], failed: Container[str]) -> None:
         """Full blocks that a step has computed can be found from now on, but for those of failed

@@ -33,6 +33,10 @@ class BlockedTime:
 class RequestRecord:
     """Times in clock seconds.
 
+    resumed: tokens that another engine gave before it was lost. They are among num_tokens, and
+    there is no first token any more: the next one is due an interval after the arrival, which is
+    when that loss was noticed, and the pace is that of the whole answer, as if it had been kept so
+    far. So the gap counts, as the one that somebody reading the answer sees.
     due_s: when the next token is due, whatever the policy hopes. left: the request is gone.
     held_s: since when it is held to its objectives: its arrival, or later. pace_from_s: when its
     first token came; if it was held to none then, when it should have to be on pace at held_s.
@@ -51,16 +55,17 @@ class RequestRecord:
         "num_tokens",
         "pace_from_s",
         "preemptions",
+        "resumed",
         "waits",
     )
 
-    def __init__(self, arrival_s: float, slo: Slo) -> None:
+    def __init__(self, arrival_s: float, slo: Slo, resumed: int = 0) -> None:
         self.arrival_s = self.held_s = arrival_s
-        self.hold_to(slo)
         self.first_token_s: float | None = None
         self.pace_from_s: float | None = None
         self.last_token_s: float | None = None
-        self.num_tokens = 0
+        self.num_tokens = self.resumed = resumed
+        self.hold_to(slo)
         self.late_tokens = 0
         self.preemptions = 0
         self.left = False
@@ -69,8 +74,8 @@ class RequestRecord:
         self._blocked_before: Mapping[str, float] = {}
 
     def hold_to(self, slo: Slo) -> None:
-        """Objectives since its arrival, before the first token."""
-        self.due_s = self.arrival_s + (slo.ttft_s or math.inf)
+        """Objectives since its arrival, before the first token of its own."""
+        self.hold_from(self.arrival_s, slo)
 
     def hold_from(self, now: float, slo: Slo) -> None:
         """Objectives from now on: for the first token, or for the ones after those it has."""
@@ -108,8 +113,10 @@ class RequestRecord:
         if slack < 0.0:
             self.late_tokens += 1
         if self.first_token_s is None:
-            self.first_token_s = self.pace_from_s = now
-            self.event(now, "first token")
+            self.first_token_s = now
+            self.event(now, "goes on" if self.resumed else "first token")
+            if not self.resumed:
+                self.pace_from_s = now
         self.last_token_s = now
         self.num_tokens += 1
         self.due_s = now + (slo.tpot_s or math.inf)
@@ -117,20 +124,23 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+        if self.first_token_s is None or self.resumed:
+            return None
+        return self.first_token_s - self.arrival_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time between tokens; None before the second one."""
-        if self.first_token_s is None or self.last_token_s is None or self.num_tokens < 2:
+        """Mean time between tokens of its own; None before the second one."""
+        gaps = self.num_tokens - self.resumed - 1
+        if self.first_token_s is None or self.last_token_s is None or gaps < 1:
             return None
-        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
+        return (self.last_token_s - self.first_token_s) / gaps
 
     def met(self, slo: Slo) -> tuple[bool, bool]:
         """(first token, pace) of a finished request against its objectives; None is met."""
         first_s, last_s, from_s = self.first_token_s, self.last_token_s, self.pace_from_s
-        in_time = slo.ttft_s is None
-        if slo.ttft_s is not None and first_s is not None:
+        in_time = slo.ttft_s is None or self.resumed > 0
+        if slo.ttft_s is not None and first_s is not None and not self.resumed:
             in_time = first_s - self.held_s <= slo.ttft_s
         on_pace = True
         if slo.tpot_s is not None and self.num_tokens > 1:

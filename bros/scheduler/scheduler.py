@@ -323,7 +323,7 @@ class Scheduler:
 
     def _take_token(self, state: RequestState, token_id: int, now: float) -> FinishReason | None:
         counters = self._counters[state.service_class]
-        if state.record.num_tokens == 0:
+        if state.record.last_token_s is None:
             counters.prompt_tokens += state.prompt_len
         counters.note_token(state.record.token(now, state.slo))
         reason = state.add_output(token_id, now)

@@ -35,7 +35,7 @@ def arrived_s(request: EngineRequest, now: float) -> float:
 class RequestState:
     """One request from submission to its last token.
 
-    token_ids   [ prompt .................... | output so far ]
+    token_ids   [ prompt .................... | output so far ]     also what another engine gave
     num_cached  [ computed ........... )        while it waits: by others, and still in the cache
     num_missing   how many of these are not in KV memory, and have to come back first
     num_reused    how many of the prompt were there when it began; None before
@@ -107,7 +107,7 @@ class RequestState:
         self.arrival_index = arrival_index
         self.seed = seed
         self.token_ids = array("i", request.prompt_token_ids)
-        self.prompt_len = len(self.token_ids)
+        self.prompt_len = len(self.token_ids) - request.resumed
         self.num_cached = 0
         self.num_missing = 0
         self.num_reused: int | None = None
@@ -117,7 +117,7 @@ class RequestState:
         self.rank: Rank = (arrival_index,)  # until a policy has its say
         self.queue_key: Rank = self.rank
         self.late = False
-        self.record = RequestRecord(arrived_s(request, now), slo)
+        self.record = RequestRecord(arrived_s(request, now), slo, request.resumed)
         self.deadline_s = self.record.due_s
         most = (params.max_tokens or max_length) if self.samples else 0
         self.max_length = min(self.prompt_len + most, max_length)

@@ -10,6 +10,7 @@ from bros.core.errors import BrosError
 from bros.server.errors import handle_expected, handle_http
 from bros.server.middleware import BearerAuth, ErrorBarrier, RequestLog
 from bros.server.routes import (
+    admin,
     batches,
     files,
     generation,
@@ -30,13 +31,19 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. Whoever builds the state closes the engine afterwards."""
     routes = [
         *(generation.ROUTES + models.ROUTES + tokens.ROUTES + traces.ROUTES),
-        *service.routes(has_jobs=state.jobs is not None, has_sessions=state.sessions is not None),
+        *service.routes(
+            has_jobs=state.jobs is not None,
+            has_sessions=state.sessions is not None,
+            has_replicas=state.replicas is not None,
+        ),
     ]
     if state.jobs is not None:
         routes += files.ROUTES + batches.ROUTES
     if state.sessions is not None:
         routes += sessions.ROUTES + session_requests.ROUTES + session_variables.ROUTES
         routes += paper.ROUTES
+    if state.replicas is not None:
+        routes += admin.ROUTES
     middleware = [
         Middleware(RequestLog, state=state, routes=routes),
         Middleware(ErrorBarrier),

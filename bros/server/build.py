@@ -19,6 +19,7 @@ from bros.batch.runner import BatchRunner, RunnerSettings
 from bros.batch.store import Store, default_data_dir, open_store
 from bros.core.clock import SystemClock
 from bros.core.config import Config, EngineConfig, ServerConfig
+from bros.core.errors import ConfigError
 from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient
 from bros.core.request import CHAT_SAMPLING
@@ -26,12 +27,14 @@ from bros.engine.generation import TextGenerator
 from bros.engine.process_client import ProcessEngineClient
 from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
+from bros.router.client import RouterClient
 from bros.scheduler.profiles import profile_folders
 from bros.semantic.service import SessionService
 from bros.semantic.settings import SessionSettings
 from bros.server.app import create_app
 from bros.server.jobs import Jobs
 from bros.server.metrics import ServerMetrics
+from bros.server.replicas import LocalReplicas
 from bros.server.rows import RowAnswers
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
@@ -54,6 +57,8 @@ def serve(config: Config, *, is_rank: bool = False) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    if is_rank and config.server.replicas > 1:
+        raise ConfigError("--replicas: torchrun starts the ranks of one engine; use --tp instead")
     tenants = load_tenants(config.server)
     bound = bind(config.server.host, config.server.port)
     with bound, contextlib.closing(_store(config.server)) as store:
@@ -78,7 +83,8 @@ async def _serve(
             server.stop()
 
     engine = _engine(config, files, is_rank, on_final_death)
-    _say(f"Loading {files.name} ...")
+    of_all = f" {config.server.replicas} times" if isinstance(engine, RouterClient) else ""
+    _say(f"Loading {files.name}{of_all} ...")
     try:
         _, tokenizer = await asyncio.gather(
             engine.start(), asyncio.to_thread(Tokenizer.load, files.folder)
@@ -111,16 +117,24 @@ async def _serve(
 
 def _engine(
     config: Config, files: ModelFiles, is_rank: bool, on_final_death: Callable[[str], None]
-) -> ProcessEngineClient:
-    return ProcessEngineClient(
-        config.engine,
-        files,
-        profiles=profile_folders(cache_dir_of(config.server.data_dir)),
-        log_level=config.server.log_level,
-        restart=config.server.on_engine_death == "restart",
-        is_rank=is_rank,
-        on_final_death=on_final_death,
-    )
+) -> ProcessEngineClient | LocalReplicas:
+    def make(
+        number: int | None, engine: EngineConfig, on_death: Callable[[str], None]
+    ) -> ProcessEngineClient:
+        return ProcessEngineClient(
+            engine,
+            files,
+            profiles=profile_folders(cache_dir_of(config.server.data_dir)),
+            log_level=config.server.log_level,
+            restart=config.server.on_engine_death == "restart",
+            is_rank=is_rank,
+            replica=number,
+            on_final_death=on_death,
+        )
+
+    if config.server.replicas == 1:
+        return make(None, config.engine, on_final_death)
+    return LocalReplicas(config, make, on_final_death)
 
 
 def _state(
@@ -143,6 +157,7 @@ def _state(
         clock=clock,
         ids=ids,
         metrics=ServerMetrics(clock),
+        replicas=engine if isinstance(engine, RouterClient) else None,
     )
     return with_sessions(with_jobs(state, store))
 
@@ -217,6 +232,8 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_keys else ""
     kv_tokens = info.num_kv_blocks * info.block_size
     ranks = f", {info.tp} ranks" if info.tp > 1 else ""
+    if state.replicas is not None:
+        ranks += f"; {state.config.replicas} replicas, router {state.config.router}"
     return (
         f"\n  bros is ready at {shown_url}\n"
         f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels{ranks})\n"

@@ -10,9 +10,11 @@ from bros.core.clock import Clock
 from bros.core.interfaces import EngineStats
 from bros.core.request import FinishReason, ServiceClass
 from bros.engine.generation import TextDelta
+from bros.router.client import RouterClient
 from bros.semantic.views import SessionFigures
 from bros.server.batch_metrics import BatchCollector, BatchFigures
 from bros.server.engine_metrics import EngineCollector
+from bros.server.replica_metrics import ReplicaCollector
 from bros.server.session_metrics import SessionCollector
 
 _TTFT_BUCKETS_S = (
@@ -38,7 +40,8 @@ class ServerMetrics:
         self._engine = EngineCollector()
         self._batches = BatchCollector()
         self._sessions = SessionCollector()
-        for collector in (self._engine, self._batches, self._sessions):
+        self._replicas = ReplicaCollector()
+        for collector in (self._engine, self._batches, self._sessions, self._replicas):
             self._registry.register(collector)
         self._http = Counter(
             "bros_http_requests",
@@ -73,12 +76,14 @@ class ServerMetrics:
         stats: EngineStats | None,
         batches: BatchFigures | None = None,
         sessions: SessionFigures | None = None,
+        router: RouterClient | None = None,
     ) -> bytes:
-        """Everything in Prometheus' text format. None: the engine gives no figures, or there are
-        no batches or no sessions here."""
+        """Everything in Prometheus' text format. None: the engine gives no figures, there are no
+        batches or no sessions here, or there is one engine."""
         self._engine.stats = stats
         self._batches.figures = batches
         self._sessions.figures = sessions
+        self._replicas.router = router
         return generate_latest(self._registry)
 
     def _make_histograms(self) -> dict[ServiceClass, list[Histogram]]:

@@ -132,6 +132,28 @@ _JOB_OPERATIONS = (
     ),
 )
 
+_REPLICA = (path_parameter("number", "Of the replica, from 0 on"),)
+
+_REPLICA_OPERATIONS = (
+    Operation("get", "/admin/replicas", "The engines there are", replies.ReplicaList),
+    Operation(
+        "post",
+        "/admin/replicas/{number}/drain",
+        "Send nothing new to a replica. Returns at once",
+        replies.ReplicaList,
+        protocol.DrainRequest,
+        _REPLICA,
+    ),
+    Operation(
+        "post",
+        "/admin/replicas/{number}/resume",
+        "Send requests to a replica again",
+        replies.ReplicaList,
+        None,
+        _REPLICA,
+    ),
+)
+
 _OPERATIONS = (
     Operation(
         "post",
@@ -188,12 +210,15 @@ _OPERATIONS = (
 )
 
 
-def describe_api(version: str, *, has_jobs: bool, has_sessions: bool) -> dict[str, Any]:
+def describe_api(
+    version: str, *, has_jobs: bool, has_sessions: bool, has_replicas: bool = False
+) -> dict[str, Any]:
     """An OpenAPI 3.1 document. has_jobs: the server has files and batches."""
     operations = (
         *_OPERATIONS,
         *(_JOB_OPERATIONS if has_jobs else ()),
         *(SESSION_OPERATIONS if has_sessions else ()),
+        *(_REPLICA_OPERATIONS if has_replicas else ()),
     )
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:

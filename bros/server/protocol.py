@@ -242,3 +242,12 @@ class DetokenizeRequest(ModelRequest):
     """POST /detokenize"""
 
     tokens: list[TokenId]
+
+
+class DrainRequest(WireModel):
+    """What becomes of a replica that is drained."""
+
+    move: bool = Field(default=False, description="What is open there goes on elsewhere at once")
+    restart: bool = Field(
+        default=False, description="When it is empty, its engine is started anew and used again"
+    )

@@ -167,6 +167,32 @@ class RequestTraceReply(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ok", "engine down"]
+    replicas_up: int | None = Field(default=None, description="Of several engines, those that run")
+    replicas: int | None = Field(default=None, description="How many there are")
+
+
+class ReplicaReply(BaseModel):
+    number: int
+    name: str
+    state: Literal["up", "draining", "drained", "restarting", "down", "gone"]
+    open: int = Field(description="Requests that are there")
+    running: int
+    waiting: int
+    used_blocks: int = Field(description="KV blocks that requests have")
+    cached_blocks: int = Field(description="Those that nobody has, but that can be found")
+    total_blocks: int
+    prompt_tokens: int = Field(description="Of requests that began there")
+    cached_tokens: int = Field(description="Those of them that were cached")
+    lost: int = Field(description="How often its engine was")
+    routed: dict[str, int] = Field(description="Requests that were sent there, by reason")
+
+
+class ReplicaList(BaseModel):
+    object: Literal["list"] = "list"
+    router: str
+    continued: int = Field(description="Requests that went on elsewhere, as theirs was lost")
+    moved: int = Field(description="Those that did so because theirs was drained")
+    data: list[ReplicaReply]
 
 
 class Version(BaseModel):

@@ -15,6 +15,7 @@ from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient
 from bros.engine.generation import TextGenerator
 from bros.engine.tokenizer import Tokenizer
+from bros.router.client import RouterClient
 from bros.semantic.service import SessionService
 from bros.server.jobs import Jobs
 from bros.server.metrics import ServerMetrics
@@ -32,6 +33,7 @@ class ServerState:
     model_name: the name in the API. created: Unix seconds, shown in /v1/models.
     jobs: files and batches, if the server has a place to keep them.
     sessions: programs of many calls, if the server takes them.
+    replicas: the engine, if it is several.
     stopping: set it to end open requests with an error (see HttpServer).
     recent: which parts the latest requests have, for those who ask what became of them.
     threads: bounds work done beside the event loop, and with it memory.
@@ -48,6 +50,7 @@ class ServerState:
     metrics: ServerMetrics
     jobs: Jobs | None = None
     sessions: SessionService | None = None
+    replicas: RouterClient | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     recent: RecentRequests = field(default_factory=RecentRequests)

@@ -144,7 +144,7 @@ def test_wrong_value_names_source_and_what_is_allowed(
         ("port = 8000.0", ":port: 8000.0 is not a whole number"),
         ("host = 1", ":host: 1 is not a text in quotes"),
         ('policy = "lifo"', ":policy: 'lifo' is not one of bros, fcfs, priority, rr, edf"),
-        ("prot = 1", ":prot: there is no such option; did you mean port?"),
+        ("prot = 1", ":prot: there is no such option; did you mean port or router?"),
         ("zzz = 1", ":zzz: there is no such option"),
         ("[server]\nport = 1", ":server: options are written at the top level, not in tables"),
         ("max-num-seqs = 1\nmax_num_seqs = 2", ":max_num_seqs: given twice, with - and with _"),

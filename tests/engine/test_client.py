@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import AsyncIterator
 
 import pytest
 
+from bros.core.clock import SystemClock
 from bros.core.errors import EngineDeadError, OverloadedError
 from bros.core.interfaces import EngineStats, Notice, RequestTrace
 from bros.core.request import (
@@ -30,21 +33,53 @@ from bros.engine.messages import (
     TraceReply,
     Watch,
 )
+from bros.router.client import RouterClient
+from support.turn_fleet import TurnFleet
 from support.wire import ASK, INFO
 
 
-class Wire:
-    """A client that is up, and what it has sent."""
+class _Engine(MessageClient):
+    async def close(self) -> None:
+        self.on_death("It was closed.")
 
-    def __init__(self) -> None:
-        self.sent: list[Command] = []
-        self.client = MessageClient(self.sent.append)
-        self.client.on_reply(Ready(INFO))
+
+class Wire:
+    """A client that is up, and what its engine was sent; client: of that engine, or of several
+    of which it is the only one."""
+
+    def __init__(self, kind: str) -> None:
+        self.all_sent: list[Command] = []
+        self.engine = _Engine(self.all_sent.append)
+        self.engine.on_reply(Ready(INFO))
+        self.client: _Engine | RouterClient = self.engine
+        if kind == "several":
+            self.client = RouterClient(TurnFleet(), SystemClock(), random.Random(0))
+            self.client.add(self.engine)
+
+    @property
+    def sent(self) -> list[Command]:
+        """Without what a router wants to know for itself."""
+        return [command for command in self.all_sent if command != Watch()]
+
+    async def settle(self) -> None:
+        """Until all has been sent that goes without an answer."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+KINDS = ("one", "several")
+
+
+@pytest.fixture(params=KINDS)
+async def any_wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
+    made = Wire(request.param)
+    yield made
+    await made.client.close()
 
 
 @pytest.fixture
 async def wire() -> Wire:
-    return Wire()
+    return Wire("one")
 
 
 def trace_of(request_id: str) -> RequestTrace:
@@ -56,24 +91,26 @@ def trace_of(request_id: str) -> RequestTrace:
 
 @pytest.mark.parametrize("served_as", ServiceClass)
 async def test_a_stream_tells_what_the_engine_took_the_request_as(
-    wire: Wire, served_as: ServiceClass
+    any_wire: Wire, served_as: ServiceClass
 ) -> None:
+    wire = any_wire
     submission = asyncio.create_task(wire.client.submit(ASK))
-    await asyncio.sleep(0)
+    await wire.settle()
     assert wire.sent == [Submit(ASK)]
-    wire.client.on_reply(Accepted("r", served_as))
+    wire.engine.on_reply(Accepted("r", served_as))
     # In the same message as far as the event loop is concerned: nothing may be lost.
     last = RequestOutput(request_id="r", token_ids=(7,), finish_reason=FinishReason.LENGTH)
-    wire.client.on_reply(Outputs((last,)))
+    wire.engine.on_reply(Outputs((last,)))
     stream = await submission
     assert stream.service_class is served_as
     assert [output async for output in stream] == [last]
 
 
-async def test_a_refusal_for_overload_reaches_the_caller(wire: Wire) -> None:
+async def test_a_refusal_for_overload_reaches_the_caller(any_wire: Wire) -> None:
+    wire = any_wire
     submission = asyncio.create_task(wire.client.submit(ASK))
-    await asyncio.sleep(0)
-    wire.client.on_reply(Refused.from_error("r", OverloadedError("Too busy.", 7.5)))
+    await wire.settle()
+    wire.engine.on_reply(Refused.from_error("r", OverloadedError("Too busy.", 7.5)))
     with pytest.raises(OverloadedError, match="Too busy") as refused:
         await submission
     assert refused.value.retry_after_s == 7.5
@@ -102,19 +139,20 @@ async def test_only_what_is_open_is_promoted(wire: Wire) -> None:
     assert stream.service_class is ServiceClass.BE, "what it was accepted as"
 
 
-async def test_questions_are_answered_in_the_order_in_which_they_were_asked(wire: Wire) -> None:
+async def test_questions_are_answered_in_the_order_in_which_they_were_asked(any_wire: Wire) -> None:
+    wire = any_wire
     first = asyncio.create_task(wire.client.trace("a"))
     given_up = asyncio.create_task(wire.client.trace("b"))
     stats = asyncio.create_task(wire.client.stats())
     last = asyncio.create_task(wire.client.trace("c"))
-    await asyncio.sleep(0)
+    await wire.settle()
     assert wire.sent == [AskTrace("a"), AskTrace("b"), AskStats(), AskTrace("c")]
     given_up.cancel()
     await asyncio.wait([given_up])
-    wire.client.on_reply(TraceReply(trace_of("a")))
-    wire.client.on_reply(TraceReply(trace_of("b")))
-    wire.client.on_reply(StatsReply(EngineStats(steps=3)))
-    wire.client.on_reply(TraceReply(None))
+    wire.engine.on_reply(TraceReply(trace_of("a")))
+    wire.engine.on_reply(TraceReply(trace_of("b")))
+    wire.engine.on_reply(StatsReply(EngineStats(steps=3)))
+    wire.engine.on_reply(TraceReply(None))
     assert await first == trace_of("a")
     assert given_up.cancelled()
     assert (await stats).steps == 3
@@ -139,19 +177,20 @@ async def test_a_question_that_cannot_be_sent_does_not_shift_the_answers() -> No
     assert await good == trace_of("good")
 
 
-async def test_death_ends_questions_and_the_next_engine_starts_afresh(wire: Wire) -> None:
+async def test_death_ends_questions_and_the_next_engine_starts_afresh(any_wire: Wire) -> None:
+    wire = any_wire
     asked = [asyncio.create_task(wire.client.trace("a")), asyncio.create_task(wire.client.stats())]
-    await asyncio.sleep(0)
-    wire.client.on_death("It burnt.")
+    await wire.settle()
+    wire.engine.on_death("It burnt.")
     for task in asked:
         with pytest.raises(EngineDeadError, match="burnt"):
             await task
     with pytest.raises(EngineDeadError, match="burnt"):
         await wire.client.trace("a")
-    wire.client.on_reply(Ready(INFO))
+    wire.engine.on_reply(Ready(INFO))
     again = asyncio.create_task(wire.client.trace("b"))
-    await asyncio.sleep(0)
-    wire.client.on_reply(TraceReply(trace_of("b")))
+    await wire.settle()
+    wire.engine.on_reply(TraceReply(trace_of("b")))
     assert await again == trace_of("b")
 
 
@@ -172,4 +211,4 @@ async def test_a_listener_hears_of_every_engine_that_comes_up() -> None:
 async def test_an_engine_that_is_up_is_asked_at_once(wire: Wire) -> None:
     wire.client.on_reply(Told(Notice(version=1)))  # nobody listens
     wire.client.watch(lambda notice: None)
-    assert wire.sent == [Watch()]
+    assert wire.all_sent == [Watch()]

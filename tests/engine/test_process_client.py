@@ -119,6 +119,26 @@ async def test_a_watcher_is_told_by_every_engine_that_comes_up(client: ProcessEn
             heard.get_nowait()
 
 
+async def test_an_engine_is_restarted_when_it_is_asked_to(files: ModelFiles) -> None:
+    deaths: list[str] = []
+    client = ProcessEngineClient(
+        TINY_ENGINE, files, log_level="error", restart=False, on_final_death=deaths.append
+    )
+    await client.start()
+    before, pid = await tokens_of(client, ask("before")), client.pid
+    async with asyncio.timeout(60):
+        await client.restart()
+        assert client.alive and client.pid != pid
+        assert await tokens_of(client, ask("after")) == before
+        pid = client.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # one that does not end by itself is killed
+        await client.restart()
+    assert await tokens_of(client, ask("at last")) == before
+    assert deaths == [] and not _exists(pid)
+    await client.close()
+
+
 async def test_an_engine_that_is_closed_ends_by_itself_and_quietly(
     files: ModelFiles, capfd: pytest.CaptureFixture[str]
 ) -> None:

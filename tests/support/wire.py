@@ -9,4 +9,4 @@ INFO = EngineInfo(
     model="m", weights="w", kernels="k", kv_dtype="d", device="none", max_model_len=10,
     vocab_size=10, block_size=16, num_kv_blocks=10, policy="bros",
 )  # fmt: skip
-ASK = EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
+ASK = EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(temperature=0))

@@ -18,7 +18,7 @@ from bros.core.request import ServiceClass
 from bros.scheduler.batch_size import AdaptiveBatchSize
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.policies.base import Policy, Turn
-from bros.scheduler.policies.filler_order import FillerOrder
+from bros.scheduler.policies.filler_order import FillerOrder, StartOrder
 from bros.scheduler.policies.overload import OverloadGuard
 from bros.scheduler.queues import Queues, by_deadline, deadline_key
 from bros.scheduler.selection import Bounds, Packing, Rules
@@ -90,6 +90,7 @@ class BrosPolicy(Policy):
         predictor: StepTimePredictor,
         guard: OverloadGuard,
         expected_tokens: Callable[[RequestState], int],
+        order: StartOrder | None = None,
     ) -> None:
         self._settings = settings
         self._predictor = predictor
@@ -106,7 +107,7 @@ class BrosPolicy(Policy):
         self._usual_prompt = 1
         self._known_deadlines = 0  # after the last clean-up
         self._deadlines: list[tuple[float, int, RequestState]] = []
-        self._order = FillerOrder(settings.be_max_wait_s)
+        self._order = order or FillerOrder(settings.be_max_wait_s)
 
     @property
     def predictor(self) -> StepTimePredictor:
@@ -124,7 +125,7 @@ class BrosPolicy(Policy):
         return self._guard.classify(state, queues, self._tbar_s, now)
 
     def place(self, state: RequestState, now: float) -> None:
-        """Real-time by deadline, best-effort as filler_order.py has it."""
+        """Real-time by deadline, best-effort as its StartOrder has it."""
         best_effort = state.service_class is ServiceClass.BE
         state.rank = (best_effort, state.arrival_index)
         if not best_effort:
@@ -150,7 +151,7 @@ class BrosPolicy(Policy):
         self._allowed_rows = self._rows(len(running))
         return Turn(
             urgent=self._urgent(running, queues),
-            filler=self._filler(queues),
+            filler=self._filler(queues, now),
             bounds=Bounds(
                 rows=self._allowed_rows,
                 tokens=self._settings.tokens,
@@ -332,15 +333,20 @@ class BrosPolicy(Policy):
 
     # Best-effort
 
-    def _filler(self, queues: Queues) -> Iterator[RequestState]:
+    def chosen(self, packing: Packing[RequestState]) -> None:
+        filler = packing.selected[packing.num_urgent :]
+        self._order.started(s for s, _ in filler if not s.running and _section(s) == _LAST)
+
+    def _filler(self, queues: Queues, now: float) -> Iterator[RequestState]:
         """Decode rows, then what must start now, prompts that are nearly done, newcomers."""
         running = queues.running_of(ServiceClass.BE)
         rows = [s for s in running if s.remaining == 1]
         rows.sort(key=lambda s: s.num_missing)  # whoever has to be brought back comes later
         prompts = sorted((s for s in running if s.remaining > 1), key=lambda s: s.remaining)
-        waiting = queues.waiting[ServiceClass.BE][: self._settings.rows + 1]
-        pressing = bisect.bisect_left(waiting, _LAST, key=_section)
-        return itertools.chain(rows, waiting[:pressing], prompts, waiting[pressing:])
+        waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
+        pressing = min(most, bisect.bisect_left(waiting, _LAST, key=_section))
+        rest = self._order.first(waiting, pressing, most - pressing, now)
+        return itertools.chain(rows, waiting[:pressing], prompts, rest)
 
     def _press(self, queues: Queues, now: float) -> None:
         """Move best-effort requests to the front that must start now to meet their deadline."""

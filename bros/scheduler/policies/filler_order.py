@@ -18,6 +18,8 @@ that arrive longer than that after it, however many they are, and ordering needs
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from bros.scheduler.state import Rank, RequestState
 
@@ -33,8 +35,28 @@ _First = tuple[float, int]
 """When the first one of some arrived, and its arrival_index."""
 
 
+class StartOrder(Protocol):
+    """In what order best-effort requests start that are not pressing."""
+
+    def key(self, state: RequestState, now: float) -> Rank:
+        """Place in the queue; different for all requests."""
+        ...
+
+    def first(
+        self, waiting: Sequence[RequestState], start: int, count: int, now: float
+    ) -> Sequence[RequestState]:
+        """The next `count` of those that wait, sorted by key, from place `start` on; early fills
+        after all others."""
+        ...
+
+    def started(self, states: Iterable[RequestState]) -> None:
+        """These have begun."""
+        ...
+
+
 class FillerOrder:
-    """Remembers who was the first of which group, for `max_wait_s`."""
+    """Implements StartOrder: keys say it all. Remembers who was the first of which group, for
+    `max_wait_s`."""
 
     def __init__(self, max_wait_s: float) -> None:
         self._max_wait_s = max_wait_s
@@ -57,6 +79,14 @@ class FillerOrder:
             came_s, first = self._first(group, state, half_s)
             place = min(place, (came_s - half_s, first))
         return (*place, not hints.grouped, -hints.depth, state.arrival_index)
+
+    def first(
+        self, waiting: Sequence[RequestState], start: int, count: int, now: float
+    ) -> Sequence[RequestState]:
+        return waiting[start : start + count]
+
+    def started(self, states: Iterable[RequestState]) -> None:
+        pass
 
     def _first(self, group: _Group, state: RequestState, follow_s: float) -> _First:
         """The first one of a group that came no longer than follow_s before this one."""

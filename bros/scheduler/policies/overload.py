@@ -69,9 +69,10 @@ class OverloadGuard:
     ) -> ServiceClass:
         """The class to serve a new request as. step_s: usual time of a step.
 
+        Of one that is resumed somebody has read a part already: it goes on as what it was.
         Raises OverloadedError in mode "reject" if its objectives cannot be met.
         """
-        if self._mode == "late" or state.service_class is ServiceClass.BE:
+        if self._mode == "late" or state.service_class is ServiceClass.BE or state.num_outputs:
             return state.service_class
         missing_s = self._missing_s(state, queues, step_s, now)
         if missing_s <= 0.0:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 import bros
 from bros.core.errors import BrosError, EngineDeadError
 from bros.core.interfaces import EngineStats
+from bros.router.member import RUNNING
 from bros.server.batch_metrics import BatchFigures
 from bros.server.openapi import describe_api
 from bros.server.replies import Health, Version
@@ -34,9 +35,15 @@ _PAGE_HEADERS = {
 
 async def health(request: Request) -> Response:
     """200 if the engine runs, else 503."""
-    alive = ServerState.of(request).engine.alive
+    state = ServerState.of(request)
+    alive = state.engine.alive
     reply = Health(status="ok" if alive else "engine down")
-    return Response(reply.model_dump_json(), 200 if alive else 503, media_type="application/json")
+    if state.replicas is not None:
+        replicas = state.replicas.replicas()
+        reply.replicas = len(replicas)
+        reply.replicas_up = sum(replica.state in RUNNING for replica in replicas)
+    body = reply.model_dump_json(exclude_none=True)
+    return Response(body, 200 if alive else 503, media_type="application/json")
 
 
 async def metrics(request: Request) -> Response:
@@ -47,6 +54,7 @@ async def metrics(request: Request) -> Response:
             await _stats(state),
             await _batches(state),
             None if state.sessions is None else state.sessions.figures(),
+            state.replicas,
         ),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
     )
@@ -77,10 +85,17 @@ async def _batches(state: ServerState) -> BatchFigures | None:
     return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
 
 
-def routes(*, has_jobs: bool, has_sessions: bool) -> tuple[Route, ...]:
+def routes(*, has_jobs: bool, has_sessions: bool, has_replicas: bool = False) -> tuple[Route, ...]:
     """The page and the API description are made once, here."""
     page = importlib.resources.files("bros.server").joinpath("static/index.html").read_bytes()
-    api = json.dumps(describe_api(bros.__version__, has_jobs=has_jobs, has_sessions=has_sessions))
+    api = json.dumps(
+        describe_api(
+            bros.__version__,
+            has_jobs=has_jobs,
+            has_sessions=has_sessions,
+            has_replicas=has_replicas,
+        )
+    )
 
     async def index(request: Request) -> Response:
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")

@@ -1,0 +1,269 @@
+"""Several engines as one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from bros.core.clock import Clock
+from bros.core.errors import EngineDeadError, InvalidRequestError
+from bros.core.interfaces import (
+    EngineInfo,
+    EngineStats,
+    RequestTrace,
+    WatchableClient,
+)
+from bros.core.request import EngineRequest, Slo
+from bros.engine.client import OutputStream
+from bros.router.carrier import Carrier
+from bros.router.fleet import Fleet
+from bros.router.member import Member, ReplicaStatus, Restart, Routed
+from bros.router.roster import Roster
+from bros.router.totals import total_info, total_stats
+
+logger = logging.getLogger(__name__)
+
+_STATS_TIMEOUT_S = 2.0
+"""Of one replica, whose latest figures are taken instead."""
+
+_CLOSING = "The server is shutting down."
+
+
+class RouterClient:
+    """An EngineClient made of others. Create it inside a running event loop, then add replicas.
+
+    Streams go on where they were when a replica is lost, with the same tokens: whatever is drawn
+    depends on the seed and the position alone, so requests that bring no seed are given one.
+    on_final_death: called with the reason when no replica is left that could come back.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        clock: Clock,
+        rng: random.Random,
+        on_final_death: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """rng: seeds of requests that bring none."""
+        self._roster = Roster(fleet, clock)
+        self._rng = rng
+        self._on_final_death = on_final_death
+        self._carrier = Carrier(self._roster)
+        self._chores: set[asyncio.Task[None]] = set()
+
+    # An EngineClient
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of all that were up so far, together. Raises EngineDeadError if none was."""
+        infos = [replica.info for replica in self._replicas if replica.info is not None]
+        if not infos:
+            raise EngineDeadError("No replica has come up yet.")
+        return total_info(infos)
+
+    @property
+    def alive(self) -> bool:
+        return any(replica.client.alive for replica in self._replicas if not replica.gone)
+
+    @property
+    def continued(self) -> int:
+        """How often a request went on elsewhere, because its engine was lost."""
+        return self._carrier.continued
+
+    @property
+    def moved(self) -> int:
+        """How often one did, because its replica was to be empty."""
+        return self._carrier.moved
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted and not yet finished."""
+        return len(self._carrier.open)
+
+    async def submit(self, request: EngineRequest) -> OutputStream:
+        """Hand over a request; returns once a replica has accepted it.
+
+        Raises what EngineClient.submit raises: refusals for want of capacity only if all refuse.
+        """
+        if request.request_id in self._carrier.open:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use.", "request_id")
+        item = Routed(self._with_seed(request))
+        await self._carrier.start(item)
+        return item.stream
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request and free its KV at the next iteration. Unknown ids are ignored."""
+        item = self._carrier.open.get(request_id)
+        if item is None:
+            return
+        item.aborted = True
+        if item.accepted and item.replica is not None:
+            await item.replica.client.abort(request_id)
+        elif item.task is not None:
+            item.task.cancel()  # it is between two replicas
+
+    async def promote(self, request_id: str, slo: Slo) -> None:
+        """Serve a best-effort request as real-time from now on, wherever it goes. Unknown ids are
+        ignored."""
+        item = self._carrier.open.get(request_id)
+        if item is None:
+            return
+        item.promoted = slo
+        if item.accepted and item.replica is not None:
+            await item.replica.client.promote(request_id, slo)
+
+    async def release(self, request_id: str) -> None:
+        """What a request has left is kept no longer (Hints.keep_s). Unknown ids are ignored."""
+        await asyncio.gather(*(r.client.release(request_id) for r in self._where(request_id)))
+
+    async def stats(self) -> EngineStats:
+        """Sums over replicas. Raises EngineDeadError if there is no engine to ask."""
+        asked = [replica for replica in self._replicas if replica.client.alive and not replica.gone]
+        deaths = await asyncio.gather(*map(_update_stats, asked))
+        parts = [replica.stats for replica in self._replicas if replica.stats is not None]
+        if not parts:
+            reasons = [str(death) for death in deaths if death is not None]
+            raise EngineDeadError(reasons[0] if reasons else "No replica answers.")
+        before = [replica.stats_before for replica in self._replicas]
+        return total_stats(parts, [*before, self._roster.removed])
+
+    async def trace(self, request_id: str) -> RequestTrace | None:
+        """What is known of it where it is, or was; None if nothing is.
+
+        Raises EngineDeadError if there is no engine to ask.
+        """
+        found = await asyncio.gather(
+            *(replica.client.trace(request_id) for replica in self._where(request_id)),
+            return_exceptions=True,
+        )
+        deaths = [error for error in found if isinstance(error, EngineDeadError)]
+        if deaths and not self.alive:
+            raise EngineDeadError(str(deaths[0]))
+        return next((trace for trace in found if isinstance(trace, RequestTrace)), None)
+
+    async def close(self) -> None:
+        """End everything that is open, and all engines."""
+        self._carrier.closing = _CLOSING
+        self._roster.close(_CLOSING)
+        tasks = [item.task for item in self._carrier.open.values() if item.task is not None]
+        tasks += self._chores
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(replica.client.close() for replica in self._replicas))
+
+    # For operators
+
+    def add(
+        self, client: WatchableClient, *, name: str = "", restart: Restart | None = None
+    ) -> int:
+        """One more replica, which takes requests as soon as it is up; returns its number.
+
+        restart: how its engine is ended and started anew.
+        """
+        return self._roster.add(client, name, restart).number
+
+    def give_up(self, number: int, reason: str) -> None:
+        """A replica does not come back. Requests that were there go on elsewhere."""
+        self._roster.give_up(self._roster.find(number), reason)
+        if all(replica.gone for replica in self._replicas) and self._carrier.closing is None:
+            self._on_final_death(reason)
+
+    def remove(self, number: int) -> None:
+        """Forget a replica. Whoever added it closes it, best when it is drained."""
+        self._roster.remove(self._roster.find(number))
+
+    def replicas(self) -> list[ReplicaStatus]:
+        """All that were added and not removed, by their numbers."""
+        self._roster.look()
+        return [replica.status() for replica in self._replicas]
+
+    def drain(self, number: int, *, move: bool = False, restart: bool = False) -> None:
+        """Send nothing new to a replica from now on.
+
+        move: what is open there goes on elsewhere at once. restart: when nothing is open any more,
+        its engine is ended and started anew, and takes requests again.
+        Raises NotFoundError, or InvalidRequestError if no other replica takes requests.
+        """
+        replica = self._roster.find(number)
+        if restart and replica.restart is None:
+            raise InvalidRequestError(f"{replica.name} cannot be restarted from here.", "restart")
+        self._roster.set_draining(replica, True)
+        if move:
+            for item in replica.open.values():
+                item.moving = True
+                if item.accepted:
+                    self._in_background(replica.client.abort(item.id))
+        if restart and not replica.restarting:
+            self._in_background(self._restart(replica))
+
+    async def drained(self, number: int) -> None:
+        """Wait until nothing is open at a replica. Raises NotFoundError."""
+        await self._roster.emptied(self._roster.find(number))
+
+    def resume(self, number: int) -> None:
+        """Send requests to a replica again. Raises NotFoundError."""
+        self._roster.set_draining(self._roster.find(number), False)
+
+    async def _restart(self, replica: Member) -> None:
+        assert replica.restart is not None
+        await self._roster.emptied(replica)
+        if not replica.draining or replica.gone or replica.restarting:
+            return  # it was resumed meanwhile, or cannot be, or somebody else has asked for it
+        replica.restarting = True
+        try:
+            await replica.restart()
+        finally:
+            replica.restarting = False
+            if not replica.gone:
+                self._roster.set_draining(replica, False)
+            self._roster.look()
+
+    def _with_seed(self, request: EngineRequest) -> EngineRequest:
+        sampling = request.sampling
+        if sampling.greedy or sampling.seed is not None:
+            return request
+        seeded = sampling.with_changes(seed=self._rng.getrandbits(63))
+        return dataclasses.replace(request, sampling=seeded)
+
+    @property
+    def _replicas(self) -> Sequence[Member]:
+        return list(self._roster.replicas.values())
+
+    def _where(self, request_id: str) -> Sequence[Member]:
+        """Where a request is or was: all, if nothing is known."""
+        item = self._carrier.open.get(request_id)
+        replica = item.replica if item is not None else self._carrier.ended.get(request_id)
+        return [replica] if replica is not None else self._replicas
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(_logged(work))
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+
+async def _update_stats(replica: Member) -> EngineDeadError | None:
+    """What came of it, if it is dead."""
+    try:
+        async with asyncio.timeout(_STATS_TIMEOUT_S):
+            replica.stats = await replica.client.stats()
+    except TimeoutError:
+        pass
+    except EngineDeadError as error:
+        replica.stats_lost()
+        return error
+    return None
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    """For what nobody waits for."""
+    try:
+        await work
+    except EngineDeadError as error:
+        logger.warning("%s", error)
+    except Exception:
+        logger.exception("a message to an engine failed")

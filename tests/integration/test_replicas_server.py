@@ -1,0 +1,209 @@
+"""Servers with several engine processes, of which some are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import bros.semantic as P
+from bros.cli import main
+from support.processes import children, descendants, wait_until_gone
+from support.server_process import ServerProcess, running_server, wait_until
+from support.tiny_models import save_tiny_llama
+from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+SMALL = ("--policy", "fcfs", "--kv-blocks", "256", "--threads", "1")
+STREAMS = 6
+BODIES: list[dict[str, Any]] = [
+    {
+        "prompt": f"{n} one two three",
+        "max_tokens": 160,
+        "ignore_eos": True,
+        # Greedy ones and seeded ones, of which some look at what they have said.
+        **({"temperature": 0} if n % 2 else {"temperature": 1, "seed": n}),
+        **({"frequency_penalty": 0.5} if n % 4 < 2 else {}),
+    }
+    for n in range(STREAMS)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    save_tiny_llama(folder, vocab_size=1000)
+    save_tokenizer(folder, chat_template=TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[ServerProcess]:
+    with running_server(str(model), *SMALL, "--replicas", "2") as server:
+        assert server.url
+        group = descendants(server.pid)
+        yield server
+        group += descendants(server.pid)
+    wait_until_gone(group, 30)
+
+
+def replicas_of(server: ServerProcess) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx.get(f"{server.url}/admin/replicas").json()["data"]
+    return found
+
+
+def replicas_up(server: ServerProcess) -> int:
+    up: int = httpx.get(f"{server.url}/health").json()["replicas_up"]
+    return up
+
+
+def stream(url: str, body: dict[str, Any], begun: threading.Event) -> tuple[str, str, int]:
+    """The text, how it ended and how many tokens it has; `begun` is set on the way."""
+    text, reason, tokens = "", "", 0
+    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=120) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            begun.set()
+            for choice in event["choices"]:
+                text += choice["text"]
+                reason = choice["finish_reason"] or reason
+            if event.get("usage"):
+                tokens = event["usage"]["completion_tokens"]
+    return text, reason, tokens
+
+
+def streams(server: ServerProcess) -> tuple[ThreadPoolExecutor, list[Future[Any]]]:
+    """All of BODIES, begun."""
+    pool = ThreadPoolExecutor(STREAMS)
+    begun = [threading.Event() for _ in BODIES]
+    pairs = zip(BODIES, begun, strict=True)
+    futures = [pool.submit(stream, server.url, *pair) for pair in pairs]
+    assert all(event.wait(60) for event in begun)
+    return pool, futures
+
+
+def test_streams_survive_the_engine_they_come_from(server: ServerProcess) -> None:
+    pool, futures = streams(server)
+    undisturbed = [future.result() for future in futures]
+    assert {(reason, tokens) for _, reason, tokens in undisturbed} == {("length", 160)}
+    pool.shutdown()
+    pool, futures = streams(server)
+    victim, _ = children(server.pid)
+    os.kill(victim, signal.SIGKILL)
+    took_s = wait_until(lambda: replicas_up(server) == 1, 10, "the view has dropped it")
+    assert took_s < 1.0
+    assert [future.result() for future in futures] == undisturbed
+    pool.shutdown()
+    wait_until(lambda: replicas_up(server) == 2, 60, "it is back")
+    figures = httpx.get(f"{server.url}/admin/replicas").json()
+    assert figures["continued"] >= 1 and sum(each["lost"] for each in figures["data"]) == 1
+    assert [each["open"] for each in figures["data"]] == [0, 0]
+
+
+def test_rows_of_a_batch_survive(server: ServerProcess) -> None:
+    rows = [
+        {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body}
+        for n, body in enumerate(BODIES * 4)
+    ]
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    with httpx.Client(base_url=server.url) as client:
+        upload = {"file": ("rows.jsonl", content)}
+        file = client.post("/v1/files", files=upload, data={"purpose": "batch"}).json()
+        wanted = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = client.post("/v1/batches", json=wanted | {"input_file_id": file["id"]}).json()
+
+        def look() -> dict[str, Any]:
+            found: dict[str, Any] = client.get(f"/v1/batches/{batch['id']}").json()
+            return found
+
+        def open_there() -> bool:
+            return all(replica["open"] > 0 for replica in replicas_of(server))
+
+        wait_until(open_there, 60, "both replicas have rows")
+        os.kill(children(server.pid)[1], signal.SIGKILL)
+        wait_until(lambda: look()["status"] == "completed", 120, "the batch is completed")
+        assert look()["request_counts"] == {"total": 24, "completed": 24, "failed": 0}
+        lines = client.get(f"/v1/files/{look()['output_file_id']}/content").text.splitlines()
+        texts: dict[int, set[str]] = {}
+        for line in map(json.loads, lines):
+            text = line["response"]["body"]["choices"][0]["text"]
+            texts.setdefault(int(line["custom_id"]) % STREAMS, set()).add(text)
+        assert all(len(same) == 1 for same in texts.values()), "each row as its copies"
+        metrics = client.get("/metrics").text
+        assert 'bros_batch_rows_total{outcome="interrupted"} 0.0' in metrics
+
+
+def test_a_session_survives(server: ServerProcess) -> None:
+    sampling = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+    @P.semantic_function(sampling=sampling)
+    def first(topic: P.SemanticVariable) -> None:
+        """one {{input:topic}} two {{output:draft}}"""
+
+    @P.semantic_function(sampling=sampling)
+    def second(draft: P.SemanticVariable) -> None:
+        """three {{input:draft}} four {{output:answer}}"""
+
+    def run(kill: bool) -> str:
+        with P.Session(server.url):
+            answer: Any = second(first("a"))
+            if kill:
+                answer.want(P.LATENCY)
+                wait_until(lambda: any(r["open"] for r in replicas_of(server)), 30, "it runs")
+                busy = next(r["number"] for r in replicas_of(server) if r["open"])
+                os.kill(sorted(children(server.pid))[busy], signal.SIGKILL)
+            text: str = answer.get(timeout=60)
+            return text
+
+    expected = run(kill=False)
+    assert run(kill=True) == expected and expected
+
+
+def test_a_replica_is_drained_moved_and_restarted(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def admin(*arguments: str) -> str:
+        assert main(["admin", *arguments, "--url", server.url], {}) == 0
+        return capsys.readouterr().out
+
+    pool, futures = streams(server)
+    undisturbed = [future.result() for future in futures]
+    pool.shutdown()
+    engines = set(children(server.pid))
+    pool, futures = streams(server)
+    said = admin("drain", "0", "--move", "--restart")
+    assert "replica-0 is restarting" in said and said.endswith("replica-0 is up\n")
+    assert [future.result() for future in futures] == undisturbed
+    pool.shutdown()
+    assert len(engines & set(children(server.pid))) == 1, "the other one is still the same"
+    assert httpx.get(f"{server.url}/admin/replicas").json()["moved"] >= 1
+    assert "replica-1 is drained" in admin("drain", "1")
+    assert "drained" in admin("replicas")
+    assert "replica-1 is up" in admin("resume", "1")
+
+
+def test_the_server_ends_with_the_last_engine_that_is_not_to_come_back(model: Path) -> None:
+    options = ("--replicas", "2", "--on-engine-death", "exit")
+    with running_server(str(model), *SMALL, *options) as server:
+        assert server.url
+        first, second = children(server.pid)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: replicas_up(server) == 1, 10, "the view has dropped it")
+        assert stream(server.url, BODIES[0], threading.Event())[1] == "length"
+        assert sorted(each["state"] for each in replicas_of(server)) == ["gone", "up"]
+        os.kill(second, signal.SIGKILL)
+        assert server.wait(30) == 1

@@ -1,0 +1,131 @@
+"""Prefixes that move, and those that get one more replica (T11)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.router.fleet import Fleet
+from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve
+
+NOBODY_WAITS = 1e9
+PREFIX = 20 * BLOCK
+
+
+def prompt(prefix: int, number: int) -> list[int]:
+    return [prefix] * PREFIX + [10_000 + number] * 3
+
+
+def busy_fleet(per_prefix: dict[int, int], **chosen: object) -> Fleet:
+    """Two replicas, all prefixes on 0, each with so many requests that have ended."""
+    fleet = fleet_of(2, patience=NOBODY_WAITS, decode_aware=False, warm_up=0, **chosen)
+    now, number = 0.0, 0
+    fleet.set_draining(1, True)
+    for prefix, count in per_prefix.items():
+        for _ in range(count):
+            number += 1
+            send(fleet, ask(f"{number}", prompt(prefix, number), max_tokens=100), now)
+            fleet.begun(f"{number}", 0, now)
+            fleet.ended(f"{number}", (1,) * 100, now)
+    fleet.set_draining(1, False)
+    return fleet
+
+
+def homes(fleet: Fleet) -> dict[int, tuple[int, ...] | None]:
+    """prefix -> what it was given to."""
+    tokens = {node: int.from_bytes(node.tokens[:4], "little") for node in fleet.forest}
+    return {tokens[node]: node.homes for node in fleet.forest if node.end == PREFIX}
+
+
+def test_prefixes_move_until_no_replica_has_too_much() -> None:
+    fleet = busy_fleet({1: 6, 2: 7, 3: 8, 4: 9})
+    send(fleet, ask("x", [99] * 2), 2.0)  # looks at the loads
+    moved = [prefix for prefix, home in homes(fleet).items() if home == (1,)]
+    assert moved == [1, 2], "the cheapest first, and no more than needed"
+    assert send(fleet, ask("a", prompt(1, 500)), 2.0) == 1
+    assert send(fleet, ask("b", prompt(4, 501)), 2.0) == 0
+    (decision,) = fleet.route([ask("c", prompt(2, 502))], 2.0)
+    assert (decision.replica, decision.reason) == (1, "moved")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.integers(1, 9), st.integers(1, 12), min_size=1), st.floats(1.1, 3.0))
+def test_moving_stops_at_the_bound_and_turns_nothing_round(
+    per_prefix: dict[int, int], balance: float
+) -> None:
+    fleet = busy_fleet(per_prefix, balance=balance, replication=False)
+    loads = {number: fleet.state.load_s(replica) for number, replica in fleet.replicas.items()}
+    keys = {key: key.load[0] for key in fleet.replicas[0].keys if key.num_asked > 1}
+    fleet.costs(ask("q", [1]), 2.0)
+    send(fleet, ask("x", [99] * 2), 2.0)
+    moved = {key for key in keys if key.homes == (1,)}
+    moved_s = sum(keys[key] for key in moved)
+    heavy, light = loads[0] - moved_s, loads[1] + moved_s
+    assert heavy >= light - 1e-9
+    if moved:
+        before = moved_s - max(keys[key] for key in moved)
+        assert loads[0] - before > balance * (loads[1] + before)
+    stay = [seconds for key, seconds in keys.items() if key not in moved]
+    if heavy > balance * light + 1e-9 and stay:
+        assert heavy - min(stay) < light + min(stay), "the next one could have gone as well"
+
+
+def test_nothing_moves_before_the_caches_are_warm() -> None:
+    fleet = fleet_of(2, warm_up=10, patience=NOBODY_WAITS)
+    fleet.set_draining(1, True)
+    for number in range(10):
+        send(fleet, ask(f"{number}", prompt(number % 2, number)), 0.0)
+    fleet.set_draining(1, False)
+    send(fleet, ask("x", [99] * 2), 2.0)
+    assert set(homes(fleet).values()) == {None}
+
+
+def hot_fleet(early_s: float, later_s: float, **chosen: object) -> Fleet:
+    """One prefix on replica 0; requests wait so long in the first and in the second half."""
+    fleet = fleet_of(
+        2, patience=NOBODY_WAITS, decode_aware=False, warm_up=5, window_s=100.0, **chosen
+    )
+    for number in range(100):
+        now = float(number)
+        send(fleet, ask(f"{number}", prompt(1, number), max_tokens=50), now)
+        waits_s = early_s if number < 50 else later_s
+        fleet.begun(f"{number}", 0, now + waits_s)
+        fleet.ended(f"{number}", (1,) * 50, now + waits_s)
+    return fleet
+
+
+@pytest.mark.parametrize(("later_s", "copies"), [(0.19, 1), (0.21, 2)])
+def test_a_prefix_is_replicated_when_waits_double(later_s: float, copies: int) -> None:
+    fleet = hot_fleet(0.1, later_s, replicate=2.0)
+    send(fleet, ask("x", [99] * 2), 100.0)
+    (found,) = [home for prefix, home in homes(fleet).items() if prefix == 1]
+    assert found == (None if copies == 1 else (0, 1))
+    if copies == 2:
+        more = [ask(f"n{n}", prompt(1, 1000 + n), max_tokens=50) for n in range(150)]
+        went = {serve(fleet, request, 100.0, (1,) * 50) for request in more}
+        assert went == {0, 1}
+
+
+def test_a_prefix_that_needs_more_than_a_replica_has_is_replicated() -> None:
+    """Whatever its requests wait: 100 of them, each with 1 s of answer, within 100 s."""
+    tokens = round(1 / PRICES.decode_s(1, 0))
+    fleet = fleet_of(2, patience=NOBODY_WAITS, decode_aware=False, warm_up=5, window_s=100.0)
+    for number in range(100):
+        now = float(number)
+        send(fleet, ask(f"{number}", prompt(1, number), max_tokens=tokens), now)
+        fleet.ended(f"{number}", (1,) * tokens, now)
+    send(fleet, ask("x", [99] * 2), 99.5)
+    assert homes(fleet)[1] == (0, 1)
+    off = hot_fleet(0.1, 9.0, replication=False)
+    send(off, ask("x", [99] * 2), 100.0)
+    assert homes(off)[1] is None
+
+
+def test_a_home_that_is_lost_is_no_home() -> None:
+    fleet = busy_fleet({1: 6, 2: 7, 3: 8, 4: 9})
+    send(fleet, ask("x", [99] * 2), 2.0)
+    assert homes(fleet)[1] == (1,)
+    fleet.remove(1)
+    assert homes(fleet)[1] is None
+    assert send(fleet, ask("a", prompt(1, 500)), 2.0) == 0

@@ -1,0 +1,634 @@
+"""Several engines as one: nothing is lost, doubled or left open, whatever happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    QueueFullError,
+)
+from bros.core.interfaces import EngineStats, Notice
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    ServiceClass,
+    Slo,
+)
+from bros.router.build import make_fleet
+from bros.router.client import RouterClient
+from bros.router.fleet import Fleet
+from bros.router.member import ReplicaState
+from bros.router.settings import RouterSettings
+from bros.simulator.virtual_loop import LoopClock, run_virtual
+from support.mortal_engine import STEP_S, MortalEngine, foretold
+from support.turn_fleet import TurnFleet
+
+
+@dataclass
+class Group:
+    """A router's client over engines that are up. made: a fleet, other than by turns."""
+
+    size: int = 2
+    made: Fleet | None = None
+    deaths: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.fleet = TurnFleet()
+        self.engines = [MortalEngine() for _ in range(self.size)]
+        self.client = RouterClient(
+            self.made or self.fleet,
+            LoopClock(),
+            random.Random(0),
+            on_final_death=self.deaths.append,
+        )
+        for engine in self.engines:
+            engine.start()
+            self.client.add(engine, restart=restart_of(engine))
+
+    def where(self, request_id: str) -> int:
+        (found,) = [n for n, engine in enumerate(self.engines) if request_id in engine.open_ids]
+        return found
+
+    async def close(self) -> None:
+        await self.client.close()
+        assert self.fleet.open == {} and self.client.num_open == 0
+        assert all(status.open == 0 for status in self.client.replicas())
+        assert all(engine.closed for engine in self.engines)
+
+
+def restart_of(engine: MortalEngine) -> Callable[[], Awaitable[None]]:
+    async def restart() -> None:
+        engine.die()
+        await asyncio.sleep(1)
+        engine.start()
+
+    return restart
+
+
+def in_group(test: Callable[[Group], Awaitable[None]]) -> None:
+    """Run it in virtual time, and see that nothing is left."""
+
+    async def main() -> None:
+        group = Group()
+        await test(group)
+        await group.close()
+
+    run_virtual(main)
+
+
+def ask(request_id: str = "r", max_tokens: int = 20, **changes: object) -> EngineRequest:
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max_tokens, min_tokens=max_tokens, logprobs=0
+    )
+    made = EngineRequest(request_id=request_id, prompt_token_ids=[5, 6, 7], sampling=sampling)
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+async def collect(client: RouterClient, request: EngineRequest) -> list[RequestOutput]:
+    return [output async for output in await client.submit(request)]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+# A replica is lost
+
+
+def test_a_stream_goes_on_elsewhere_where_it_was() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(7 * STEP_S)
+        where = group.where("r")
+        group.engines[where].die()
+        outputs = await reading
+        assert tokens_of(outputs) == foretold(ask())
+        assert [output.finish_reason for output in outputs[-2:]] == [None, FinishReason.LENGTH]
+        assert [entry.logprob for o in outputs for entry in o.logprobs] == [-n for n in range(20)]
+        again = group.engines[1 - where].submitted["r"]
+        assert 0 < again.resumed == len(again.prompt_token_ids) - 3
+        assert {output.cached_tokens for output in outputs} == {0}, "of the prompt as it came"
+        status = group.client.replicas()[where]
+        assert (status.state, status.lost, group.client.continued) == (ReplicaState.DOWN, 1, 1)
+        assert len(group.fleet.kept["r"]) == 20 - again.resumed, "the rest was routed as prompt"
+
+    in_group(test)
+
+
+def test_a_request_without_a_seed_goes_on_as_it_began() -> None:
+    async def test(group: Group) -> None:
+        drawn = ask(sampling=SamplingParams(temperature=1, max_tokens=30, min_tokens=30))
+        reading = asyncio.create_task(collect(group.client, drawn))
+        await asyncio.sleep(7 * STEP_S)
+        where = group.where("r")
+        seeded = group.engines[where].submitted["r"]
+        assert seeded.sampling.seed is not None
+        group.engines[where].die()
+        assert tokens_of(await reading) == foretold(seeded)
+
+    in_group(test)
+
+
+def test_a_lost_replica_is_out_of_view_at_once_and_back_later() -> None:
+    async def test(group: Group) -> None:
+        group.engines[0].die()
+        assert group.client.alive and len(group.fleet.facts) == 2
+        await asyncio.sleep(0.06)
+        assert len(group.fleet.facts) == 1, "though nobody has asked for anything"
+        outputs = await asyncio.gather(*(collect(group.client, ask(f"r{n}")) for n in range(4)))
+        assert all(tokens_of(some) == foretold(ask()) for some in outputs)
+        group.engines[0].start()
+        await asyncio.sleep(0.06)
+        assert len(group.fleet.facts) == 2 and 1 not in group.fleet.facts, "under a new number"
+        assert group.fleet.notices[-1] == (3, Notice(version=1, full=True))
+
+    in_group(test)
+
+
+def test_open_requests_wait_for_a_replica_but_new_ones_do_not() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        for engine in group.engines:
+            engine.die()
+        await asyncio.sleep(1)
+        assert not group.client.alive and not reading.done()
+        with pytest.raises(EngineDeadError, match="takes requests"):
+            await group.client.submit(ask("new"))
+        group.engines[0].start()
+        assert tokens_of(await reading) == foretold(ask())
+
+    in_group(test)
+
+
+def test_nobody_waits_for_replicas_that_do_not_come_back() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        for number, engine in enumerate(group.engines):
+            assert group.deaths == []
+            engine.die()
+            group.client.give_up(number, f"It burnt {number}.")
+        with pytest.raises(EngineDeadError, match="burnt 1"):
+            await reading
+        assert group.deaths == ["It burnt 1."]
+        with pytest.raises(EngineDeadError, match="burnt 1"):
+            await group.client.submit(ask("new"))
+        assert group.client.info.num_kv_blocks == 200, "facts stay"
+        with pytest.raises(EngineDeadError):
+            await group.client.stats()
+
+    in_group(test)
+
+
+def test_what_ends_every_engine_is_given_up_and_nothing_with_it() -> None:
+    async def test(group: Group) -> None:
+        for engine in group.engines:
+            engine.killers.add("killer")
+
+        async def nurse() -> None:
+            while True:
+                await asyncio.sleep(0.5)
+                for engine in group.engines:
+                    if not engine.alive:
+                        engine.start()
+
+        nursing = asyncio.create_task(nurse())
+        good = [asyncio.create_task(collect(group.client, ask(f"r{n}", 200))) for n in range(5)]
+        bad = asyncio.create_task(collect(group.client, ask("killer")))
+        (last,) = await bad
+        assert last.finish_reason is FinishReason.ERROR and "3 engines" in (last.error or "")
+        for outputs in await asyncio.gather(*good):
+            assert tokens_of(outputs) == foretold(ask(max_tokens=200))
+        assert sum(engine.deaths for engine in group.engines) == 3
+        nursing.cancel()
+
+    in_group(test)
+
+
+def test_an_aborted_request_is_not_begun_again() -> None:
+    async def test(group: Group) -> None:
+        there = asyncio.create_task(collect(group.client, ask("there")))
+        between = asyncio.create_task(collect(group.client, ask("between")))
+        await asyncio.sleep(5 * STEP_S)
+        await group.client.abort("there")
+        for engine in group.engines:
+            engine.die()
+        await asyncio.sleep(1)
+        await group.client.abort("between")
+        await group.client.abort("unknown")
+        for name, reading in (("there", there), ("between", between)):
+            outputs = await reading
+            assert outputs[-1].finish_reason is FinishReason.ABORT
+            given = tokens_of(outputs)
+            assert given == foretold(ask(name))[: len(given)] and len(given) < 20
+        for engine in group.engines:
+            engine.start()
+        await asyncio.sleep(1)
+        assert all(engine.open_ids == set() for engine in group.engines)
+
+    in_group(test)
+
+
+def test_a_promoted_request_stays_promoted() -> None:
+    async def test(group: Group) -> None:
+        slo = Slo(ttft_s=0.2)
+        relaxed = ask(service_class=ServiceClass.BE)
+        reading = asyncio.create_task(collect(group.client, relaxed))
+        await asyncio.sleep(0)
+        await group.client.promote("r", slo)  # before it is accepted
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        assert group.engines[where].promoted == {"r": slo}
+        group.engines[where].die()
+        await reading
+        assert group.engines[1 - where].promoted == {"r": slo}
+        await group.client.promote("r", slo)
+
+    in_group(test)
+
+
+def test_a_fill_is_done_again() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask(fill=True)))
+        await asyncio.sleep(0.9 * STEP_S)
+        where = group.where("r")
+        group.engines[where].die()
+        (only,) = await reading
+        assert only.finish_reason is FinishReason.LENGTH and "r" in group.fleet.kept
+        assert "r" in group.engines[1 - where].submitted
+
+    in_group(test)
+
+
+# Refusals
+
+
+def test_others_are_asked_before_a_refusal_is_passed_on() -> None:
+    async def test(group: Group) -> None:
+        group.engines[0].refusals = [QueueFullError(9, 5.0)]
+        outputs = await asyncio.gather(*(collect(group.client, ask(f"r{n}")) for n in range(4)))
+        assert all(tokens_of(some) == foretold(ask()) for some in outputs)
+        assert group.engines[0].refusals == []
+        group.engines[0].refusals = [QueueFullError(9, 5.0)]
+        group.engines[1].refusals = [OverloadedError("Too busy.", 2.0)]
+        with pytest.raises(OverloadedError) as refused:
+            await group.client.submit(ask("both refuse it"))
+        assert refused.value.retry_after_s == 2.0
+
+    in_group(test)
+
+
+def test_an_invalid_request_is_refused_by_one_for_all() -> None:
+    async def test(group: Group) -> None:
+        for engine in group.engines:
+            engine.refusals = [InvalidRequestError("Wrong.", "top_k")]
+        with pytest.raises(InvalidRequestError, match="Wrong"):
+            await group.client.submit(ask())
+        assert sum(len(engine.refusals) for engine in group.engines) == 1
+        for engine in group.engines:
+            engine.refusals.clear()
+        stream = await group.client.submit(ask("other", 1))
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await group.client.submit(ask("other"))
+        assert len([output async for output in stream]) == 1
+
+    in_group(test)
+
+
+def test_a_request_that_was_accepted_outlasts_refusals_elsewhere() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        group.engines[1 - where].refusals = [QueueFullError(9, 3.0), QueueFullError(9, 1.0)]
+        group.engines[where].die()
+        began = asyncio.get_running_loop().time()
+        assert tokens_of(await reading) == foretold(ask())
+        assert asyncio.get_running_loop().time() - began > 4.0
+
+    in_group(test)
+
+
+# Placing and asking
+
+
+def test_requests_of_one_turn_are_placed_together() -> None:
+    async def test(group: Group) -> None:
+        await asyncio.gather(*(collect(group.client, ask(f"r{n}", 2)) for n in range(3)))
+        await collect(group.client, ask("later", 2))
+        assert group.fleet.groups == [("r0", "r1", "r2"), ("later",)]
+
+    in_group(test)
+
+
+def test_giving_up_a_submission_withdraws_it() -> None:
+    async def test(group: Group) -> None:
+        for turns in range(4):
+            submission = asyncio.create_task(group.client.submit(ask(f"r{turns}")))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            submission.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await submission
+            await asyncio.sleep(0)
+            assert group.client.num_open == 0 and group.fleet.open == {}
+
+    in_group(test)
+
+
+def test_parked_kv_is_released_where_it_is() -> None:
+    async def test(group: Group) -> None:
+        await collect(group.client, ask("a", 2))
+        await group.client.release("a")
+        (had,) = [engine for engine in group.engines if "a" in engine.submitted]
+        assert had.released == ["a"]
+        assert [engine.released for engine in group.engines if engine is not had] == [[]]
+        await group.client.release("of long ago")
+        assert all(engine.released[-1] == "of long ago" for engine in group.engines)
+        trace = await group.client.trace("a")
+        assert trace is not None and trace.prompt_tokens == 3
+        assert await group.client.trace("of long ago") is None
+
+    in_group(test)
+
+
+def test_figures_are_sums_which_never_fall() -> None:
+    async def test(group: Group) -> None:
+        info = group.client.info
+        assert (info.num_kv_blocks, info.max_queue, info.max_model_len) == (200, 20, 1000)
+        await asyncio.sleep(10 * STEP_S)
+        before = await group.client.stats()
+        assert before.kv_blocks_total == 200 and before.steps >= 18
+        group.engines[0].die()
+        await asyncio.sleep(0.1)
+        after = await group.client.stats()
+        assert after.kv_blocks_total == 100 and after.steps > before.steps
+        group.engines[0].start()
+        await asyncio.sleep(0.1)
+        assert (await group.client.stats()).steps > after.steps
+        assert isinstance(after, EngineStats)
+
+    in_group(test)
+
+
+def test_replicas_come_and_go() -> None:
+    async def test(group: Group) -> None:
+        late = MortalEngine()
+        late.start()
+        assert group.client.add(late, name="late") == 2
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        before = await group.client.stats()
+        group.client.drain(where, move=True)
+        await group.client.drained(where)
+        group.client.remove(where)
+        await group.engines[where].close()
+        assert tokens_of(await reading) == foretold(ask())
+        assert [status.number for status in group.client.replicas()] == [1 - where, 2]
+        assert (await group.client.stats()).steps >= before.steps, "what was counted counts"
+        with pytest.raises(NotFoundError, match=f"are {1 - where}, 2"):
+            group.client.resume(where)
+        await late.close()
+
+    in_group(test)
+
+
+# Draining
+
+
+def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        group.client.drain(where)
+        assert group.client.replicas()[where].state is ReplicaState.DRAINING
+        await asyncio.gather(*(collect(group.client, ask(f"r{n}", 2)) for n in range(4)))
+        assert set(group.engines[where].submitted) == {"r"}
+        await group.client.drained(where)
+        assert tokens_of(await reading) == foretold(ask())
+        assert group.client.replicas()[where].state is ReplicaState.DRAINED
+        assert group.client.moved == 0
+        with pytest.raises(InvalidRequestError, match="no other replica"):
+            group.client.drain(1 - where)
+        group.client.resume(where)
+        await asyncio.gather(*(collect(group.client, ask(f"n{n}", 2)) for n in range(4)))
+        assert len(group.engines[where].submitted) == 3
+        with pytest.raises(NotFoundError):
+            group.client.drain(7)
+
+    in_group(test)
+
+
+def test_what_is_open_can_be_moved_at_once() -> None:
+    async def test(group: Group) -> None:
+        readings = [asyncio.create_task(collect(group.client, ask(f"r{n}"))) for n in range(6)]
+        await asyncio.sleep(5 * STEP_S)
+        late = asyncio.create_task(collect(group.client, ask("late")))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it is being accepted
+        group.client.drain(0, move=True)
+        began = asyncio.get_running_loop().time()
+        await group.client.drained(0)
+        assert asyncio.get_running_loop().time() - began <= 3 * STEP_S
+        for reading in (*readings, late):
+            assert tokens_of(await reading) == foretold(ask())
+        assert group.client.moved >= 3 and group.client.continued == 0
+
+    in_group(test)
+
+
+def test_an_engine_is_restarted_when_it_is_empty() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        group.client.drain(where, restart=True)
+        assert tokens_of(await reading) == foretold(ask())
+        await asyncio.sleep(0.5)
+        status = group.client.replicas()[where]
+        assert (status.state, status.lost) == (ReplicaState.RESTARTING, 0)
+        await collect(group.client, ask("meanwhile", 2))
+        await asyncio.sleep(1)
+        assert group.client.replicas()[where].state is ReplicaState.UP
+        assert group.engines[where].deaths == 1
+
+    in_group(test)
+
+
+def test_drained_replicas_are_used_when_there_are_no_others() -> None:
+    async def test(group: Group) -> None:
+        group.client.drain(0)
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        group.engines[1].die()
+        group.client.give_up(1, "It burnt.")
+        assert tokens_of(await reading) == foretold(ask())
+        assert group.client.replicas()[0].state is ReplicaState.UP and group.deaths == []
+
+    in_group(test)
+
+
+# Whatever happens
+
+SAMPLINGS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.one_of(st.none(), st.integers(0, 5)),
+    max_tokens=st.integers(1, 25),
+    logprobs=st.sampled_from([None, 0]),
+)
+REQUESTS = st.builds(
+    EngineRequest,
+    request_id=st.just(""),
+    prompt_token_ids=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    sampling=SAMPLINGS,
+    service_class=st.sampled_from(ServiceClass),
+    fill=st.sampled_from([False, False, False, True]),
+)
+TURNS = st.integers(0, 30)  # steps between what happens
+HAPPENINGS = st.tuples(
+    st.sampled_from(["die", "start", "refuse", "abort", "promote", "drain", "move", "resume"]),
+    TURNS,
+    st.integers(0, 20),  # whom it concerns
+)
+
+
+async def happen(group: Group, what: str, whom: int, name: str) -> None:
+    """One of HAPPENINGS. name: of a request."""
+    engine, number = group.engines[whom % 3], whom % 3
+    if what == "die":
+        engine.die()
+    elif what == "start" and not engine.alive:
+        engine.start()
+    elif what == "refuse":
+        engine.refusals.append(QueueFullError(1, 0.05))
+    elif what == "abort":
+        await group.client.abort(name)
+    elif what == "promote":
+        await group.client.promote(name, Slo())
+    elif what == "resume":
+        group.client.resume(number)
+    elif what in ("drain", "move"):
+        with contextlib.suppress(InvalidRequestError):  # the last one
+            group.client.drain(number, move=what == "move")
+
+
+async def recover(group: Group) -> None:
+    """So that what waits for a replica has one in the end."""
+    await asyncio.sleep(1)
+    for number, engine in enumerate(group.engines):
+        group.client.resume(number)
+        if not engine.alive:
+            engine.start()
+
+
+async def live_through(
+    fleet: Fleet, requests: list[tuple[int, EngineRequest]], happenings: list[tuple[str, int, int]]
+) -> None:
+    group = Group(3, fleet)
+
+    async def one(turn: int, request: EngineRequest) -> list[RequestOutput] | None:
+        await asyncio.sleep(turn * STEP_S)
+        try:
+            return await collect(group.client, request)
+        except (EngineDeadError, QueueFullError):
+            return None  # not accepted: nothing was given
+
+    async def later(what: str, turn: int, whom: int) -> None:
+        await asyncio.sleep((turn + 0.3) * STEP_S)
+        await happen(group, what, whom, f"r{whom % len(requests)}")
+
+    made = [
+        (turn, dataclasses.replace(request, request_id=f"r{n}"))
+        for n, (turn, request) in enumerate(requests)
+    ]
+    aborted = {f"r{whom % len(requests)}" for what, _, whom in happenings if what == "abort"}
+    events = asyncio.gather(recover(group), *(later(*happening) for happening in happenings))
+    results = await asyncio.gather(*(one(*item) for item in made))
+    await events
+    for (_, request), outputs in zip(made, results, strict=True):
+        if outputs is not None:
+            check(request, outputs, group.engines, request.request_id in aborted)
+    assert group.client.num_open == 0
+    await group.close()
+
+
+def check(
+    request: EngineRequest,
+    outputs: list[RequestOutput],
+    engines: list[MortalEngine],
+    may_be_aborted: bool,
+) -> None:
+    """Ends exactly once, with exactly the tokens of an engine that nothing happened to."""
+    reasons = [output.finish_reason for output in outputs]
+    assert reasons[-1] is not None and set(reasons[:-1]) <= {None}
+    asked = next(e.submitted[request.request_id] for e in engines
+                 if request.request_id in e.submitted)  # fmt: skip
+    expected = [] if request.fill else foretold(
+        dataclasses.replace(request, sampling=asked.sampling)
+    )  # fmt: skip
+    given = tokens_of(outputs)
+    if reasons[-1] is FinishReason.ABORT:
+        assert may_be_aborted and given == expected[: len(given)]
+    elif reasons[-1] is FinishReason.ERROR:
+        assert "3 engines" in (outputs[-1].error or "") and given == expected[: len(given)]
+    else:
+        assert given == expected
+    if request.sampling.logprobs is not None:
+        logprobs = [entry.logprob for output in outputs for entry in output.logprobs]
+        assert logprobs == [-float(n) for n in range(len(given))]
+    if request.sampling.seed is not None:
+        assert asked.sampling.seed == request.sampling.seed
+
+
+LIVES = (
+    st.lists(st.tuples(TURNS, REQUESTS), min_size=1, max_size=8),
+    st.lists(HAPPENINGS, max_size=14),
+)
+
+
+@settings(max_examples=300)
+@given(*LIVES)
+def test_streams_end_once_with_the_right_tokens_whatever_happens(
+    requests: list[tuple[int, EngineRequest]], happenings: list[tuple[str, int, int]]
+) -> None:
+    async def main() -> None:
+        fleet = TurnFleet()
+        await live_through(fleet, requests, happenings)
+        assert fleet.open == {}
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("policy", ["e2", "rr", "least"])
+@settings(max_examples=50)
+@given(*LIVES)
+def test_so_they_do_with_every_policy(
+    policy: str,
+    requests: list[tuple[int, EngineRequest]],
+    happenings: list[tuple[str, int, int]],
+) -> None:
+    async def main() -> None:
+        fleet = make_fleet(policy, RouterSettings(warm_up=2, plan="on"))
+        await live_through(fleet, requests, happenings)
+        assert not any(replica.works for replica in fleet.replicas.values())
+
+    run_virtual(main)

@@ -1,0 +1,80 @@
+"""Requests that somebody waits for all of are placed as one."""
+
+from __future__ import annotations
+
+from bros.core.request import EngineRequest, Hints
+from bros.router.fleet import Fleet
+from support.routing import BLOCK, ask, fleet_of, serve
+
+COMMON = list(range(40 * BLOCK))
+
+
+def members(count: int, own: int, output: int = 1, program: str = "p") -> list[EngineRequest]:
+    hints = Hints(program=program, depth=1, grouped=True, expected_tokens=output)
+    return [
+        ask(
+            f"{program}{n}",
+            COMMON + [5000 + n] * own,
+            best_effort=True,
+            hints=hints,
+            max_tokens=output,
+        )
+        for n in range(count)
+    ]
+
+
+def places(fleet: Fleet, requests: list[EngineRequest]) -> list[int]:
+    decisions = fleet.route(requests, 0.0)
+    assert [d.request_id for d in decisions] == [r.request_id for r in requests]
+    assert {d.reason for d in decisions} == {"group"}
+    return [decision.replica for decision in decisions]
+
+
+def test_a_group_whose_prefix_is_most_of_it_stays_together() -> None:
+    """160 ms for what they have in common; 4 x 4 ms for the rest."""
+    fleet = fleet_of(4)
+    assert places(fleet, members(4, 4)) == [0] * 4
+    matched = [w.prefill_s for w in fleet.replicas[0].works.values()]
+    assert matched[0] > 10 * max(matched[1:]), "the first one computes the prefix"
+
+
+def test_it_goes_where_the_prefix_is_cached() -> None:
+    fleet = fleet_of(4)
+    fleet.route([ask("a", [9] * 20)], 0.0)
+    assert serve(fleet, ask("b", [*COMMON, 1])) == 1
+    assert places(fleet, members(4, 4)) == [1] * 4
+
+
+def test_a_group_with_much_of_its_own_is_shared_out() -> None:
+    """160 ms in common, 8 x 0.4 s of their own: sooner on four replicas, 2 members each."""
+    fleet = fleet_of(4)
+    found = places(fleet, members(8, 400))
+    assert sorted(found) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [len(replica.works) for replica in fleet.replicas.values()] == [2, 2, 2, 2]
+
+
+def test_neighbours_go_together() -> None:
+    """Members that begin alike beyond the common prefix are not torn apart."""
+    hints = Hints(program="p", grouped=True, expected_tokens=1)
+    requests = [
+        ask(f"{n}", COMMON + [6000 + n % 2] * 400 + [n] * 5, best_effort=True, hints=hints)
+        for n in range(6)
+    ]
+    fleet = fleet_of(2)
+    found = places(fleet, requests)
+    assert found[0] == found[2] == found[4] != found[1] == found[3] == found[5]
+
+
+def test_a_group_that_does_not_fit_is_split_though_it_takes_longer() -> None:
+    fleet = fleet_of(4, capacity=400)
+    found = places(fleet, members(4, 4, output=100))  # 160 + 4 x 104 tokens of KV
+    assert len(set(found)) > 1
+
+
+def test_others_and_single_ones_are_no_group() -> None:
+    fleet = fleet_of(2)
+    one = members(1, 4, program="q")
+    plain = [ask(f"x{n}", [n] * 10) for n in range(3)]
+    assert "group" not in {d.reason for d in fleet.route(one + plain, 0.0)}
+    turns = fleet_of(2, "rr").route(members(4, 4), 0.0)
+    assert [d.replica for d in turns] == [0, 1, 0, 1], "round robin knows no groups"

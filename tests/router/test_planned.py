@@ -1,0 +1,79 @@
+"""Plans for hot prefixes: what they say, that they are followed, and their shadow."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.router.fleet import Fleet
+from bros.router.planned import plan
+from support.routing import BLOCK, ask, fleet_of, send
+
+PREFIX = 20 * BLOCK
+
+
+def ran(counts: list[int], replicas: int, **chosen: object) -> Fleet:
+    """Prefix k was asked for counts[k] times, one after the other."""
+    fleet = fleet_of(replicas, patience=1e9, window_s=1000.0, warm_up=10**9, **chosen)
+    number = 0
+    for round_ in range(max(counts)):
+        for prefix, count in enumerate(counts):
+            if round_ < count:
+                number += 1
+                tokens = [prefix] * PREFIX + [10_000 + number] * 3
+                send(fleet, ask(f"{number}", tokens, max_tokens=1), number * 0.01)
+                fleet.begun(f"{number}", 0, number * 0.01)
+                fleet.ended(f"{number}", (1,), number * 0.01)
+    return fleet
+
+
+@given(st.lists(st.integers(2, 30), min_size=1, max_size=8), st.integers(1, 4))
+def test_longest_first_to_the_one_with_least(counts: list[int], replicas: int) -> None:
+    """No replica is planned for more than 4/3 of the best there is (Graham 1969)."""
+    fleet = ran(counts, replicas)
+    found = plan(fleet.state, list(fleet.replicas.values()))
+    seconds = {key: sum(key.load.values()) for key in found}
+    planned = dict.fromkeys(fleet.replicas, 0.0)
+    for key, homes in found.items():
+        assert len(homes) == 1, "none of them fills a replica"
+        planned[homes[0]] += seconds[key]
+    if seconds:
+        bound = max(max(seconds.values()), sum(seconds.values()) / replicas)
+        order = sorted(seconds.values(), reverse=True)
+        if len(order) > replicas:
+            bound = max(bound, order[replicas - 1] + order[replicas])
+        assert max(planned.values()) <= 4 / 3 * bound + 1e-9
+
+
+def test_a_prefix_that_one_replica_cannot_serve_gets_more() -> None:
+    fleet = ran([40, 4], 3, plan="shadow")
+    hot = max(
+        fleet.replicas[0].keys | fleet.replicas[1].keys | fleet.replicas[2].keys,
+        key=lambda k: k.num_asked,
+    )
+    hot.load[next(iter(hot.load))] += 1700.0  # as if they had long answers: 2.1 x 0.8 windows
+    found = plan(fleet.state, list(fleet.replicas.values()))
+    assert len(found[hot]) == 3 and {len(homes) for homes in found.values()} == {1, 3}
+
+
+def test_requests_follow_a_plan_that_applies() -> None:
+    fleet = ran([12, 8, 4, 2], 2, plan="on")
+    send(fleet, ask("x", [77] * 2), 50.0)
+    wanted = plan(fleet.state, list(fleet.replicas.values()))
+    for key, homes in wanted.items():
+        prefix = int.from_bytes(key.tokens[:4], "little")
+        (decision,) = fleet.route([ask(f"n{prefix}", [prefix] * PREFIX + [1] * 3)], 50.0)
+        assert decision.replica in homes and decision.reason == "moved"
+
+
+def test_a_shadow_says_what_it_would_gain_and_changes_nothing() -> None:
+    """Round about the same, as E2 without any load does what the plan does."""
+    shadow, plain = ran([9, 9, 9], 3, plan="shadow"), ran([9, 9, 9], 3)
+    for number in range(30):
+        request = [number % 3] * PREFIX + [20_000 + number] * 3
+        both = [send(f, ask(f"s{number}", request), 20.0 + number) for f in (shadow, plain)]
+        assert both[0] == both[1]
+    report = shadow.plan_report
+    assert report is not None and report.requests == 30 and plain.plan_report is None
+    assert 0.0 < report.prefill_s <= report.planned_s, "it computes each prefix once more"
+    assert 1.0 <= report.planned_balance <= 1.1
