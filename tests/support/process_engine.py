@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bros.core.config import EngineConfig
+from bros.core.interfaces import EngineClient
 from bros.core.request import EngineRequest, SamplingParams
-from bros.engine.process_client import ProcessEngineClient
 
 TINY_ENGINE = EngineConfig(policy="fcfs", kernels="reference", kv_blocks=64, threads=1)
 PROMPT = [5, 6, 7, 8]
@@ -18,6 +18,6 @@ def ask(name: str, max_tokens: int = 8) -> EngineRequest:
     )
 
 
-async def tokens_of(client: ProcessEngineClient, request: EngineRequest) -> list[int]:
+async def tokens_of(client: EngineClient, request: EngineRequest) -> list[int]:
     stream = await client.submit(request)
     return [token async for output in stream for token in output.token_ids]
