@@ -17,8 +17,11 @@ from bros.router.state import State
 _FEW = 10
 """Requests in each half of the window, before a rise of their waits means anything."""
 
-_FULL = 0.8
-"""Of its time, what one prefix may take of a replica."""
+_FULL = 0.5
+"""Of its time, what one prefix may take of a replica while another one has much less to do."""
+
+_LEAST_S = 10.0
+"""Of a window, before it says how much time something takes."""
 
 
 class Balancer:
@@ -37,20 +40,20 @@ class Balancer:
         replicas = [r for r in state.replicas.values() if not r.draining]
         if len(replicas) < 2 or state.num_routed < settings.warm_up * len(replicas):
             return
-        loads = {replica: state.load_s(replica) for replica in replicas}
+        loads = {replica: state.given_s(replica) for replica in replicas}
         if settings.rebalancing:
-            _rebalance(state, loads)
+            _rebalance(loads, settings.balance)
         heaviest, lightest = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
         if settings.replication and loads[heaviest] > settings.balance * loads[lightest]:
             _replicate(state, heaviest, lightest, now)
 
 
-def _rebalance(state: State, loads: dict[Replica, float]) -> None:
+def _rebalance(loads: dict[Replica, float], balance: float) -> None:
     """The cheapest prefixes first, from the heaviest replica, then from the next ones."""
     for heavy in sorted(loads, key=loads.__getitem__, reverse=True):
-        for key, key_s in _keys_of(state, heavy):
+        for key, key_s in _keys_of(heavy):
             light = min(loads, key=loads.__getitem__)
-            if loads[heavy] <= state.settings.balance * loads[light]:
+            if loads[heavy] <= balance * loads[light]:
                 return
             if loads[heavy] - key_s < loads[light] + key_s:
                 break  # it would turn round which of the two is the heavier one
@@ -59,12 +62,12 @@ def _rebalance(state: State, loads: dict[Replica, float]) -> None:
             loads[light] += key_s
 
 
-def _keys_of(state: State, replica: Replica) -> Sequence[tuple[Node, float]]:
+def _keys_of(replica: Replica) -> Sequence[tuple[Node, float]]:
     """Prefixes that several requests of the window had and that are not elsewhere already, by the
     seconds of these requests there."""
-    number, history = replica.number, state.settings.history
+    number = replica.number
     found = [
-        (key, key.load[number] * history)
+        (key, key.load[number])
         for key in replica.keys
         if key.num_asked > 1 and (key.homes is None or number in key.homes)
     ]
@@ -78,8 +81,8 @@ def _seconds(pair: tuple[Node, float]) -> float:
 def _replicate(state: State, heavy: Replica, light: Replica, now: float) -> None:
     """If most of a replica's time goes into one prefix, and its requests wait longer and longer
     (or it needs more than there is), the lightest one has it as well."""
-    keys = _keys_of(state, heavy)
-    if not keys or not (_waits_grow(state, heavy, now) or _is_full(state, heavy, keys[-1][0])):
+    keys = _keys_of(heavy)
+    if not keys or not (_waits_grow(state, heavy, now) or _is_full(state, keys[-1], now)):
         return
     key = keys[-1][0]
     homes = key.homes or tuple(number for number in key.cached if number in state.replicas)
@@ -101,5 +104,7 @@ def _waits_grow(state: State, replica: Replica, now: float) -> bool:
     return later_s / later >= state.settings.replicate * early_s / early
 
 
-def _is_full(state: State, replica: Replica, key: Node) -> bool:
-    return key.load.get(replica.number, 0.0) > _FULL * state.settings.window_s
+def _is_full(state: State, key: tuple[Node, float], now: float) -> bool:
+    """Whether it takes that much of the time since the window, or the first request."""
+    passed_s = max(_LEAST_S, min(state.settings.window_s, now - state.since_s))
+    return key[1] > _FULL * passed_s
