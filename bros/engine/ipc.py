@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ class ZmqTransport:
         if self._remote:
             # What has been handed over when a connection breaks is lost, and nobody would know.
             for socket in (self._commands, self._replies):
-                _end_when_cut(socket)
+                _end_when_cut(socket, folder)
         self._decoder, self._encoder = command_codec(), reply_codec()
 
     def receive(self, *, wait: bool) -> Iterable[Command]:
@@ -176,13 +177,17 @@ class ZmqTransport:
         self._context.term()
 
 
-def _end_when_cut(socket: zmq.Socket[bytes]) -> None:
-    """End this process once the connection of `socket` breaks, until its monitor is disabled."""
+def _end_when_cut(socket: zmq.Socket[bytes], folder: Path) -> None:
+    """End this process once the connection of `socket` breaks, until its monitor is disabled.
+
+    folder: which whoever has started this process may have no time to remove.
+    """
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
 
     def wait() -> None:
         with monitor, contextlib.suppress(zmq.ZMQError):  # raised once it is disabled
             if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                shutil.rmtree(folder, ignore_errors=True)
                 os._exit(1)
 
     threading.Thread(target=wait, name="connection", daemon=True).start()

@@ -61,7 +61,7 @@ class EngineHost:
             starts_ranks=order.config.tp > 1,
         )
         # Readable by this user only.
-        with tempfile.TemporaryDirectory(prefix="bros-") as name:
+        with tempfile.TemporaryDirectory(prefix="bros-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
             launch.write(folder)
             order.wire.write(folder)

@@ -94,11 +94,14 @@ print("went on", flush=True)
 
 
 def test_an_engine_ends_when_its_connection_breaks(server: Server, tmp_path: Path) -> None:
-    server.wire.write(tmp_path)
-    command = [sys.executable, "-c", _ENGINE, str(tmp_path)]
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    server.wire.write(folder)
+    command = [sys.executable, "-c", _ENGINE, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as engine:
         assert server.replies.poll(WAIT_MS)
         server.commands.send_multipart(command_codec().encode(AskStats()))
         server.commands.close(linger=WAIT_MS)
         assert engine.wait(20) == 1
         assert engine.stdout is not None and engine.stdout.read() == b""
+    assert not folder.exists(), "its key is of no use any more"
