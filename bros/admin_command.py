@@ -79,6 +79,8 @@ class _Command:
             f"router {found['router']}; requests that went on elsewhere: {found['continued']} as "
             f"their replica was lost, {found['moved']} as it was drained"
         )
+        if plan := found.get("plan"):
+            self.console.print(_plan_line(plan))
 
     def drain(self) -> None:
         args, number = self.args, whole("N", self.args.admin_number, low=0)
@@ -154,6 +156,15 @@ def replica_table(replicas: list[Fields]) -> Table:
             ", ".join(f"{reason} {count}" for reason, count in reasons),
         )
     return table
+
+
+def _plan_line(plan: Fields) -> str:
+    """What planned places for prefixes gain."""
+    return (
+        f"plan: {plan['requests']} requests, {plan['prefill_s']:.1f} s of prompts, "
+        f"{plan['planned_s']:.1f} s as planned; busiest replica {plan['balance']:.2f} times the "
+        f"mean, {plan['planned_balance']:.2f} as planned"
+    )
 
 
 def _share(part: int, whole: int) -> str:

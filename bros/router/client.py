@@ -22,6 +22,7 @@ from bros.engine.client import OutputStream
 from bros.router.carrier import Carrier
 from bros.router.fleet import Fleet
 from bros.router.member import Member, ReplicaStatus, Restart, Routed
+from bros.router.planned import PlanReport
 from bros.router.roster import Roster
 from bros.router.totals import total_info, total_stats
 
@@ -78,6 +79,11 @@ class RouterClient:
     def moved(self) -> int:
         """How often one did, because its replica was to be empty."""
         return self._carrier.moved
+
+    @property
+    def plan_report(self) -> PlanReport | None:
+        """What planned places for prefixes gain; None if nothing is planned."""
+        return self._roster.plan_report
 
     @property
     def num_open(self) -> int:

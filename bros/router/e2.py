@@ -28,26 +28,27 @@ class E2:
         cached = max((ask.matched.get(r.number, 0) for r in candidates), default=0)
         if ask.length - cached >= cached:
             return _explore(state, ask, candidates)
-        having, reason = self._having(ask, candidates, cached)
+        having, reason = _having(state, ask, candidates, cached)
         found = cheapest(state, ask, having)
         other = _instead(state, ask, found, [r for r in candidates if r not in having])
         return (found, reason) if other is None else (other, "explore")
 
-    def _having(
-        self, ask: Ask, candidates: Sequence[Replica], cached: int
-    ) -> tuple[list[Replica], str]:
-        """Where the key of the request is, or was moved to."""
-        key = ask.key(cached)
-        assert key is not None, "the first node is longer than nothing"
-        for replica in candidates:
-            if replica.number == ask.parked:
-                return [replica], "parked"
-        if key.homes is not None:
-            homes = [replica for replica in candidates if replica.number in key.homes]
-            if homes:
-                return homes, "moved"
-        least = min(key.end, cached)
-        return [r for r in candidates if ask.matched.get(r.number, 0) >= least], "exploit"
+
+def _having(
+    state: State, ask: Ask, candidates: Sequence[Replica], cached: int
+) -> tuple[list[Replica], str]:
+    """Where the key of the request is, or was moved to."""
+    key = ask.key(cached)
+    assert key is not None, "the first node is longer than nothing"
+    for replica in candidates:
+        if replica.number == ask.parked:
+            return [replica], "parked"
+    if key.homes is not None:
+        homes = [replica for replica in candidates if replica.number in key.homes]
+        if homes:
+            return homes, "planned" if state.settings.plan == "on" else "moved"
+    least = min(key.end, cached)
+    return [r for r in candidates if ask.matched.get(r.number, 0) >= least], "exploit"
 
 
 def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) -> Replica | None:

@@ -18,6 +18,7 @@ from bros.core.errors import EngineDeadError, InvalidRequestError, NotFoundError
 from bros.core.interfaces import EngineStats, Notice, WatchableClient
 from bros.router.fleet import Fleet
 from bros.router.member import Member, ReplicaState, Restart, Routed
+from bros.router.planned import PlanReport
 from bros.router.totals import total_stats
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,11 @@ class Roster:
         self._emptied: dict[int, asyncio.Event] = {}
         self._routing: asyncio.Handle | None = None
         self._timer = asyncio.get_running_loop().call_soon(self._look_again)
+
+    @property
+    def plan_report(self) -> PlanReport | None:
+        """See Fleet."""
+        return self._fleet.plan_report
 
     # Which replicas there are
 

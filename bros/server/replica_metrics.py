@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from bros.router.client import RouterClient
 from bros.router.member import RUNNING, ReplicaState, ReplicaStatus
+from bros.router.planned import PlanReport
 
 _REPLICA = "replica"
 
@@ -77,6 +78,21 @@ class ReplicaCollector(Collector):
             "Requests that went on elsewhere because their replica was drained",
             router.moved,
         )
+        if (plan := router.plan_report) is not None:
+            yield from _planned(plan)
+
+
+def _planned(plan: PlanReport) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "bros_router_plan_prefill_seconds",
+        "What prompts took to compute whose prefixes were planned",
+        plan.prefill_s,
+    )
+    yield CounterMetricFamily(
+        "bros_router_plan_planned_seconds",
+        "What they would have taken by the plan: if that is much less, use --router-plan on",
+        plan.planned_s,
+    )
 
 
 def _routed(replicas: Sequence[ReplicaStatus]) -> Metric:

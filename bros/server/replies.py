@@ -187,11 +187,22 @@ class ReplicaReply(BaseModel):
     routed: dict[str, int] = Field(description="Requests that were sent there, by reason")
 
 
+class PlanReply(BaseModel):
+    """Of --router-plan; seconds and loads of the requests whose prefixes were planned."""
+
+    requests: int
+    prefill_s: float = Field(description="What their prompts took to compute")
+    planned_s: float = Field(description="What they would have taken by the plan")
+    balance: float = Field(description="The most that a replica had to do, over the mean")
+    planned_balance: float
+
+
 class ReplicaList(BaseModel):
     object: Literal["list"] = "list"
     router: str
     continued: int = Field(description="Requests that went on elsewhere, as theirs was lost")
     moved: int = Field(description="Those that did so because theirs was drained")
+    plan: PlanReply | None = None
     data: list[ReplicaReply]
 
 

@@ -63,7 +63,7 @@ def test_requests_follow_a_plan_that_applies() -> None:
     for key, homes in wanted.items():
         prefix = int.from_bytes(key.tokens[:4], "little")
         (decision,) = fleet.route([ask(f"n{prefix}", [prefix] * PREFIX + [1] * 3)], 50.0)
-        assert decision.replica in homes and decision.reason == "moved"
+        assert decision.replica in homes and decision.reason == "planned"
 
 
 def test_a_shadow_says_what_it_would_gain_and_changes_nothing() -> None:

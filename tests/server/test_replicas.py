@@ -23,7 +23,9 @@ from bros.core.errors import BrosError, ConfigError
 from bros.core.request import EngineRequest, SamplingParams
 from bros.router.client import RouterClient
 from bros.router.flags import add_arguments
+from bros.router.planned import PlanReport
 from bros.server.app import create_app
+from bros.server.replica_metrics import ReplicaCollector
 from bros.server.replicas import with_share_of_cores
 from bros.server.tenants import load_tenants
 from support.mortal_engine import MortalEngine
@@ -39,7 +41,8 @@ class Replicated(Server):
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
         self.engines = [MortalEngine(), MortalEngine()]
-        self.router = RouterClient(TurnFleet(), SystemClock(), random.Random(0))
+        self.fleet = TurnFleet()
+        self.router = RouterClient(self.fleet, SystemClock(), random.Random(0))
         for engine, restart in zip(self.engines, (self._restart, None), strict=True):
             engine.start()
             self.router.add(engine, restart=restart)
@@ -90,6 +93,22 @@ async def test_operators_see_all_replicas(server: Replicated) -> None:
         "cached_tokens": 8,
         "routed": {"turn": 1},
     }
+
+
+async def test_operators_see_what_a_plan_gains(server: Replicated) -> None:
+    assert (await server.http.get(ADMIN)).json()["plan"] is None
+    server.fleet.plan_report = PlanReport(
+        requests=3, prefill_s=4.5, planned_s=1.5, balance=2.0, planned_balance=1.25
+    )
+    assert (await server.http.get(ADMIN)).json()["plan"] == {
+        **{"requests": 3, "prefill_s": 4.5, "planned_s": 1.5},
+        **{"balance": 2.0, "planned_balance": 1.25},
+    }
+    collector = ReplicaCollector()
+    collector.router = server.router
+    values = {s.name: s.value for metric in collector.collect() for s in metric.samples}
+    assert values["bros_router_plan_prefill_seconds_total"] == 4.5
+    assert values["bros_router_plan_planned_seconds_total"] == 1.5
 
 
 async def test_a_replica_is_drained_and_used_again(server: Replicated) -> None:
@@ -180,6 +199,7 @@ class Desk:
         self.answers = list(answers)
         self.asked: list[tuple[str, str, bytes]] = []
         self.keys: list[str | None] = []
+        self.plan: dict[str, float] | None = None
 
     def run(self, *arguments: str, environ: dict[str, str] | None = None) -> str:
         out = io.StringIO()
@@ -203,7 +223,8 @@ class Desk:
         if not self.answers:
             return httpx.Response(404, json={"error": {"message": "There is nothing."}})
         data = self.answers.pop(0)
-        return httpx.Response(200, json={"router": "e2", "continued": 3, "moved": 1, "data": data})
+        body = {"router": "e2", "continued": 3, "moved": 1, "plan": self.plan, "data": data}
+        return httpx.Response(200, json=body)
 
 
 def test_a_table_says_what_replicas_do() -> None:
@@ -216,6 +237,14 @@ def test_a_table_says_what_replicas_do() -> None:
     ]
     assert lines[2].split()[:2] == ["1", "down"] and lines[2].split()[-2:] == ["-", "2"]
     assert "3 as their replica was lost, 1 as it was drained" in lines[3]
+    assert len(lines) == 4
+    desk = Desk([busy])
+    desk.plan = {"requests": 7, "prefill_s": 4.0, "planned_s": 1.2, "balance": 2.0,
+                 "planned_balance": 1.3}  # fmt: skip
+    assert desk.run("replicas").splitlines()[-1] == (
+        "plan: 7 requests, 4.0 s of prompts, 1.2 s as planned; busiest replica 2.00 times the "
+        "mean, 1.30 as planned"
+    )
 
 
 def test_draining_waits_until_nothing_is_open() -> None:

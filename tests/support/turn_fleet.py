@@ -8,11 +8,14 @@ from bros.core.errors import EngineDeadError
 from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest
 from bros.router.fleet import Fleet
+from bros.router.planned import PlanReport
 from bros.router.settings import Decision, ReplicaFacts
 
 
 class TurnFleet(Fleet):
     """groups: what was routed together. open: id -> replica. kept: what ended and stays cached."""
+
+    plan_report: PlanReport | None = None
 
     def __init__(self) -> None:
         self.facts: dict[int, ReplicaFacts] = {}

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from bros.router.client import RouterClient
 from bros.server.body import read_object, validate
 from bros.server.protocol import DrainRequest
-from bros.server.replies import ReplicaList, ReplicaReply
+from bros.server.replies import PlanReply, ReplicaList, ReplicaReply
 from bros.server.state import ServerState
 
 _MAX_BODY_BYTES = 4096
@@ -50,10 +50,12 @@ def _replicas(request: Request) -> RouterClient:
 
 
 def _reply(request: Request, replicas: RouterClient) -> Response:
+    plan = replicas.plan_report
     reply = ReplicaList(
         router=ServerState.of(request).config.router,
         continued=replicas.continued,
         moved=replicas.moved,
+        plan=PlanReply(**dataclasses.asdict(plan)) if plan is not None else None,
         data=[ReplicaReply(**dataclasses.asdict(status)) for status in replicas.replicas()],
     )
     return Response(reply.model_dump_json(), media_type="application/json")
