@@ -53,10 +53,12 @@ class Group:
     def rank(self) -> int:
         return self._ranks.rank
 
-    def log_to_stderr(self, level: str) -> None:
-        """level: as in ServerConfig. Lines say which rank they are of, where there are several."""
-        rank = f"[rank {self.rank}] " if self._ranks.size > 1 else ""
-        format = f"%(levelname)s {rank}%(name)s: %(message)s"
+    def log_to_stderr(self, level: str, replica: int | None = None) -> None:
+        """level: as in ServerConfig. Lines say which replica and which rank they are of, where
+        there are several."""
+        which = f"[replica {replica}] " if replica is not None else ""
+        which += f"[rank {self.rank}] " if self._ranks.size > 1 else ""
+        format = f"%(levelname)s {which}%(name)s: %(message)s"
         logging.basicConfig(level=level.upper(), format=format)
 
     def lead(self, files: ModelFiles) -> tuple[Executor, EngineInfo]:

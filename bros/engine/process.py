@@ -61,7 +61,7 @@ def _run(launch: Launch, folder: Path) -> None:
             show_devices_of(launch.replica, launch.config.tp, os.environ)
         place = torchrun_place(os.environ) if launch.config.tp > 1 else None
         group = Group.join(launch.config, place)
-        group.log_to_stderr(launch.log_level)
+        group.log_to_stderr(launch.log_level, launch.replica)
     with group, _last_words(folder, leads=group.rank == 0):
         if group.rank == 0:
             _lead(launch, folder, group)

@@ -37,20 +37,20 @@ class Balancer:
         replicas = [r for r in state.replicas.values() if not r.draining]
         if len(replicas) < 2 or state.num_routed < settings.warm_up * len(replicas):
             return
-        loads = {replica: state.load_s(replica) for replica in replicas}
+        loads = {replica: state.given_s(replica) for replica in replicas}
         if settings.rebalancing:
-            _rebalance(state, loads)
+            _rebalance(loads, settings.balance)
         heaviest, lightest = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
         if settings.replication and loads[heaviest] > settings.balance * loads[lightest]:
             _replicate(state, heaviest, lightest, now)
 
 
-def _rebalance(state: State, loads: dict[Replica, float]) -> None:
+def _rebalance(loads: dict[Replica, float], balance: float) -> None:
     """The cheapest prefixes first, from the heaviest replica, then from the next ones."""
     for heavy in sorted(loads, key=loads.__getitem__, reverse=True):
-        for key, key_s in _keys_of(state, heavy):
+        for key, key_s in _keys_of(heavy):
             light = min(loads, key=loads.__getitem__)
-            if loads[heavy] <= state.settings.balance * loads[light]:
+            if loads[heavy] <= balance * loads[light]:
                 return
             if loads[heavy] - key_s < loads[light] + key_s:
                 break  # it would turn round which of the two is the heavier one
@@ -59,12 +59,12 @@ def _rebalance(state: State, loads: dict[Replica, float]) -> None:
             loads[light] += key_s
 
 
-def _keys_of(state: State, replica: Replica) -> Sequence[tuple[Node, float]]:
+def _keys_of(replica: Replica) -> Sequence[tuple[Node, float]]:
     """Prefixes that several requests of the window had and that are not elsewhere already, by the
     seconds of these requests there."""
-    number, history = replica.number, state.settings.history
+    number = replica.number
     found = [
-        (key, key.load[number] * history)
+        (key, key.load[number])
         for key in replica.keys
         if key.num_asked > 1 and (key.homes is None or number in key.homes)
     ]
@@ -78,7 +78,7 @@ def _seconds(pair: tuple[Node, float]) -> float:
 def _replicate(state: State, heavy: Replica, light: Replica, now: float) -> None:
     """If most of a replica's time goes into one prefix, and its requests wait longer and longer
     (or it needs more than there is), the lightest one has it as well."""
-    keys = _keys_of(state, heavy)
+    keys = _keys_of(heavy)
     if not keys or not (_waits_grow(state, heavy, now) or _is_full(state, heavy, keys[-1][0])):
         return
     key = keys[-1][0]

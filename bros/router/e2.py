@@ -78,12 +78,12 @@ def _explore(state: State, ask: Ask, candidates: list[Replica]) -> tuple[Replica
     """
     settings = state.settings
     if settings.decode_aware:
-        limit_s = settings.balance * min(state.load_s(r, ask.service_class) for r in candidates)
+        limit_s = settings.balance * min(map(state.given_s, candidates))
         decoding = [
             replica
             for replica in candidates
             if replica.window.decode_share > settings.decode_share
-            and state.load_s(replica, ask.service_class) <= limit_s
+            and state.given_s(replica) <= limit_s
         ]
         if decoding and len(decoding) < len(candidates):
             return cheapest(state, ask, decoding), "decode"

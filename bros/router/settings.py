@@ -17,10 +17,10 @@ class RouterSettings:
     many times the lightest replica's load the heaviest one's may be before prefixes move.
     replicate: a prefix gets one more replica when requests wait so many times as long as before.
     decode_share: a replica that spends more than this on answers is given prompts first.
-    warm_up: requests per replica before anything moves. history: what a second of the window
-    counts beside one that is still to be done. patience: a request waits for its prefix at most so
-    many times as long as computing it again would take. late_weight: of a second by which a first
-    token would be late.
+    warm_up: requests per replica before anything moves. history: where a request goes, what a
+    second of the window counts beside one that is still to be done. patience: a request waits for
+    its prefix at most so many times as long as computing it again would take. late_weight: of a
+    second by which a first token would be late.
     be_weight: what a second of best-effort work counts for a real-time request, on an engine that
     lets that make way. max_tokens: most tokens that the forest of prefixes may hold.
     plan: where hot prefixes go: "off", "on", or "shadow": only say what it would gain.
@@ -32,7 +32,7 @@ class RouterSettings:
     replicate: float = 2.0
     decode_share: float = 0.7
     warm_up: int = 50
-    history: float = 1.0
+    history: float = 0.05
     patience: float = 8.0
     late_weight: float = 10.0
     be_weight: float = 0.1

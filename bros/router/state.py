@@ -82,11 +82,16 @@ class State:
         """Of that, prompts alone: the next one comes after them, but beside the answers."""
         return replica.open.prompts(service_class, self.weight(replica))
 
-    def load_s(self, replica: Replica, service_class: ServiceClass = BE) -> float:
-        """What it was given within the window, and what it still has to do of it."""
+    def load_s(self, replica: Replica, service_class: ServiceClass) -> float:
+        """What it still has to do; of two that are as busy, the one that got less lately."""
         weight = self.weight(replica)
         window = replica.window.of(service_class, weight)
         return self.settings.history * window + replica.open.of(service_class, weight)
+
+    def given_s(self, replica: Replica) -> float:
+        """What it was given within the window, and has not done of what came before. It says where
+        too many prefixes are; what is open at the moment, by itself, would move them to and fro."""
+        return replica.window.of(BE, 1.0) + replica.open.of(BE, 1.0)
 
 
 class RoutingPolicy(Protocol):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bros.core.clock import ManualClock, SystemClock
+from bros.core.config import EngineConfig
 from bros.core.errors import InvalidRequestError, OverloadedError, PromptTooLongError
 from bros.core.interfaces import RequestTrace
 from bros.core.plan import Chunk, SampledToken
@@ -29,7 +30,6 @@ from bros.engine.engine import Engine
 from bros.executor.model_store import ModelFiles
 from bros.executor.sampler import Sampler
 from support.late_executor import LateExecutor
-from support.process_engine import TINY_ENGINE
 from support.scheduling import engine_info, make_scheduler, request
 from support.tiny_models import save_tiny_llama
 from support.toy_model import VOCAB, ToyModel
@@ -151,7 +151,9 @@ def test_a_resumed_answer_is_the_rest_of_it(blocks: int, host_blocks: int, overl
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_real_model_goes_on_where_it_was(tmp_path: Path, temperature: float) -> None:
     save_tiny_llama(tmp_path)
-    config = dataclasses.replace(TINY_ENGINE, weights="fp32")
+    config = EngineConfig(
+        policy="fcfs", kernels="reference", kv_blocks=64, threads=1, weights="fp32"
+    )
     files = ModelFiles(folder=tmp_path, name="tiny")
     sampling = SamplingParams(
         temperature=temperature, top_k=20, seed=5, max_tokens=24, min_tokens=20,

@@ -15,10 +15,10 @@ from support.server_process import ServerProcess, running_server, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-PREFIXES, REQUESTS, AT_ONCE = 4, 40, 4
+PREFIXES, REQUESTS, AT_ONCE = 4, 40, 2
 WORDS = 320
 # Room for two of the four prefixes beside what runs, so that who has which matters.
-OPTIONS = ("--policy", "fcfs", "--kv-blocks", "80", "--replicas", "2")
+OPTIONS = ("--policy", "fcfs", "--kv-blocks", "44", "--replicas", "2")
 
 
 def prompts() -> list[str]:

@@ -55,7 +55,7 @@ def test_moving_stops_at_the_bound_and_turns_nothing_round(
     per_prefix: dict[int, int], balance: float
 ) -> None:
     fleet = busy_fleet(per_prefix, balance=balance, replication=False)
-    loads = {number: fleet.state.load_s(replica) for number, replica in fleet.replicas.items()}
+    loads = {number: fleet.state.given_s(replica) for number, replica in fleet.replicas.items()}
     keys = {key: key.load[0] for key in fleet.replicas[0].keys if key.num_asked > 1}
     fleet.costs(ask("q", [1]), 2.0)
     send(fleet, ask("x", [99] * 2), 2.0)

@@ -38,6 +38,9 @@ from bros.simulator.virtual_loop import LoopClock, run_virtual
 from support.mortal_engine import STEP_S, MortalEngine, foretold
 from support.turn_fleet import TurnFleet
 
+HANGS_S = 60.0
+"""Of virtual time, which a router that looks at its replicas never runs out of."""
+
 
 @dataclass
 class Group:
@@ -84,9 +87,10 @@ def in_group(test: Callable[[Group], Awaitable[None]]) -> None:
     """Run it in virtual time, and see that nothing is left."""
 
     async def main() -> None:
-        group = Group()
-        await test(group)
-        await group.close()
+        async with asyncio.timeout(HANGS_S):
+            group = Group()
+            await test(group)
+            await group.close()
 
     run_virtual(main)
 
@@ -241,6 +245,17 @@ def test_an_aborted_request_is_not_begun_again() -> None:
             engine.start()
         await asyncio.sleep(1)
         assert all(engine.open_ids == set() for engine in group.engines)
+
+    in_group(test)
+
+
+def test_an_abort_that_comes_while_a_request_is_accepted_is_not_forgotten() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(0.2 * STEP_S)
+        assert group.client.num_open == 1 and all(not e.open_ids for e in group.engines)
+        await group.client.abort("r")
+        assert (await reading)[-1].finish_reason is FinishReason.ABORT
 
     in_group(test)
 
@@ -612,7 +627,8 @@ def test_streams_end_once_with_the_right_tokens_whatever_happens(
 ) -> None:
     async def main() -> None:
         fleet = TurnFleet()
-        await live_through(fleet, requests, happenings)
+        async with asyncio.timeout(HANGS_S):
+            await live_through(fleet, requests, happenings)
         assert fleet.open == {}
 
     run_virtual(main)
@@ -628,7 +644,8 @@ def test_so_they_do_with_every_policy(
 ) -> None:
     async def main() -> None:
         fleet = make_fleet(policy, RouterSettings(warm_up=2, plan="on"))
-        await live_through(fleet, requests, happenings)
+        async with asyncio.timeout(HANGS_S):
+            await live_through(fleet, requests, happenings)
         assert not any(replica.works for replica in fleet.replicas.values())
 
     run_virtual(main)

@@ -1,0 +1,188 @@
+"""How many requests per second one core can place, and how much a router remembers of a million.
+
+    python benchmarks/router_speed.py [--memory 1000000] [--json FILE]
+
+Prompts are those of Preble's workloads, as lists of ints as a tokenizer gives them. Timed is all
+that the router does for a request: where it goes, that its first token came, and its end. Preble's
+own scheduler: 2,931 per second for VideoQA, 634 and 245 for ToolBench with 200 and 1,500 tools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bros.bench.environment import environment
+from bros.core.clock import SystemClock
+from bros.core.interfaces import Prices
+from bros.core.request import EngineRequest, SamplingParams
+from bros.router.build import make_fleet
+from bros.router.fleet import Fleet
+from bros.router.settings import ReplicaFacts
+from bros.simulator.prefix_requests import prompt_of
+from bros.simulator.prefix_workloads import published
+
+CASES = (("video", 150, 2931), ("toolbench", 200, 634), ("toolbench", 1500, 245))
+REPLICAS = (1, 2, 8, 64)
+POLICIES = ("e2", "rr", "least")
+MISTRAL_A6000 = Prices(constant_s=0.0047, token_s=1.2e-4, pair_s=2e-8, row_s=1.2e-4, context_s=2e-7)
+CAPACITY = 198_516
+ROUNDS = 3
+WARM = 500
+PER_REPLICA_S = 9.0
+ANSWER_S = 0.5
+
+
+def requests(workload: str, families: int, count: int) -> list[EngineRequest]:
+    load = published(workload, 2, count=count, families=families)
+    return [
+        EngineRequest(
+            request_id=f"{number}",
+            prompt_token_ids=list(prompt_of(made, 0)),
+            sampling=SamplingParams(max_tokens=made.output_tokens, temperature=0.0),
+        )
+        for number, made in enumerate(load.requests(0))
+    ]
+
+
+def fleet_of(policy: str, replicas: int) -> Fleet:
+    fleet = make_fleet(policy)
+    for _ in range(replicas):
+        fleet.add(ReplicaFacts(capacity_tokens=CAPACITY, prices=MISTRAL_A6000), 0.0)
+    return fleet
+
+
+def place(fleet: Fleet, asked: Sequence[EngineRequest], rate: float, first: int = 0) -> float:
+    """Seconds of this process for all of them; each ends a moment after it has come."""
+    open_: list[EngineRequest] = []
+    at_once = max(1, round(rate * ANSWER_S))
+    answer = (1,) * 16
+    began = time.process_time()
+    for number, request in enumerate(asked, start=first):
+        now = number / rate
+        fleet.route([request], now)
+        open_.append(request)
+        if len(open_) > at_once:
+            over = open_.pop(0)
+            fleet.begun(over.request_id, 0, now)
+            fleet.ended(over.request_id, answer, now)
+    for over in open_:
+        fleet.begun(over.request_id, 0, now)
+        fleet.ended(over.request_id, answer, now)
+    return time.process_time() - began
+
+
+def speed(asked: Sequence[EngineRequest], policy: str, replicas: int) -> float:
+    """Requests per second, the median of a few rounds."""
+    found = []
+    for _ in range(ROUNDS):
+        fleet = fleet_of(policy, replicas)
+        rate = PER_REPLICA_S * replicas
+        place(fleet, asked[:WARM], rate)
+        seconds = place(fleet, asked[WARM:], rate, WARM)
+        found.append((len(asked) - WARM) / seconds)
+    return statistics.median(found)
+
+
+def speeds(count: int, report: Console) -> Iterator[dict[str, Any]]:
+    for workload, families, paper in CASES:
+        asked = requests(workload, families, count)
+        mean = statistics.mean(len(request.prompt_token_ids) for request in asked)
+        for policy in POLICIES:
+            for replicas in REPLICAS if policy == "e2" else (2,):
+                report.print(f"{workload}, {families}, {policy}, {replicas}", style="dim")
+                yield {
+                    "workload": workload,
+                    "families": families,
+                    "prompt_tokens": round(mean),
+                    "policy": policy,
+                    "replicas": replicas,
+                    "per_s": round(speed(asked, policy, replicas)),
+                    "paper_per_s": paper,
+                }
+
+
+def memory(total: int, report: Console) -> dict[str, Any]:
+    """Of a router that gets a million requests with prompts of ToolBench's shape, a sixth as long:
+    most nodes and tokens at any time, and bytes at the end beside the earlier ones."""
+    replicas, rate, chunk = 2, 100.0, 10_000
+    fleet = fleet_of("e2", replicas)
+    points = []
+    tracemalloc.start()
+    for first in range(0, total, chunk):
+        asked = [_small(number) for number in range(first, min(first + chunk, total))]
+        place(fleet, asked, rate, first)
+        del asked
+        if first // chunk % 10 == 9:
+            size, _ = tracemalloc.get_traced_memory()
+            forest = fleet.forest
+            points.append(
+                {
+                    "requests": first + chunk,
+                    "nodes": forest.num_nodes,
+                    "tokens": forest.num_tokens,
+                    "mebibytes": round(size / 2**20, 1),
+                }
+            )
+            report.print(str(points[-1]), style="dim")
+    tracemalloc.stop()
+    fleet.forest.check_integrity()
+    return {"rate": rate, "replicas": replicas, "capacity_tokens": CAPACITY, "points": points}
+
+
+def _small(number: int) -> EngineRequest:
+    """One of 1,500 tools, and a question that nobody else asks."""
+    tool = number * 7919 % 1500
+    question = range(2000 + number, 2064 + number)
+    return EngineRequest(
+        request_id=f"{number}",
+        prompt_token_ids=[*([tool] * 240), *question],
+        sampling=SamplingParams(max_tokens=16, temperature=0.0),
+    )
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    shown = Table(title="requests placed per second, one core")
+    for column in ("workload", "families", "prompt", "router", "replicas", "per s", "Preble"):
+        shown.add_column(column, justify="right")
+    for row in found:
+        shown.add_row(
+            *(str(row[key]) for key in islice(row, 5)),
+            f"{row['per_s']:,}",
+            f"{row['paper_per_s']:,}",
+        )
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--requests", type=int, default=4000, help="of each case")
+    parser.add_argument("--memory", type=int, default=0, help="requests of the memory run; 0: none")
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    args = parser.parse_args()
+    console = Console()
+    found = list(speeds(args.requests, console))
+    console.print(table(found))
+    figures: dict[str, Any] = {"speed": found}
+    if args.memory:
+        figures["memory"] = memory(args.memory, console)
+    if args.json:
+        here = environment(SystemClock())
+        machine = {"cpu": here.cpu, "cores": here.cores, "python": here.python}
+        result = {"environment": machine | {"commit": here.commit}, "figures": figures}
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        console.print(f"saved {args.json}")
+
+
+if __name__ == "__main__":
+    main()
