@@ -17,8 +17,11 @@ from bros.router.state import State
 _FEW = 10
 """Requests in each half of the window, before a rise of their waits means anything."""
 
-_FULL = 0.8
-"""Of its time, what one prefix may take of a replica."""
+_FULL = 0.5
+"""Of its time, what one prefix may take of a replica while another one has much less to do."""
+
+_LEAST_S = 10.0
+"""Of a window, before it says how much time something takes."""
 
 
 class Balancer:
@@ -79,7 +82,7 @@ def _replicate(state: State, heavy: Replica, light: Replica, now: float) -> None
     """If most of a replica's time goes into one prefix, and its requests wait longer and longer
     (or it needs more than there is), the lightest one has it as well."""
     keys = _keys_of(heavy)
-    if not keys or not (_waits_grow(state, heavy, now) or _is_full(state, heavy, keys[-1][0])):
+    if not keys or not (_waits_grow(state, heavy, now) or _is_full(state, keys[-1], now)):
         return
     key = keys[-1][0]
     homes = key.homes or tuple(number for number in key.cached if number in state.replicas)
@@ -101,5 +104,7 @@ def _waits_grow(state: State, replica: Replica, now: float) -> bool:
     return later_s / later >= state.settings.replicate * early_s / early
 
 
-def _is_full(state: State, replica: Replica, key: Node) -> bool:
-    return key.load.get(replica.number, 0.0) > _FULL * state.settings.window_s
+def _is_full(state: State, key: tuple[Node, float], now: float) -> bool:
+    """Whether it takes that much of the time since the window, or the first request."""
+    passed_s = max(_LEAST_S, min(state.settings.window_s, now - state.since_s))
+    return key[1] > _FULL * passed_s

@@ -56,11 +56,20 @@ def _first(pair: tuple[float, Replica]) -> float:
 def _without_evictions(state: State, ask: Ask, replica: Replica) -> tuple[float, float, float]:
     matched = ask.matched.get(replica.number, 0)
     prefill_s = replica.prefill_s(ask.length - matched + ask.more, matched)
-    late_s, request = 0.0, ask.request
-    if request.service_class is RT and request.slo.ttft_s is not None:
-        first_s = state.queue_s(replica, RT) + prefill_s
-        late_s = max(0.0, first_s - request.slo.ttft_s) * state.settings.late_weight
-    return state.load_s(replica, request.service_class), prefill_s, late_s
+    return (
+        state.load_s(replica, ask.service_class),
+        prefill_s,
+        _late_s(state, ask, replica, prefill_s),
+    )
+
+
+def _late_s(state: State, ask: Ask, replica: Replica, prefill_s: float) -> float:
+    """Only prompts before it count: answers go on beside it."""
+    ttft_s = ask.request.slo.ttft_s or replica.facts.ttft_s
+    if ask.service_class is not RT or ttft_s is None:
+        return 0.0
+    first_s = state.queue_s(replica, RT) + prefill_s
+    return max(0.0, first_s - ttft_s) * state.settings.late_weight
 
 
 def evicted_s(state: State, ask: Ask, replica: Replica) -> float:

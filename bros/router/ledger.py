@@ -24,6 +24,8 @@ class Ledger:
         """It goes to its replica."""
         replica = self._state.replicas[work.replica]
         replica.num_routed += 1
+        if not self._state.num_routed:
+            self._state.since_s = work.time_s
         self._state.num_routed += 1
         self.works[request_id] = replica.works[request_id] = work
         replica.open.add(work.service_class, work.prefill_s, work.decode_s)

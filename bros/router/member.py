@@ -107,10 +107,12 @@ class Member:
     def facts(self) -> ReplicaFacts:
         """What a fleet has to know of it, once it is up."""
         assert self.info is not None
+        yields = self.info.policy == "bros"
         return ReplicaFacts(
             capacity_tokens=self.info.num_kv_blocks * self.info.block_size,
             prices=self.info.prices or Prices(),
-            yields=self.info.policy == "bros",
+            yields=yields,
+            ttft_s=self.info.default_slo.ttft_s if yields else None,
             name=self.name,
         )
 

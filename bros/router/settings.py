@@ -45,12 +45,16 @@ class RouterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """What a router has to know of an engine. capacity_tokens: of its KV cache. yields: best-effort
-    work there makes way for real-time work (policy bros)."""
+    """What a router has to know of an engine.
+
+    capacity_tokens: of its KV cache. yields: best-effort work there makes way for real-time work
+    (policy bros). ttft_s: objective of real-time requests that bring none; None: there is none.
+    """
 
     capacity_tokens: int
     prices: Prices
     yields: bool = True
+    ttft_s: float | None = None
     name: str = ""
 
 

@@ -46,12 +46,13 @@ class Ask:
 
 @dataclass(slots=True)
 class State:
-    """Everything, at one moment. num_routed: requests so far."""
+    """Everything, at one moment. num_routed: requests so far. since_s: when the first one came."""
 
     settings: RouterSettings
     forest: Forest
     replicas: dict[int, Replica] = field(default_factory=dict)
     num_routed: int = 0
+    since_s: float = 0.0
 
     def matched(self, path: Path) -> dict[int, int]:
         """replica -> how many of the first tokens of a prompt are cached there, if any are."""

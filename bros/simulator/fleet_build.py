@@ -79,10 +79,12 @@ def build_fleet_simulation(
         oracle=oracle_of(requests, scenario.seed),
     )
     bounds = scenario.config.step_bounds(scenario.device.name)
+    yields = scenario.config.policy == "bros"
     facts = ReplicaFacts(
         capacity_tokens=scenario.device.kv_blocks * BLOCK_SIZE,
         prices=scenario.device.steps.prices(bounds.tokens),
-        yields=scenario.config.policy == "bros",
+        yields=yields,
+        ttft_s=slo_of(scenario.config).ttft_s if yields else None,
     )
     replicas = [_replica(scenario) for _ in range(scenario.replicas)]
     for replica in replicas:

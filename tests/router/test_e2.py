@@ -13,6 +13,7 @@ from bros.core.errors import EngineDeadError
 from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest, Hints, ServiceClass, Slo
 from bros.router.fleet import Fleet
+from bros.router.settings import ReplicaFacts
 from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve, told
 
 NOBODY_WAITS = 1e9
@@ -116,6 +117,10 @@ def test_a_late_first_token_costs_more_than_the_time() -> None:
     )
     assert free[0].late_s == free[1].late_s == held[0].late_s == 0.0
     assert held[1].late_s == pytest.approx(10 * (held[1].prefill_s + 0.5 + 500**2 / 2 * 1e-6 - 0.3))
+    fleet.add(ReplicaFacts(capacity_tokens=10_000, prices=PRICES, ttft_s=0.04), 0.0)
+    usual = fleet.costs(ask("c", [3] * 100), 0.0)
+    assert usual[2].late_s == pytest.approx(10 * (usual[2].prefill_s - 0.04))
+    assert fleet.costs(ask("c", [3] * 100, best_effort=True), 0.0)[2].late_s == 0.0
 
 
 def test_prompts_go_where_answers_take_the_time() -> None:
