@@ -96,8 +96,8 @@ def ablation_page(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Piece by piece (its figure 10)\n\n"
     yield (
         "ToolBench with 320 tools, Zipf 1.1, on four A6000; all requests are best-effort, so that "
-        "priority groups, which policy bros has, find a queue to order. The paper's order: each step "
-        "is better than the one before in the mean and p99, the last one in p99 only.\n\n"
+        "priority groups, which policy bros has, find a queue to order. In the paper each step is "
+        "better than the one before in the mean and p99, the last one in p99 only.\n\n"
     )
     lines = []
     for group, ways in groups_of(rows).items():
