@@ -35,7 +35,7 @@ def _table(rows: Sequence[FleetRow]) -> Table:
     mixed = rows[0][0].classes
     for column in (
         *("latency\nmean s", "\np99 s", "x of rr\nmean", "\np99", "TTFT\np50 s", "\np99 s"),
-        *("cached\n%", "busy\n%", "most/\nmean", "requests\nper s"),
+        *("cached\n%", "busy\n%", "most/\nmean", "req\nper s"),
         *(("RT met\nboth %", "BE\nmean s") if mixed else ()),
     ):
         table.add_column(column, justify="right", no_wrap=True)

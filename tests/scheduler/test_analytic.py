@@ -17,11 +17,16 @@ from bros.scheduler.analytic import (
 )
 from bros.scheduler.cost_model import StepLoad
 from bros.scheduler.profiles import Profile, load_profile
+from bros.scheduler.published import published_profiles
 
 FOLDER = Path(__file__).parents[2] / "profiles"
 
 
-@pytest.mark.parametrize("profile", analytic_profiles(), ids=lambda profile: profile.key.model)
+@pytest.mark.parametrize(
+    "profile",
+    [*analytic_profiles(), *published_profiles()],
+    ids=lambda profile: f"{profile.key.model} on {profile.key.device}",
+)
 def test_what_is_committed_is_what_is_generated(profile: Profile) -> None:
     assert load_profile(FOLDER / profile.file_name) == profile
 
@@ -61,3 +66,25 @@ def test_more_gpus_are_faster_and_hold_more() -> None:
 def test_a_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="llama-3-70b does not fit 2x-a100-40g"):
         analytic_profile(LLAMA_3_70B, a100s(2, 40))
+
+
+def test_published_step_times_are_those_of_the_formulas() -> None:
+    """Preble's, in milliseconds; Mistral's are divided by 0.9."""
+    mistral, llama = (profile.model for profile in published_profiles())
+    for tokens in (384, 512, 1024):
+        products_ms = (4.21 + 0.1084 * tokens + 0.159) / 0.9
+        pairs_ms = 1e3 * mistral.pair_s * tokens * (tokens + 1) / 2
+        assert 1e3 * mistral.prefill_seconds(tokens) == pytest.approx(
+            products_ms + pairs_ms, rel=1e-3
+        )
+    # A chunk of 512 tokens after a long context.
+    context, chunk = 16_384, 512
+    more_ms = 1.86e-4 * context + 1.75e-3 * context + 2.19e-6 * chunk * context
+    whole_ms = (4.21 + 0.1084 * chunk + 0.159 + more_ms) / 0.9
+    assert 1e3 * mistral.prefill_seconds(chunk, context) == pytest.approx(whole_ms, rel=0.02)
+    row = StepLoad()
+    row.add(1, 9_999, True)
+    assert 1e3 * mistral.seconds(row) == pytest.approx((22 + 0.159 + 1.86) / 0.9, rel=1e-3)
+    context, chunk = 8192, 1024
+    whole_ms = 28.9 + 0.182 * chunk + 4.0e-3 * context + 2.55e-6 * chunk * context
+    assert 1e3 * llama.prefill_seconds(chunk, context) == pytest.approx(whole_ms, rel=0.02)

@@ -1,0 +1,225 @@
+"""Tables and plots of replicas_sim.py: replicas.md.
+
+python benchmarks/replicas_report.py [FOLDER]      (default: benchmarks/results)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from session_report import COLOURS, table
+
+RESULTS = Path(__file__).with_name("results")
+STEM = "replicas_sim"
+INTRODUCTION = """# Several replicas behind a router
+
+How requests fare on several replicas by the router before them, in simulated time: the engines'
+schedulers, KV memory and prefix caches and the router are the real ones, steps take what the
+simulator published with Preble says of Mistral-7B on one A6000 and of Llama-3-70B on four H100
+(`profiles/`), and no text is made. Prompts are drawn to the statistics of the paper's Table 1
+(`bros/simulator/prefix_workloads.py`). The paper measured real GPUs and other software, so compare
+ratios and not seconds. Written by `benchmarks/replicas_report.py` from what
+`benchmarks/replicas_sim.py` found.
+
+"""
+
+PAPER_RATIOS = {
+    "toolbench": "1.5 to 14.5, p99 2 to 10",
+    "embodied": "1.5 to 14.5, p99 2 to 10",
+    "programming": "1.56 to 1.8, p99 3 to 4",
+    "video": "1.5 to 14.5, p99 2 to 10",
+    "loogle": "1.5 to 14.5, p99 2 to 10",
+}
+"""How many times as long requests took with round robin: of all workloads together, but for one."""
+
+NAMES = {"rr": "round robin", "least": "least loaded", "oracle": "oracle partition", "e2": "e2"}
+
+Row = Mapping[str, Any]
+Groups = Mapping[str, Sequence[Row]]
+
+
+def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows that are compared with each other, in their order."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    return groups
+
+
+def of_router(rows: Sequence[Row], router: str) -> Row | None:
+    return next((row for row in rows if row["router"] == router), None)
+
+
+def seconds(row: Row, which: str, key: str = "latency_s") -> str:
+    value = row[key][which]
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def ratio(row: Row | None, base: Row | None, which: str) -> str:
+    """How many times as long requests take on `row` as on `base`."""
+    if row is None or base is None:
+        return ""
+    return f"{row['latency_s'][which] / base['latency_s'][which]:.2f}"
+
+
+def workloads_page(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Preble's workloads (its figure 7)\n\n![mean latency](replicas_sim.png)\n\n"
+    yield (
+        "Requests of all replicas per second. `rr / e2` and `oracle / e2`: how many times as long "
+        "requests take with round robin, or with a partition by somebody who knows the workload "
+        "(asked: at least 1.5 where replicas are busy, p99 2; and at least 0.95).\n\n"
+    )
+    lines = []
+    for group, ways in groups_of(rows).items():
+        ours, rr, oracle = (of_router(ways, name) for name in ("e2", "rr", "oracle"))
+        assert ours is not None and rr is not None and oracle is not None
+        lines.append(
+            [
+                group,
+                *(f"{seconds(row, 'mean')} / {seconds(row, 'p99')}" for row in (rr, oracle, ours)),
+                *(ratio(rr, ours, which) for which in ("mean", "p99")),
+                *(ratio(oracle, ours, which) for which in ("mean", "p99")),
+                " / ".join(f"{100 * row['hits']:.0f}" for row in (rr, oracle, ours)),
+                PAPER_RATIOS[group.split(",")[0]],
+            ]
+        )
+    head = ("", "rr, mean / p99 s", "oracle", "e2", "rr / e2, mean", "p99", "oracle / e2, mean")
+    yield table((*head, "p99", "cached, % (rr / oracle / e2)", "rr / Preble in the paper"), lines)
+
+
+def ablation_page(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Piece by piece (its figure 10)\n\n"
+    yield (
+        "ToolBench with 320 tools, Zipf 1.1, on four A6000; all requests are best-effort, so that "
+        "priority groups, which policy bros has, find a queue to order. In the paper each step is "
+        "better than the one before in the mean and p99, the last one in p99 only.\n\n"
+    )
+    lines = []
+    for group, ways in groups_of(rows).items():
+        lines += [
+            [
+                group,
+                row["way"],
+                seconds(row, "mean"),
+                seconds(row, "p99"),
+                f"{100 * row['hits']:.1f}",
+                f"{row['balance']:.2f}",
+            ]
+            for row in ways
+        ]
+    yield table(("", "router", "mean, s", "p99, s", "cached, %", "busiest / mean"), lines)
+
+
+def regimes_page(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Where prefixes are worth little, or too hot\n\n"
+    yield (
+        "Four A6000. With nothing in common, or one prefix for all, the best there is is to "
+        "spread requests evenly. Mean / p99 seconds.\n\n"
+    )
+    lines = []
+    for group, ways in groups_of(rows).items():
+        cells = [f"{seconds(row, 'mean')} / {seconds(row, 'p99')}" for row in ways]
+        lines.append([group, ways[0]["load"].split(",")[0], *cells])
+    head = [NAMES[row["router"]] for row in next(iter(groups_of(rows).values()))]
+    yield table(("", "load", *head), lines)
+
+
+def classes_page(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Real-time and best-effort requests\n\n"
+    yield (
+        "ToolBench on two A6000 with policy bros, every second request best-effort; real-time ones "
+        "have 1 s to the first token and 200 ms between tokens.\n\n"
+    )
+    lines = []
+    for row in rows:
+        rt, be = row["by_class"]["rt"], row["by_class"]["be"]
+        lines.append(
+            [
+                NAMES[row["router"]],
+                f"{100 * rt['both_met']:.1f} %",
+                f"{rt['ttft_p99_s']:.2f}",
+                f"{rt['latency_mean_s']:.2f}",
+                f"{be['latency_mean_s']:.2f}",
+                f"{100 * row['hits']:.1f}",
+            ]
+        )
+    head = ("router", "on time", "first token p99, s", "mean, s", "best-effort, mean s")
+    yield table((*head, "cached, %"), lines)
+
+
+def scaling_page(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## From 1 replica to 1,024\n\n"
+    yield (
+        "ToolBench, 8 requests per second and replica; with more replicas the runs are shorter, "
+        "so that prefixes are new more often.\n\n"
+    )
+    lines = []
+    for group, ways in groups_of(rows).items():
+        cells: list[str] = []
+        for row in ways:
+            cells += [seconds(row, "mean"), seconds(row, "p99"), f"{100 * row['hits']:.0f}"]
+        lines.append([group, str(ways[0]["requests"]), *cells])
+    routers = [NAMES[row["router"]] for row in next(iter(groups_of(rows).values()))]
+    head = [cell for name in routers for cell in (f"{name}, mean s", "p99 s", "cached, %")]
+    yield table(("replicas", "requests", *head), lines)
+
+
+def mooncake_page(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Mooncake's conversations\n\n"
+    yield "The first requests of the trace (Apache-2.0), slowed down. Mean / p99 seconds.\n\n"
+    lines = []
+    for group, ways in groups_of(rows).items():
+        for row in ways:
+            times = [seconds(row, which) for which in ("mean", "p99")]
+            lines.append([group, NAMES[row["router"]], *times, f"{100 * row['hits']:.1f}"])
+    yield table(("", "router", "mean, s", "p99, s", "cached, %"), lines)
+
+
+PAGES = {
+    "workloads": workloads_page,
+    "ablation": ablation_page,
+    "regimes": regimes_page,
+    "classes": classes_page,
+    "scaling": scaling_page,
+    "mooncake": mooncake_page,
+}
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """A group of bars for each case: the mean, and a line up to p99."""
+    groups = groups_of(rows)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for index, (colour, router) in enumerate(zip(COLOURS, ("e2", "oracle", "rr"), strict=False)):
+        found = [of_router(ways, router) for ways in groups.values()]
+        places = [place + 0.27 * (index - 1) for place in range(len(groups))]
+        means = [row["latency_s"]["mean"] if row else 0.0 for row in found]
+        tails = [row["latency_s"]["p99"] if row else 0.0 for row in found]
+        axes.bar(places, means, 0.25, color=colour, label=NAMES[router])
+        axes.vlines(places, means, tails, color=colour, linewidth=1)
+    axes.set_yscale("log")
+    axes.set_ylabel("latency in seconds: mean, and p99 (line)")
+    axes.set_xticks(range(len(groups)), list(groups), rotation=60, ha="right", fontsize=7)
+    axes.legend(fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def write(folder: Path) -> None:
+    parts = json.loads((folder / f"{STEM}.json").read_text())["parts"]
+    text = INTRODUCTION
+    for name, page in PAGES.items():
+        if name in parts:
+            text += "".join(page(parts[name]["rows"]))
+            if name == "workloads":
+                plot(parts[name]["rows"]).savefig(folder / f"{STEM}.png", dpi=110)
+    (folder / "replicas.md").write_text(text.rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
