@@ -74,7 +74,8 @@ def _late_s(state: State, ask: Ask, replica: Replica, prefill_s: float) -> float
 
 def evicted_s(state: State, ask: Ask, replica: Replica) -> float:
     """To compute again what goes, as often as it was asked for within the window: the least
-    recently used that nobody uses, until there is room."""
+    recently used that nobody uses, until there is room. What one request alone has asked for
+    nobody shares."""
     cache = state.forest.caches[replica.number]
     missing = ask.length - ask.matched.get(replica.number, 0) + ask.more
     missing += cache.num_tokens - replica.facts.capacity_tokens
@@ -86,7 +87,7 @@ def evicted_s(state: State, ask: Ask, replica: Replica) -> float:
             continue
         kept = node.cached[replica.number]
         asked = node.asked.get(replica.number, 0)
-        if asked:
+        if asked > 1:
             seconds += asked * replica.prefill_s(kept, node.start)
         missing -= kept
         if missing <= 0:

@@ -17,6 +17,9 @@ from bros.router.cost import cheapest, evicted_s
 from bros.router.replica import Replica
 from bros.router.state import Ask, State
 
+_MORE = 0.1
+"""By how much a replica's share of decoding has to be above the mean, to be more than chance."""
+
 
 class E2:
     """The policy. Has no state of its own: prefixes remember their homes (Node.homes)."""
@@ -75,17 +78,25 @@ def _prefill_s(ask: Ask, replica: Replica) -> float:
 def _explore(state: State, ask: Ask, candidates: list[Replica]) -> tuple[Replica, str]:
     """Prompts are limited by arithmetic and answers by memory: each fits in beside the other.
 
-    Not where there is much more to do than elsewhere already.
+    Not where there is much more to do than elsewhere already, nor if it is the same everywhere.
     """
-    settings = state.settings
-    if settings.decode_aware:
-        limit_s = settings.balance * min(map(state.given_s, candidates))
-        decoding = [
-            replica
-            for replica in candidates
-            if replica.window.decode_share > settings.decode_share
-            and state.given_s(replica) <= limit_s
-        ]
-        if decoding and len(decoding) < len(candidates):
+    if state.settings.decode_aware:
+        decoding = _decoding(state, candidates)
+        if decoding:
             return cheapest(state, ask, decoding), "decode"
     return cheapest(state, ask, candidates), "explore"
+
+
+def _decoding(state: State, candidates: Sequence[Replica]) -> list[Replica]:
+    """Where answers take more of the time than they should, and than they do on average."""
+    settings = state.settings
+    shares = [replica.window.decode_share for replica in candidates]
+    share = max(settings.decode_share, sum(shares) / len(shares) + _MORE)
+    if max(shares) <= share:
+        return []
+    limit_s = settings.balance * min(map(state.given_s, candidates))
+    return [
+        replica
+        for replica in candidates
+        if replica.window.decode_share > share and state.given_s(replica) <= limit_s
+    ]
