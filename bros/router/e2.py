@@ -17,6 +17,9 @@ from bros.router.cost import cheapest, evicted_s
 from bros.router.replica import Replica
 from bros.router.state import Ask, State
 
+_NEARLY = 0.95
+"""Of what the best replica has of a prompt, what others must have to be as good."""
+
 _MORE = 0.1
 """By how much a replica's share of decoding has to be above the mean, to be more than chance."""
 
@@ -40,7 +43,11 @@ class E2:
 def _having(
     state: State, ask: Ask, candidates: Sequence[Replica], cached: int
 ) -> tuple[list[Replica], str]:
-    """Where the key of the request is, or was moved to."""
+    """Where what is cached of the request is, or where its key was moved to.
+
+    That is all of it and not just the key, unlike in the paper: where prefixes are nested (the
+    examples, then the problem), the key is everywhere, and what comes after it would be as well.
+    """
     key = ask.key(cached)
     assert key is not None, "the first node is longer than nothing"
     for replica in candidates:
@@ -50,7 +57,7 @@ def _having(
         homes = [replica for replica in candidates if replica.number in key.homes]
         if homes:
             return homes, "planned" if state.settings.plan == "on" else "moved"
-    least = min(key.end, cached)
+    least = _NEARLY * cached
     return [r for r in candidates if ask.matched.get(r.number, 0) >= least], "exploit"
 
 

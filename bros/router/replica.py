@@ -74,8 +74,9 @@ class Sums:
     def of(self, service_class: ServiceClass, be_weight: float) -> float:
         """What counts for a request of a class. be_weight: best-effort work for real-time ones."""
         weight = 1.0 if service_class is BE else be_weight
-        prefill, decode = self.prefill_s, self.decode_s
-        return prefill[RT] + decode[RT] + weight * (prefill[BE] + decode[BE])
+        return (
+            self.prompts(service_class, be_weight) + self.decode_s[RT] + weight * self.decode_s[BE]
+        )
 
     def prompts(self, service_class: ServiceClass, be_weight: float) -> float:
         """The same of prompts alone."""

@@ -85,9 +85,8 @@ class State:
 
     def load_s(self, replica: Replica, service_class: ServiceClass) -> float:
         """What it still has to do; of two that are as busy, the one that got less lately."""
-        weight = self.weight(replica)
-        window = replica.window.of(service_class, weight)
-        return self.settings.history * window + replica.open.of(service_class, weight)
+        window = replica.window.of(service_class, self.weight(replica))
+        return self.settings.history * window + self.open_s(replica, service_class)
 
     def given_s(self, replica: Replica) -> float:
         """What it was given within the window, and has not done of what came before. It says where
