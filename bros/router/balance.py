@@ -55,11 +55,14 @@ def _rebalance(loads: dict[Replica, float], balance: float) -> None:
             light = min(loads, key=loads.__getitem__)
             if loads[heavy] <= balance * loads[light]:
                 return
-            if loads[heavy] - key_s < loads[light] + key_s:
+            again_s = _again_s(key, light)
+            if key_s <= again_s:
+                continue  # that the prefix has to be computed there costs more than moving spares
+            if loads[heavy] - key_s < loads[light] + key_s + again_s:
                 break  # it would turn round which of the two is the heavier one
             key.homes = (light.number,)
             loads[heavy] -= key_s
-            loads[light] += key_s
+            loads[light] += key_s + again_s
 
 
 def _keys_of(replica: Replica) -> Sequence[tuple[Node, float]]:
@@ -74,6 +77,12 @@ def _keys_of(replica: Replica) -> Sequence[tuple[Node, float]]:
     return sorted(found, key=_seconds)
 
 
+def _again_s(key: Node, replica: Replica) -> float:
+    """What computing a prefix takes where it is not cached."""
+    there = key.end if key.cached.get(replica.number) == key.num_tokens else 0
+    return replica.prefill_s(key.end - there, there)
+
+
 def _seconds(pair: tuple[Node, float]) -> float:
     return pair[1]
 
@@ -84,7 +93,9 @@ def _replicate(state: State, heavy: Replica, light: Replica, now: float) -> None
     keys = _keys_of(heavy)
     if not keys or not (_waits_grow(state, heavy, now) or _is_full(state, keys[-1], now)):
         return
-    key = keys[-1][0]
+    key, key_s = keys[-1]
+    if key_s <= _again_s(key, light):
+        return
     homes = key.homes or tuple(number for number in key.cached if number in state.replicas)
     if light.number not in homes:
         key.homes = (*homes, light.number)
@@ -92,13 +103,7 @@ def _replicate(state: State, heavy: Replica, light: Replica, now: float) -> None
 
 def _waits_grow(state: State, replica: Replica, now: float) -> bool:
     """Whether the mean wait of the later half of the window is so many times the earlier one's."""
-    window_s, halves = state.settings.window_s, ([0, 0.0], [0, 0.0])
-    for time_s, wait_s in replica.waits:
-        if time_s > now - window_s:
-            half = halves[time_s > now - window_s / 2]
-            half[0] += 1
-            half[1] += wait_s
-    (early, early_s), (later, later_s) = halves
+    early, early_s, later, later_s = replica.waits.halves(now)
     if min(early, later) < _FEW:
         return False
     return later_s / later >= state.settings.replicate * early_s / early

@@ -10,10 +10,14 @@ All in seconds of that replica.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 from bros.router.replica import RT, Replica
 from bros.router.state import Ask, State
+
+_MOST_LOOKED = 256
+"""Nodes that may have to make way, of which those in use do not."""
 
 
 class Cost(NamedTuple):
@@ -55,7 +59,7 @@ def _first(pair: tuple[float, Replica]) -> float:
 
 def _without_evictions(state: State, ask: Ask, replica: Replica) -> tuple[float, float, float]:
     matched = ask.matched.get(replica.number, 0)
-    prefill_s = replica.prefill_s(ask.length - matched + ask.more, matched)
+    prefill_s = replica.prefill_s(ask.length - matched, matched)
     return (
         state.load_s(replica, ask.service_class),
         prefill_s,
@@ -77,12 +81,12 @@ def evicted_s(state: State, ask: Ask, replica: Replica) -> float:
     recently used that nobody uses, until there is room. What one request alone has asked for
     nobody shares."""
     cache = state.forest.caches[replica.number]
-    missing = ask.length - ask.matched.get(replica.number, 0) + ask.more
+    missing = ask.length - ask.matched.get(replica.number, 0)
     missing += cache.num_tokens - replica.facts.capacity_tokens
     if missing <= 0:
         return 0.0
     seconds, own = 0.0, ask.path.nodes
-    for node in cache.nodes:
+    for node in islice(cache.nodes, _MOST_LOOKED):
         if node.active or node in own:
             continue
         kept = node.cached[replica.number]

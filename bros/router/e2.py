@@ -50,15 +50,16 @@ def _having(
     """
     key = ask.key(cached)
     assert key is not None, "the first node is longer than nothing"
-    for replica in candidates:
-        if replica.number == ask.parked:
-            return [replica], "parked"
+    least = _NEARLY * cached
+    having = [r for r in candidates if ask.matched.get(r.number, 0) >= least]
+    parked = [replica for replica in having if replica.number == ask.parked]
+    if parked:
+        return parked, "parked"
     if key.homes is not None:
         homes = [replica for replica in candidates if replica.number in key.homes]
         if homes:
             return homes, "planned" if state.settings.plan == "on" else "moved"
-    least = _NEARLY * cached
-    return [r for r in candidates if ask.matched.get(r.number, 0) >= least], "exploit"
+    return having, "exploit"
 
 
 def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) -> Replica | None:
@@ -79,7 +80,7 @@ def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) 
 
 def _prefill_s(ask: Ask, replica: Replica) -> float:
     matched = ask.matched.get(replica.number, 0)
-    return replica.prefill_s(ask.length - matched + ask.more, matched)
+    return replica.prefill_s(ask.length - matched, matched)
 
 
 def _explore(state: State, ask: Ask, candidates: list[Replica]) -> tuple[Replica, str]:

@@ -24,7 +24,7 @@ from bros.router.groups import place_group
 from bros.router.ledger import Ledger
 from bros.router.notices import take_notice
 from bros.router.planned import Planner, PlanReport
-from bros.router.replica import Origin, Replica, Work
+from bros.router.replica import Origin, Replica, Waits, Work
 from bros.router.settings import Decision, ReplicaFacts, RouterSettings
 from bros.router.state import Ask, RoutingPolicy, State
 
@@ -75,8 +75,9 @@ class Fleet:
     def add(self, facts: ReplicaFacts, now: float) -> int:
         """One more replica, with an empty cache; its number, which is never used again."""
         number, self._next = self._next, self._next + 1
-        self.state.replicas[number] = Replica(number, facts)
+        self.state.replicas[number] = Replica(number, facts, Waits(self.state.settings.window_s))
         self.state.forest.caches[number] = Cache()
+        self._size_forest()
         return number
 
     def remove(self, replica: int) -> list[str]:
@@ -87,6 +88,7 @@ class Fleet:
             self.state.forest.prune(work.leaf)
         del self.state.replicas[replica]
         self.state.forest.drop_cache(replica)
+        self._size_forest()
         for program, (number, _) in list(self._parked.items()):
             if number == replica:
                 del self._parked[program]
@@ -134,7 +136,7 @@ class Fleet:
         work = self._ledger.works.get(request_id)
         if work is None or work.begun:
             return
-        self.state.replicas[work.replica].waits.append((now, now - work.time_s))
+        self.state.replicas[work.replica].waits.add(now, now - work.time_s)
         self._ledger.begin(work)
         if work.leaf.alive:
             self.state.forest.use(work.leaf, work.replica)
@@ -142,20 +144,26 @@ class Fleet:
     def ended(
         self, request_id: str, output_ids: Sequence[int], now: float, *, cached: bool = True
     ) -> None:
-        """It is over. cached: prompt and answer stay where it ran (it was not aborted)."""
-        work = self._ledger.close(request_id)
+        """It is over. cached: prompt and answer stay where it ran, if it had begun; they do
+        anyway if it was aborted later, but nobody comes back for them."""
+        work = self._ledger.works.get(request_id)
         if work is None:
             return
         replica, request = self.state.replicas[work.replica], work.request
-        if cached:
+        assert request is not None, "it is open"
+        self._ledger.close(request_id)
+        if cached or work.begun:
             context = len(request.prompt_token_ids)
-            self._ledger.settle(work, replica.decode_s(len(output_ids), context))
+            decode_s = replica.decode_s(len(output_ids), context)
+            self._ledger.settle(work, work.prefill_s, decode_s)
             if not request.fill:
-                replica.learn_output(len(output_ids))
-            self._extend(work, output_ids, replica)
-            self._park(request, work.replica, now)
-        elif not work.begun:
+                replica.learn_output(request.resumed + len(output_ids))
+            self._extend(request, work.leaf, output_ids, replica)
+        else:
+            self._ledger.settle(work, 0.0, 0.0)
             self._take_back(work)
+        if cached:
+            self._park(request, work.replica, now)
         self.state.forest.prune(work.leaf)
 
     def take(self, replica: int, notice: Notice, now: float) -> None:
@@ -203,8 +211,9 @@ class Fleet:
         """It goes there: from now on it is part of the load, and its prompt of the cache."""
         state, request, number = self.state, ask.request, replica.number
         matched = ask.matched.get(number, 0)
-        key = ask.key(max(ask.matched.values(), default=0))
         leaf = state.forest.insert(request.cache_salt, ask.pieces, ask.path)
+        # Only now: the node that it shares with others may have been split just before.
+        key = ask.key(max(ask.matched.values(), default=0))
         work = Work(
             request=request,
             service_class=request.service_class,
@@ -212,13 +221,14 @@ class Fleet:
             leaf=leaf,
             key=key,
             time_s=now,
+            matched=matched,
             prefill_s=replica.prefill_s(ask.length - matched, matched),
             decode_s=replica.decode_s(replica.expected_output(request), ask.length),
         )
         self._ledger.open(request.request_id, work)
         self._remember(request.request_id, leaf, replica)
         state.forest.use(leaf, number)
-        self._make_room(replica)
+        state.forest.make_room(number, replica.facts.capacity_tokens)
         state.forest.shrink()
         if self._planner is not None:
             self._planner.note(state, work, ask.length)
@@ -237,9 +247,11 @@ class Fleet:
             else:
                 del replica.origins[other]
 
-    def _extend(self, work: Work, output_ids: Sequence[int], replica: Replica) -> None:
+    def _extend(
+        self, request: EngineRequest, leaf: Node, output_ids: Sequence[int], replica: Replica
+    ) -> None:
         """The answer is cached as well."""
-        forest, request, leaf = self.state.forest, work.request, work.leaf
+        forest = self.state.forest
         if len(request.prompt_token_ids) + len(output_ids) - 1 >= leaf.end + self._block_size:
             after = leaf if leaf.alive and leaf.parent is not None else None
             pieces = forest.pieces(request, output_ids, after.end if after is not None else 0)
@@ -249,7 +261,7 @@ class Fleet:
             if origin is not None:
                 origin.leaf = leaf
         forest.use(leaf, replica.number)
-        self._make_room(replica)
+        forest.make_room(replica.number, replica.facts.capacity_tokens)
 
     def _park(self, request: EngineRequest, replica: int, now: float) -> None:
         """Its program comes back to it."""
@@ -261,25 +273,21 @@ class Fleet:
                 self._parked.popitem(last=False)
 
     def _take_back(self, work: Work) -> None:
-        """It was not computed: what nobody else has asked for is not there."""
+        """It was not computed: what was not there before, and nobody else asked for, is not."""
         node = work.leaf
-        while node.parent is not None and node.alive and not node.active and node.num_asked <= 1:
+        while node.parent is not None and node.end > work.matched:
             parent = node.parent
+            if not node.alive or node.active or node.num_asked > 1:
+                return
             if work.replica in node.cached:
-                self.state.forest.mark(node, work.replica, 0)
+                before = max(0, work.matched - node.start)
+                self.state.forest.mark(node, work.replica, before)
             node = parent
 
-    def _make_room(self, replica: Replica) -> None:
-        """No cache has more than its size: what was used longest ago goes, as it will there."""
-        cache, forest = self.state.forest.caches[replica.number], self.state.forest
-        for _ in range(len(cache.nodes)):
-            if cache.num_tokens <= replica.facts.capacity_tokens:
-                return
-            node = next(iter(cache.nodes))
-            if node.active:
-                cache.nodes.move_to_end(node)
-            else:
-                forest.mark(node, replica.number, 0)
+    def _size_forest(self) -> None:
+        """It has room for all caches in any case."""
+        total = sum(replica.facts.capacity_tokens for replica in self.state.replicas.values())
+        self.state.forest.max_tokens = max(self.state.settings.max_tokens, total)
 
 
 def _groups(requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]:

@@ -25,6 +25,9 @@ _BYTES = 4
 _PRIVATE = b"\0private:"
 """Begins the key of a child that only requests with the same private salt have."""
 
+_MOST_PASSED = 64
+"""Nodes in use that are looked at in search of one that is not."""
+
 Pieces = Sequence[tuple[bytes, bytes]]
 """(what the key of its first child begins with, tokens): what is for all, and what is not."""
 
@@ -95,14 +98,14 @@ class Cache:
 class Forest:
     """The nodes, and the caches of all replicas.
 
-    block_size: tokens of a block. max_tokens: most that all nodes may have together; beyond it
+    block_size: tokens of a block. max_tokens: most that all nodes should have together; beyond it
     goes what was asked for longest ago, unless it is in use.
     """
 
     def __init__(self, block_size: int, max_tokens: int) -> None:
         self._size = block_size
         self._block = block_size * _BYTES
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._roots: dict[str, Node] = {}
         self._by_age: OrderedDict[Node, str] = OrderedDict()  # with the salt
         self.num_tokens = 0
@@ -120,10 +123,11 @@ class Forest:
         self, request: EngineRequest, output_ids: Sequence[int] = (), start: int = 0
     ) -> Pieces:
         """Whole blocks of prompt and answer from a node's end on, but for the last token: that has
-        to be computed to choose the next one, or is the last one that was chosen."""
+        to be computed to choose the next one, or is the last one that was chosen. Of a fill
+        nothing is chosen."""
         data = _to_bytes(request.prompt_token_ids[start:] if start else request.prompt_token_ids)
         data += _to_bytes(output_ids)
-        whole = (len(data) // _BYTES - 1) // self._size * self._block
+        whole = (len(data) // _BYTES - (not request.fill)) // self._size * self._block
         private_from = request.hints.private_from
         if private_from is None or private_from // self._size * self._size < start:
             return ((b"", data[:whole]),)
@@ -166,7 +170,7 @@ class Forest:
                 self._remove(rest)
         node = path.nodes[-1] if path.nodes else after or self._roots.get(salt)
         if node is None:
-            node = Node(b"", b"", None, 0)
+            node = Node(salt.encode(), b"", None, 0)
             if any(data for _, data in pieces):
                 self._roots[salt] = node
         offset = path.offset
@@ -220,18 +224,48 @@ class Forest:
 
         Not what requests that run have, nor what is before it.
         """
-        if self.num_tokens <= self._max_tokens:
-            return
-        for node in list(self._by_age):
-            if self.num_tokens <= self._max_tokens:
-                return
-            if not node.alive or node.children or node.active:
+        passed = 0
+        while self.num_tokens > self.max_tokens and passed < _MOST_PASSED:
+            node = next(iter(self._by_age))
+            if node.children or node.active:
+                self._touch(node)
+                passed += 1
                 continue
             for replica in list(node.cached):
                 self.caches[replica].num_tokens -= node.cached[replica]
                 del self.caches[replica].nodes[node]
             node.cached.clear()
             self._remove(node)
+
+    def make_room(self, replica: int, capacity_tokens: int) -> None:
+        """No cache has more than its size: what was used longest ago goes, as it will there."""
+        cache, passed = self.caches[replica], 0
+        while cache.num_tokens > capacity_tokens and passed < _MOST_PASSED:
+            node = next(iter(cache.nodes))
+            if node.active:
+                self._move_up(node, replica)
+                passed += 1
+            else:
+                self.mark(node, replica, 0)
+
+    def revive(self, leaf: Node) -> Node:
+        """The same node, or one that holds the same, if it was forgotten meanwhile."""
+        gone, node = [], leaf
+        while not node.alive:
+            gone.append(node)
+            assert node.parent is not None, "roots are never forgotten by those who know them"
+            node = node.parent
+        if not gone:
+            return leaf
+        pieces: list[tuple[bytes, bytes]] = []
+        for lost in reversed(gone):
+            prefix = lost.key[: -self._block]
+            if prefix or not pieces:
+                pieces.append((prefix, b""))
+            pieces[-1] = (pieces[-1][0], pieces[-1][1] + lost.tokens)
+        after = node if node.parent is not None else None
+        salt = _root_of(node).key.decode()
+        return self.insert(salt, pieces, self.walk(salt, pieces, after), after)
 
     def drop_cache(self, replica: int) -> None:
         """A replica has nothing any more, and is gone."""
@@ -255,6 +289,11 @@ class Forest:
             assert all(0 < kept <= node.num_tokens for kept in node.cached.values())
             for replica in node.cached:
                 assert node in self.caches[replica].nodes
+            for replica in node.cached:
+                if node.parent.parent is not None:
+                    order = list(self.caches[replica].nodes)
+                    whole = node.parent.cached.get(replica) == node.parent.num_tokens
+                    assert not whole or order.index(node.parent) > order.index(node)
         for replica, cache in self.caches.items():
             assert cache.num_tokens == sum(node.cached[replica] for node in cache.nodes)
 
@@ -262,6 +301,14 @@ class Forest:
         """It was asked for now: each node after those below it."""
         while node.parent is not None:
             self._by_age.move_to_end(node)
+            node = node.parent
+
+    def _move_up(self, node: Node, replica: int) -> None:
+        """In a cache, each after those below it."""
+        nodes = self.caches[replica].nodes
+        while node.parent is not None:
+            if replica in node.cached:
+                nodes.move_to_end(node)
             node = node.parent
 
     def _remove(self, node: Node) -> Node | None:
@@ -296,6 +343,7 @@ class Forest:
             cache = self.caches[replica]
             upper.cached[replica] = min(kept, size)
             cache.nodes[upper] = None
+            self._move_up(upper, replica)
             if kept > size:
                 node.cached[replica] = kept - size
             else:
@@ -314,6 +362,12 @@ class Forest:
             else:
                 high = middle - 1
         return low * self._block
+
+
+def _root_of(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node
 
 
 def _to_bytes(token_ids: Sequence[int]) -> bytes:

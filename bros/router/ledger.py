@@ -22,6 +22,7 @@ class Ledger:
 
     def open(self, request_id: str, work: Work) -> None:
         """It goes to its replica."""
+        assert request_id not in self.works, "one at a time has an id"
         replica = self._state.replicas[work.replica]
         replica.num_routed += 1
         if not self._state.num_routed:
@@ -55,6 +56,7 @@ class Ledger:
             return None
         replica = self._state.replicas[work.replica]
         del replica.works[request_id]
+        work.request = None  # prompts are long, and windows as well
         prefill_s = 0.0 if work.begun else work.prefill_s
         replica.open.remove(work.service_class, prefill_s, work.decode_s)
         node: Node | None = work.leaf
@@ -63,15 +65,15 @@ class Ledger:
             node = node.parent
         return work
 
-    def settle(self, work: Work, decode_s: float) -> None:
-        """What its answer took is known now; it is closed."""
+    def settle(self, work: Work, prefill_s: float, decode_s: float) -> None:
+        """What it took is known now; it is closed."""
         if work.in_window:
             replica = self._state.replicas[work.replica]
             replica.window.remove(work.service_class, work.prefill_s, work.decode_s)
-            replica.window.add(work.service_class, work.prefill_s, decode_s)
+            replica.window.add(work.service_class, prefill_s, decode_s)
             if work.key is not None:
-                work.key.load[work.replica] += decode_s - work.decode_s
-            work.decode_s = decode_s
+                work.key.load[work.replica] += prefill_s + decode_s - work.seconds
+            work.prefill_s, work.decode_s = prefill_s, decode_s
 
     def expire(self, now: float) -> None:
         """What is older than the window does not count any more."""

@@ -39,16 +39,20 @@ def _keep(forest: Forest, replica: Replica, request_id: str, origin: Origin, kep
     work = replica.works.get(request_id)
     if work is not None and not work.begun:
         return  # what it is going to compute counts as there
-    node, number = origin.leaf, replica.number
+    if kept:
+        origin.leaf = forest.revive(origin.leaf)
+    leaf = node = origin.leaf
+    number = replica.number
     while node.parent is not None:
         parent, tokens = node.parent, min(kept, node.end) - node.start
         if tokens > 0 and node.cached.get(number) == tokens == node.end - node.start:
-            return  # and all before it
+            break  # and all before it
         if node.alive:
             forest.mark(node, number, max(tokens, 0))
         if tokens <= 0 and work is None:
             origin.leaf = parent
         node = parent
+    forest.prune(leaf)
 
 
 def _take_digest(forest: Forest, replica: Replica, notice: Notice) -> None:
@@ -61,6 +65,8 @@ def _take_digest(forest: Forest, replica: Replica, notice: Notice) -> None:
         if origin is not None:
             named.add(request_id)
             origin.version = notice.version
+            origins.move_to_end(request_id)
+            origin.leaf = forest.revive(origin.leaf)
             _collect(origin.leaf, kept, there)
     for request_id, work in replica.works.items():
         named.add(request_id)
@@ -70,8 +76,11 @@ def _take_digest(forest: Forest, replica: Replica, notice: Notice) -> None:
     for node in [node for node in forest.caches[number].nodes if node not in there]:
         forest.mark(node, number, 0)
     for node, tokens in there.items():
-        if node.alive and node.cached.get(number) != tokens:
+        if node.cached.get(number) != tokens:
             forest.mark(node, number, tokens)
+    for request_id in named:
+        if request_id in origins:
+            forest.prune(origins[request_id].leaf)
 
 
 def _collect(leaf: Node, kept: int, there: dict[Node, int]) -> None:

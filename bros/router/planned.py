@@ -58,9 +58,11 @@ class Planner:
             return
         self._next_s = now + _EVERY_S
         replicas = [replica for replica in state.replicas.values() if not replica.draining]
-        self._plan = plan(state, replicas)
+        before, self._plan = self._plan, plan(state, replicas)
         self._warm = {pair for pair in self._warm if pair[0] in self._plan}
         if self.applies:
+            for key in before.keys() - self._plan.keys():
+                key.homes = None
             for key, homes in self._plan.items():
                 key.homes = homes
 

@@ -15,7 +15,8 @@ _FIRST_GUESS = 64.0
 _ALPHA = 0.05
 """Of the moving average over answers."""
 
-_MANY_WAITS = 1000
+_PARTS = 32
+"""Of a window, of which waits are summed up."""
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
 
@@ -24,17 +25,19 @@ RT, BE = ServiceClass.RT, ServiceClass.BE
 class Work:
     """One request where it went: open until it has ended, and of the window for a while.
 
+    request: None once it has ended. matched: tokens that were cached there when it came.
     leaf: where its prompt ends. key: the part of it that others ask for as well (e2.py), if there
     is one. prefill_s: of what was not cached there. decode_s: of the answer, as far as is known.
     begun: its first token is there. in_window: it counts as load.
     """
 
-    request: EngineRequest
+    request: EngineRequest | None
     service_class: ServiceClass
     replica: int
     leaf: Node
     key: Node | None
     time_s: float
+    matched: int
     prefill_s: float
     decode_s: float
     begun: bool = False
@@ -91,6 +94,33 @@ class Sums:
         return decode / total if total > 0.0 else 0.0
 
 
+class Waits:
+    """What requests waited for their first token, within the window."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._parts: deque[list[float]] = deque()  # [when it began, requests, seconds]
+
+    def add(self, now: float, wait_s: float) -> None:
+        part_s = self._window_s / _PARTS
+        if not self._parts or now >= self._parts[-1][0] + part_s:
+            self._parts.append([now // part_s * part_s, 0.0, 0.0])
+            while self._parts[0][0] <= now - self._window_s:
+                self._parts.popleft()
+        self._parts[-1][1] += 1
+        self._parts[-1][2] += wait_s
+
+    def halves(self, now: float) -> tuple[float, float, float, float]:
+        """(requests, seconds) of the earlier half of the window, and of the later one."""
+        halves = [0.0, 0.0, 0.0, 0.0]
+        for began_s, count, seconds in self._parts:
+            if began_s > now - self._window_s:
+                first = 2 * (began_s >= now - self._window_s / 2)
+                halves[first] += count
+                halves[first + 1] += seconds
+        return halves[0], halves[1], halves[2], halves[3]
+
+
 @dataclass(slots=True)
 class Origin:
     """A request that was the first to compute something that is cached. leaf: what of its path may
@@ -104,12 +134,13 @@ class Origin:
 class Replica:
     """window: what came within the window. open: what has not ended; of what has its first token,
     the answer alone. works: the same by request id. keys: of how many requests of the window which
-    prefixes are the key. waits: (time, seconds from arrival to the first token), the latest ones.
+    prefixes are the key.
     slowdown: steps take so many times what the prices say.
     """
 
     number: int
     facts: ReplicaFacts
+    waits: Waits
     draining: bool = False
     num_routed: int = 0
     mean_output: float = _FIRST_GUESS
@@ -121,7 +152,6 @@ class Replica:
     open: Sums = field(default_factory=Sums)
     works: dict[str, Work] = field(default_factory=dict)
     keys: dict[Node, int] = field(default_factory=dict)
-    waits: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MANY_WAITS))
     origins: OrderedDict[str, Origin] = field(default_factory=OrderedDict)
 
     def prefill_s(self, tokens: int, context: int) -> float:
@@ -137,7 +167,7 @@ class Replica:
             return 0.0
         expected = request.hints.expected_tokens or self.mean_output
         most = request.sampling.max_tokens
-        return expected if most is None else min(expected, most)
+        return expected if most is None else min(expected, most - request.resumed)
 
     def learn_output(self, tokens: int) -> None:
         self.mean_output += _ALPHA * (tokens - self.mean_output)

@@ -17,9 +17,8 @@ class Ask:
     """A request that has to go somewhere.
 
     length: tokens of its prompt. matched: replica -> tokens of it that are cached there, of those
-    that have any. candidates: where it may go. more: tokens that have to be computed besides,
-    whichever replica it is (the rest of a task group). parked: the replica that keeps the KV of the
-    turn before.
+    that have any. candidates: where it may go. parked: the replica that keeps the KV of the turn
+    before.
     """
 
     request: EngineRequest
@@ -28,7 +27,6 @@ class Ask:
     length: int
     matched: dict[int, int]
     candidates: Sequence[Replica]
-    more: int = 0
     parked: int | None = None
 
     @property

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.router.fleet import Fleet
+from bros.router.replica import Waits
 from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve
 
 NOBODY_WAITS = 1e9
@@ -56,19 +57,48 @@ def test_moving_stops_at_the_bound_and_turns_nothing_round(
 ) -> None:
     fleet = busy_fleet(per_prefix, balance=balance, replication=False)
     loads = {number: fleet.state.given_s(replica) for number, replica in fleet.replicas.items()}
+    again_s = PRICES.prefill_s(PREFIX)
     keys = {key: key.load[0] for key in fleet.replicas[0].keys if key.num_asked > 1}
-    fleet.costs(ask("q", [1]), 2.0)
     send(fleet, ask("x", [99] * 2), 2.0)
-    moved = {key for key in keys if key.homes == (1,)}
+    moved = [key for key in keys if key.homes == (1,)]
+    assert all(keys[key] > again_s for key in moved), "else it costs more than it spares"
     moved_s = sum(keys[key] for key in moved)
-    heavy, light = loads[0] - moved_s, loads[1] + moved_s
+    heavy, light = loads[0] - moved_s, loads[1] + moved_s + len(moved) * again_s
     assert heavy >= light - 1e-9
     if moved:
-        before = moved_s - max(keys[key] for key in moved)
-        assert loads[0] - before > balance * (loads[1] + before)
-    stay = [seconds for key, seconds in keys.items() if key not in moved]
+        last = max(keys[key] for key in moved)
+        assert heavy + last > balance * (light - last - again_s)
+    stay = [seconds for key, seconds in keys.items() if key not in moved and seconds > again_s]
     if heavy > balance * light + 1e-9 and stay:
-        assert heavy - min(stay) < light + min(stay), "the next one could have gone as well"
+        least = min(stay)
+        assert heavy - least < light + least + again_s, "the next one could have gone as well"
+
+
+def test_a_prefix_that_takes_longer_to_compute_than_its_requests_stays() -> None:
+    """Two requests each, of one token: 4 ms each, and 83 ms for their prefix."""
+    fleet = fleet_of(2, patience=NOBODY_WAITS, decode_aware=False, warm_up=0)
+    for number in range(8):
+        fleet.route(
+            [ask(f"{number}", prompt(number % 4, number), max_tokens=1)], 0.0, frozenset({1})
+        )
+        fleet.begun(f"{number}", 0, 0.0)
+        fleet.ended(f"{number}", (1,), 0.0)
+    assert fleet.state.given_s(fleet.replicas[0]) > 0.3
+    send(fleet, ask("x", [99] * 2), 2.0)
+    assert set(homes(fleet).values()) == {None}
+
+
+@pytest.mark.parametrize("rate", [1.0, 50.0])
+def test_waits_are_compared_at_any_rate(rate: float) -> None:
+    waits = Waits(180.0)
+    for number in range(int(180 * rate)):
+        now = number / rate
+        waits.add(now, 0.1 if now < 90 else 0.3)
+    early, early_s, later, later_s = waits.halves(180.0)
+    assert early == pytest.approx(90 * rate, rel=0.1) and later == pytest.approx(90 * rate, rel=0.1)
+    assert early_s / early == pytest.approx(0.1) and later_s / later == pytest.approx(0.3)
+    waits.add(400.0, 1.0)
+    assert waits.halves(400.0) == (0.0, 0.0, 1.0, 1.0)
 
 
 def test_nothing_moves_before_the_caches_are_warm() -> None:
