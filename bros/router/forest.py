@@ -195,7 +195,9 @@ class Forest:
         cache.num_tokens += tokens - before
         if tokens:
             node.cached[replica] = tokens
-            cache.nodes.setdefault(node)
+            if not before:
+                cache.nodes[node] = None
+                self._move_up(node, replica)
         elif before:
             del node.cached[replica]
             del cache.nodes[node]

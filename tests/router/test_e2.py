@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest, Hints, ServiceClass, Slo
 from bros.router.fleet import Fleet
 from bros.router.settings import ReplicaFacts
-from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve, told
+from support.routing import BLOCK, PRICES, ask, cached, fleet_of, send, serve, told
 
 NOBODY_WAITS = 1e9
 
@@ -275,6 +275,58 @@ def test_the_chosen_replica_costs_least(data: st.DataObject) -> None:
             if not other.ended and data.draw(st.booleans()):
                 _go_on(fleet, other, now)
     fleet.forest.check_integrity()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_of_those_that_may_serve_it_the_cheapest_does(data: st.DataObject) -> None:
+    """Where caches are full, prices differ and first tokens may be late; the terms are tested one
+    by one above and below."""
+    fleet = fleet_of(0, patience=NOBODY_WAITS, decode_aware=False, rebalancing=False)
+    for _ in range(data.draw(st.integers(2, 4))):
+        slow = data.draw(st.sampled_from([1, 4]))
+        prices = replace(PRICES, token_s=PRICES.token_s * slow)
+        capacity = data.draw(st.sampled_from([8 * BLOCK, 20 * BLOCK]))
+        facts = ReplicaFacts(capacity_tokens=capacity, prices=prices, ttft_s=0.02)
+        fleet.add(facts, 0.0)
+    for number in range(data.draw(st.integers(5, 40))):
+        now = float(number)
+        tokens = [data.draw(st.integers(0, 5))] * (BLOCK * data.draw(st.integers(0, 4)))
+        tokens += [data.draw(st.integers(0, 5))] * (BLOCK * data.draw(st.integers(0, 3)) + 1)
+        request = ask(f"{number}", tokens, best_effort=data.draw(st.booleans()), max_tokens=8)
+        costs, there = fleet.costs(request, now), cached(fleet, request)
+        most = max(there.values(), default=0)
+        may = list(costs)
+        if len(tokens) - most < most:
+            may = [replica for replica in costs if there.get(replica, 0) >= 0.95 * most]
+        (decision,) = fleet.route([request], now)
+        assert decision.replica in may
+        cheapest = min(costs[replica].total_s for replica in may)
+        assert costs[decision.replica].total_s == pytest.approx(cheapest, abs=1e-9)
+        if data.draw(st.booleans()):
+            fleet.begun(f"{number}", 0, now)
+            fleet.ended(f"{number}", (1, 2), now)
+
+
+def test_what_is_evicted_is_priced_where_it_lies() -> None:
+    """A question after a long prefix costs more than one at the beginning."""
+    fleet = fleet_of(1, capacity=30 * BLOCK, history=0.0)
+    for number in range(2):
+        serve(fleet, ask(f"p{number}", [1] * (20 * BLOCK) + [2] * (5 * BLOCK) + [3]), 0.0, ())
+    serve(fleet, ask("other", [1] * (20 * BLOCK) + [4] * (2 * BLOCK) + [3]), 1.0, ())
+    evicted_s = fleet.costs(ask("new", [9] * (4 * BLOCK)), 2.0)[0].evicted_s
+    assert evicted_s == pytest.approx(2 * PRICES.prefill_s(5 * BLOCK, 20 * BLOCK))
+
+
+def test_a_parked_replica_that_has_lost_it_is_as_good_as_any() -> None:
+    fleet = fleet_of(2, history=0.0)
+    hints = Hints(program="p", keep_s=60.0)
+    prompt = list(range(10 * BLOCK + 1))
+    there = serve(fleet, ask("a", prompt, hints=hints), 0.0)
+    fleet.route([ask("b", prompt)], 0.5, frozenset({there}))
+    fleet.take(there, told(1, full=True), 0.6)
+    request = ask("c", [*prompt, 1, 2], hints=hints)
+    assert decide(fleet, request, 1.0)[:2] == (1 - there, "exploit")
 
 
 def _go_on(fleet: Fleet, sent: Sent, now: float) -> None:

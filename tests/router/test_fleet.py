@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -114,6 +116,9 @@ class Bookkeeping(RuleBasedStateMachine):
             assert sum(replica.open.prefill_s.values()) == pytest.approx(waiting, abs=1e-9)
             decode = sum(work.decode_s for work in works)
             assert sum(replica.open.decode_s.values()) == pytest.approx(decode, abs=1e-9)
+            for work in works:
+                assert work.key is None or work.key in _paths([work])
+                assert work.request is not None
             held = sum({n: n.cached.get(number, 0) for n in _paths(works)}.values())
             assert state.forest.caches[number].num_tokens <= max(12 * BLOCK, held)
             assert all(key.load[number] > -1e-9 for key in replica.keys)
@@ -157,6 +162,32 @@ def test_memory_is_bounded_however_many_requests_come(told_of: bool) -> None:
     for replica in list(fleet.replicas):
         fleet.remove(replica)
     assert fleet.forest.num_nodes == 0 and fleet.forest.num_tokens == 0
+
+
+def test_prompts_are_let_go_of_when_their_requests_end() -> None:
+    fleet = fleet_of(1)
+    prompt = Tokens(range(100))
+    gone = weakref.ref(prompt)
+    send(fleet, replace(ask("a", []), prompt_token_ids=prompt))
+    fleet.begun("a", 0, 0.0)
+    fleet.ended("a", (1,), 0.0)
+    del prompt
+    gc.collect()
+    assert gone() is None and fleet.replicas[0].window.num == 1
+
+
+class Tokens(list[int]):
+    """A list of which one can tell whether it is still there."""
+
+
+def test_a_full_forest_forgets_what_is_oldest() -> None:
+    """And has room for all caches in any case."""
+    fleet = fleet_of(1, capacity=400 * BLOCK, max_tokens=1)
+    for number in range(2000):
+        serve(fleet, ask(f"{number}", [number] * (2 * BLOCK + 1)), 0.0, ())
+        assert fleet.forest.num_tokens <= 400 * BLOCK
+    assert fleet.forest.num_tokens == 400 * BLOCK
+    fleet.forest.check_integrity()
 
 
 def test_there_is_no_other_policy() -> None:

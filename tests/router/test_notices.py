@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,7 +93,9 @@ def agrees(fleet: Fleet, engines: list[NaiveEngine], seen: list[EngineRequest]) 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_the_router_knows_what_is_cached_once_a_digest_is_in(data: st.DataObject) -> None:
-    fleet, engines = fleet_of(2, "rr"), [NaiveEngine(), NaiveEngine()]
+    """Whatever it believed before: what nobody has and nobody asked for it forgets."""
+    fleet = fleet_of(2, "rr", window_s=data.draw(st.sampled_from([180.0, 3.0])))
+    engines = [NaiveEngine(), NaiveEngine()]
     seen: list[EngineRequest] = []
     late: list[tuple[int, Notice]] = []
     for number in range(data.draw(st.integers(1, 25))):
@@ -122,6 +125,33 @@ def test_the_router_knows_what_is_cached_once_a_digest_is_in(data: st.DataObject
     for engine, notice in late:  # older than the digests
         fleet.take(engine, notice, 101.0)
     agrees(fleet, engines, seen)
+
+
+def test_a_digest_brings_back_what_the_router_thought_evicted() -> None:
+    """It evicts the least recently used, and engines may not."""
+    fleet = fleet_of(1, capacity=8 * BLOCK, window_s=5.0)
+    old = ask("old", range(4 * BLOCK + 1))
+    serve(fleet, old, 0.0, ())
+    for number in range(3):
+        serve(fleet, ask(f"{number}", [50 + number] * (2 * BLOCK + 1)), 10.0 + number, ())
+    assert cached(fleet, old) == {} and fleet.forest.num_tokens == 6 * BLOCK
+    kept = [("old", 4 * BLOCK), ("1", 2 * BLOCK)]
+    fleet.take(0, told(1, *kept, full=True), 20.0)
+    assert cached(fleet, old) == {0: 4 * BLOCK}
+    assert cached(fleet, ask("x", [50] * 9)) == {} and cached(fleet, ask("y", [51] * 9)) == {0: 8}
+    fleet.take(0, told(2, ("old", BLOCK)), 20.0)
+    assert cached(fleet, old) == {0: BLOCK}
+    fleet.forest.check_integrity()
+
+
+def test_a_digest_that_comes_late_changes_nothing() -> None:
+    fleet = fleet_of(1)
+    request = ask("a", range(5 * BLOCK + 1))
+    serve(fleet, request)
+    fleet.take(0, told(7, ("a", 3 * BLOCK), full=True), 0.0)
+    for late in (told(5, full=True), told(6, ("a", 5 * BLOCK), full=True), told(4, ("a", BLOCK))):
+        fleet.take(0, late, 0.0)
+        assert cached(fleet, request) == {0: 3 * BLOCK}
 
 
 @settings(max_examples=200, deadline=None)
@@ -163,6 +193,47 @@ def test_what_a_request_is_going_to_compute_counts_as_cached() -> None:
     fleet.begun("r", 0, 0.0)
     fleet.take(0, told(3, ("r", 2 * BLOCK)), 0.0)
     assert cached(fleet, request) == {0: 2 * BLOCK}
+
+
+def test_an_aborted_request_takes_nothing_along_that_was_there_before() -> None:
+    fleet = fleet_of(1, window_s=10.0)
+    serve(fleet, ask("a", range(5 * BLOCK + 1)))
+    send(fleet, ask("b", [*range(5 * BLOCK), 1, 2, 3, 4, 5]), 50.0)
+    fleet.ended("b", (), 50.0, cached=False)
+    assert cached(fleet, ask("c", [*range(5 * BLOCK), 1, 2, 3, 4, 5])) == {0: 5 * BLOCK}
+
+
+def test_a_request_that_was_not_served_is_no_load() -> None:
+    fleet = fleet_of(1)
+    for number in range(50):
+        send(fleet, ask(f"{number}", [number] * 100), 0.0)
+        fleet.ended(f"{number}", (), 0.0, cached=False)
+    assert fleet.state.given_s(fleet.replicas[0]) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_answer_that_somebody_stopped_is_cached_and_counts() -> None:
+    fleet = fleet_of(1)
+    request = ask("a", range(2 * BLOCK), max_tokens=500)
+    send(fleet, request)
+    fleet.begun("a", 0, 0.0)
+    fleet.ended("a", tuple(range(100, 100 + 2 * BLOCK)), 0.0, cached=False)
+    again = ask("b", [*range(2 * BLOCK), *range(100, 100 + 2 * BLOCK), 5])
+    assert cached(fleet, again) == {0: 3 * BLOCK}
+    assert fleet.replicas[0].mean_output < 64
+
+
+def test_all_of_a_fill_is_cached() -> None:
+    fleet = fleet_of(1)
+    fill = replace(ask("a", range(4 * BLOCK)), fill=True)
+    serve(fleet, fill, 0.0, ())
+    assert cached(fleet, ask("b", range(4 * BLOCK + 1))) == {0: 4 * BLOCK}
+
+
+def test_the_load_is_that_of_the_latest_notice() -> None:
+    fleet = fleet_of(1)
+    fleet.take(0, Notice(version=5, running=7, slowdown=1.5), 0.0)
+    fleet.take(0, Notice(version=4, running=9, slowdown=3.0), 0.0)
+    assert (fleet.replicas[0].running, fleet.replicas[0].slowdown) == (7, 1.5)
 
 
 def test_a_request_that_was_aborted_before_it_began_leaves_nothing() -> None:
