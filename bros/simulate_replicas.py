@@ -24,6 +24,7 @@ from bros.scheduler.profiles import Profile, available_cores, profile_folders
 from bros.simulator.devices import device_of, read_profile
 from bros.simulator.flags import (
     MOONCAKE,
+    MOONCAKE_RATE,
     MOST_REQUESTS,
     ONE_ENGINE,
     POPULARITIES,
@@ -43,21 +44,21 @@ from bros.simulator.fleet_tables import print_fleet_reports
 from bros.simulator.mooncake import MooncakeLoad, read_mooncake_trace
 from bros.simulator.output import progress_bar, writable, write
 from bros.simulator.prefix_requests import PrefixLoad
-from bros.simulator.prefix_workloads import KINDS, published
+from bros.simulator.prefix_workloads import KINDS, Workload, published
 from bros.simulator.sweep import run_all
 from bros.simulator.tables import wide
 
 _MOST_REPLICAS = 4096
-_MOONCAKE_RATE = 0.2
-"""Per replica: what an A6000 can do if half of the prompts are cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """What the command line asks for."""
+    """What the command line asks for. shortened: replicas for which there would be more requests
+    if runs with as many were not too long."""
 
     scenarios: tuple[FleetScenario, ...]
     profile: Profile
+    shortened: tuple[int, ...]
     jobs: int
     json_path: Path | None
 
@@ -82,8 +83,15 @@ def run_replicas(
     key, first = settings.profile.key, settings.scenarios[0]
     console.print(
         f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile, "
-        f"each replica; seed {first.seed}\n"
+        f"each replica; seed {first.seed}"
     )
+    if settings.shortened:
+        counts = ", ".join(map(str, settings.shortened))
+        console.print(
+            f"With {counts} replicas: only {MOST_REQUESTS} requests, and families to match, "
+            "so these runs are shorter than others; --requests N asks for more"
+        )
+    console.print()
     print_fleet_reports(console, list(zip(settings.scenarios, reports, strict=True)))
     if settings.json_path is not None:
         content = {**replicas_json(settings, reports), "wall_s": round(wall_s, 3)}
@@ -125,10 +133,11 @@ def read_replica_settings(
     for scenario in scenarios:
         check_fleet_scenario(scenario)
     _warn_of_one_engine(args, warn)
-    jobs = args.simulate_jobs
+    jobs, asked = args.simulate_jobs, args.simulate_requests
     return ReplicaSettings(
         scenarios=scenarios,
         profile=profile,
+        shortened=tuple(n for n in counts if asked is None and _is_shortened(loads[n], n)),
         jobs=available_cores() if jobs is None else whole("--jobs", jobs, low=1),
         json_path=writable(args.simulate_json),
     )
@@ -187,7 +196,7 @@ def _load(args: argparse.Namespace, replicas: int) -> PrefixLoad:
         if args.simulate_trace is not None:
             raise ConfigError(f"--trace: only --workload {MOONCAKE} has a trace")
         if count is None:
-            count = min(max(1, KINDS[name].count * replicas // 2), MOST_REQUESTS)
+            count = min(_published_count(name, replicas), MOST_REQUESTS)
         return published(
             name,
             replicas,
@@ -204,10 +213,18 @@ def _load(args: argparse.Namespace, replicas: int) -> PrefixLoad:
     return MooncakeLoad(
         source=path.name,
         recorded=recorded,
-        rate=rate or _MOONCAKE_RATE * replicas,
+        rate=rate or MOONCAKE_RATE * replicas,
         count=min(count or MOST_REQUESTS, len(recorded)),
         be_share=be_share,
     )
+
+
+def _published_count(name: str, replicas: int) -> int:
+    return max(1, KINDS[name].count * replicas // 2)
+
+
+def _is_shortened(load: PrefixLoad, replicas: int) -> bool:
+    return isinstance(load, Workload) and load.count < _published_count(load.name, replicas)
 
 
 def _names(flag: str, text: str, known: Sequence[str], most: int | None = None) -> tuple[str, ...]:

@@ -30,6 +30,12 @@ WORKLOADS = ("toolbench", "embodied", "programming", "video", "loogle", MOONCAKE
 POPULARITIES = ("even", "zipf", "dataset")
 DEFAULT_ROUTERS = "e2,rr,least,oracle"
 MOST_REQUESTS = 64_000
+MOONCAKE_RATE = 0.08
+"""Per replica: an A6000 is busy for two thirds of the time, as these prompts are long and its KV
+cache has few of them. Even an endless one would have 37 % of their tokens in Mooncake's trace of
+conversations, and 17 % of the first 600 requests'."""
+REPLICA_ROWS, REPLICA_STEP_TOKENS = 256, 512
+"""Most requests and tokens of an iteration, as in the paper's engines."""
 
 _Flag = tuple[str, str, str | None, str]
 _OWN: tuple[_Flag, ...] = (  # flag, metavar, default, help
@@ -39,7 +45,8 @@ _OWN: tuple[_Flag, ...] = (  # flag, metavar, default, help
      f"{RANGE_VALUES} values from 1 to 15, or 1:15:2 in steps of 2"),
     ("--rt-lengths", "NAME", "lmsys", f"lengths of real-time requests: {', '.join(RT_LENGTHS)}"),
     ("--trace", "FILE", None, "real-time arrivals from a CSV file with the columns TIMESTAMP, "
-     "ContextTokens, GeneratedTokens, instead of --rt-rate"),
+     f"ContextTokens, GeneratedTokens, instead of --rt-rate; for --workload {MOONCAKE}: JSON lines "
+     "of a Mooncake trace"),
     ("--trace-speed", "X", "1", "play the trace X times as fast"),
     ("--be", "N", "16", "best-effort requests in flight"),
     ("--duration", "SECONDS", "600", "simulated time of each run"),
@@ -54,22 +61,29 @@ _OF_REPLICAS: tuple[_Flag, ...] = (
      "1:1024 for 1, 2, 4, ... 1024"),
     ("--router", "LIST", DEFAULT_ROUTERS, "how requests are routed"),
     ("--workload", "NAME", "toolbench", f"{', '.join(WORKLOADS)} (which needs --trace)"),
-    ("--rate", "X", None, "requests per second, all replicas (default: N / 2 times the paper's)"),
-    ("--requests", "N", None, "requests of each run (default: N / 2 times the paper's, but "
-     f"{MOST_REQUESTS} at most)"),
-    ("--families", "N", None, "tools, environments, problems, videos, documents"),
-    ("--popularity", "NAME", "even", f"of these: {', '.join(POPULARITIES)}"),
+    ("--rate", "X", None, "requests per second, all replicas (default: half the paper's for each "
+     f"replica, whose experiments had two; {MOONCAKE}: {MOONCAKE_RATE:g} for each)"),
+    ("--requests", "N", None, "requests of each run (default: half the paper's for each replica, "
+     f"but {MOST_REQUESTS} at most; {MOONCAKE}: the whole trace)"),
+    ("--families", "N", None, "how many tools, environments, problems, videos or documents "
+     "(default: as many for so many requests as in the paper)"),
+    ("--popularity", "NAME", "even", f"how requests choose among these: {', '.join(POPULARITIES)}"),
     ("--be-requests", "X", "0", "share of requests that are best-effort"),
     ("--notice-delay", "MS", "50", "until the router hears what a replica says"),
     ("--decision-time", "MS", "0", "what the router takes for one request"),
 )  # fmt: skip
 _FROM_ENGINE = {
     "profile": "device and model: a file made by `bros profile`, or a name such as "
-    f"{DEFAULT_PROFILE} (default)",
+    f"{DEFAULT_PROFILE} (default; with --replicas {REPLICA_PROFILE})",
     "kv_blocks": "KV cache in blocks of 16 tokens (default: what the profile's device holds)",
     "max_model_len": "longest prompt + output in tokens (default: what the KV cache holds)",
-    "max_num_seqs": "most requests in one iteration (default: 64)",
-    "max_batch_tokens": "most tokens in one iteration, longer prompts are split (default: 256)",
+    "host_kv_blocks": "copies of KV on the host in blocks of 16 tokens (default: as many as "
+    "--kv-blocks; with --replicas 0)",
+    "max_num_seqs": f"most requests in one iteration (default: 64; with --replicas {REPLICA_ROWS})",
+    "max_batch_tokens": "most tokens in one iteration, longer prompts are split (default: 256; "
+    f"with --replicas {REPLICA_STEP_TOKENS})",
+    "max_queue": "most waiting requests per class before 429 (default: 512; with --replicas all "
+    "may wait)",
     "seed": "seed of arrivals, lengths and noise (default: 0)",
 }
 _NOT_SIMULATED = (

@@ -15,14 +15,13 @@ from bros.router.build import make_fleet
 from bros.router.settings import ReplicaFacts, RouterSettings
 from bros.scheduler.build import build_scheduler
 from bros.simulator.build import BLOCK_SIZE, Device, engine_info, slo_of
+from bros.simulator.flags import REPLICA_ROWS, REPLICA_STEP_TOKENS
 from bros.simulator.fleet_metrics import FleetReport, fleet_report
 from bros.simulator.fleet_simulation import NO_SLO, FleetSimulation, SimReplica
 from bros.simulator.prefix_requests import VOCAB, PrefixLoad, PrefixRequest
 from bros.simulator.sim_executor import SimExecutor
 from bros.simulator.workload import generator
 
-ROWS, STEP_TOKENS = 256, 512
-"""Most requests and tokens of an iteration, as in the paper's engines."""
 _MANY = 2**31 - 1
 
 
@@ -51,8 +50,8 @@ def fleet_config(engine: EngineConfig) -> EngineConfig:
     copies of KV on the host. No limit to the queue: every request is to be served."""
     return dataclasses.replace(
         engine,
-        max_num_seqs=engine.max_num_seqs or ROWS,
-        max_batch_tokens=engine.max_batch_tokens or STEP_TOKENS,
+        max_num_seqs=engine.max_num_seqs or REPLICA_ROWS,
+        max_batch_tokens=engine.max_batch_tokens or REPLICA_STEP_TOKENS,
         host_kv_blocks=engine.host_kv_blocks or 0,
         max_queue=_MANY,
     )

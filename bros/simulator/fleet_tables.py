@@ -31,33 +31,33 @@ def print_fleet_reports(console: Console, rows: Sequence[FleetRow]) -> None:
 
 def _table(rows: Sequence[FleetRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("router", no_wrap=True)
+    table.add_column("router", no_wrap=True, vertical="bottom")
     mixed = rows[0][0].classes
     for column in (
-        *("latency\nmean s", "\np99 s", "x of rr\nmean", "\np99", "TTFT\np50 s", "\np99 s"),
-        *("cached\n%", "busy\n%", "most/\nmean", "req\nper s"),
-        *(("RT met\nboth %", "BE\nmean s") if mixed else ()),
+        *("latency\nmean s", "p99 s", "x faster\nthan rr\nmean", "p99"),
+        *("TTFT\np50 s", "p99 s", "cached\n%", "busy\n%", "most/\nmean", "req\nper s"),
+        *(("RT\nmet %", "BE\nmean s") if mixed else ()),
     ):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
     baseline = next((report for scenario, report in rows if scenario.router == "rr"), None)
     for scenario, report in rows:
         table.add_row(
             scenario.router,
             _seconds(report.latency_s.mean),
             _seconds(report.latency_s.p99),
-            *_times_better(report, baseline),
+            *_times_faster(report, baseline),
             _seconds(report.ttft_s.p50),
             _seconds(report.ttft_s.p99),
             f"{100 * report.hits:.1f}",
             f"{100 * report.busy:.0f}",
             f"{report.balance:.2f}",
-            f"{report.requests_per_s:.2f}",
+            _short(report.requests_per_s),
             *(_of_classes(report) if mixed else ()),
         )
     return table
 
 
-def _times_better(report: FleetReport, baseline: FleetReport | None) -> tuple[str, str]:
+def _times_faster(report: FleetReport, baseline: FleetReport | None) -> tuple[str, str]:
     """How many times as long requests take with round robin: the mean, and the slowest ones."""
     if baseline is None:
         return _NOTHING, _NOTHING
@@ -66,7 +66,7 @@ def _times_better(report: FleetReport, baseline: FleetReport | None) -> tuple[st
 
 
 def _ratio(theirs: float | None, ours: float | None) -> str:
-    return f"{theirs / ours:.2f}" if theirs is not None and ours else _NOTHING
+    return _short(theirs / ours) if theirs is not None and ours else _NOTHING
 
 
 def _of_classes(report: FleetReport) -> tuple[str, str]:
@@ -79,4 +79,11 @@ def _of_classes(report: FleetReport) -> tuple[str, str]:
 
 
 def _seconds(value: float | None) -> str:
-    return _NOTHING if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    if value is None:
+        return _NOTHING
+    return f"{value:.3f}" if value < 1 else _short(value)
+
+
+def _short(value: float) -> str:
+    """Three digits, or more where there are more before the point."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from bros.cli import main
 from bros.scheduler.profiles import Profile, ProfileKey
+from bros.simulate_replicas import ReplicaSettings, read_replica_settings
+from bros.simulator.flags import MOST_REQUESTS, REPLICA_PROFILE, add_arguments
 from support.scenarios import STEPS
 
 KEY = ProfileKey(
@@ -25,6 +28,20 @@ def profile(tmp_path: Path) -> str:
 def simulate(profile: str, *arguments: str) -> int:
     common = ("--profile", profile, "--requests", "20", "--jobs", "1")
     return main(["simulate", "--replicas", *arguments, *common], {})
+
+
+def settings(profile: str, *arguments: str) -> ReplicaSettings:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--profile", profile, "--replicas", *arguments])
+    return read_replica_settings(args, {}, pytest.fail)
+
+
+def trace_of(tmp_path: Path, *times: int) -> str:
+    line = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [0, 1]}
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({**line, "timestamp": t}) + "\n" for t in times))
+    return str(path)
 
 
 def test_tables_have_a_line_per_router_and_fit_100_columns(
@@ -45,7 +62,7 @@ def test_tables_have_a_line_per_router_and_fit_100_columns(
         assert sum(line.split()[:1] == [router] for line in lines) == 4
     baseline = next(line.split() for line in lines if line.split()[:1] == ["rr"])
     assert baseline[3:5] == ["1.00", "1.00"]
-    assert "RT met" in out and lines[-1].startswith("16 runs in")
+    assert "met %" in out and lines[-1].startswith("16 runs in")
 
 
 def test_without_round_robin_nothing_is_compared_with_it(
@@ -83,12 +100,52 @@ def test_results_do_not_depend_on_the_number_of_processes(profile: str, tmp_path
 def test_a_trace_is_played(
     profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [0, 1]}
-    trace = tmp_path / "t.jsonl"
-    trace.write_text("".join(json.dumps({**line, "timestamp": t}) + "\n" for t in (0, 500, 1000)))
-    arguments = ("--workload", "mooncake", "--trace", str(trace), "--rate", "2")
-    assert simulate(profile, "2", *arguments) == 0
+    arguments = ("--workload", "mooncake", "--trace", trace_of(tmp_path, 0, 500, 1000))
+    assert simulate(profile, "2", *arguments, "--rate", "2") == 0
     assert "2 replicas, t.jsonl, 2 req/s: 3 requests, policy fcfs" in capsys.readouterr().out
+    assert simulate(profile, "2", *arguments, "--router", "rr") == 0
+    assert "2 replicas, t.jsonl, 0.16 req/s: 3 requests" in capsys.readouterr().out
+
+
+def test_runs_that_are_cut_short_are_named(profile: str, tmp_path: Path) -> None:
+    """ToolBench's 1,350 requests for each of 64 replicas are too many, for 32 they are not."""
+    assert settings(profile, "16:128").shortened == (64, 128)
+    assert settings(profile, "47", "--families", "9").shortened == ()
+    assert settings(profile, "48", "--families", "9").shortened == (48,)
+    assert settings(profile, "128", "--requests", str(MOST_REQUESTS)).shortened == ()
+    trace = ("--workload", "mooncake", "--trace", trace_of(tmp_path, 0, 500))
+    assert settings(profile, "4096", *trace).shortened == ()
+
+
+def test_a_run_that_is_cut_short_says_so(
+    profile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bros.simulate_replicas.MOST_REQUESTS", 20)
+    common = ("--router", "rr", "--profile", profile, "--jobs", "1")
+    assert main(["simulate", "--replicas", "2,4", *common], {}) == 0
+    out, _ = capsys.readouterr()
+    assert "With 2, 4 replicas: only 20 requests" in " ".join(out.split())
+    assert max(len(line) for line in out.splitlines()) <= 100
+    assert simulate(profile, "1", "--router", "rr") == 0
+    assert "only 20 requests" not in capsys.readouterr().out
+
+
+def test_help_has_the_defaults_of_several_replicas(
+    profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"], {})
+    text = " ".join(capsys.readouterr().out.split())
+    config = settings(profile, "2").scenarios[0].config
+    for default in (
+        f"(default; with --replicas {REPLICA_PROFILE})",
+        f"in one iteration (default: 64; with --replicas {config.max_num_seqs})",
+        f"are split (default: 256; with --replicas {config.max_batch_tokens})",
+        f"--kv-blocks; with --replicas {config.host_kv_blocks})",
+        "JSON lines of a Mooncake trace",
+        "mooncake: 0.08 for each)",
+    ):
+        assert default in text
 
 
 @pytest.mark.parametrize(
