@@ -228,3 +228,34 @@ def test_who_reads_already_is_neither_refused_nor_put_behind() -> None:
                 engine.submit(hopeless)
         goes_on = dataclasses.replace(hopeless, request_id="goes on", resumed=3)
         assert engine.submit(goes_on) is ServiceClass.RT
+
+
+@pytest.mark.parametrize(("rows", "tpot_s", "step_s"), [(10, 0.04, 0.026), (16, 0.035, 0.020)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_go_on_beside_others_that_cannot_keep_their_pace(
+    rows: int, tpot_s: float, step_s: float, count: int
+) -> None:
+    """Whose pace is lost is always due before anybody who has to compute a prompt."""
+    clock, slo = ManualClock(10.0), Slo(0.4, tpot_s)
+    scheduler = make_scheduler(blocks=4000, max_num_seqs=32, max_batch_tokens=256)
+    executor = LateExecutor(
+        ToyModel(), clock,
+        lambda plan: step_s * (1 + sum(len(chunk.token_ids) for chunk in plan.chunks) / 20),
+    )  # fmt: skip
+    engine = Engine(scheduler, executor, clock, engine_info(blocks=4000), async_scheduling="off")
+    for number in range(rows):
+        row = request(f"row{number}", 8, arrival_s=10.0, slo=slo, max_tokens=300, ignore_eos=True)
+        engine.submit(row)
+    for _ in range(60):
+        engine.step()
+    began, went_on = clock.now(), dict[str, float]()
+    for number in range(count):
+        asked = request(f"x{number}", 60, arrival_s=began, slo=slo, max_tokens=100)
+        engine.submit(dataclasses.replace(asked, resumed=20))
+    while len(went_on) < count:
+        outputs = engine.step()
+        assert not any(output.finish_reason and output.request_id == "row0" for output in outputs)
+        for output in outputs:
+            if output.request_id.startswith("x"):
+                went_on.setdefault(output.request_id, clock.now() - began)
+    assert max(went_on.values()) <= 0.4 + count * 8 * 0.08
