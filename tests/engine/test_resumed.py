@@ -201,12 +201,14 @@ def trace_of(asked: EngineRequest, engine: Engine | None = None) -> RequestTrace
     return trace
 
 
-def test_it_has_no_first_token_and_the_gap_counts_for_its_pace() -> None:
+@pytest.mark.parametrize("arrival_s", [10.0, 9.0, 2.0])
+def test_it_has_no_first_token_and_the_gap_counts_for_its_pace(arrival_s: float) -> None:
+    """But not the time before: whatever that was, nothing is known of it."""
     clock, slo = ManualClock(10.0), Slo(ttft_s=0.1, tpot_s=0.1)
     slow = make_scheduler(blocks=40)
     executor = LateExecutor(ToyModel(), clock, lambda plan: 0.15)
     engine = Engine(slow, executor, clock, engine_info(blocks=40), async_scheduling="off")
-    asked = request("r", 12, max_tokens=8, arrival_s=10.0, slo=slo, ignore_eos=True)
+    asked = request("r", 12, max_tokens=8, arrival_s=arrival_s, slo=slo, ignore_eos=True)
     trace = trace_of(dataclasses.replace(asked, resumed=5), engine)
     assert (trace.prompt_tokens, trace.output_tokens) == (7, 8)
     assert trace.ttft_s is None and trace.tpot_s == pytest.approx(0.15)
@@ -215,6 +217,8 @@ def test_it_has_no_first_token_and_the_gap_counts_for_its_pace() -> None:
     counts = engine.stats().by_class[ServiceClass.RT]
     # Four intervals that were kept, and three steps: 0.85 s for seven.
     assert (counts.ttft_met, counts.tpot_met, counts.finished) == (1, 0, 1)
+    assert counts.slack.total == pytest.approx(3 * (0.1 - 0.15))
+    assert trace.events[0] == (pytest.approx(10.0 - arrival_s), "queued as rt")
 
 
 def test_who_reads_already_is_neither_refused_nor_put_behind() -> None:
