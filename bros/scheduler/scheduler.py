@@ -92,7 +92,7 @@ class Scheduler:
         state = RequestState(
             request,
             service_class=asked,
-            slo=objectives(request, asked, self._default_slo),
+            slo=objectives(request, asked, self._default_slo, now),
             now=now,
             arrival_index=self._arrivals,
             seed=self._rng.getrandbits(63) if seed is None else seed,
@@ -243,7 +243,7 @@ class Scheduler:
         """
         if newcomer.service_class is not ServiceClass.RT or newcomer.fill:
             return False
-        ttft_s = objectives(newcomer, ServiceClass.RT, self._default_slo).ttft_s
+        ttft_s = objectives(newcomer, ServiceClass.RT, self._default_slo, now).ttft_s
         if ttft_s is None:
             return False
         due_s = due_from_s(newcomer, now) + ttft_s

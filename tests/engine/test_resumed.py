@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock, SystemClock
 from bros.core.config import EngineConfig
@@ -29,6 +31,7 @@ from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.model_store import ModelFiles
 from bros.executor.sampler import Sampler
+from bros.scheduler.limits import objectives
 from support.late_executor import LateExecutor
 from support.scheduling import engine_info, make_scheduler, request
 from support.tiny_models import save_tiny_llama
@@ -232,6 +235,34 @@ def test_who_reads_already_is_neither_refused_nor_put_behind() -> None:
                 engine.submit(hopeless)
         goes_on = dataclasses.replace(hopeless, request_id="goes on", resumed=3)
         assert engine.submit(goes_on) is ServiceClass.RT
+
+
+@given(
+    arrival_s=st.integers(40, 80),
+    before_s=st.integers(0, 20),
+    deadline_s=st.integers(1, 40),
+    most=st.integers(1, 20),
+    resumed=st.integers(0, 19),
+    tpot_s=st.sampled_from([0.25, 1.0]),
+)
+def test_the_rest_has_what_is_left_of_the_time(
+    arrival_s: int, before_s: int, deadline_s: int, most: int, resumed: int, tpot_s: float
+) -> None:
+    resumed = min(resumed, most - 1)
+    asked = request(
+        "r", 20, max_tokens=most, slo=Slo(0.5, tpot_s, deadline_s), arrival_s=float(arrival_s)
+    )
+    now, due_s = arrival_s + before_s, arrival_s + deadline_s
+    found = objectives(dataclasses.replace(asked, resumed=resumed), ServiceClass.RT, Slo(), now)
+    assert found.ttft_s is not None and found.tpot_s is not None
+    assert found.ttft_s == pytest.approx(0.5 * found.tpot_s / tpot_s), "one factor for both"
+    assert found.deadline_s == deadline_s, "since its arrival"
+    from_s = now if resumed else arrival_s
+    ends_s = from_s + 0.5 + (most - resumed - 1) * tpot_s
+    if from_s >= due_s or ends_s <= due_s:
+        assert found.tpot_s == tpot_s, "lost already, or in time as it is"
+    else:
+        assert from_s + found.ttft_s + (most - resumed - 1) * found.tpot_s == pytest.approx(due_s)
 
 
 @pytest.mark.parametrize(("rows", "tpot_s", "step_s"), [(10, 0.04, 0.026), (16, 0.035, 0.020)])
