@@ -198,7 +198,7 @@ def trace_cases(path: Path | None) -> Iterator[Case]:
     if path is None:
         return
     recorded = read_mooncake_trace(path)
-    for profile, rate in ((A6000, 0.8), (H100, 0.8)):
+    for profile, rate in ((A6000, 0.32), (H100, 0.32)):
         load = MooncakeLoad(source=path.name, recorded=recorded, rate=rate, count=1500)
         where = "4 A6000" if profile == A6000 else "16 H100"
         for router in ROUTERS:
