@@ -207,6 +207,8 @@ class EngineRequest:
     nothing is if there is no prefix cache.
     resumed: so many tokens at the end of the prompt are the answer's first ones, which another
     engine gave before it was lost. They count as output everywhere (max_tokens, penalties, seeds).
+    `arrival_s` is still that of the whole answer: a deadline and the order of requests count from
+    it, the next token is due from when this engine was asked for it.
     `sampling.n` and `sampling.stop` are the client's business (it submits n requests and
     matches stop strings on text); the engine knows token ids only.
     """

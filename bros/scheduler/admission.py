@@ -54,4 +54,4 @@ class Admission:
                 self._counters[asked].rejected += 1
                 raise
             self._counters[used].relegated += 1
-            state.relegate(used, objectives(state.request, used, self._default_slo))
+            state.relegate(used, objectives(state.request, used, self._default_slo, now))

@@ -6,18 +6,26 @@ from dataclasses import dataclass
 
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.request import EngineRequest, ServiceClass, Slo
+from bros.scheduler.state import arrived_s
 
 
-def objectives(request: EngineRequest, service_class: ServiceClass, default: Slo) -> Slo:
-    """What a request is held to, if it is served as `service_class`.
+def objectives(
+    request: EngineRequest, service_class: ServiceClass, default: Slo, now: float
+) -> Slo:
+    """What a request is held to that comes now, if it is served as `service_class`.
 
     Best-effort requests are held to nothing but a deadline for the whole; real-time ones to a
-    first token and a pace, see `paced`.
+    first token and a pace, see `paced`: the rest of an answer has what is left of the time.
     """
     asked = request.slo
     if service_class is ServiceClass.BE:
         return Slo(deadline_s=asked.deadline_s)
-    return paced(asked, max(1, (request.sampling.max_tokens or 1) - request.resumed), default)
+    left_s = asked.deadline_s
+    if request.resumed and left_s is not None:
+        left_s += arrived_s(request, now) - now
+    most_tokens = max(1, (request.sampling.max_tokens or 1) - request.resumed)
+    found = paced(Slo(asked.ttft_s, asked.tpot_s, left_s), most_tokens, default)
+    return Slo(found.ttft_s, found.tpot_s, asked.deadline_s)
 
 
 def paced(asked: Slo, most_tokens: int, default: Slo) -> Slo:

@@ -96,6 +96,11 @@ def rank_key(state: RequestState) -> Rank:
     return state.rank
 
 
+def section(state: RequestState) -> float:
+    """The part of its waiting queue that a policy has put it in, if its keys begin with one."""
+    return state.queue_key[0]
+
+
 def by_deadline(states: Iterable[RequestState]) -> list[RequestState]:
     """Sorted by absolute deadline, and by rank where that is equal."""
     return sorted(states, key=deadline_key)

@@ -34,12 +34,14 @@ class RequestRecord:
     """Times in clock seconds.
 
     resumed: tokens that another engine gave before it was lost. They are among num_tokens, and
-    there is no first token any more: the next one is due an interval after the arrival, which is
-    when that loss was noticed, and the pace is that of the whole answer, as if it had been kept so
-    far. So the gap counts, as the one that somebody reading the answer sees.
+    there is no first token any more: the next one is due an interval after taken_s, when this
+    engine was asked for the rest, and the pace is that of the whole answer, as if it had been kept
+    until then. So the gap counts, as the one that somebody reading the answer sees. A deadline
+    for the whole counts from the arrival, as for any other.
     due_s: when the next token is due, whatever the policy hopes. left: the request is gone.
     held_s: since when it is held to its objectives: its arrival, or later. pace_from_s: when its
-    first token came; if it was held to none then, when it should have to be on pace at held_s.
+    first token came; if it was held to none then, when it should have to be on pace at held_s; if
+    another engine gave it, at taken_s.
     """
 
     __slots__ = (
@@ -56,11 +58,16 @@ class RequestRecord:
         "pace_from_s",
         "preemptions",
         "resumed",
+        "taken_s",
         "waits",
     )
 
-    def __init__(self, arrival_s: float, slo: Slo, resumed: int = 0) -> None:
+    def __init__(
+        self, arrival_s: float, slo: Slo, resumed: int = 0, taken_s: float | None = None
+    ) -> None:
+        """taken_s: of one that is resumed; None if that is when it arrived."""
         self.arrival_s = self.held_s = arrival_s
+        self.taken_s = taken_s if resumed and taken_s is not None else arrival_s
         self.first_token_s: float | None = None
         self.pace_from_s: float | None = None
         self.last_token_s: float | None = None
@@ -75,11 +82,16 @@ class RequestRecord:
 
     def hold_to(self, slo: Slo) -> None:
         """Objectives since its arrival, before the first token of its own."""
-        self.hold_from(self.arrival_s, slo)
+        self.held_s = self.arrival_s
+        self._expect(self.taken_s, slo)
 
     def hold_from(self, now: float, slo: Slo) -> None:
         """Objectives from now on: for the first token, or for the ones after those it has."""
         self.held_s = now
+        self._expect(now, slo)
+
+    def _expect(self, now: float, slo: Slo) -> None:
+        """Objectives for the next token and the pace, if nobody had to wait for it before `now`."""
         if self.num_tokens == 0:
             self.due_s = now + (slo.ttft_s or math.inf)
             return

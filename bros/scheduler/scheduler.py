@@ -34,7 +34,7 @@ from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.promotion import promoted_objectives
 from bros.scheduler.queues import Queues
 from bros.scheduler.snapshot import take_snapshot
-from bros.scheduler.state import RequestState, arrived_s
+from bros.scheduler.state import RequestState, due_from_s
 from bros.scheduler.steps import StepLedger
 
 _MAX_TRACES = 1000
@@ -92,7 +92,7 @@ class Scheduler:
         state = RequestState(
             request,
             service_class=asked,
-            slo=objectives(request, asked, self._default_slo),
+            slo=objectives(request, asked, self._default_slo, now),
             now=now,
             arrival_index=self._arrivals,
             seed=self._rng.getrandbits(63) if seed is None else seed,
@@ -243,10 +243,10 @@ class Scheduler:
         """
         if newcomer.service_class is not ServiceClass.RT or newcomer.fill:
             return False
-        ttft_s = objectives(newcomer, ServiceClass.RT, self._default_slo).ttft_s
+        ttft_s = objectives(newcomer, ServiceClass.RT, self._default_slo, now).ttft_s
         if ttft_s is None:
             return False
-        due_s = arrived_s(newcomer, now) + ttft_s
+        due_s = due_from_s(newcomer, now) + ttft_s
         tokens = len(newcomer.prompt_token_ids) - self._prefixes.cached_tokens(newcomer)
         step = self._steps.latest
         assert step is not None

@@ -27,6 +27,11 @@ _MAX_GAP = 1.5
 """Longest time to the next token that is planned for, in objectives; see paced_deadline_s."""
 
 
+def due_from_s(request: EngineRequest, now: float) -> float:
+    """From when its next token is due, if it comes now: from when this engine was asked for it."""
+    return now if request.resumed else arrived_s(request, now)
+
+
 def arrived_s(request: EngineRequest, now: float) -> float:
     """When it arrived, by its own account; now if it gives none, or one in the future."""
     return min(request.arrival_s, now) or now
@@ -117,7 +122,7 @@ class RequestState:
         self.rank: Rank = (arrival_index,)  # until a policy has its say
         self.queue_key: Rank = self.rank
         self.late = False
-        self.record = RequestRecord(arrived_s(request, now), slo, request.resumed)
+        self.record = RequestRecord(arrived_s(request, now), slo, request.resumed, now)
         self.deadline_s = self.record.due_s
         most = (params.max_tokens or max_length) if self.samples else 0
         self.max_length = min(self.prompt_len + most, max_length)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock, SystemClock
 from bros.core.config import EngineConfig
@@ -29,6 +31,7 @@ from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.model_store import ModelFiles
 from bros.executor.sampler import Sampler
+from bros.scheduler.limits import objectives
 from support.late_executor import LateExecutor
 from support.scheduling import engine_info, make_scheduler, request
 from support.tiny_models import save_tiny_llama
@@ -201,12 +204,14 @@ def trace_of(asked: EngineRequest, engine: Engine | None = None) -> RequestTrace
     return trace
 
 
-def test_it_has_no_first_token_and_the_gap_counts_for_its_pace() -> None:
+@pytest.mark.parametrize("arrival_s", [10.0, 9.0, 2.0])
+def test_it_has_no_first_token_and_the_gap_counts_for_its_pace(arrival_s: float) -> None:
+    """But not the time before: whatever that was, nothing is known of it."""
     clock, slo = ManualClock(10.0), Slo(ttft_s=0.1, tpot_s=0.1)
     slow = make_scheduler(blocks=40)
     executor = LateExecutor(ToyModel(), clock, lambda plan: 0.15)
     engine = Engine(slow, executor, clock, engine_info(blocks=40), async_scheduling="off")
-    asked = request("r", 12, max_tokens=8, arrival_s=10.0, slo=slo, ignore_eos=True)
+    asked = request("r", 12, max_tokens=8, arrival_s=arrival_s, slo=slo, ignore_eos=True)
     trace = trace_of(dataclasses.replace(asked, resumed=5), engine)
     assert (trace.prompt_tokens, trace.output_tokens) == (7, 8)
     assert trace.ttft_s is None and trace.tpot_s == pytest.approx(0.15)
@@ -215,6 +220,8 @@ def test_it_has_no_first_token_and_the_gap_counts_for_its_pace() -> None:
     counts = engine.stats().by_class[ServiceClass.RT]
     # Four intervals that were kept, and three steps: 0.85 s for seven.
     assert (counts.ttft_met, counts.tpot_met, counts.finished) == (1, 0, 1)
+    assert counts.slack.total == pytest.approx(3 * (0.1 - 0.15))
+    assert trace.events[0] == (pytest.approx(10.0 - arrival_s), "queued as rt")
 
 
 def test_who_reads_already_is_neither_refused_nor_put_behind() -> None:
@@ -228,3 +235,62 @@ def test_who_reads_already_is_neither_refused_nor_put_behind() -> None:
                 engine.submit(hopeless)
         goes_on = dataclasses.replace(hopeless, request_id="goes on", resumed=3)
         assert engine.submit(goes_on) is ServiceClass.RT
+
+
+@given(
+    arrival_s=st.integers(40, 80),
+    before_s=st.integers(0, 20),
+    deadline_s=st.integers(1, 40),
+    most=st.integers(1, 20),
+    resumed=st.integers(0, 19),
+    tpot_s=st.sampled_from([0.25, 1.0]),
+)
+def test_the_rest_has_what_is_left_of_the_time(
+    arrival_s: int, before_s: int, deadline_s: int, most: int, resumed: int, tpot_s: float
+) -> None:
+    resumed = min(resumed, most - 1)
+    asked = request(
+        "r", 20, max_tokens=most, slo=Slo(0.5, tpot_s, deadline_s), arrival_s=float(arrival_s)
+    )
+    now, due_s = arrival_s + before_s, arrival_s + deadline_s
+    found = objectives(dataclasses.replace(asked, resumed=resumed), ServiceClass.RT, Slo(), now)
+    assert found.ttft_s is not None and found.tpot_s is not None
+    assert found.ttft_s == pytest.approx(0.5 * found.tpot_s / tpot_s), "one factor for both"
+    assert found.deadline_s == deadline_s, "since its arrival"
+    from_s = now if resumed else arrival_s
+    ends_s = from_s + 0.5 + (most - resumed - 1) * tpot_s
+    if from_s >= due_s or ends_s <= due_s:
+        assert found.tpot_s == tpot_s, "lost already, or in time as it is"
+    else:
+        assert from_s + found.ttft_s + (most - resumed - 1) * found.tpot_s == pytest.approx(due_s)
+
+
+@pytest.mark.parametrize(("rows", "tpot_s", "step_s"), [(10, 0.04, 0.026), (16, 0.035, 0.020)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_go_on_beside_others_that_cannot_keep_their_pace(
+    rows: int, tpot_s: float, step_s: float, count: int
+) -> None:
+    """Whose pace is lost is always due before anybody who has to compute a prompt."""
+    clock, slo = ManualClock(10.0), Slo(0.4, tpot_s)
+    scheduler = make_scheduler(blocks=4000, max_num_seqs=32, max_batch_tokens=256)
+    executor = LateExecutor(
+        ToyModel(), clock,
+        lambda plan: step_s * (1 + sum(len(chunk.token_ids) for chunk in plan.chunks) / 20),
+    )  # fmt: skip
+    engine = Engine(scheduler, executor, clock, engine_info(blocks=4000), async_scheduling="off")
+    for number in range(rows):
+        row = request(f"row{number}", 8, arrival_s=10.0, slo=slo, max_tokens=300, ignore_eos=True)
+        engine.submit(row)
+    for _ in range(60):
+        engine.step()
+    began, went_on = clock.now(), dict[str, float]()
+    for number in range(count):
+        asked = request(f"x{number}", 60, arrival_s=began, slo=slo, max_tokens=100)
+        engine.submit(dataclasses.replace(asked, resumed=20))
+    while len(went_on) < count:
+        outputs = engine.step()
+        assert not any(output.finish_reason and output.request_id == "row0" for output in outputs)
+        for output in outputs:
+            if output.request_id.startswith("x"):
+                went_on.setdefault(output.request_id, clock.now() - began)
+    assert max(went_on.values()) <= 0.4 + count * 8 * 0.08

@@ -53,6 +53,12 @@ def test_not_if_the_first_token_would_be_late_all_the_same() -> None:
     assert not run.scheduler.makes_way(known_late, 0.01)
 
 
+def test_the_rest_of_an_answer_that_was_lost_can_still_be_in_time() -> None:
+    run = run_with_filler()
+    run.scheduler.schedule(0.0)
+    assert run.scheduler.makes_way(replace(arrival(LONG, -9.0), resumed=5), 0.01)
+
+
 @pytest.mark.parametrize("slo", [Slo(1.0), Slo(0.31)])
 def test_the_objective_is_the_request_s_own(slo: Slo) -> None:
     assert not asked_at(run_with_filler(), LONG, 0.01, slo=slo)

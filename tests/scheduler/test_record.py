@@ -204,6 +204,34 @@ def test_counters_equal_what_an_observer_counts(run: VirtualRun) -> None:
         assert sum(got.slack.counts) == (tokens if service_class is RT else 0)
 
 
+quarters = st.integers(0, 32).map(lambda count: count / 4)  # exact in binary
+
+
+@given(
+    resumed=st.integers(1, 6),
+    tpot=quarters,
+    before=quarters,
+    deadline=quarters,
+    gaps=st.lists(quarters, min_size=1, max_size=6),
+)
+def test_a_resumed_request_is_held_to_what_one_is_that_was_on_pace_until_then(
+    resumed: int, tpot: float, before: float, deadline: float, gaps: list[float]
+) -> None:
+    slo = Slo(1.0, tpot, deadline)
+    whole, now = RequestRecord(1.0, slo), 1.0 + before
+    for number in range(resumed):
+        now += tpot if number else 0.0
+        whole.token(now, slo)
+    late = whole.late_tokens
+    rest = RequestRecord(1.0, slo, resumed, now)
+    for gap in gaps:
+        now += gap
+        assert rest.token(now, slo) == whole.token(now, slo)
+    assert rest.late_tokens == whole.late_tokens - late
+    assert rest.met(slo) == (True, whole.met(slo)[1])
+    assert rest.met_deadline(slo) == whole.met_deadline(slo)
+
+
 @given(random_runs)
 def test_step_sums_equal_what_an_observer_counts(run: VirtualRun) -> None:
     stats = run.scheduler.stats()

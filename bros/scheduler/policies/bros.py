@@ -11,7 +11,7 @@ import bisect
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bros.core.request import ServiceClass
@@ -20,16 +20,13 @@ from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.policies.base import Policy, Turn
 from bros.scheduler.policies.filler_order import FillerOrder, StartOrder
 from bros.scheduler.policies.overload import OverloadGuard
-from bros.scheduler.queues import Queues, by_deadline, deadline_key
+from bros.scheduler.policies.urgent_order import UrgentOrder
+from bros.scheduler.queues import Queues, section
 from bros.scheduler.selection import Bounds, Packing, Rules
 from bros.scheduler.state import RequestState
 
-_FIRST, _LAST, _EARLY = 0.0, 1.0, 2.0
-"""Sections of a waiting queue. Real-time: on time or late; best-effort: pressing or not, and behind
-all others what nobody waits for."""
-
-_LATE_TURN = 8
-"""Every so many steps, the request that has been late for longest goes before all others."""
+_PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
+"""Sections of the waiting best-effort requests; early is what nobody waits for."""
 
 _MAX_GAP, _MAX_GAP_BEHIND = 2.5, 1.5
 """Longest time between two tokens, in objectives, if a step is given up for somebody's first
@@ -107,6 +104,7 @@ class BrosPolicy(Policy):
         self._usual_prompt = 1
         self._known_deadlines = 0  # after the last clean-up
         self._deadlines: list[tuple[float, int, RequestState]] = []
+        self._urgent = UrgentOrder(settings.late, predictor, settings.rows)
         self._order = order or FillerOrder(settings.be_max_wait_s)
 
     @property
@@ -129,12 +127,10 @@ class BrosPolicy(Policy):
         best_effort = state.service_class is ServiceClass.BE
         state.rank = (best_effort, state.arrival_index)
         if not best_effort:
-            if state.num_outputs and self._settings.late != "edf":
-                self._give_time(state, now)  # it has lost its memory, and has to start over
             self._heed(state, now)
-            state.queue_key = (_FIRST, state.deadline_s, state.arrival_index)
+            state.queue_key = self._urgent.key(state, now)
             return
-        state.queue_key = (_EARLY if state.early else _LAST, *self._order.key(state, now))
+        state.queue_key = (_EARLY if state.early else _OTHERS, *self._order.key(state, now))
         if state.slo.deadline_s is not None:
             due_s = state.record.arrival_s + state.slo.deadline_s
             start_s = due_s - _LAXITY * self._work_s(state)
@@ -145,12 +141,11 @@ class BrosPolicy(Policy):
 
     def turn(self, queues: Queues, now: float) -> Turn:
         running = queues.running_of(ServiceClass.RT)
-        self._renew(running, queues, now)
+        self._urgent.renew(running, queues, now)
         self._press(queues, now)
-        shed = self._late(queues) if self._settings.late == "shed" else ()
         self._allowed_rows = self._rows(len(running))
         return Turn(
-            urgent=self._urgent(running, queues),
+            urgent=self._urgent.of(running, queues, self._steps),
             filler=self._filler(queues, now),
             bounds=Bounds(
                 rows=self._allowed_rows,
@@ -161,7 +156,7 @@ class BrosPolicy(Policy):
                 tbar_s=self._tbar_s,
                 rules=self._settings.rules,
             ),
-            give_up=shed,
+            give_up=self._urgent.given_up(queues),
         )
 
     def _rows(self, running: int) -> int:
@@ -282,60 +277,11 @@ class BrosPolicy(Policy):
         used = room.held_by(running) / room.kv_tokens
         return min(max((_CROWDED_TO - used) / (_CROWDED_TO - _CROWDED_FROM), 0.0), 1.0)
 
-    def _renew(self, running: Sequence[RequestState], queues: Queues, now: float) -> None:
-        """Find tokens whose deadline is lost; give them a new one, or mark them as late.
-
-        The published algorithm ("edf") keeps the old deadline, so that under overload the
-        latest token comes first and everybody is late. A first token that is late waits behind
-        those that can still be on time; a running request gets a full interval anew.
-        """
-        if self._settings.late == "edf":
-            return
-        for state in running:
-            if state.deadline_s < now:
-                interval_s = state.slo.tpot_s if state.num_outputs else state.slo.ttft_s
-                state.deadline_s = now + (interval_s or 0.0)
-                state.late = True
-        waiting = queues.waiting[ServiceClass.RT]
-        while waiting and waiting[0].queue_key[0] == _FIRST:
-            state = waiting[0]
-            if state.deadline_s >= now + self._predictor.prefill_seconds(state.remaining):
-                break
-            if state.num_outputs:
-                self._give_time(state, now)
-                queues.requeue(state, (_FIRST, state.deadline_s, state.arrival_index))
-                continue
-            state.late = True
-            queues.requeue(state, (_LAST, state.deadline_s, state.arrival_index))
-
-    def _give_time(self, state: RequestState, now: float) -> None:
-        """A deadline anew for a request that was interrupted: somebody is reading its answer.
-
-        It has to compute its prompt again, so it gets what that takes at the least.
-        """
-        least_s = 2.0 * self._predictor.prefill_seconds(state.remaining)
-        state.deadline_s = now + max(state.slo.ttft_s or 0.0, least_s)
-        state.late = True
-
-    def _late(self, queues: Queues) -> list[RequestState]:
-        waiting = queues.waiting[ServiceClass.RT]
-        return waiting[bisect.bisect_left(waiting, _LAST, key=_section) :]
-
-    def _urgent(self, running: Sequence[RequestState], queues: Queues) -> Iterable[RequestState]:
-        waiting = queues.waiting[ServiceClass.RT]
-        late = self._late(queues)
-        on_time = waiting[: min(len(waiting) - len(late), self._settings.rows + 1)]
-        order: Iterator[RequestState] = heapq.merge(by_deadline(running), on_time, key=deadline_key)
-        if self._settings.late == "shed" or not late:
-            return order
-        first = 1 if self._steps % _LATE_TURN == 0 else 0
-        return itertools.chain(late[:first], order, late[first : self._settings.rows + 1])
-
     # Best-effort
 
     def chosen(self, packing: Packing[RequestState]) -> None:
         filler = packing.selected[packing.num_urgent :]
-        self._order.started(s for s, _ in filler if not s.running and _section(s) == _LAST)
+        self._order.started(s for s, _ in filler if not s.running and section(s) == _OTHERS)
 
     def _filler(self, queues: Queues, now: float) -> Iterator[RequestState]:
         """Decode rows, then what must start now, prompts that are nearly done, newcomers."""
@@ -344,7 +290,7 @@ class BrosPolicy(Policy):
         rows.sort(key=lambda s: s.num_missing)  # whoever has to be brought back comes later
         prompts = sorted((s for s in running if s.remaining > 1), key=lambda s: s.remaining)
         waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
-        pressing = min(most, bisect.bisect_left(waiting, _LAST, key=_section))
+        pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
         rest = self._order.first(waiting, pressing, most - pressing, now)
         return itertools.chain(rows, waiting[:pressing], prompts, rest)
 
@@ -353,8 +299,8 @@ class BrosPolicy(Policy):
         while self._deadlines and self._deadlines[0][0] <= now:
             start_s, _, state = heapq.heappop(self._deadlines)
             waits = not state.running and _has_deadline(state)
-            if waits and state.queue_key[0] == _LAST:
-                queues.requeue(state, (_FIRST, start_s, state.arrival_index))
+            if waits and section(state) == _OTHERS:
+                queues.requeue(state, (_PRESSING, start_s, state.arrival_index))
 
     def _forget_ended(self) -> None:
         """Drop deadlines that nothing is to be done about any more; they may be days away."""
@@ -393,7 +339,3 @@ def _latest_s(state: RequestState) -> float:
 def _has_deadline(state: RequestState) -> bool:
     """Whether a request that had one as a best-effort one still is one."""
     return not state.record.left and state.service_class is ServiceClass.BE
-
-
-def _section(state: RequestState) -> float:
-    return state.queue_key[0]
