@@ -84,7 +84,12 @@ class OverloadedError(BrosError):
 
 
 class EngineDeadError(BrosError):
-    """The engine is not running; requests that were open are lost."""
+    """The engine is not running; requests that were open are lost. `retry_after_s`: when to come
+    back, if it is known that one will run."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RanksLostError(BrosError):

@@ -11,7 +11,7 @@ from bros.core.config import EngineConfig
 from bros.executor.model_store import ModelFiles
 
 SIGNS = 8
-"""Of life, that rank 0 of several gives within config.tp_timeout."""
+"""Of life, that an engine gives within config.tp_timeout if it is one of several, or has ranks."""
 
 _FILE = "launch.json"
 
@@ -22,7 +22,7 @@ class Launch:
 
     starts_ranks: with config.tp > 1, whether bros starts the ranks. If not, torchrun has started
     them, and the process is rank 0, as the environment says. replica: which of several engines on
-    this machine it is, each with devices of its own; None if there is one.
+    this machine it is, each with devices of its own; None if there is one. gives_signs: of life.
     """
 
     model_folder: str
@@ -32,6 +32,7 @@ class Launch:
     profiles: tuple[str, ...] = ()
     starts_ranks: bool = False
     replica: int | None = None
+    gives_signs: bool = False
 
     @property
     def files(self) -> ModelFiles:

@@ -88,7 +88,7 @@ def _lead(launch: Launch, folder: Path, group: Group) -> None:
         # holds up a step by as much as the step takes.
         gc.collect()
         gc.freeze()
-        if launch.config.tp > 1:
+        if launch.gives_signs:
             every_s = launch.config.tp_timeout / SIGNS
             stack.enter_context(signs_of_life(folder, every_s))
         run_engine(engine, transport)

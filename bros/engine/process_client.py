@@ -42,11 +42,12 @@ class ProcessEngineClient(SupervisedClient):
     ) -> None:
         """replica: which of several engines on this machine it is; see Launch."""
         starts_ranks = config.tp > 1 and not is_rank
+        gives_signs = config.tp > 1 or replica is not None
         super().__init__(
             restart=restart and not is_rank,
             on_final_death=on_final_death,
             grace_s=_RANKS_GRACE_S if starts_ranks else _GRACE_S,
-            rank_signs_s=config.tp_timeout if config.tp > 1 else None,
+            rank_signs_s=config.tp_timeout if gives_signs else None,
         )
         self._launch = Launch(
             model_folder=str(files.folder),
@@ -56,6 +57,7 @@ class ProcessEngineClient(SupervisedClient):
             profiles=tuple(str(folder) for folder in profiles),
             starts_ranks=starts_ranks,
             replica=replica,
+            gives_signs=gives_signs,
         )
         self._process: asyncio.subprocess.Process | None = None
 

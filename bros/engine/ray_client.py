@@ -58,7 +58,7 @@ class RayEngineClient(SupervisedClient):
             restart=restart,
             on_final_death=on_final_death,
             grace_s=_GRACE_S,
-            rank_signs_s=config.tp_timeout if config.tp > 1 else None,
+            rank_signs_s=config.tp_timeout,
         )
         if not share.gpus:
             config = dataclasses.replace(config, threads=max(1, share.cpus // config.tp))

@@ -59,6 +59,7 @@ class EngineHost:
             config=order.config,
             profiles=tuple(str(folder) for folder in profile_folders(cache_dir)),
             starts_ranks=order.config.tp > 1,
+            gives_signs=True,
         )
         # Readable by this user only.
         with tempfile.TemporaryDirectory(prefix="bros-", ignore_cleanup_errors=True) as name:

@@ -66,7 +66,8 @@ class SupervisedClient(MessageClient, ABC):
         rank_signs_s: float | None = None,
     ) -> None:
         """grace_s: how long the engine may take to end after Shutdown before it is killed.
-        rank_signs_s: its first rank is taken for dead after so long without a sign of life."""
+        rank_signs_s: it, or its first rank, is taken for dead after so long without a sign of
+        life."""
         super().__init__(self._post)
         self._restart = restart
         self._on_final_death = on_final_death
@@ -173,7 +174,7 @@ class SupervisedClient(MessageClient, ABC):
         receiver = Receiver(pull, self._take, Wire(commands, replies, wire.server_key))
         stack.push_async_callback(receiver.close)
         if self._rank_signs is not None:
-            words = f"Rank 0 has not answered for {self._rank_signs_s:g} s."
+            words = f"The engine has not answered for {self._rank_signs_s:g} s."
             self._watch(stack, self._rank_signs, words)
         return receiver
 

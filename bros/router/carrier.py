@@ -11,7 +11,13 @@ import asyncio
 import logging
 from collections import OrderedDict
 
-from bros.core.errors import BrosError, EngineDeadError, OverloadedError, QueueFullError
+from bros.core.errors import (
+    BrosError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    QueueFullError,
+)
 from bros.core.interfaces import RequestStream
 from bros.core.request import FinishReason, RequestOutput
 from bros.router.member import Member, Routed
@@ -27,6 +33,9 @@ _REMEMBERED = 16_384
 """Requests that have ended of which it is known where they were."""
 
 _LEAST_WAIT_S = 0.01
+
+_STUCK_WAIT_S = 0.1
+"""Before an engine is asked again that has not yet ended what was taken away from it."""
 
 
 class _LostTooOftenError(EngineDeadError):
@@ -68,15 +77,12 @@ class Carrier:
 
         patient: it was accepted once, so wait for as long as a replica may come to take it.
         """
-        refused: dict[Member, QueueFullError | OverloadedError] = {}
+        refused: dict[Member, QueueFullError | OverloadedError] = dict(item.refusals)
         while True:
             item.moving = False
             try:
                 replica = await self._roster.place(item, refused, patient=patient)
-                inner = await replica.client.submit(item.current)
-                item.accepted = True
-                await self._catch_up(item, replica)
-                return inner
+                return await self._hand_over(item, replica)
             except (QueueFullError, OverloadedError) as error:
                 assert item.replica is not None
                 refused[item.replica] = error
@@ -86,15 +92,49 @@ class Carrier:
                     raise  # there is nobody to ask
                 self._lose(item, error)
                 continue
+            except TimeoutError:
+                self._leave_behind(item)
+                continue
             except BaseException:
                 self._roster.leave(item)
                 raise
             if not self._roster.others_take(refused):
                 soonest = min(refused.values(), key=lambda error: error.retry_after_s)
-                if not patient:
+                if not patient or item.refusals:
                     raise soonest
                 await asyncio.sleep(max(soonest.retry_after_s, _LEAST_WAIT_S))
                 refused.clear()
+
+    async def _hand_over(self, item: Routed, replica: Member) -> RequestStream:
+        """Have this one accept it. Raises TimeoutError if it is taken away from it meanwhile."""
+        async with asyncio.timeout(None) as item.engine_wait:
+            try:
+                inner = await replica.client.submit(item.current)
+            except InvalidRequestError as error:
+                if replica not in item.left:
+                    raise
+                # It has not ended what it had of this one.
+                raise OverloadedError(str(error), _STUCK_WAIT_S) from error
+            item.accepted = True
+            await self._catch_up(item, replica)
+            item.engine_wait = None
+            return inner
+
+    def take_away(self, item: Routed) -> None:
+        """It goes on elsewhere, whatever the engine that has it is doing, if somebody waits for
+        that just now."""
+        if item.engine_wait is not None:
+            item.engine_wait.reschedule(asyncio.get_running_loop().time())
+            item.engine_wait = None
+
+    def _leave_behind(self, item: Routed) -> None:
+        """It was taken away."""
+        self._clear(item)
+        if item.replica is not None:
+            item.left.add(item.replica)
+            item.replica.stuck = item.is_there
+        self._roster.leave(item)
+        self.moved += 1
 
     async def _catch_up(self, item: Routed, replica: Member) -> None:
         """Tell the engine what was said of a request while it was accepted, or elsewhere."""
@@ -116,6 +156,8 @@ class Carrier:
                 item.end(FinishReason.ABORT)
             else:
                 item.stream.put(EngineDeadError(self.closing))
+        except OverloadedError as error:
+            item.end(FinishReason.ERROR, str(error), error.retry_after_s)
         except _LostTooOftenError as error:
             item.end(FinishReason.ERROR, str(error))
         except EngineDeadError as error:
@@ -133,15 +175,17 @@ class Carrier:
         """Forward what one replica gives; True if that was all."""
         error = EngineDeadError("The engine's output ended without a finish reason.")
         try:
-            async for output in inner:
-                if output.finish_reason is FinishReason.ABORT and item.moving and not item.aborted:
-                    self._clear(item)
-                    self._roster.leave(item)
-                    self.moved += 1
-                    return False
-                self._take(item, output)
-                if output.finish_reason is not None:
-                    return True
+            async with asyncio.timeout(None) as item.engine_wait:
+                async for output in inner:
+                    if output.finish_reason is not None and self._goes_on(item, output):
+                        return False
+                    self._take(item, output)
+                    if output.finish_reason is not None:
+                        return True
+        except TimeoutError:
+            if not item.aborted:
+                self._leave_behind(item)
+                return False
         except EngineDeadError as death:
             error = death
         if item.aborted:
@@ -152,11 +196,30 @@ class Carrier:
         self.continued += 1
         return False
 
+    def _goes_on(self, item: Routed, output: RequestOutput) -> bool:
+        """Whether it has ended where it is, but not elsewhere."""
+        reason, replica = output.finish_reason, item.replica
+        if item.aborted or replica is None:
+            return False
+        if reason is FinishReason.ABORT and item.moving:
+            self.moved += 1
+        elif reason is FinishReason.ERROR and output.retry_after_s is not None and not item.given:
+            refused = OverloadedError(output.error or "It was refused.", output.retry_after_s)
+            if not self._roster.others_take([*item.refusals, replica]):
+                return False
+            item.refusals[replica] = refused
+        else:
+            return False
+        self._clear(item)
+        self._roster.leave(item)
+        return True
+
     def _take(self, item: Routed, output: RequestOutput) -> None:
         reason = output.finish_reason
         if not item.begun and (output.token_ids or reason is FinishReason.LENGTH):
             self._clear(item)
             self._roster.begun(item, output.cached_tokens)
+            item.refusals.clear()
         if reason is not None and item.replica is not None:
             self._remember(item.id, item.replica)
         item.forward(output)

@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 _STATS_TIMEOUT_S = 2.0
 """Of one replica, whose latest figures are taken instead."""
 
+_MOVE_S = 1.0
+"""Of an engine, to give back what is to go on elsewhere, before that does so without it."""
+
+_LOOK_S = 0.1
+"""How often one that is to be empty, or restarted, is looked at."""
+
 _CLOSING = "The server is shutting down."
 
 
@@ -51,6 +57,7 @@ class RouterClient:
     ) -> None:
         """rng: seeds of requests that bring none."""
         self._roster = Roster(fleet, clock)
+        self._clock = clock
         self._rng = rng
         self._on_final_death = on_final_death
         self._carrier = Carrier(self._roster)
@@ -69,6 +76,12 @@ class RouterClient:
     @property
     def alive(self) -> bool:
         return any(replica.client.alive for replica in self._replicas if not replica.gone)
+
+    @property
+    def takes(self) -> bool:
+        """Whether requests can go anywhere now."""
+        self._roster.look()
+        return bool(self._roster.takers)
 
     @property
     def continued(self) -> int:
@@ -118,7 +131,8 @@ class RouterClient:
         item = self._carrier.open.get(request_id)
         if item is None:
             return
-        item.promoted = slo
+        item.promote(slo, self._clock.now())
+        self._roster.promote(item)
         if item.accepted and item.replica is not None:
             await item.replica.client.promote(request_id, slo)
 
@@ -204,19 +218,18 @@ class RouterClient:
     def drain(self, number: int, *, move: bool = False, restart: bool = False) -> None:
         """Send nothing new to a replica from now on.
 
-        move: what is open there goes on elsewhere at once. restart: when nothing is open any more,
-        its engine is ended and started anew, and takes requests again.
+        move: what is open there goes on elsewhere at once, also if the engine does not answer.
+        restart: when nothing is open any more, its engine is ended and started anew, and takes
+        requests again.
         Raises NotFoundError, or InvalidRequestError if no other replica takes requests.
         """
         replica = self._roster.find(number)
         if restart and replica.restart is None:
             raise InvalidRequestError(f"{replica.name} cannot be restarted from here.", "restart")
         self._roster.set_draining(replica, True)
+        logger.info("%s is drained: move=%s, restart=%s", replica.name, move, restart)
         if move:
-            for item in replica.open.values():
-                item.moving = True
-                if item.accepted:
-                    self._in_background(replica.client.abort(item.id))
+            self._in_background(self._move(replica))
         if restart and not replica.restarting:
             self._in_background(self._restart(replica))
 
@@ -226,11 +239,31 @@ class RouterClient:
 
     def resume(self, number: int) -> None:
         """Send requests to a replica again. Raises NotFoundError."""
-        self._roster.set_draining(self._roster.find(number), False)
+        replica = self._roster.find(number)
+        self._roster.set_draining(replica, False)
+        logger.info("%s takes requests again", replica.name)
+
+    async def _move(self, replica: Member) -> None:
+        """What is open there goes on elsewhere."""
+        key, items = replica.key, list(replica.open.values())
+        for item in items:
+            item.moving = True
+        for item in items:
+            if item.accepted:
+                await replica.client.abort(item.id)
+        await asyncio.sleep(_MOVE_S)
+        while left := [item for item in items if item.moving and item.is_at(replica, key)]:
+            logger.warning("%s does not give back %d requests", replica.name, len(left))
+            for item in left:
+                self._carrier.take_away(item)
+            await asyncio.sleep(_LOOK_S)
 
     async def _restart(self, replica: Member) -> None:
         assert replica.restart is not None
         await self._roster.emptied(replica)
+        while replica.draining and not self._roster.others_take([replica]):
+            await asyncio.sleep(_LOOK_S)  # it is the only one that is there
+            await self._roster.emptied(replica)
         if not replica.draining or replica.gone or replica.restarting:
             return  # it was resumed meanwhile, or cannot be, or somebody else has asked for it
         replica.restarting = True
@@ -266,15 +299,25 @@ class RouterClient:
 
 
 async def _update_stats(replica: Member) -> EngineDeadError | None:
-    """What came of it, if it is dead."""
+    """What came of it, if it is dead. One that does not answer is waited for once."""
+    if replica.asked is None:
+        replica.asked = asyncio.create_task(_ask_stats(replica))
+    asked = replica.asked
+    _, late = await asyncio.wait([asked], timeout=0 if replica.silent else _STATS_TIMEOUT_S)
+    if late:
+        replica.silent = True
+        return None
+    return asked.result()
+
+
+async def _ask_stats(replica: Member) -> EngineDeadError | None:
     try:
-        async with asyncio.timeout(_STATS_TIMEOUT_S):
-            replica.stats = await replica.client.stats()
-    except TimeoutError:
-        pass
+        replica.stats = await replica.client.stats()
     except EngineDeadError as error:
         replica.stats_lost()
         return error
+    finally:
+        replica.asked, replica.silent = None, False
     return None
 
 

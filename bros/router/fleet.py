@@ -141,6 +141,12 @@ class Fleet:
         if work.leaf.alive:
             self.state.forest.use(work.leaf, work.replica)
 
+    def promoted(self, request_id: str) -> None:
+        """It is real-time from now on. Unknown ids are ignored."""
+        work = self._ledger.works.get(request_id)
+        if work is not None:
+            self._ledger.promote(work)
+
     def ended(
         self, request_id: str, output_ids: Sequence[int], now: float, *, cached: bool = True
     ) -> None:

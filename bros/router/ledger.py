@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from bros.core.request import ServiceClass
 from bros.router.forest import Node
 from bros.router.replica import Replica, Work
 from bros.router.state import State
@@ -48,6 +49,19 @@ class Ledger:
         replica.open.remove(work.service_class, work.prefill_s, work.decode_s)
         work.begun = True
         replica.open.add(work.service_class, 0.0, work.decode_s)
+
+    def promote(self, work: Work) -> None:
+        """It counts as real-time work from now on."""
+        if work.service_class is ServiceClass.RT:
+            return
+        replica = self._state.replicas[work.replica]
+        prefill_s = 0.0 if work.begun else work.prefill_s
+        replica.open.remove(work.service_class, prefill_s, work.decode_s)
+        replica.open.add(ServiceClass.RT, prefill_s, work.decode_s)
+        if work.in_window:
+            replica.window.remove(work.service_class, work.prefill_s, work.decode_s)
+            replica.window.add(ServiceClass.RT, work.prefill_s, work.decode_s)
+        work.service_class = ServiceClass.RT
 
     def close(self, request_id: str) -> Work | None:
         """It has ended, or is lost; None if it is not open."""

@@ -9,11 +9,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+from bros.core.errors import EngineDeadError, OverloadedError
 from bros.core.interfaces import EngineInfo, EngineStats, Notice, Prices, WatchableClient
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, Slo
+from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.engine.client import OutputStream
 from bros.router.settings import ReplicaFacts
 from bros.router.totals import counters, total_stats
+
+_LEAST_LEFT_S = 0.001
+"""Until something is due that is late already."""
 
 Restart = Callable[[], Awaitable[None]]
 """Ends an engine on which nothing is open, and returns when the next one is up."""
@@ -66,7 +70,8 @@ class Member:
     """key: its number in the fleet, a new one each time it comes up; None while it is down.
 
     number: what operators call it. info, stats: the latest of its engine, and of those before it
-    the counters (stats_before).
+    the counters (stats_before). asked: a question for the next ones that it has not answered;
+    silent: for long. stuck: it has not given back what was to go on elsewhere.
     """
 
     number: int
@@ -77,6 +82,9 @@ class Member:
     draining: bool = False
     restarting: bool = False
     gone: bool = False
+    stuck: bool = False
+    silent: bool = False
+    asked: asyncio.Task[EngineDeadError | None] | None = None
     info: EngineInfo | None = None
     stats: EngineStats | None = None
     stats_before: EngineStats = field(default_factory=EngineStats)
@@ -91,6 +99,11 @@ class Member:
     def takes(self) -> bool:
         """Whether requests may go there."""
         return self.key is not None and not self.draining
+
+    @property
+    def could_take(self) -> bool:
+        """Whether they may, if there is no other."""
+        return self.key is not None and not (self.restarting or self.stuck)
 
     @property
     def state(self) -> ReplicaState:
@@ -147,14 +160,16 @@ class Routed:
     given: all tokens of the answer so far. replica, key: where it is, and in which life of that;
     None while it is between two. placed: the decision that it waits for, and `patient` if it can
     wait long. accepted: the engine there has it; begun: and has given the first output.
-    aborted, promoted: as somebody has said, and how. moving: it is to go on elsewhere. losses:
-    engines that were lost with it. suspect: nobody else that is may begin.
+    aborted, promoted: as somebody has said, and how and when. moving: it is to go on elsewhere.
+    engine_wait: for what the engine says; who ends it has it go on without a word of that one.
+    left: replicas that may still have it. refusals: of those that had accepted it, and then did
+    not begin. losses: engines that were lost with it. suspect: nobody else that is may begin.
     """
 
     __slots__ = (
         *("_cached_tokens", "_given_before", "aborted", "accepted", "asked", "begun", "current"),
-        *("given", "key", "losses", "moving", "patient", "placed", "promoted", "replica"),
-        *("stream", "suspect", "task"),
+        *("engine_wait", "given", "key", "left", "losses", "moving", "patient", "placed"),
+        *("promoted", "promoted_s", "refusals", "replica", "stream", "suspect", "task"),
     )
 
     def __init__(self, asked: EngineRequest) -> None:
@@ -167,7 +182,11 @@ class Routed:
         self.task: asyncio.Task[None] | None = None
         self.accepted = self.begun = self.aborted = self.moving = False
         self.patient = self.suspect = False
+        self.engine_wait: asyncio.Timeout | None = None
+        self.left: set[Member] = set()
+        self.refusals: dict[Member, OverloadedError] = {}
         self.promoted: Slo | None = None
+        self.promoted_s = 0.0
         self.losses = 0
         self._given_before = 0
         self._cached_tokens: int | None = None
@@ -180,6 +199,10 @@ class Routed:
     def is_there(self) -> bool:
         """Whether the engine that it was given to is still the one of its replica."""
         return self.replica is not None and self.key == self.replica.key is not None
+
+    def is_at(self, replica: Member, key: int | None) -> bool:
+        """Whether it is where it was, in the same life."""
+        return self.replica is replica and self.key == key
 
     @property
     def waits(self) -> bool:
@@ -195,13 +218,31 @@ class Routed:
         """What the next engine is asked for: the rest of the answer."""
         self._given_before = len(self.given)
         self.begun = False
+        self.current = self._promoted()
         if self.given:
             self.current = dataclasses.replace(
-                self.asked,
+                self.current,
                 prompt_token_ids=[*self.asked.prompt_token_ids, *self.given],
                 resumed=self.asked.resumed + len(self.given),
             )
         return self.current
+
+    def promote(self, slo: Slo, now: float) -> None:
+        """It is real-time from now on. Only the first time counts."""
+        if self.promoted is None:
+            self.promoted, self.promoted_s = slo, now
+
+    def _promoted(self) -> EngineRequest:
+        """As if it had come when it was promoted. Of a whole that is due, the rest is left."""
+        slo, asked = self.promoted, self.asked
+        if slo is None or self.stream.service_class is ServiceClass.RT:
+            return asked  # it was real-time already
+        if slo.deadline_s is None and asked.slo.deadline_s is not None:
+            left_s = asked.arrival_s + asked.slo.deadline_s - self.promoted_s
+            slo = dataclasses.replace(slo, deadline_s=max(left_s, _LEAST_LEFT_S))
+        return dataclasses.replace(
+            asked, service_class=ServiceClass.RT, slo=slo, arrival_s=self.promoted_s
+        )
 
     def forward(self, output: RequestOutput) -> None:
         """Give it to whoever asked. What was cached counts where the answer began."""
@@ -212,7 +253,12 @@ class Routed:
         self.given += output.token_ids
         self.stream.put(output)
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def end(
+        self,
+        reason: FinishReason,
+        error: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         """Give the last output, without an engine."""
         self.forward(
             RequestOutput(
@@ -220,5 +266,6 @@ class Routed:
                 finish_reason=reason,
                 cached_tokens=self._cached_tokens or 0,
                 error=error,
+                retry_after_s=retry_after_s,
             )
         )

@@ -23,6 +23,9 @@ from bros.router.totals import total_stats
 
 logger = logging.getLogger(__name__)
 
+_COMES_S = 5.0
+"""When to ask again, if a replica is coming up."""
+
 _LOOK_S = 0.05
 """How often it is looked who is alive. Open requests and new ones notice by themselves."""
 
@@ -121,8 +124,7 @@ class Roster:
                 code="last_replica",
             )
         replica.draining = draining
-        if replica.key is not None:
-            self._fleet.set_draining(replica.key, draining)
+        self._tell_draining(replica, draining)
         if replica.takes:
             self._bring_home()
 
@@ -156,8 +158,19 @@ class Roster:
             self._routing = asyncio.get_running_loop().call_soon(self._route)
         return item.placed
 
+    @property
+    def takers(self) -> list[Member]:
+        """Who takes requests: if there is no other, those that are drained as well."""
+        there = [replica for replica in self.replicas.values() if replica.takes]
+        return there or [replica for replica in self.replicas.values() if replica.could_take]
+
     def others_take(self, than: Collection[Member]) -> bool:
-        return any(other.takes and other not in than for other in self.replicas.values())
+        return any(other not in than for other in self.takers)
+
+    def promote(self, item: Routed) -> None:
+        """What it still asks for where it is counts as real-time work."""
+        if item.is_there:
+            self._fleet.promoted(item.id)
 
     def begun(self, item: Routed, cached_tokens: int) -> None:
         """What it asks for is computed as far as the first token."""
@@ -185,14 +198,20 @@ class Roster:
         arrivals, self._arrivals = self._arrivals, []
         # Those that somebody has given up meanwhile are done.
         open_now = [(item, avoid) for item, avoid in arrivals if item.waits]
-        if not self.others_take(than=()):
+        takers = self.takers
+        if not takers:
             for item, _ in open_now:
                 self._keep_waiting(item)
             return
+        drained = [replica for replica in takers if replica.draining]
+        for replica in drained:  # there is no other, but they stay what they are
+            self._tell_draining(replica, False)
         self._decide([item for item, avoid in open_now if not avoid])
         for item, avoid in open_now:
             if avoid:
                 self._decide([item], avoid if self.others_take(avoid) else ())
+        for replica in drained:
+            self._tell_draining(replica, True)
 
     def _decide(self, items: Sequence[Routed], avoid: Collection[Member] = ()) -> None:
         if not items:
@@ -219,7 +238,13 @@ class Roster:
         elif item.patient:
             self._homeless.append(item)
         else:
-            _refuse(item, EngineDeadError("No replica takes requests now."))
+            comes = any(each.key is None and not each.gone for each in self.replicas.values())
+            message = "No replica takes requests now."
+            _refuse(item, EngineDeadError(message, _COMES_S if comes else None))
+
+    def _tell_draining(self, replica: Member, draining: bool) -> None:
+        if replica.key is not None:
+            self._fleet.set_draining(replica.key, draining)
 
     def _bring_home(self) -> None:
         homeless, self._homeless = self._homeless, []
@@ -229,12 +254,11 @@ class Roster:
 
     def _come_up(self, replica: Member) -> None:
         replica.info = replica.client.info
+        replica.stuck = False
         replica.key = self._fleet.add(replica.facts(), self._clock.now())
         self._by_key[replica.key] = replica
-        if replica.draining:
-            self._fleet.set_draining(replica.key, True)
-        else:
-            self._bring_home()
+        self._tell_draining(replica, replica.draining)
+        self._bring_home()
         if replica.lost and replica.state is ReplicaState.UP:
             logger.warning("%s is back", replica.name)
 
@@ -242,6 +266,9 @@ class Roster:
         if replica.key is None and not replica.gone:
             self.look()  # it may be the first sign of life
         if replica.key is not None:
+            if replica.stuck:
+                replica.stuck = False
+                self._bring_home()
             replica.notice = notice
             self._fleet.take(replica.key, notice, self._clock.now())
 

@@ -217,7 +217,11 @@ def _describe_server_error(error: Exception) -> ApiError:
             type=SERVER_ERROR,
             code="internal_error",
         )
-    return ApiError(status=status, message=str(error), type=SERVER_ERROR, code=code)
+    wait_s = error.retry_after_s if isinstance(error, EngineDeadError) else None
+    headers = {} if wait_s is None else {"retry-after": str(math.ceil(wait_s))}
+    return ApiError(
+        status=status, message=str(error), type=SERVER_ERROR, code=code, headers=headers
+    )
 
 
 async def handle_expected(request: Request, error: Exception) -> Response:

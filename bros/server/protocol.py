@@ -245,7 +245,9 @@ class DetokenizeRequest(ModelRequest):
 
 
 class DrainRequest(WireModel):
-    """What becomes of a replica that is drained."""
+    """What becomes of a replica that is drained. A name that is not known is a mistake."""
+
+    model_config = ConfigDict(extra="forbid")
 
     move: bool = Field(default=False, description="What is open there goes on elsewhere at once")
     restart: bool = Field(

@@ -19,12 +19,13 @@ from bros.admin_command import run_admin
 from bros.cli import main
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.core.errors import BrosError, ConfigError
+from bros.core.errors import BrosError, ConfigError, EngineDeadError
 from bros.core.request import EngineRequest, SamplingParams
 from bros.router.client import RouterClient
 from bros.router.flags import add_arguments
 from bros.router.planned import PlanReport
 from bros.server.app import create_app
+from bros.server.errors import describe
 from bros.server.replica_metrics import ReplicaCollector
 from bros.server.replicas import with_share_of_cores
 from bros.server.tenants import load_tenants
@@ -133,6 +134,7 @@ async def test_a_replica_is_drained_and_used_again(server: Replicated) -> None:
         ("7/resume", {}, 404, "replica_not_found"),
         ("x/drain", {}, 404, "not_found"),
         ("0/drain", {"move": "maybe"}, 400, None),
+        ("0/drain", {"restrat": True}, 400, None),
         ("1/drain", {"restart": True}, 400, None),
     ],
 )
@@ -179,6 +181,34 @@ async def test_health_metrics_and_description_tell_of_replicas(server: Replicate
     server.engines[1].die()
     assert (await server.http.get("/health")).status_code == 503
     assert ADMIN in (await server.http.get("/openapi.json")).json()["paths"]
+
+
+async def test_a_drained_replica_serves_when_the_other_is_lost(
+    server: Replicated, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    await server.http.post(f"{ADMIN}/0/drain")
+    server.engines[1].die()
+    await serve_one(server, "a")
+    assert "a" in server.engines[0].submitted
+    assert (await server.http.get("/health")).json()["status"] == "ok"
+    assert await server.states() == ["drained", "down"]
+    await server.http.post(f"{ADMIN}/0/resume")
+    said = [record.getMessage() for record in caplog.records]
+    assert "replica-0 is drained: move=False, restart=False" in said
+    assert "replica-0 takes requests again" in said
+
+
+async def test_who_comes_while_no_replica_is_up_is_told_when_one_may_be(
+    server: Replicated,
+) -> None:
+    for engine in server.engines:
+        engine.die()
+    with pytest.raises(EngineDeadError) as refused:
+        await serve_one(server, "a")
+    reply = describe(refused.value).to_response()
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+    assert (await server.http.get("/health")).status_code == 503
 
 
 # bros admin

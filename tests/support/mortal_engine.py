@@ -52,6 +52,7 @@ class MortalEngine:
     """A WatchableClient: every step takes step_s, and gives each request a token.
 
     refusals: raised one by one on submission. killers: ids that end the engine when they begin.
+    shed: ids that are refused after they were accepted. hung: it does nothing, nor answers.
     What was asked is in submitted, promoted and released, by id.
     """
 
@@ -61,6 +62,8 @@ class MortalEngine:
         self.alive = False
         self.refusals: list[BrosError] = []
         self.killers: set[str] = set()
+        self.shed: set[str] = set()
+        self.hung = False
         self.submitted: dict[str, EngineRequest] = {}
         self.promoted: dict[str, Slo] = {}
         self.released: list[str] = []
@@ -81,7 +84,7 @@ class MortalEngine:
         """All that is open is lost."""
         if not self.alive:
             return
-        self.alive = False
+        self.alive = self.hung = False
         self.deaths += 1
         self.steps = 0
         assert self._worker is not None
@@ -101,11 +104,12 @@ class MortalEngine:
 
     async def submit(self, request: EngineRequest) -> OutputStream:
         deaths = self.deaths
-        await asyncio.sleep(self.step_s / 2)
-        if not self.alive or deaths != self.deaths:
-            raise EngineDeadError("The engine is dead.")
         if request.request_id in self._open:
             raise InvalidRequestError("in use", "request_id")
+        await asyncio.sleep(self.step_s / 2)
+        await self._while_hung()
+        if not self.alive or deaths != self.deaths:
+            raise EngineDeadError("The engine is dead.")
         if self.refusals:
             raise self.refusals.pop(0)
         self.submitted[request.request_id] = request
@@ -125,6 +129,7 @@ class MortalEngine:
         self.released.append(request_id)
 
     async def stats(self) -> EngineStats:
+        await self._while_hung()
         if not self.alive:
             raise EngineDeadError("The engine is dead.")
         return EngineStats(steps=self.steps, kv_blocks_total=self.info.num_kv_blocks)
@@ -145,9 +150,14 @@ class MortalEngine:
         self.die()
         self.closed = True
 
+    async def _while_hung(self) -> None:
+        while self.hung and self.alive:
+            await asyncio.sleep(self.step_s)
+
     async def _work(self) -> None:
         while True:
             await asyncio.sleep(self.step_s)
+            await self._while_hung()
             self.steps += 1
             for request_id, (stream, tokens) in list(self._open.items()):
                 if request_id in self.killers:
@@ -163,6 +173,9 @@ class MortalEngine:
         if request_id in self._aborted:
             self._aborted.remove(request_id)
             return RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
+        if request_id in self.shed:
+            return RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR,
+                                 error="Too busy.", retry_after_s=2.0)  # fmt: skip
         if request.fill:
             return RequestOutput(request_id=request_id, finish_reason=FinishReason.LENGTH)
         num_output = len(tokens) - len(request.prompt_token_ids) + request.resumed

@@ -71,6 +71,9 @@ class TurnFleet(Fleet):
         assert request_id in self.open and request_id not in self.begun_ids
         self.begun_ids.add(request_id)
 
+    def promoted(self, request_id: str) -> None:
+        assert request_id in self.open
+
     def ended(
         self, request_id: str, output_ids: Sequence[int], now: float, *, cached: bool = True
     ) -> None:

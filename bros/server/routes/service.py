@@ -34,9 +34,9 @@ _PAGE_HEADERS = {
 
 
 async def health(request: Request) -> Response:
-    """200 if the engine runs, else 503."""
+    """200 if the engine runs and takes requests, else 503."""
     state = ServerState.of(request)
-    alive = state.engine.alive
+    alive = state.engine.alive if state.replicas is None else state.replicas.takes
     reply = Health(status="ok" if alive else "engine down")
     if state.replicas is not None:
         replicas = state.replicas.replicas()

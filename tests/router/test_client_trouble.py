@@ -1,0 +1,228 @@
+"""Replicas that hang, are drained when others are lost, refuse what they had accepted, and what is
+promoted meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bros.core.errors import EngineDeadError, QueueFullError
+from bros.core.request import FinishReason, ServiceClass, Slo
+from bros.router.build import make_fleet
+from bros.router.member import ReplicaState
+from bros.router.settings import RouterSettings
+from bros.simulator.virtual_loop import run_virtual
+from support.mortal_engine import STEP_S, foretold
+from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of
+
+RT, BE = ServiceClass.RT, ServiceClass.BE
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# An engine that hangs
+
+
+def test_what_a_hung_engine_has_goes_on_elsewhere() -> None:
+    async def test(group: Group) -> None:
+        begun = asyncio.create_task(collect(group.client, ask("begun")))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("begun")
+        group.engines[where].hung = True
+        # By turns, so that one of them is about to be accepted there.
+        others = [asyncio.create_task(collect(group.client, ask(f"r{n}"))) for n in range(2)]
+        await asyncio.sleep(1)
+        assert not begun.done() and sum(reading.done() for reading in others) == 1
+        began = now()
+        group.client.drain(where, move=True, restart=True)
+        for reading in (begun, *others):
+            assert tokens_of(await reading) == foretold(ask())
+        assert now() - began < 1.5
+        await asyncio.sleep(1.5)
+        status = group.client.replicas()[where]
+        assert (status.state, group.engines[where].deaths) == (ReplicaState.UP, 1)
+        assert (group.client.moved, group.client.continued) == (2, 0)
+
+    in_group(test)
+
+
+def test_an_engine_that_was_only_slow_may_get_it_again_when_it_has_given_it_back() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask(max_tokens=300)))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        slow, other = group.engines[where], group.engines[1 - where]
+        slow.hung = True
+        group.client.drain(where, move=True)
+        await asyncio.sleep(1.2)
+        assert "r" in slow.open_ids and "r" in other.open_ids
+        group.client.resume(where)
+        other.die()
+        await asyncio.sleep(0.5)
+        assert not reading.done()
+        slow.hung = False
+        assert tokens_of(await reading) == foretold(ask(max_tokens=300))
+
+    in_group(test)
+
+
+def test_what_hangs_is_waited_for_once_when_figures_are_asked_for() -> None:
+    async def test(group: Group) -> None:
+        await asyncio.sleep(5 * STEP_S)
+        before = await group.client.stats()
+        group.engines[0].hung = True
+        took = []
+        for _ in range(3):
+            began = now()
+            assert (await group.client.stats()).kv_blocks_total == before.kv_blocks_total
+            took.append(now() - began)
+        assert took[0] <= 2.0 and took[1:] == [0.0, 0.0]
+        group.engines[0].hung = False
+        await asyncio.sleep(2 * STEP_S)
+        steps = (await group.client.stats()).steps
+        await asyncio.sleep(5 * STEP_S)
+        assert (await group.client.stats()).steps >= steps + 8, "both are asked again"
+
+    in_group(test)
+
+
+# Drained, and the others lost
+
+
+def test_drained_replicas_serve_while_there_is_no_other_and_stay_drained() -> None:
+    async def test(group: Group) -> None:
+        group.client.drain(0)
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        group.engines[1].die()
+        assert group.client.takes
+        assert tokens_of(await collect(group.client, ask("new"))) == foretold(ask())
+        assert tokens_of(await reading) == foretold(ask())
+        assert group.client.replicas()[0].state is ReplicaState.DRAINED
+        group.engines[1].start()
+        await asyncio.sleep(0.1)
+        await asyncio.gather(*(collect(group.client, ask(f"r{n}", 2)) for n in range(4)))
+        assert set(group.engines[0].submitted) == {"r", "new"}
+
+    in_group(test)
+
+
+def test_the_only_one_that_is_there_is_not_restarted_before_another_is() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        group.client.drain(where, restart=True)
+        group.engines[1 - where].die()
+        await reading
+        await asyncio.sleep(1)
+        assert group.engines[where].deaths == 0 and group.client.takes
+        group.engines[1 - where].start()
+        await asyncio.sleep(2)
+        assert group.engines[where].deaths == 1
+        assert group.client.replicas()[where].state is ReplicaState.UP
+
+    in_group(test)
+
+
+def test_who_is_refused_is_told_when_to_come_back_if_a_replica_comes_up() -> None:
+    async def test(group: Group) -> None:
+        for engine in group.engines:
+            engine.die()
+        assert not group.client.takes
+        with pytest.raises(EngineDeadError, match="takes requests") as refused:
+            await group.client.submit(ask())
+        assert refused.value.retry_after_s == 5.0
+
+    in_group(test)
+
+
+# Refused after it was accepted
+
+
+def test_what_one_replica_sheds_another_may_take() -> None:
+    async def test(group: Group) -> None:
+        group.engines[0].shed = {"r0", "r1"}
+        made = [collect(group.client, ask(f"r{n}")) for n in range(2)]
+        for outputs in await asyncio.gather(*made):
+            assert tokens_of(outputs) == foretold(ask())
+        assert len(group.engines[0].submitted) == 1
+        for engine in group.engines:
+            engine.shed = {"both"}
+        (last,) = await collect(group.client, ask("both"))
+        assert (last.finish_reason, last.retry_after_s) == (FinishReason.ERROR, 2.0)
+        assert all("both" in engine.submitted for engine in group.engines)
+
+    in_group(test)
+
+
+def test_what_is_shed_and_refused_elsewhere_ends_with_the_refusal() -> None:
+    async def test(group: Group) -> None:
+        for engine in group.engines:
+            engine.shed = {"r"}
+        task = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(0.7 * STEP_S)
+        group.engines[1 - group.where("r")].refusals = [QueueFullError(3, 7.0)]
+        (last,) = await task
+        assert (last.finish_reason, last.retry_after_s) == (FinishReason.ERROR, 2.0)
+
+    in_group(test)
+
+
+# Promoted
+
+
+def test_a_promoted_request_goes_on_as_a_real_time_one() -> None:
+    async def test(group: Group) -> None:
+        relaxed = ask(service_class=BE, slo=Slo(deadline_s=50.0), arrival_s=now())
+        reading = asyncio.create_task(collect(group.client, relaxed))
+        await asyncio.sleep(5 * STEP_S)
+        promoted_s = now()
+        await group.client.promote("r", Slo(ttft_s=0.2))
+        where = group.where("r")
+        group.engines[where].die()
+        await reading
+        again = group.engines[1 - where].submitted["r"]
+        assert again.service_class is RT and again.resumed > 0
+        assert again.slo.ttft_s == 0.2 and again.arrival_s == promoted_s
+        assert again.slo.deadline_s == pytest.approx(50.0 - 5 * STEP_S)
+
+    in_group(test)
+
+
+def test_a_promotion_of_what_is_real_time_changes_nothing() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask(slo=Slo(ttft_s=0.7))))
+        await asyncio.sleep(5 * STEP_S)
+        await group.client.promote("r", Slo(ttft_s=0.2))
+        where = group.where("r")
+        group.engines[where].die()
+        await reading
+        again = group.engines[1 - where].submitted["r"]
+        assert (again.slo, again.arrival_s) == (Slo(ttft_s=0.7), 0.0)
+
+    in_group(test)
+
+
+def test_promoted_work_counts_as_real_time_work() -> None:
+    async def main() -> None:
+        fleet = make_fleet("e2", RouterSettings())
+        group = Group(2, fleet)
+        async with asyncio.timeout(HANGS_S):
+            reading = asyncio.create_task(collect(group.client, ask(service_class=BE)))
+            await asyncio.sleep(5 * STEP_S)
+            (busy,) = [replica for replica in fleet.replicas.values() if replica.works]
+            assert busy.open.decode_s[BE] > 0.0 == busy.open.decode_s[RT]
+            window = dict(busy.window.decode_s)
+            await group.client.promote("r", Slo())
+            await group.client.promote("r", Slo())
+            assert busy.open.decode_s[RT] > 0.0 == busy.open.decode_s[BE]
+            assert busy.window.decode_s == {RT: window[BE], BE: 0.0}
+            await reading
+            assert busy.open.num == 0 and busy.window.num == 1
+            await group.client.close()
+
+    run_virtual(main)
