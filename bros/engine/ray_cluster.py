@@ -15,12 +15,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bros.core.errors import ConfigError, EngineDeadError
 from bros.engine.ray_host import EngineHost
+from bros.engine.reach import reach, signals_kept
 from bros.engine.share import Share
 
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 80 * 2**20
 """Of a cluster that is started here: no objects go through Ray."""
+
+_REACH_S = 8.0
+"""How long a cluster may take to answer: Ray itself would wait without a word."""
 
 _PATIENCE_S = 10.0
 """After which it is said that a replica waits for a place."""
@@ -81,16 +85,14 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if ray.is_initialized():
             return
+        named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+        if named not in ("", "auto", "local"):
+            reach(named, _REACH_S)
         try:
-            ray.init(address, configure_logging=False)
-        except (ConnectionError, RuntimeError) as error:
-            if address != "auto":
-                raise ConfigError(f"--cluster: no Ray cluster answers at {address}") from error
-            ray.init(
-                include_dashboard=False,
-                configure_logging=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-            )
+            with signals_kept():
+                _connect_or_start(address, may_start=not named)
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            raise ConfigError(f"--cluster: no way to {named or 'start Ray'}: {error}") from error
 
     @property
     def address(self) -> str:
@@ -105,6 +107,21 @@ class Cluster:
     def close(self) -> None:
         """All that runs there for this program ends."""
         ray.shutdown()
+
+
+def _connect_or_start(address: str, *, may_start: bool) -> None:
+    try:
+        ray.init(address, configure_logging=False)
+    except ConnectionError:
+        if not may_start:
+            raise
+    else:
+        return
+    ray.init(
+        include_dashboard=False,
+        configure_logging=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+    )
 
 
 def end(host: Any) -> None:

@@ -84,12 +84,14 @@ class ClusterReplicas(ElasticReplicas):
 
 
 def connect(address: str) -> Cluster:
-    """Raises ConfigError if Ray is not installed, or no cluster answers."""
+    """Raises ConfigError if Ray is not installed or does not work, or no cluster answers."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("--cluster: Ray is not installed; try pip install 'bros[ray]'")
-    # Late: Ray need not be there.
-    from bros.engine.ray_cluster import Cluster
-
+    try:
+        # Late: Ray need not be there.
+        from bros.engine.ray_cluster import Cluster
+    except ImportError as error:
+        raise ConfigError(f"--cluster: Ray cannot be loaded: {error}") from error
     return Cluster(address)
 
 
