@@ -118,7 +118,7 @@ class SupervisedClient(MessageClient, ABC):
         """Ask the engine to end, kill it if it does not within seconds, and clean up."""
         self._closing = True
         if self._supervisor is not None:
-            if self._alive:
+            if self._alive and not self._supervisor.done():
                 self._post(Shutdown())
                 await asyncio.wait([self._supervisor], timeout=self._grace_s)
             if not self._supervisor.done():
@@ -160,11 +160,13 @@ class SupervisedClient(MessageClient, ABC):
     def _listen(self, stack: AsyncExitStack, wire: Wire, secret: bytes = b"") -> Receiver:
         """Open this end of the connection, until `stack` is closed. secret: the key that belongs to
         the wire's."""
-        self._push = stack.enter_context(open_socket(self._context, zmq.PUSH))
+        push = stack.enter_context(open_socket(self._context, zmq.PUSH))
+        self._push = push
+        stack.callback(self._hang_up)
         pull = zmq.asyncio.Context(self._context).socket(zmq.PULL)
         stack.callback(pull.close, linger=0)
         pull.set_hwm(0)
-        sockets: tuple[zmq.Socket[Any], zmq.Socket[Any]] = (self._push, pull)
+        sockets: tuple[zmq.Socket[Any], zmq.Socket[Any]] = (push, pull)
         for socket, address in zip(sockets, (wire.commands, wire.replies), strict=True):
             if secret:
                 socket.curve_server, socket.curve_secretkey = True, secret
@@ -203,11 +205,14 @@ class SupervisedClient(MessageClient, ABC):
                 signs.seen()
         self.on_reply(message)  # type: ignore[arg-type]
 
+    def _hang_up(self) -> None:
+        self._push = None
+
     def _post(self, command: Command) -> None:
         if self._push is None:
-            raise EngineDeadError("The engine has not been started.")
+            raise EngineDeadError("The engine is not running.")
         # Without a peer it is dropped: the supervisor is about to fail everything that is open.
-        with contextlib.suppress(zmq.Again):
+        with contextlib.suppress(zmq.ZMQError):
             self._push.send_multipart(self._encoder.encode(command), zmq.NOBLOCK)
 
 

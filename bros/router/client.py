@@ -160,7 +160,10 @@ class RouterClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(replica.client.close() for replica in self._replicas))
+        closings = (replica.client.close() for replica in self._replicas)
+        for result in await asyncio.gather(*closings, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("an engine did not end well: %s", result)
 
     # For operators
 

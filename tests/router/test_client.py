@@ -74,6 +74,12 @@ class Group:
         assert all(engine.closed for engine in self.engines)
 
 
+class Unclosable(MortalEngine):
+    async def close(self) -> None:
+        await super().close()
+        raise OSError("cannot")
+
+
 def restart_of(engine: MortalEngine) -> Callable[[], Awaitable[None]]:
     async def restart() -> None:
         engine.die()
@@ -649,3 +655,15 @@ def test_so_they_do_with_every_policy(
         assert not any(replica.works for replica in fleet.replicas.values())
 
     run_virtual(main)
+
+
+def test_one_that_cannot_be_closed_keeps_no_other_from_it() -> None:
+    async def test() -> None:
+        group = Group()
+        bad = Unclosable()
+        bad.start()
+        group.client.add(bad)
+        group.engines.append(bad)
+        await group.close()
+
+    run_virtual(test)
