@@ -137,6 +137,55 @@ def test_who_takes_long_goes_on_elsewhere_when_its_replica_is_to_go() -> None:
     in_virtual_time(test)
 
 
+def test_one_that_is_going_is_used_again_before_another_is_started() -> None:
+    async def test() -> None:
+        group = Group(step_s=1.0, first=2, least=1, most=2, calm_s=30.0)
+        await group.client.start()
+        requests = [ask(f"r{n}", group.clock.now(), None, 400) for n in range(2)]
+        answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
+        await asyncio.sleep(60)
+        assert sorted(group.states) == [ReplicaState.DRAINING, ReplicaState.UP]
+        requests += [ask(f"l{n}", group.clock.now(), 1.0, 50) for n in range(200)]
+        answers += [asyncio.create_task(tokens_of(group.client, each)) for each in requests[2:]]
+        await asyncio.sleep(3)
+        assert group.up == 2 == len(group.engines)
+        assert await asyncio.gather(*answers) == [foretold(each) for each in requests]
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_what_an_operator_drains_counts(most: int) -> None:
+    async def test() -> None:
+        group = Group(first=2, least=2, most=most)
+        await group.client.start()
+        group.client.drain(0)
+        await asyncio.sleep(30)
+        assert len(group.engines) == most, "two are to serve, but there is room for so many"
+        assert group.up == most - 1
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+def test_the_last_one_that_takes_requests_does_not_go() -> None:
+    async def test() -> None:
+        group = Group(step_s=1.0, first=2, least=1, most=2, calm_s=30.0)
+        await group.client.start()
+        requests = [ask(f"r{n}", group.clock.now(), None, 400) for n in range(2)]
+        answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
+        await asyncio.sleep(60)
+        states = [status.state for status in group.client.replicas()]
+        group.engines[states.index(ReplicaState.UP)].die()
+        await asyncio.sleep(200)
+        assert sorted(group.states) == [ReplicaState.DOWN, ReplicaState.UP]
+        assert await asyncio.gather(*answers) == [foretold(each) for each in requests]
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
 def test_one_that_does_not_come_up_is_tried_again_later() -> None:
     async def test() -> None:
         group = Group(step_s=1.0, least=1, most=2)
