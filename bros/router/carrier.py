@@ -72,9 +72,11 @@ class Carrier:
         while True:
             item.moving = False
             try:
-                replica = await self._roster.place(item, refused, patient=patient)
+                shunned = [item.shuns] if item.shuns is not None else []
+                avoid = [*refused, *shunned]
+                replica = await self._roster.place(item, avoid, patient=patient)
                 inner = await replica.client.submit(item.current)
-                item.accepted = True
+                item.accepted, item.shuns = True, None
                 await self._catch_up(item, replica)
                 return inner
             except (QueueFullError, OverloadedError) as error:

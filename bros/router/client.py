@@ -20,6 +20,7 @@ from bros.core.interfaces import (
 from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.client import OutputStream
 from bros.router.carrier import Carrier
+from bros.router.evening import to_move
 from bros.router.fleet import Fleet
 from bros.router.member import Member, ReplicaStatus, Restart, Routed
 from bros.router.planned import PlanReport
@@ -54,6 +55,7 @@ class RouterClient:
         self._rng = rng
         self._on_final_death = on_final_death
         self._carrier = Carrier(self._roster)
+        self._roster.on_up = self._even_out
         self._chores: set[asyncio.Task[None]] = set()
 
     # An EngineClient
@@ -77,7 +79,7 @@ class RouterClient:
 
     @property
     def moved(self) -> int:
-        """How often one did, because its replica was to be empty."""
+        """How often one did, because its replica was to be empty, or another one came up."""
         return self._carrier.moved
 
     @property
@@ -217,9 +219,7 @@ class RouterClient:
         self._roster.set_draining(replica, True)
         if move:
             for item in replica.open.values():
-                item.moving = True
-                if item.accepted:
-                    self._in_background(replica.client.abort(item.id))
+                self._move(item, replica)
         if restart and not replica.restarting:
             self._in_background(self._restart(replica))
 
@@ -230,6 +230,19 @@ class RouterClient:
     def resume(self, number: int) -> None:
         """Send requests to a replica again. Raises NotFoundError."""
         self._roster.set_draining(self._roster.find(number), False)
+
+    def _even_out(self) -> None:
+        """There is one more: what waits elsewhere need not."""
+        for item in to_move(self._replicas):
+            assert item.replica is not None
+            item.shuns = item.replica
+            self._move(item, item.replica)
+
+    def _move(self, item: Routed, replica: Member) -> None:
+        """On from where it is."""
+        item.moving = True
+        if item.accepted:
+            self._in_background(replica.client.abort(item.id))
 
     async def _restart(self, replica: Member) -> None:
         assert replica.restart is not None

@@ -147,14 +147,15 @@ class Routed:
     given: all tokens of the answer so far. replica, key: where it is, and in which life of that;
     None while it is between two. placed: the decision that it waits for, and `patient` if it can
     wait long. accepted: the engine there has it; begun: and has given the first output.
-    aborted, promoted: as somebody has said, and how. moving: it is to go on elsewhere. losses:
-    engines that were lost with it. suspect: nobody else that is may begin.
+    aborted, promoted: as somebody has said, and how. moving: it is to go on elsewhere, and
+    not where it `shuns`. losses: engines that were lost with it. suspect: nobody else that is
+    may begin.
     """
 
     __slots__ = (
         *("_cached_tokens", "_given_before", "aborted", "accepted", "asked", "begun", "current"),
         *("given", "key", "losses", "moving", "patient", "placed", "promoted", "replica"),
-        *("stream", "suspect", "task"),
+        *("shuns", "stream", "suspect", "task"),
     )
 
     def __init__(self, asked: EngineRequest) -> None:
@@ -168,6 +169,7 @@ class Routed:
         self.accepted = self.begun = self.aborted = self.moving = False
         self.patient = self.suspect = False
         self.promoted: Slo | None = None
+        self.shuns: Member | None = None
         self.losses = 0
         self._given_before = 0
         self._cached_tokens: int | None = None

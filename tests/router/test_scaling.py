@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from bros.core.errors import EngineDeadError
+from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.router.elastic import ElasticSettings
 from bros.router.member import ReplicaState
@@ -18,6 +20,7 @@ from support.mortal_engine import MortalEngine, foretold
 from support.turn_fleet import TurnFleet
 
 START_S = 8.0
+SLOTS = 8
 
 
 class SlowStarter(MortalEngine):
@@ -38,6 +41,24 @@ class SlowStarter(MortalEngine):
         raise NotImplementedError
 
 
+class QueueingStarter(SlowStarter):
+    """Serves SLOTS requests at a time, and says how many wait."""
+
+    async def _work(self) -> None:
+        for version in itertools.count(2):
+            await asyncio.sleep(self.step_s)
+            self.steps += 1
+            served = list(self._open)[:SLOTS]
+            for name in [name for name in self._open if name in served or name in self._aborted]:
+                stream, tokens = self._open[name]
+                output = self._output(name, tokens)
+                if output.finish_reason is not None:
+                    del self._open[name]
+                stream.put(output)
+            waiting = max(0, len(self._open) - SLOTS)
+            self._listener(Notice(version=version, full=True, waiting=waiting))
+
+
 class Group:
     """Replicas, and all engines that were ever made for them."""
 
@@ -46,6 +67,7 @@ class Group:
         self.made_at: list[float] = []
         self.fails = False
         self.step_s = step_s
+        self.kind = SlowStarter
         self.clock = LoopClock()
         self.deaths: list[str] = []
         self.client = ElasticReplicas(
@@ -59,7 +81,7 @@ class Group:
         )
 
     def _make(self, place: int, on_final_death: Callable[[str], None]) -> SlowStarter:
-        self.engines.append(SlowStarter(place, self.fails, self.step_s))
+        self.engines.append(self.kind(place, self.fails, self.step_s))
         self.engines[-1].on_final_death = on_final_death  # type: ignore[attr-defined]
         self.made_at.append(self.clock.now())
         return self.engines[-1]
@@ -116,6 +138,28 @@ def test_deadlines_bring_replicas_and_calm_takes_them_away() -> None:
         assert all(status.lost == 0 for status in group.client.replicas())
         await group.client.close()
         assert all(engine.closed for engine in group.engines) and not group.deaths
+
+    in_virtual_time(test)
+
+
+def test_new_replicas_relieve_those_that_were_there() -> None:
+    async def test() -> None:
+        group = Group(step_s=0.1, least=1, most=4)
+        group.kind = QueueingStarter
+        await group.client.start()
+        await asyncio.sleep(2)
+        began_s = group.clock.now()
+        requests = [ask(f"r{n}", began_s, 30.0) for n in range(800)]
+        answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
+        assert await asyncio.gather(*answers) == [foretold(each) for each in requests]
+        took_s = group.clock.now() - began_s
+        assert len(group.engines) >= 3
+        alone_s = 800 * 20 * 0.1 / SLOTS
+        assert took_s < 0.5 * alone_s
+        assert all(len(engine.submitted) > 50 for engine in group.engines)
+        assert group.client.moved < 800, "nothing goes back and forth"
+        assert group.client.continued == 0
+        await group.client.close()
 
     in_virtual_time(test)
 
