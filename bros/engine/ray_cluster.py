@@ -30,6 +30,10 @@ _PATIENCE_S = 10.0
 """After which it is said that a replica waits for a place."""
 
 
+class NoRoomError(EngineDeadError):
+    """No node has what a replica needs, now."""
+
+
 class Place:
     """Reserved on one node until it is given back. If the node is lost, Ray finds another."""
 
@@ -45,7 +49,7 @@ class Place:
         """An actor that is an EngineHost; waits until there is room for it. It ends with this
         process (it is not detached), and is not restarted by Ray, which would not know its order.
 
-        Raises EngineDeadError if there is none.
+        Raises NoRoomError if there is none.
         """
         waiting = asyncio.wrap_future(self._group.ready().future())
         await asyncio.wait([waiting], timeout=_PATIENCE_S)
@@ -54,7 +58,7 @@ class Place:
             await asyncio.wait([waiting], timeout=self._limit_s)
         if not waiting.done():
             waiting.cancel()
-            raise EngineDeadError(f"No node has room for a replica with {self._share}.")
+            raise NoRoomError(f"No node has room for a replica with {self._share}.")
         await waiting
         strategy = PlacementGroupSchedulingStrategy(self._group)
         actor = ray.remote(EngineHost).options(

@@ -54,7 +54,8 @@ class SupervisedClient(MessageClient, ABC):
 
     When it dies, everything open fails at once with EngineDeadError. Then it is started again if
     `restart`. Without `restart`, when it does not come up the first time, or three times in a
-    row later, `on_final_death` is called with the reason.
+    row later, `on_final_death` is called with the reason. What is no fault of the engine's
+    (_no_fault) does not count.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class SupervisedClient(MessageClient, ABC):
             if self._closing:
                 return
             logger.error("%s", reason)
-            failures = 0 if self._came_up else failures + 1
+            failures = 0 if self._came_up or self._no_fault else failures + 1
             if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
                 self._on_final_death(reason)
                 return
@@ -153,7 +154,7 @@ class SupervisedClient(MessageClient, ABC):
             await asyncio.sleep(failures * _BACK_OFF_S)
 
     def _new_life(self) -> None:
-        self._last_words, self._came_up = "", False
+        self._last_words, self._came_up, self._no_fault = "", False, False
         self._rank_signs = Signs(self._rank_signs_s) if self._rank_signs_s else None
         self._host_signs: Signs | None = None
 

@@ -57,7 +57,10 @@ class ElasticReplicas(RouterClient):
         settings: ElasticSettings,
         first: int,
         on_final_death: Callable[[str], None] = lambda reason: None,
+        *,
+        replaces: bool = True,
     ) -> None:
+        """replaces: another one is started for each that does not come back."""
         super().__init__(fleet, clock, rng, on_final_death)
         self._make = make
         self._first = first
@@ -69,6 +72,9 @@ class ElasticReplicas(RouterClient):
         self._clients: dict[int, StartableClient] = {}
         self._starting: dict[asyncio.Task[None], int] = {}  # place
         self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._replaces = replaces
+        self._lost: list[int] = []  # numbers of those that do not come back
         self._watch: asyncio.Task[None] | None = None
         self._not_before_s = 0.0
 
@@ -87,11 +93,13 @@ class ElasticReplicas(RouterClient):
         if self._settings.least < self._settings.most:
             start_s = max(_LEAST_START_S, self._clock.now() - began_s)
             self._policy = Elastic(dataclasses.replace(self._settings, start_s=start_s))
+        if self._replaces or self._settings.least < self._settings.most:
             self._watch = asyncio.create_task(self._run(), name="elastic-replicas")
 
     async def close(self) -> None:
         tasks = [*self._starting, *self._leaving.values()]
         await _cancel([*tasks, *([self._watch] if self._watch else [])])
+        await asyncio.gather(*self._ending)  # not in the middle of it
         await super().close()
 
     async def look(self) -> None:
@@ -142,15 +150,19 @@ class ElasticReplicas(RouterClient):
 
         def on_final_death(reason: str) -> None:
             for number in numbers:
+                self._lost.append(number)
                 self.give_up(number, reason)
-                if number not in self._leaving:
-                    self._leaving[number] = asyncio.create_task(self._end(number))
+                if number in self._leaving:
+                    self._leaving.pop(number).cancel()
+                self._close_one(number)
 
         client = self._make(place, on_final_death)
         await client.start()
         numbers.append(self.add(client, restart=client.restart))
         self._places[numbers[0]], self._clients[numbers[0]] = place, client
         self.replicas()  # it takes requests from now on
+        if self._lost and self._replaces:
+            self.remove(self._lost.pop(0))  # which was shown until there is another one
 
     def _on_started(self, start: asyncio.Task[None]) -> None:
         if not start.cancelled() and start.exception() is not None:
@@ -160,7 +172,7 @@ class ElasticReplicas(RouterClient):
     def _grow(self, count: int, load: Load) -> None:
         """First what is about to go, then new ones, as many as there may be beside all that are
         there, whether or not they take requests."""
-        new = count - self._stay(count)
+        new = count - self._stay(count) - (0 if self._replaces else len(self._lost))
         taken = {*self._places.values(), *self._starting.values()}
         new = min(new, self._settings.most - len(taken))
         if new <= 0 or self._clock.now() < self._not_before_s:
@@ -211,12 +223,24 @@ class ElasticReplicas(RouterClient):
                 self.resume(number)
                 return
             await self.drained(number)
-        await self._end(number)
-
-    async def _end(self, number: int) -> None:
+        del self._leaving[number]
         self.remove(number)
-        await self._clients.pop(number).close()
-        del self._places[number], self._leaving[number]
+        self._close_one(number)
+
+    def _close_one(self, number: int) -> None:
+        """Its place is free when it has ended."""
+
+        async def close() -> None:
+            try:
+                await self._clients.pop(number).close()
+            except Exception:
+                logger.exception("a replica did not end well")
+            finally:
+                del self._places[number]
+
+        task = asyncio.create_task(close(), name="replica-close")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

@@ -75,7 +75,14 @@ class ClusterReplicas(ElasticReplicas):
                 on_final_death=on_death,
             )
 
-        super().__init__(*_parts(config), make, settings, server.replicas, on_final_death)
+        super().__init__(
+            *_parts(config),
+            make,
+            settings,
+            server.replicas,
+            on_final_death,
+            replaces=server.on_engine_death == "restart",
+        )
         self._cluster = cluster
 
     async def close(self) -> None:
@@ -107,7 +114,9 @@ def elastic_here(
 
     make_client: MakeClient = make
     first = config.server.replicas
-    return ElasticReplicas(*_parts(config), make_client, settings, first, on_final_death)
+    replaces = config.server.on_engine_death == "restart"
+    parts = _parts(config)
+    return ElasticReplicas(*parts, make_client, settings, first, on_final_death, replaces=replaces)
 
 
 def settings_of(config: ServerConfig) -> ElasticSettings:

@@ -45,3 +45,32 @@ async def test_it_closes_well_after_its_tasks_were_cancelled(tmp_path: Path) -> 
         await client.stats()  # nobody is left to answer
     await client.close()
     assert not client.alive
+
+
+class HomelessClient(EndlessClient):
+    """Of an engine that dies, and then finds no room for so many times."""
+
+    def __init__(self, folder: Path, homeless: int) -> None:
+        super().__init__(folder)
+        self.homeless, self.lives = homeless, 0
+
+    async def _run_once(self) -> str:
+        self.lives += 1
+        if self.lives == 1:
+            self._came_up = True
+            self.on_reply(Ready(INFO))
+            return "lost"
+        if self.lives <= 1 + self.homeless:
+            self._no_fault = True
+            return "no room"
+        return await super()._run_once()
+
+
+async def test_want_of_room_is_no_reason_to_give_up(tmp_path: Path) -> None:
+    client = HomelessClient(tmp_path, homeless=7)
+    await client.start()
+    async with asyncio.timeout(10):
+        while client.lives < 9:
+            await asyncio.sleep(0)
+    assert client.alive
+    await client.close()

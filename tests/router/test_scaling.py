@@ -41,6 +41,12 @@ class SlowStarter(MortalEngine):
         raise NotImplementedError
 
 
+class SlowEnder(SlowStarter):
+    async def close(self) -> None:
+        await asyncio.sleep(5.0)
+        await super().close()
+
+
 class QueueingStarter(SlowStarter):
     """Serves SLOTS requests at a time, and says how many wait."""
 
@@ -62,12 +68,14 @@ class QueueingStarter(SlowStarter):
 class Group:
     """Replicas, and all engines that were ever made for them."""
 
-    def __init__(self, step_s: float = 0.01, first: int = 1, **settings: object) -> None:
+    def __init__(
+        self, step_s: float = 0.01, first: int = 1, replaces: bool = True, **settings: object
+    ) -> None:
         self.engines: list[SlowStarter] = []
         self.made_at: list[float] = []
         self.fails = False
         self.step_s = step_s
-        self.kind = SlowStarter
+        self.kind: type[SlowStarter] = SlowStarter
         self.clock = LoopClock()
         self.deaths: list[str] = []
         self.client = ElasticReplicas(
@@ -78,6 +86,7 @@ class Group:
             ElasticSettings(**settings),  # type: ignore[arg-type]
             first,
             self.deaths.append,
+            replaces=replaces,
         )
 
     def _make(self, place: int, on_final_death: Callable[[str], None]) -> SlowStarter:
@@ -267,6 +276,44 @@ def test_one_that_does_not_come_back_is_replaced() -> None:
         assert group.up == 2 == len(group.states) and lost.closed and not group.deaths
         assert group.engines[-1].place == 0
         await group.client.close()
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_one_that_is_gone_is_shown_until_there_is_another_one(replaces: bool) -> None:
+    """Also where the number is fixed."""
+
+    async def test() -> None:
+        group = Group(replaces=replaces, first=2, least=2, most=2)
+        await group.client.start()
+        group.engines[0].die()
+        group.engines[0].on_final_death("three times")  # type: ignore[attr-defined]
+        await asyncio.sleep(START_S / 2)
+        assert group.states == [ReplicaState.GONE, ReplicaState.UP] and group.engines[0].closed
+        await asyncio.sleep(START_S)
+        assert len(group.engines) == (3 if replaces else 2)
+        expected = [ReplicaState.UP] * 2 if replaces else [ReplicaState.GONE, ReplicaState.UP]
+        assert group.states == expected and not group.deaths
+        if not replaces:
+            group.engines[1].die()
+            group.engines[1].on_final_death("the last one")  # type: ignore[attr-defined]
+            assert group.deaths == ["the last one"]
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+def test_closing_waits_for_one_that_ends() -> None:
+    async def test() -> None:
+        group = Group(first=2, least=1, most=2, calm_s=30.0)
+        group.kind = SlowEnder
+        await group.client.start()
+        while len(group.states) == 2:
+            await asyncio.sleep(0.1)
+        assert not any(engine.closed for engine in group.engines), "it is ending"
+        await group.client.close()
+        assert all(engine.closed for engine in group.engines)
 
     in_virtual_time(test)
 
