@@ -52,6 +52,8 @@ class Place:
         Raises NoRoomError if there is none.
         """
         waiting = asyncio.wrap_future(self._group.ready().future())
+        # Whoever stops to wait does not hear of it any more, whatever comes of it.
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait([waiting], timeout=_PATIENCE_S)
         if not waiting.done():
             logger.warning("a replica waits for a node with %s", self._share)
@@ -120,7 +122,10 @@ def _connect_or_start(address: str, *, may_start: bool) -> None:
         if not may_start:
             raise
     else:
+        at = ray.get_runtime_context().gcs_address
+        logger.info("using the Ray cluster at %s", at)
         return
+    logger.info("no Ray cluster runs here: starting one for as long as this server runs")
     ray.init(
         include_dashboard=False,
         configure_logging=False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bros.core.clock import Clock, SystemClock
 from bros.core.config import Config, ServerConfig
 from bros.core.errors import ConfigError
-from bros.engine.share import share_of
+from bros.engine.share import check_room, share_of
 from bros.router.build import make_fleet
 from bros.router.elastic import ElasticSettings
 from bros.router.fleet import Fleet
@@ -62,7 +62,9 @@ class ClusterReplicas(ElasticReplicas):
 
         server = config.server
         settings = settings or settings_of(server)
-        share = share_of(config.engine, settings.most, cluster.nodes())
+        nodes = cluster.nodes()
+        share = share_of(config.engine, settings.most, nodes)
+        check_room(share, server.replicas, nodes)
 
         def make(place: int, on_death: Callable[[str], None]) -> StartableClient:
             return RayEngineClient(
