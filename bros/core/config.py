@@ -56,7 +56,8 @@ def parse_bytes(text: str) -> int:
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
-    """A config field. limits: choices=(...), low=, high= (inclusive), size=True for bytes."""
+    """A config field. limits: choices=(...), low=, high= (inclusive), size=True for bytes,
+    address=True for auto or host:port."""
     return dataclasses.field(default=default, metadata={"help": help, **limits})
 
 
@@ -94,6 +95,11 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
             parse_bytes(str(value))
         except ConfigError as error:
             raise ConfigError(f"{flag}: {error}") from None
+    if limits.get("address") and value != "auto" and not _ADDRESS.fullmatch(str(value)):
+        raise ConfigError(f"{flag}: {value!r} is neither auto nor host:port")
+
+
+_ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]):\d{1,5}")
 
 
 class StepBounds(NamedTuple):
@@ -309,7 +315,9 @@ class ServerConfig(_Checked):
         None, "most engines when objectives or deadlines need them; default: --replicas", low=1
     )
     cluster: str | None = option(
-        None, "run engines on a Ray cluster: its address, or auto for the one of this machine"
+        None,
+        "run engines on a Ray cluster: its address, or auto for the one of this machine",
+        address=True,
     )
     router: str = option(
         "e2",

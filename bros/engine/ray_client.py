@@ -15,7 +15,7 @@ from bros.core.config import EngineConfig
 from bros.core.errors import BrosError
 from bros.engine.ipc import Wire
 from bros.engine.launch import SIGNS
-from bros.engine.ray_cluster import Cluster, Place, call, end
+from bros.engine.ray_cluster import Cluster, NoRoomError, Place, call, end
 from bros.engine.ray_host import Order
 from bros.engine.share import Share
 from bros.engine.supervised_client import Signs, SupervisedClient
@@ -111,11 +111,18 @@ class RayEngineClient(SupervisedClient):
         try:
             host = await self._place.host()
             stack.callback(self._forget, host)
-            self.pid = await call(host.pid)
+            async with asyncio.timeout(self._room_s):  # the node may be lost meanwhile
+                self.pid = await call(host.pid)
             self._host_signs = Signs(self._silence_s)
             words = f"The replica's node has not answered for {self._silence_s:g} s."
             self._watch(stack, self._host_signs, words)
             code = await call(host.run, order)
+        except NoRoomError as error:
+            self._no_fault = True
+            return str(error)
+        except TimeoutError:
+            self._no_fault = True
+            return f"The replica's actor has not come up for {self._room_s:g} s."
         except BrosError as error:
             return str(error)
         return f"The replica's engine ended unexpectedly (code {code})."

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bros.core.errors import ConfigError, EngineDeadError
 from bros.engine.ray_host import EngineHost
+from bros.engine.reach import reach, signals_kept
 from bros.engine.share import Share
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,15 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 80 * 2**20
 """Of a cluster that is started here: no objects go through Ray."""
 
+_REACH_S = 8.0
+"""How long a cluster may take to answer: Ray itself would wait without a word."""
+
 _PATIENCE_S = 10.0
 """After which it is said that a replica waits for a place."""
+
+
+class NoRoomError(EngineDeadError):
+    """No node has what a replica needs, now."""
 
 
 class Place:
@@ -41,16 +49,18 @@ class Place:
         """An actor that is an EngineHost; waits until there is room for it. It ends with this
         process (it is not detached), and is not restarted by Ray, which would not know its order.
 
-        Raises EngineDeadError if there is none.
+        Raises NoRoomError if there is none.
         """
         waiting = asyncio.wrap_future(self._group.ready().future())
+        # Whoever stops to wait does not hear of it any more, whatever comes of it.
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait([waiting], timeout=_PATIENCE_S)
         if not waiting.done():
             logger.warning("a replica waits for a node with %s", self._share)
             await asyncio.wait([waiting], timeout=self._limit_s)
         if not waiting.done():
             waiting.cancel()
-            raise EngineDeadError(f"No node has room for a replica with {self._share}.")
+            raise NoRoomError(f"No node has room for a replica with {self._share}.")
         await waiting
         strategy = PlacementGroupSchedulingStrategy(self._group)
         actor = ray.remote(EngineHost).options(
@@ -81,16 +91,14 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if ray.is_initialized():
             return
+        named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+        if named not in ("", "auto", "local"):
+            reach(named, _REACH_S)
         try:
-            ray.init(address, configure_logging=False)
-        except (ConnectionError, RuntimeError) as error:
-            if address != "auto":
-                raise ConfigError(f"--cluster: no Ray cluster answers at {address}") from error
-            ray.init(
-                include_dashboard=False,
-                configure_logging=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-            )
+            with signals_kept():
+                _connect_or_start(address, may_start=not named)
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            raise ConfigError(f"--cluster: no way to {named or 'start Ray'}: {error}") from error
 
     @property
     def address(self) -> str:
@@ -105,6 +113,24 @@ class Cluster:
     def close(self) -> None:
         """All that runs there for this program ends."""
         ray.shutdown()
+
+
+def _connect_or_start(address: str, *, may_start: bool) -> None:
+    try:
+        ray.init(address, configure_logging=False)
+    except ConnectionError:
+        if not may_start:
+            raise
+    else:
+        at = ray.get_runtime_context().gcs_address
+        logger.info("using the Ray cluster at %s", at)
+        return
+    logger.info("no Ray cluster runs here: starting one for as long as this server runs")
+    ray.init(
+        include_dashboard=False,
+        configure_logging=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+    )
 
 
 def end(host: Any) -> None:

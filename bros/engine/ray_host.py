@@ -50,23 +50,27 @@ class EngineHost:
     def run(self, order: Order) -> int:
         """One life of an engine; the exit status of its process. Raises ModelError."""
         logging.basicConfig(level=order.log_level.upper())
-        cache_dir = cache_dir_of(order.data_dir)
-        files = resolve_model(order.config.model, cache_dir, logger.info)
-        launch = Launch(
-            model_folder=str(files.folder),
-            model_name=files.name,
-            log_level=order.log_level,
-            config=order.config,
-            profiles=tuple(str(folder) for folder in profile_folders(cache_dir)),
-            starts_ranks=order.config.tp > 1,
-            gives_signs=True,
-        )
         # Readable by this user only.
         with tempfile.TemporaryDirectory(prefix="bros-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            launch.write(folder)
             order.wire.write(folder)
-            command = [sys.executable, "-m", launch.module, name]
-            with signs_of_life(folder, order.signs_s, host=True):
+            with signs_of_life(folder, order.signs_s, host=True):  # a model may take long to come
+                launch = _launch_of(order)
+                launch.write(folder)
+                command = [sys.executable, "-m", launch.module, name]
                 with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
                     return process.wait()
+
+
+def _launch_of(order: Order) -> Launch:
+    cache_dir = cache_dir_of(order.data_dir)
+    files = resolve_model(order.config.model, cache_dir, logger.info)
+    return Launch(
+        model_folder=str(files.folder),
+        model_name=files.name,
+        log_level=order.log_level,
+        config=order.config,
+        profiles=tuple(str(folder) for folder in profile_folders(cache_dir)),
+        starts_ranks=order.config.tp > 1,
+        gives_signs=True,
+    )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bros.core.config import EngineConfig
+from bros.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,4 +31,27 @@ def share_of(config: EngineConfig, replicas: int, nodes: Sequence[tuple[int, int
         return Share(config.tp * config.threads, 0)
     cores = sum(cpus for cpus, _ in nodes) // replicas
     most = max((cpus for cpus, _ in nodes), default=1)
-    return Share(max(config.tp, min(cores, most)), 0)
+    share = Share(max(config.tp, min(cores, most)), 0)
+    # Each is on one node, so that cores of a node may be left over.
+    while share.cpus > config.tp and room_for(share, nodes) < replicas:
+        share = Share(share.cpus - 1, 0)
+    return share
+
+
+def room_for(share: Share, nodes: Sequence[tuple[int, int]]) -> int:
+    """How many replicas fit on nodes where nothing else runs."""
+    return sum(
+        min(cpus // share.cpus, gpus // share.gpus if share.gpus else cpus) for cpus, gpus in nodes
+    )
+
+
+def check_room(share: Share, replicas: int, nodes: Sequence[tuple[int, int]]) -> None:
+    """Raises ConfigError if so many will never fit."""
+    room = room_for(share, nodes)
+    if share.gpus and not any(gpus for _, gpus in nodes):
+        raise ConfigError("--device: no node of the cluster has a GPU")
+    if room < replicas:
+        raise ConfigError(
+            f"--replicas: the cluster has room for {room} replicas with {share}, not {replicas}; "
+            f"--max-replicas may be more, if nodes are to come"
+        )

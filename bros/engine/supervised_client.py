@@ -54,7 +54,8 @@ class SupervisedClient(MessageClient, ABC):
 
     When it dies, everything open fails at once with EngineDeadError. Then it is started again if
     `restart`. Without `restart`, when it does not come up the first time, or three times in a
-    row later, `on_final_death` is called with the reason.
+    row later, `on_final_death` is called with the reason. What is no fault of the engine's
+    (_no_fault) does not count.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class SupervisedClient(MessageClient, ABC):
         """Ask the engine to end, kill it if it does not within seconds, and clean up."""
         self._closing = True
         if self._supervisor is not None:
-            if self._alive:
+            if self._alive and not self._supervisor.done():
                 self._post(Shutdown())
                 await asyncio.wait([self._supervisor], timeout=self._grace_s)
             if not self._supervisor.done():
@@ -146,7 +147,7 @@ class SupervisedClient(MessageClient, ABC):
             if self._closing:
                 return
             logger.error("%s", reason)
-            failures = 0 if self._came_up else failures + 1
+            failures = 0 if self._came_up or self._no_fault else failures + 1
             if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
                 self._on_final_death(reason)
                 return
@@ -154,18 +155,20 @@ class SupervisedClient(MessageClient, ABC):
             await asyncio.sleep(failures * _BACK_OFF_S)
 
     def _new_life(self) -> None:
-        self._last_words, self._came_up = "", False
+        self._last_words, self._came_up, self._no_fault = "", False, False
         self._rank_signs = Signs(self._rank_signs_s) if self._rank_signs_s else None
         self._host_signs: Signs | None = None
 
     def _listen(self, stack: AsyncExitStack, wire: Wire, secret: bytes = b"") -> Receiver:
         """Open this end of the connection, until `stack` is closed. secret: the key that belongs to
         the wire's."""
-        self._push = stack.enter_context(open_socket(self._context, zmq.PUSH))
+        push = stack.enter_context(open_socket(self._context, zmq.PUSH))
+        self._push = push
+        stack.callback(self._hang_up)
         pull = zmq.asyncio.Context(self._context).socket(zmq.PULL)
         stack.callback(pull.close, linger=0)
         pull.set_hwm(0)
-        sockets: tuple[zmq.Socket[Any], zmq.Socket[Any]] = (self._push, pull)
+        sockets: tuple[zmq.Socket[Any], zmq.Socket[Any]] = (push, pull)
         for socket, address in zip(sockets, (wire.commands, wire.replies), strict=True):
             if secret:
                 socket.curve_server, socket.curve_secretkey = True, secret
@@ -204,11 +207,14 @@ class SupervisedClient(MessageClient, ABC):
                 signs.seen()
         self.on_reply(message)  # type: ignore[arg-type]
 
+    def _hang_up(self) -> None:
+        self._push = None
+
     def _post(self, command: Command) -> None:
         if self._push is None:
-            raise EngineDeadError("The engine has not been started.")
+            raise EngineDeadError("The engine is not running.")
         # Without a peer it is dropped: the supervisor is about to fail everything that is open.
-        with contextlib.suppress(zmq.Again):
+        with contextlib.suppress(zmq.ZMQError):
             self._push.send_multipart(self._encoder.encode(command), zmq.NOBLOCK)
 
 

@@ -81,7 +81,9 @@ class Carrier:
         while True:
             item.moving = False
             try:
-                replica = await self._roster.place(item, refused, patient=patient)
+                shunned = [item.shuns] if item.shuns is not None else []
+                avoid = [*refused, *shunned]
+                replica = await self._roster.place(item, avoid, patient=patient)
                 return await self._hand_over(item, replica)
             except (QueueFullError, OverloadedError) as error:
                 assert item.replica is not None
@@ -115,7 +117,7 @@ class Carrier:
                     raise
                 # It has not ended what it had of this one.
                 raise OverloadedError(str(error), _STUCK_WAIT_S) from error
-            item.accepted = True
+            item.accepted, item.shuns = True, None
             await self._catch_up(item, replica)
             item.engine_wait = None
             return inner

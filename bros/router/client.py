@@ -20,6 +20,7 @@ from bros.core.interfaces import (
 from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.client import OutputStream
 from bros.router.carrier import Carrier
+from bros.router.evening import to_move
 from bros.router.fleet import Fleet
 from bros.router.member import Member, ReplicaStatus, Restart, Routed
 from bros.router.planned import PlanReport
@@ -61,6 +62,7 @@ class RouterClient:
         self._rng = rng
         self._on_final_death = on_final_death
         self._carrier = Carrier(self._roster)
+        self._roster.on_up = self._even_out
         self._chores: set[asyncio.Task[None]] = set()
 
     # An EngineClient
@@ -90,7 +92,7 @@ class RouterClient:
 
     @property
     def moved(self) -> int:
-        """How often one did, because its replica was to be empty."""
+        """How often one did, because its replica was to be empty, or another one came up."""
         return self._carrier.moved
 
     @property
@@ -174,7 +176,10 @@ class RouterClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(replica.client.close() for replica in self._replicas))
+        closings = (replica.client.close() for replica in self._replicas)
+        for result in await asyncio.gather(*closings, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("an engine did not end well: %s", result)
 
     # For operators
 
@@ -257,6 +262,14 @@ class RouterClient:
             for item in left:
                 self._carrier.take_away(item)
             await asyncio.sleep(_LOOK_S)
+
+    def _even_out(self) -> None:
+        """There is one more: what waits elsewhere need not."""
+        for item in to_move(self._replicas):
+            assert item.replica is not None
+            item.shuns, item.moving = item.replica, True
+            if item.accepted:
+                self._in_background(item.replica.client.abort(item.id))
 
     async def _restart(self, replica: Member) -> None:
         assert replica.restart is not None

@@ -57,6 +57,17 @@ class Load:
     rt_waiting_s: float = 0.0
     be_due: Sequence[tuple[float, float | None]] = ()
 
+    def __str__(self) -> str:
+        """What an operator is told of it."""
+        slack = "none" if self.rt_slack_s is None else f"{1000 * self.rt_slack_s:.0f} ms to spare"
+        be_s, due = sum(work for work, _ in self.be_due), [by for _, by in self.be_due if by]
+        first = f", the first due in {min(due):.0f} s" if due else ""
+        return (
+            f"{self.serving} serve and {self.coming} come; real-time tokens: {slack}, "
+            f"{self.rt_busy:.1f} replicas busy, {self.rt_waiting_s:.1f} s waiting; "
+            f"best effort: {be_s:.0f} s{first}"
+        )
+
 
 class Elastic:
     """Times are seconds of one clock."""

@@ -160,7 +160,8 @@ class Routed:
     given: all tokens of the answer so far. replica, key: where it is, and in which life of that;
     None while it is between two. placed: the decision that it waits for, and `patient` if it can
     wait long. accepted: the engine there has it; begun: and has given the first output.
-    aborted, promoted: as somebody has said, and how and when. moving: it is to go on elsewhere.
+    aborted, promoted: as somebody has said, and how and when. moving: it is to go on elsewhere, and
+    not where it `shuns`.
     engine_wait: for what the engine says; who ends it has it go on without a word of that one.
     left: replicas that may still have it. refusals: of those that had accepted it, and then did
     not begin. losses: engines that were lost with it. suspect: nobody else that is may begin.
@@ -169,7 +170,7 @@ class Routed:
     __slots__ = (
         *("_cached_tokens", "_given_before", "aborted", "accepted", "asked", "begun", "current"),
         *("engine_wait", "given", "key", "left", "losses", "moving", "patient", "placed"),
-        *("promoted", "promoted_s", "refusals", "replica", "stream", "suspect", "task"),
+        *("promoted", "promoted_s", "refusals", "replica", "shuns", "stream", "suspect", "task"),
     )
 
     def __init__(self, asked: EngineRequest) -> None:
@@ -187,6 +188,7 @@ class Routed:
         self.refusals: dict[Member, OverloadedError] = {}
         self.promoted: Slo | None = None
         self.promoted_s = 0.0
+        self.shuns: Member | None = None
         self.losses = 0
         self._given_before = 0
         self._cached_tokens: int | None = None

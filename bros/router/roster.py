@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError, InvalidRequestError, NotFoundError
@@ -31,11 +31,13 @@ _LOOK_S = 0.05
 
 
 class Roster:
-    """Create it inside a running event loop."""
+    """Create it inside a running event loop. on_up: called when a replica has come up that takes
+    requests."""
 
     def __init__(self, fleet: Fleet, clock: Clock) -> None:
         self.replicas: dict[int, Member] = {}
         self.none_left = "No replica was started."
+        self.on_up: Callable[[], None] = lambda: None
         self._fleet = fleet
         self._clock = clock
         self.removed = EngineStats()
@@ -259,6 +261,8 @@ class Roster:
         self._by_key[replica.key] = replica
         self._tell_draining(replica, replica.draining)
         self._bring_home()
+        if not replica.draining:
+            self.on_up()
         if replica.lost and replica.state is ReplicaState.UP:
             logger.warning("%s is back", replica.name)
 

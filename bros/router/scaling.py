@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bros.core.clock import Clock
-from bros.core.errors import BrosError, EngineDeadError
+from bros.core.errors import BrosError, EngineDeadError, InvalidRequestError
 from bros.core.interfaces import Prices, WatchableClient
 from bros.router.client import RouterClient
-from bros.router.elastic import Elastic, ElasticSettings
+from bros.router.elastic import Elastic, ElasticSettings, Load
 from bros.router.fleet import Fleet
 from bros.router.load_meter import LoadMeter
 from bros.router.member import ReplicaState, ReplicaStatus
@@ -57,7 +57,10 @@ class ElasticReplicas(RouterClient):
         settings: ElasticSettings,
         first: int,
         on_final_death: Callable[[str], None] = lambda reason: None,
+        *,
+        replaces: bool = True,
     ) -> None:
+        """replaces: another one is started for each that does not come back."""
         super().__init__(fleet, clock, rng, on_final_death)
         self._make = make
         self._first = first
@@ -69,6 +72,9 @@ class ElasticReplicas(RouterClient):
         self._clients: dict[int, StartableClient] = {}
         self._starting: dict[asyncio.Task[None], int] = {}  # place
         self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._replaces = replaces
+        self._lost: list[int] = []  # numbers of those that do not come back
         self._watch: asyncio.Task[None] | None = None
         self._not_before_s = 0.0
 
@@ -87,11 +93,13 @@ class ElasticReplicas(RouterClient):
         if self._settings.least < self._settings.most:
             start_s = max(_LEAST_START_S, self._clock.now() - began_s)
             self._policy = Elastic(dataclasses.replace(self._settings, start_s=start_s))
+        if self._replaces or self._settings.least < self._settings.most:
             self._watch = asyncio.create_task(self._run(), name="elastic-replicas")
 
     async def close(self) -> None:
         tasks = [*self._starting, *self._leaving.values()]
         await _cancel([*tasks, *([self._watch] if self._watch else [])])
+        await asyncio.gather(*self._ending)  # not in the middle of it
         await super().close()
 
     async def look(self) -> None:
@@ -103,18 +111,19 @@ class ElasticReplicas(RouterClient):
         now = self._clock.now()
         states = self.replicas()
         up = [status for status in states if status.state is ReplicaState.UP]
+        self._keep({status.number for status in up})
         coming = len(self._starting) + sum(status.state in _COMING for status in states)
         meter = self._meter = self._meter or self._new_meter()
         load = meter.read(stats, self.due(now), len(up), coming, now)
+        if not up:
+            self._stay(len(self._leaving))
         if load is None or not up:
             return
         wanted, there = self._policy.wanted(load, now), len(up) + coming
-        if wanted > there and now >= self._not_before_s:
-            logger.info("%d replicas instead of %d: %s", wanted, there, load)
-            for _ in range(wanted - there):
-                self._start_one().add_done_callback(self._on_started)
+        if wanted > there:
+            self._grow(wanted - there, load)
         elif wanted < there:
-            self._shrink(there - wanted, up)
+            self._shrink(there - wanted, up, load)
 
     async def _run(self) -> None:
         while True:
@@ -141,29 +150,62 @@ class ElasticReplicas(RouterClient):
 
         def on_final_death(reason: str) -> None:
             for number in numbers:
+                self._lost.append(number)
                 self.give_up(number, reason)
-                if number not in self._leaving:
-                    self._leaving[number] = asyncio.create_task(self._end(number))
+                if number in self._leaving:
+                    self._leaving.pop(number).cancel()
+                self._close_one(number)
 
         client = self._make(place, on_final_death)
         await client.start()
         numbers.append(self.add(client, restart=client.restart))
         self._places[numbers[0]], self._clients[numbers[0]] = place, client
         self.replicas()  # it takes requests from now on
+        if self._lost and self._replaces:
+            self.remove(self._lost.pop(0))  # which was shown until there is another one
 
     def _on_started(self, start: asyncio.Task[None]) -> None:
         if not start.cancelled() and start.exception() is not None:
             logger.warning("a replica could not be started: %s", start.exception())
             self._not_before_s = self._clock.now() + _RETRY_S
 
-    def _shrink(self, count: int, up: list[ReplicaStatus]) -> None:
-        """First what is not there yet, then what has the least to do, of those the latest."""
+    def _grow(self, count: int, load: Load) -> None:
+        """First what is about to go, then new ones, as many as there may be beside all that are
+        there, whether or not they take requests."""
+        new = count - self._stay(count) - (0 if self._replaces else len(self._lost))
+        taken = {*self._places.values(), *self._starting.values()}
+        new = min(new, self._settings.most - len(taken))
+        if new <= 0 or self._clock.now() < self._not_before_s:
+            return
+        logger.info("replicas: %d more; %s", new, load)
+        for _ in range(new):
+            self._start_one().add_done_callback(self._on_started)
+
+    def _stay(self, count: int) -> int:
+        """Use replicas that were to go again; returns how many of so many."""
+        draining = (ReplicaState.DRAINING, ReplicaState.DRAINED)
+        could = [status for status in self.replicas() if status.state in draining]
+        stay = [status for status in could if status.number in self._leaving][:count]
+        for status in stay:
+            logger.info("%s is needed again", status.name)
+            self._leaving.pop(status.number).cancel()
+            self.resume(status.number)
+        return len(stay)
+
+    def _keep(self, used: set[int]) -> None:
+        """What somebody else has said is to be used does not go."""
+        for number in used & self._leaving.keys():
+            self._leaving.pop(number).cancel()
+
+    def _shrink(self, count: int, up: list[ReplicaStatus], load: Load) -> None:
+        """First what is not there yet, then what has the least to do, of those the latest. One
+        that takes requests stays."""
         for start in list(self._starting)[:count]:
             start.cancel()
             count -= 1
         by_load = sorted(up, key=lambda status: (status.open, -status.number))
-        for status in by_load[: max(0, count)]:
-            logger.info("%s is not needed any more", status.name)
+        for status in by_load[: max(0, min(count, len(up) - 1))]:
+            logger.info("%s is not needed any more; %s", status.name, load)
             self.drain(status.number)
             task = asyncio.create_task(self._let_go(status.number), name="replica-end")
             self._leaving[status.number] = task
@@ -173,14 +215,32 @@ class ElasticReplicas(RouterClient):
             async with asyncio.timeout(_DRAIN_S):
                 await self.drained(number)
         except TimeoutError:
-            self.drain(number, move=True)
+            try:
+                self.drain(number, move=True)
+            except InvalidRequestError as error:
+                logger.warning("it is needed again: %s", error)
+                del self._leaving[number]
+                self.resume(number)
+                return
             await self.drained(number)
-        await self._end(number)
-
-    async def _end(self, number: int) -> None:
+        del self._leaving[number]
         self.remove(number)
-        await self._clients.pop(number).close()
-        del self._places[number], self._leaving[number]
+        self._close_one(number)
+
+    def _close_one(self, number: int) -> None:
+        """Its place is free when it has ended."""
+
+        async def close() -> None:
+            try:
+                await self._clients.pop(number).close()
+            except Exception:
+                logger.exception("a replica did not end well")
+            finally:
+                del self._places[number]
+
+        task = asyncio.create_task(close(), name="replica-close")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bros.core.clock import Clock, SystemClock
 from bros.core.config import Config, ServerConfig
 from bros.core.errors import ConfigError
-from bros.engine.share import share_of
+from bros.engine.share import check_room, share_of
 from bros.router.build import make_fleet
 from bros.router.elastic import ElasticSettings
 from bros.router.fleet import Fleet
@@ -62,7 +62,9 @@ class ClusterReplicas(ElasticReplicas):
 
         server = config.server
         settings = settings or settings_of(server)
-        share = share_of(config.engine, settings.most, cluster.nodes())
+        nodes = cluster.nodes()
+        share = share_of(config.engine, settings.most, nodes)
+        check_room(share, server.replicas, nodes)
 
         def make(place: int, on_death: Callable[[str], None]) -> StartableClient:
             return RayEngineClient(
@@ -75,7 +77,14 @@ class ClusterReplicas(ElasticReplicas):
                 on_final_death=on_death,
             )
 
-        super().__init__(*_parts(config), make, settings, server.replicas, on_final_death)
+        super().__init__(
+            *_parts(config),
+            make,
+            settings,
+            server.replicas,
+            on_final_death,
+            replaces=server.on_engine_death == "restart",
+        )
         self._cluster = cluster
 
     async def close(self) -> None:
@@ -84,12 +93,14 @@ class ClusterReplicas(ElasticReplicas):
 
 
 def connect(address: str) -> Cluster:
-    """Raises ConfigError if Ray is not installed, or no cluster answers."""
+    """Raises ConfigError if Ray is not installed or does not work, or no cluster answers."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("--cluster: Ray is not installed; try pip install 'bros[ray]'")
-    # Late: Ray need not be there.
-    from bros.engine.ray_cluster import Cluster
-
+    try:
+        # Late: Ray need not be there.
+        from bros.engine.ray_cluster import Cluster
+    except ImportError as error:
+        raise ConfigError(f"--cluster: Ray cannot be loaded: {error}") from error
     return Cluster(address)
 
 
@@ -105,7 +116,9 @@ def elastic_here(
 
     make_client: MakeClient = make
     first = config.server.replicas
-    return ElasticReplicas(*_parts(config), make_client, settings, first, on_final_death)
+    replaces = config.server.on_engine_death == "restart"
+    parts = _parts(config)
+    return ElasticReplicas(*parts, make_client, settings, first, on_final_death, replaces=replaces)
 
 
 def settings_of(config: ServerConfig) -> ElasticSettings:

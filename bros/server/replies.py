@@ -201,7 +201,7 @@ class ReplicaList(BaseModel):
     object: Literal["list"] = "list"
     router: str
     continued: int = Field(description="Requests that went on elsewhere, as theirs was lost")
-    moved: int = Field(description="Those that did so because theirs was drained")
+    moved: int = Field(description="Those that did so because theirs was drained, or one came up")
     plan: PlanReply | None = None
     data: list[ReplicaReply]
 

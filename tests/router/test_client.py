@@ -35,6 +35,13 @@ from support.mortal_engine import STEP_S, MortalEngine, foretold
 from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of
 from support.turn_fleet import TurnFleet
 
+
+class Unclosable(MortalEngine):
+    async def close(self) -> None:
+        await super().close()
+        raise OSError("cannot")
+
+
 # A replica is lost
 
 
@@ -573,3 +580,15 @@ def test_so_they_do_with_every_policy(
         assert not any(replica.works for replica in fleet.replicas.values())
 
     run_virtual(main)
+
+
+def test_one_that_cannot_be_closed_keeps_no_other_from_it() -> None:
+    async def test() -> None:
+        group = Group()
+        bad = Unclosable()
+        bad.start()
+        group.client.add(bad)
+        group.engines.append(bad)
+        await group.close()
+
+    run_virtual(test)

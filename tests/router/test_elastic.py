@@ -228,3 +228,11 @@ def test_there_must_be_a_number_to_choose() -> None:
     for least, most in ((0, 1), (3, 2)):
         with pytest.raises(ValueError, match="replicas"):
             Elastic(ElasticSettings(least=least, most=most))
+
+
+def test_a_load_is_said_in_a_line() -> None:
+    load = Load(serving=2, coming=1, rt_slack_s=0.0123, rt_busy=1.5, be_due=[(3, None), (4, 30)])
+    assert str(load) == (
+        "2 serve and 1 come; real-time tokens: 12 ms to spare, 1.5 replicas busy, 0.0 s waiting; "
+        "best effort: 7 s, the first due in 30 s"
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from bros.core.errors import EngineDeadError
+from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.router.elastic import ElasticSettings
 from bros.router.member import ReplicaState
@@ -18,6 +20,7 @@ from support.mortal_engine import MortalEngine, foretold
 from support.turn_fleet import TurnFleet
 
 START_S = 8.0
+SLOTS = 8
 
 
 class SlowStarter(MortalEngine):
@@ -38,14 +41,41 @@ class SlowStarter(MortalEngine):
         raise NotImplementedError
 
 
+class SlowEnder(SlowStarter):
+    async def close(self) -> None:
+        await asyncio.sleep(5.0)
+        await super().close()
+
+
+class QueueingStarter(SlowStarter):
+    """Serves SLOTS requests at a time, and says how many wait."""
+
+    async def _work(self) -> None:
+        for version in itertools.count(2):
+            await asyncio.sleep(self.step_s)
+            self.steps += 1
+            served = list(self._open)[:SLOTS]
+            for name in [name for name in self._open if name in served or name in self._aborted]:
+                stream, tokens = self._open[name]
+                output = self._output(name, tokens)
+                if output.finish_reason is not None:
+                    del self._open[name]
+                stream.put(output)
+            waiting = max(0, len(self._open) - SLOTS)
+            self._listener(Notice(version=version, full=True, waiting=waiting))
+
+
 class Group:
     """Replicas, and all engines that were ever made for them."""
 
-    def __init__(self, step_s: float = 0.01, first: int = 1, **settings: object) -> None:
+    def __init__(
+        self, step_s: float = 0.01, first: int = 1, replaces: bool = True, **settings: object
+    ) -> None:
         self.engines: list[SlowStarter] = []
         self.made_at: list[float] = []
         self.fails = False
         self.step_s = step_s
+        self.kind: type[SlowStarter] = SlowStarter
         self.clock = LoopClock()
         self.deaths: list[str] = []
         self.client = ElasticReplicas(
@@ -56,10 +86,11 @@ class Group:
             ElasticSettings(**settings),  # type: ignore[arg-type]
             first,
             self.deaths.append,
+            replaces=replaces,
         )
 
     def _make(self, place: int, on_final_death: Callable[[str], None]) -> SlowStarter:
-        self.engines.append(SlowStarter(place, self.fails, self.step_s))
+        self.engines.append(self.kind(place, self.fails, self.step_s))
         self.engines[-1].on_final_death = on_final_death  # type: ignore[attr-defined]
         self.made_at.append(self.clock.now())
         return self.engines[-1]
@@ -120,6 +151,28 @@ def test_deadlines_bring_replicas_and_calm_takes_them_away() -> None:
     in_virtual_time(test)
 
 
+def test_new_replicas_relieve_those_that_were_there() -> None:
+    async def test() -> None:
+        group = Group(step_s=0.1, least=1, most=4)
+        group.kind = QueueingStarter
+        await group.client.start()
+        await asyncio.sleep(2)
+        began_s = group.clock.now()
+        requests = [ask(f"r{n}", began_s, 30.0) for n in range(800)]
+        answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
+        assert await asyncio.gather(*answers) == [foretold(each) for each in requests]
+        took_s = group.clock.now() - began_s
+        assert len(group.engines) >= 3
+        alone_s = 800 * 20 * 0.1 / SLOTS
+        assert took_s < 0.5 * alone_s
+        assert all(len(engine.submitted) > 50 for engine in group.engines)
+        assert group.client.moved < 800, "nothing goes back and forth"
+        assert group.client.continued == 0
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
 def test_who_takes_long_goes_on_elsewhere_when_its_replica_is_to_go() -> None:
     async def test() -> None:
         group = Group(step_s=1.0, first=2, least=1, most=2, calm_s=30.0)
@@ -131,6 +184,55 @@ def test_who_takes_long_goes_on_elsewhere_when_its_replica_is_to_go() -> None:
         await asyncio.sleep(100)
         assert group.states == [ReplicaState.UP]
         assert group.client.moved == 1
+        assert await asyncio.gather(*answers) == [foretold(each) for each in requests]
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+def test_one_that_is_going_is_used_again_before_another_is_started() -> None:
+    async def test() -> None:
+        group = Group(step_s=1.0, first=2, least=1, most=2, calm_s=30.0)
+        await group.client.start()
+        requests = [ask(f"r{n}", group.clock.now(), None, 400) for n in range(2)]
+        answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
+        await asyncio.sleep(60)
+        assert sorted(group.states) == [ReplicaState.DRAINING, ReplicaState.UP]
+        requests += [ask(f"l{n}", group.clock.now(), 1.0, 50) for n in range(200)]
+        answers += [asyncio.create_task(tokens_of(group.client, each)) for each in requests[2:]]
+        await asyncio.sleep(3)
+        assert group.up == 2 == len(group.engines)
+        assert await asyncio.gather(*answers) == [foretold(each) for each in requests]
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_what_an_operator_drains_counts(most: int) -> None:
+    async def test() -> None:
+        group = Group(first=2, least=2, most=most)
+        await group.client.start()
+        group.client.drain(0)
+        await asyncio.sleep(30)
+        assert len(group.engines) == most, "two are to serve, but there is room for so many"
+        assert group.up == most - 1
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+def test_the_last_one_that_takes_requests_does_not_go() -> None:
+    async def test() -> None:
+        group = Group(step_s=1.0, first=2, least=1, most=2, calm_s=30.0)
+        await group.client.start()
+        requests = [ask(f"r{n}", group.clock.now(), None, 400) for n in range(2)]
+        answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
+        await asyncio.sleep(60)
+        states = [status.state for status in group.client.replicas()]
+        group.engines[states.index(ReplicaState.UP)].die()
+        await asyncio.sleep(200)
+        assert sorted(group.states) == [ReplicaState.DOWN, ReplicaState.UP]
         assert await asyncio.gather(*answers) == [foretold(each) for each in requests]
         await group.client.close()
 
@@ -174,6 +276,44 @@ def test_one_that_does_not_come_back_is_replaced() -> None:
         assert group.up == 2 == len(group.states) and lost.closed and not group.deaths
         assert group.engines[-1].place == 0
         await group.client.close()
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_one_that_is_gone_is_shown_until_there_is_another_one(replaces: bool) -> None:
+    """Also where the number is fixed."""
+
+    async def test() -> None:
+        group = Group(replaces=replaces, first=2, least=2, most=2)
+        await group.client.start()
+        group.engines[0].die()
+        group.engines[0].on_final_death("three times")  # type: ignore[attr-defined]
+        await asyncio.sleep(START_S / 2)
+        assert group.states == [ReplicaState.GONE, ReplicaState.UP] and group.engines[0].closed
+        await asyncio.sleep(START_S)
+        assert len(group.engines) == (3 if replaces else 2)
+        expected = [ReplicaState.UP] * 2 if replaces else [ReplicaState.GONE, ReplicaState.UP]
+        assert group.states == expected and not group.deaths
+        if not replaces:
+            group.engines[1].die()
+            group.engines[1].on_final_death("the last one")  # type: ignore[attr-defined]
+            assert group.deaths == ["the last one"]
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
+def test_closing_waits_for_one_that_ends() -> None:
+    async def test() -> None:
+        group = Group(first=2, least=1, most=2, calm_s=30.0)
+        group.kind = SlowEnder
+        await group.client.start()
+        while len(group.states) == 2:
+            await asyncio.sleep(0.1)
+        assert not any(engine.closed for engine in group.engines), "it is ending"
+        await group.client.close()
+        assert all(engine.closed for engine in group.engines)
 
     in_virtual_time(test)
 

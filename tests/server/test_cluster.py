@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,4 +96,19 @@ def test_bounds_are_around_the_first_number(options: dict[str, object], flag: st
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"bros\[ray\]"):
+        connect("auto")
+
+
+@pytest.mark.parametrize("address", ["foo", "", "ray://10.0.0.1:10001", "host:port", "a b:1"])
+def test_an_address_is_auto_or_host_and_port(address: str) -> None:
+    with pytest.raises(ConfigError, match="--cluster: .* is neither auto nor host:port"):
+        ServerConfig(cluster=address)
+    for good in ("auto", "10.0.0.1:6379", "head.local:6379", "[::1]:6379"):
+        assert ServerConfig(cluster=good).cluster == good
+
+
+def test_a_ray_that_is_broken_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "bros.engine.ray_cluster", None)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
         connect("auto")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -68,9 +67,7 @@ def connected(address: str) -> Iterator[Cluster]:
     # Late: it imports Ray.
     from bros.engine.ray_cluster import Cluster
 
-    handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
     cluster = Cluster(address)
-    signal.signal(signal.SIGTERM, handler)
     yield cluster
     cluster.close()
 
