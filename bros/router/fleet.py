@@ -34,8 +34,8 @@ _MANY_PARKED = 100_000
 class Fleet:
     """Times are seconds of one clock that never goes back.
 
-    state: for those who look; only this class changes it. balances: whether prefixes are moved and
-    replicated, or placed by a plan.
+    policy, state: for those who look. balances: whether prefixes are moved and replicated, or
+    placed by a plan.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Fleet:
         *,
         balances: bool = True,
     ) -> None:
-        self._policy = policy
+        self.policy = policy
         self._block_size = block_size
         self.state = State(settings, Forest(block_size, settings.max_tokens))
         self._balances = balances
@@ -196,7 +196,7 @@ class Fleet:
         self, request: EngineRequest, candidates: Sequence[Replica], now: float
     ) -> Decision:
         ask = self._ask(request, candidates, now)
-        replica, reason = self._policy.choose(self.state, ask, now)
+        replica, reason = self.policy.choose(self.state, ask, now)
         return self._commit(ask, replica, reason, now)
 
     def _route_group(

@@ -11,13 +11,11 @@ from bros.core.clock import Clock, SystemClock
 from bros.core.config import Config, ServerConfig
 from bros.core.errors import ConfigError
 from bros.engine.share import check_room, share_of
-from bros.router.build import make_fleet
 from bros.router.elastic import ElasticSettings
 from bros.router.fleet import Fleet
 from bros.router.scaling import ElasticReplicas, MakeClient, StartableClient
-from bros.router.settings import RouterSettings
 from bros.scheduler.profiles import available_cores
-from bros.server.replicas import MakeEngine, with_share_of_cores
+from bros.server.replicas import MakeEngine, new_fleet, with_share_of_cores
 
 if TYPE_CHECKING:
     from bros.engine.ray_cluster import Cluster
@@ -127,6 +125,4 @@ def settings_of(config: ServerConfig) -> ElasticSettings:
 
 
 def _parts(config: Config) -> tuple[Fleet, Clock, random.Random]:
-    server = config.server
-    fleet = make_fleet(server.router, RouterSettings(plan=server.router_plan))
-    return fleet, SystemClock(), random.Random(config.engine.seed)
+    return new_fleet(config), SystemClock(), random.Random(config.engine.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 import random
 from collections.abc import Callable, Sequence
 
@@ -13,8 +14,11 @@ from bros.core.config import Config, EngineConfig
 from bros.engine.process_client import ProcessEngineClient
 from bros.router.build import make_fleet
 from bros.router.client import RouterClient
+from bros.router.fleet import Fleet
 from bros.router.settings import RouterSettings
 from bros.scheduler.profiles import available_cores
+
+logger = logging.getLogger("bros.server")
 
 MakeEngine = Callable[[int, EngineConfig, Callable[[str], None]], ProcessEngineClient]
 """Of the number of a replica, what it is told, and what it does if it does not come back."""
@@ -27,8 +31,9 @@ class LocalReplicas(RouterClient):
         self, config: Config, make_engine: MakeEngine, on_final_death: Callable[[str], None]
     ) -> None:
         server = config.server
-        fleet = make_fleet(server.router, RouterSettings(plan=server.router_plan))
-        super().__init__(fleet, SystemClock(), random.Random(config.engine.seed), on_final_death)
+        super().__init__(
+            new_fleet(config), SystemClock(), random.Random(config.engine.seed), on_final_death
+        )
         engine = with_share_of_cores(config.engine, server.replicas, available_cores())
         self._engines: Sequence[ProcessEngineClient] = [
             make_engine(number, engine, functools.partial(self.give_up, number))
@@ -51,6 +56,17 @@ class LocalReplicas(RouterClient):
             await asyncio.gather(*starts, return_exceptions=True)
             raise
         self.replicas()  # all are up from now on
+
+
+def new_fleet(config: Config) -> Fleet:
+    """As the options say. Without a prefix cache nothing is where it was: requests go by load."""
+    server, router = config.server, config.server.router
+    if router == "e2" and config.engine.prefix_cache == "off":
+        router = "least"
+        logger.warning("--prefix-cache off: requests go to replicas as with --router least")
+    if server.router_plan != "off" and router != "e2":
+        logger.warning("--router-plan has no effect with --router %s", router)
+    return make_fleet(router, RouterSettings(plan=server.router_plan))
 
 
 def with_share_of_cores(config: EngineConfig, replicas: int, cores: int) -> EngineConfig:

@@ -18,16 +18,18 @@ from rich.console import Console
 from bros.admin_command import run_admin
 from bros.cli import main
 from bros.core.clock import SystemClock
-from bros.core.config import EngineConfig
+from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
 from bros.core.request import EngineRequest, SamplingParams
 from bros.router.client import RouterClient
+from bros.router.e2 import E2
 from bros.router.flags import add_arguments
 from bros.router.planned import PlanReport
+from bros.router.policies import LeastLoaded, RoundRobin
 from bros.server.app import create_app
 from bros.server.errors import describe
 from bros.server.replica_metrics import ReplicaCollector
-from bros.server.replicas import with_share_of_cores
+from bros.server.replicas import new_fleet, with_share_of_cores
 from bros.server.tenants import load_tenants
 from support.mortal_engine import MortalEngine
 from support.scripted_server import Server, assert_envelope
@@ -74,6 +76,19 @@ async def serve_one(server: Replicated, request_id: str) -> None:
     asked = EngineRequest(request_id=request_id, prompt_token_ids=[1] * 8, sampling=sampling)
     async for _ in await server.router.submit(asked):
         pass
+
+
+@pytest.mark.parametrize(
+    ("router", "cache", "expected"),
+    [("e2", "class-aware", E2), ("e2", "off", LeastLoaded), ("rr", "off", RoundRobin)],
+)
+def test_without_a_prefix_cache_requests_go_by_load(
+    router: str, cache: str, expected: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ServerConfig(router=router, replicas=2)
+    fleet = new_fleet(Config(engine=EngineConfig(prefix_cache=cache), server=server))
+    assert isinstance(fleet.policy, expected)
+    assert ("--prefix-cache off" in caplog.text) == (expected is LeastLoaded)
 
 
 # HTTP
