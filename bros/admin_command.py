@@ -77,7 +77,7 @@ class _Command:
         self.console.print(replica_table(found["data"]))
         self.console.print(
             f"router {found['router']}; requests that went on elsewhere: {found['continued']} as "
-            f"their replica was lost, {found['moved']} as it was drained"
+            f"their replica was lost, {found['moved']} as it was drained or had a longer queue"
         )
         if plan := found.get("plan"):
             self.console.print(_plan_line(plan))

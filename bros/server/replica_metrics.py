@@ -75,7 +75,7 @@ class ReplicaCollector(Collector):
         )
         yield CounterMetricFamily(
             "bros_router_requests_moved",
-            "Requests that went on elsewhere because their replica was drained",
+            "Requests that went on elsewhere because theirs was drained or had a longer queue",
             router.moved,
         )
         if (plan := router.plan_report) is not None:
