@@ -58,29 +58,28 @@ def _keep(forest: Forest, replica: Replica, request_id: str, origin: Origin, kep
 def _take_digest(forest: Forest, replica: Replica, notice: Notice) -> None:
     """What it names is there, and what requests that run have or are going to have."""
     number, origins = replica.number, replica.origins
+    named = {request_id: kept for request_id, kept in notice.kept if request_id in origins}
+    for request_id in named:
+        origin = origins[request_id]
+        origin.version = notice.version
+        origin.leaf = forest.revive(origin.leaf)  # which may split nodes: before any is looked at
+        origins.move_to_end(request_id)
     there: dict[Node, int] = {}
-    named = set()
-    for request_id, kept in notice.kept:
-        origin = origins.get(request_id)
-        if origin is not None:
-            named.add(request_id)
-            origin.version = notice.version
-            origins.move_to_end(request_id)
-            origin.leaf = forest.revive(origin.leaf)
-            _collect(origin.leaf, kept, there)
-    for request_id, work in replica.works.items():
-        named.add(request_id)
+    for request_id, kept in named.items():
+        _collect(origins[request_id].leaf, kept, there)
+    for work in replica.works.values():
         _collect(work.leaf, work.leaf.end, there)
-    for request_id in [other for other in origins if other not in named]:
+    for request_id in [
+        other for other in origins if not (other in named or other in replica.works)
+    ]:
         del origins[request_id]
-    for node in [node for node in forest.caches[number].nodes if node not in there]:
-        forest.mark(node, number, 0)
     for node, tokens in there.items():
         if node.cached.get(number) != tokens:
             forest.mark(node, number, tokens)
+    for node in [node for node in forest.caches[number].nodes if node not in there]:
+        forest.mark(node, number, 0)
     for request_id in named:
-        if request_id in origins:
-            forest.prune(origins[request_id].leaf)
+        forest.prune(origins[request_id].leaf)
 
 
 def _collect(leaf: Node, kept: int, there: dict[Node, int]) -> None:
