@@ -40,6 +40,7 @@ _NEEDS = {
     "engine/test_process_ranks.py": "zmq",
     "engine/test_wire.py": "zmq",
     "engine/test_ray_client.py": "zmq",
+    "engine/test_supervised_client.py": "zmq",
 }
 collect_ignore = [file for file, name in _NEEDS.items() if importlib.util.find_spec(name) is None]
 

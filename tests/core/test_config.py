@@ -40,6 +40,9 @@ def test_limits_are_inclusive_and_enforced(part: type, field: dataclasses.Field[
     if limits.get("secret"):
         good.append("a key")
         bad.append("")
+    if limits.get("address"):
+        good += ["auto", "head:6379"]
+        bad += ["", "head", "ray://head:6379"]
     assert good and bad
     for value in good:
         assert getattr(part(**{field.name: value}), field.name) == value
