@@ -22,7 +22,7 @@ from bros.engine.build import build_engine
 from bros.engine.thread_client import ThreadEngineClient
 from bros.executor.model_store import ModelFiles
 from support.process_engine import TINY_ENGINE, ask, tokens_of
-from support.processes import descendants, wait_until_gone
+from support.processes import descendants, stop, wait_until_gone
 from support.ray_cluster import connected
 from support.tiny_models import save_tiny_llama
 
@@ -115,7 +115,7 @@ async def test_what_is_killed_fails_open_requests_at_once_and_comes_back(
     actor = client.pid
     assert actor is not None
     [engine] = descendants(actor)
-    os.kill(engine, signal.SIGSTOP)  # so that the request is certainly open
+    stop(engine)  # so that the request is certainly open
     submission = asyncio.create_task(client.submit(ask("lost", 400)))
     question = asyncio.create_task(client.stats())
     await asyncio.sleep(0)

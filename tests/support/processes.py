@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 from pathlib import Path
 
 from support.server_process import wait_until
@@ -19,6 +21,17 @@ def exists(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def stop(pid: int) -> None:
+    """Suspend a process; returns when none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+    states = [f"/proc/{pid}/task/{task.name}/stat" for task in Path(f"/proc/{pid}/task").iterdir()]
+    wait_until(
+        lambda: all(Path(s).read_text().rsplit(")", 1)[1].split()[0] == "T" for s in states),
+        5.0,
+        f"{pid} is stopped",
+    )
 
 
 def children(pid: int) -> list[int]:
