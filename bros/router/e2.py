@@ -4,7 +4,7 @@
     else              it goes where it costs least: explore; or where answers take most of the
                       time, as prompts fit in there best
 
-`cached` is the most that any replica has. Besides, work is not queued behind what takes longer
+`cached` is the most that any replica has. Besides, work is not put behind what takes longer
 than computing the prefix again would: then the replica that costs least gets it, and has it cached
 from then on. That is what keeps a burst for one prefix from waiting until balance.py moves it.
 """
@@ -67,8 +67,8 @@ def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) 
     request; None if nobody does."""
     if not others:
         return None
-    lightest = min(others, key=lambda replica: state.queue_s(replica, ask.service_class))
-    wait_s = state.queue_s(found, ask.service_class) - state.queue_s(lightest, ask.service_class)
+    lightest = min(others, key=lambda replica: state.open_s(replica, ask.service_class))
+    wait_s = state.open_s(found, ask.service_class) - state.open_s(lightest, ask.service_class)
     # Below 0 where a prefix has moved and is not there yet: the first request has to wait as well.
     again_s = abs(_prefill_s(ask, lightest) - _prefill_s(ask, found))
     patience = state.settings.patience
