@@ -37,7 +37,7 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Waits until the server is ready; raises AssertionError with its output if it ends."""
-        assert self._ready.wait(timeout=120), f"not ready after two minutes:\n{self.output}"
+        assert self._ready.wait(timeout=240), f"not ready after four minutes:\n{self.output}"
         found = READY.search(self.output)
         assert found, f"the server did not start:\n{self.output}"
         return found[1]
