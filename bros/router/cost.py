@@ -58,8 +58,7 @@ def _first(pair: tuple[float, Replica]) -> float:
 
 
 def _without_evictions(state: State, ask: Ask, replica: Replica) -> tuple[float, float, float]:
-    matched = ask.matched.get(replica.number, 0)
-    prefill_s = replica.prefill_s(ask.length - matched, matched)
+    prefill_s = ask.prefill_s(replica)
     return (
         state.load_s(replica, ask.service_class),
         prefill_s,

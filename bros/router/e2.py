@@ -70,17 +70,12 @@ def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) 
     lightest = min(others, key=lambda replica: state.open_s(replica, ask.service_class))
     wait_s = state.open_s(found, ask.service_class) - state.open_s(lightest, ask.service_class)
     # Below 0 where a prefix has moved and is not there yet: the first request has to wait as well.
-    again_s = abs(_prefill_s(ask, lightest) - _prefill_s(ask, found))
+    again_s = abs(ask.prefill_s(lightest) - ask.prefill_s(found))
     patience = state.settings.patience
     if wait_s <= patience * again_s:
         return None
     again_s += evicted_s(state, ask, lightest)
     return lightest if wait_s > patience * again_s else None
-
-
-def _prefill_s(ask: Ask, replica: Replica) -> float:
-    matched = ask.matched.get(replica.number, 0)
-    return replica.prefill_s(ask.length - matched, matched)
 
 
 def _explore(state: State, ask: Ask, candidates: list[Replica]) -> tuple[Replica, str]:

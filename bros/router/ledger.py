@@ -25,7 +25,6 @@ class Ledger:
         """It goes to its replica."""
         assert request_id not in self.works, "one at a time has an id"
         replica = self._state.replicas[work.replica]
-        replica.num_routed += 1
         if not self._state.num_routed:
             self._state.since_s = work.time_s
         self._state.num_routed += 1

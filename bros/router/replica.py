@@ -142,7 +142,6 @@ class Replica:
     facts: ReplicaFacts
     waits: Waits
     draining: bool = False
-    num_routed: int = 0
     mean_output: float = _FIRST_GUESS
     running: int = 0
     slowdown: float = 1.0

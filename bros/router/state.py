@@ -33,6 +33,11 @@ class Ask:
     def service_class(self) -> ServiceClass:
         return self.request.service_class
 
+    def prefill_s(self, replica: Replica) -> float:
+        """What of its prompt is not cached there."""
+        matched = self.matched.get(replica.number, 0)
+        return replica.prefill_s(self.length - matched, matched)
+
     def key(self, tokens: int) -> Node | None:
         """Of the nodes that begin within its first so many tokens the last one that is longer than
         all before it together: what it should be placed by (Preble 3.2: the key portion)."""
