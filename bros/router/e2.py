@@ -1,6 +1,8 @@
 """Exploit what is cached, or explore for load (Preble 3.2, E2).
 
     missed < cached   the request goes where the part of it is cached that matters: exploit
+    missed < known    most of it was asked for within the window but has been evicted: it goes
+                      where that went: again
     else              it goes where it costs least: explore; or where answers take most of the
                       time, as prompts fit in there best
 
@@ -20,6 +22,9 @@ from bros.router.state import Ask, State
 _NEARLY = 0.95
 """Of what the best replica has of a prompt, what others must have to be as good."""
 
+_GONE = 0.25
+"""What it costs to move a prefix that nobody has, as a share of computing it."""
+
 _MORE = 0.1
 """By how much a replica's share of decoding has to be above the mean, to be more than chance."""
 
@@ -32,9 +37,12 @@ class E2:
         if len(candidates) == 1:
             return candidates[0], "only"
         cached = max((ask.matched.get(r.number, 0) for r in candidates), default=0)
-        if ask.length - cached >= cached:
+        if ask.length - cached < cached:
+            having, reason = _having(state, ask, candidates, cached)
+        else:
+            having, reason = _had(ask, candidates), "again"
+        if not having:
             return _explore(state, ask, candidates)
-        having, reason = _having(state, ask, candidates, cached)
         found = cheapest(state, ask, having)
         other = _instead(state, ask, found, [r for r in candidates if r not in having])
         return (found, reason) if other is None else (other, "explore")
@@ -62,6 +70,21 @@ def _having(
     return having, "exploit"
 
 
+def _had(ask: Ask, candidates: Sequence[Replica]) -> list[Replica]:
+    """Where the prefix went within the window, if nobody has it any more.
+
+    Computing it takes as long elsewhere, but what is known of caches is behind by what waits: if
+    prefixes moved whenever they seem to be gone, they would be in several caches at once, and all
+    of these would hold less.
+    """
+    known = ask.path.end
+    if ask.length - known >= known:
+        return []
+    node = ask.path.nodes[-1]
+    where = node.asked if node.homes is None else node.homes
+    return [replica for replica in candidates if replica.number in where]
+
+
 def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) -> Replica | None:
     """Who computes the prefix again, and what makes room for it, sooner than `found` comes to the
     request; None if nobody does."""
@@ -71,6 +94,7 @@ def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) 
     wait_s = state.open_s(found, ask.service_class) - state.open_s(lightest, ask.service_class)
     # Below 0 where a prefix has moved and is not there yet: the first request has to wait as well.
     again_s = abs(ask.prefill_s(lightest) - ask.prefill_s(found))
+    again_s = max(again_s, _GONE * ask.prefill_s(lightest))
     patience = state.settings.patience
     if wait_s <= patience * again_s:
         return None

@@ -63,8 +63,8 @@ class Decision:
     """Where a request goes, and why.
 
     replica: its number. matched: tokens of the prompt that are cached there, as far as is known.
-    reason: "exploit", "explore", "decode", "moved", "parked", "group", "planned", "turn" (rr),
-    "least", "oracle", "only".
+    reason: "exploit", "again", "explore", "decode", "moved", "parked", "group", "planned", "turn"
+    (rr), "least", "oracle", "only".
     """
 
     request_id: str

@@ -99,7 +99,7 @@ def _routed(replicas: Sequence[ReplicaStatus]) -> Metric:
     counter = CounterMetricFamily(
         "bros_router_requests",
         "Requests sent to a replica, by why: exploit (their prefix is cached there), explore (it "
-        "is least loaded), ...; docs/replicas.md has all reasons",
+        "costs least there), ...; docs/replicas.md has all reasons",
         labels=(_REPLICA, "reason"),
     )
     for status in replicas:

@@ -67,13 +67,54 @@ def test_half_is_not_enough(rest: int, reason: str) -> None:
     assert decide(fleet, request)[1] == reason
 
 
-def test_what_was_evicted_is_no_match() -> None:
-    fleet = fleet_of(2, patience=NOBODY_WAITS)
-    request = ask("a", range(10 * BLOCK + 1))
-    there = serve(fleet, request)
-    again = ask("b", range(10 * BLOCK + 1))
+PREFIX = range(10 * BLOCK)
+
+
+def evicted(patience: float) -> tuple[Fleet, int]:
+    """Two replicas, and the one that had a prefix of ten blocks: three of these are left."""
+    fleet = fleet_of(2, patience=patience, history=0.0)
+    there = serve(fleet, ask("a", [*PREFIX, 1], max_tokens=1))
     fleet.take(there, told(1, ("a", 3 * BLOCK)), 1.0)
-    assert decide(fleet, again, 1.0)[1] == "explore"
+    return fleet, there
+
+
+def test_what_was_evicted_comes_back_to_where_it_was() -> None:
+    fleet, there = evicted(NOBODY_WAITS)
+    fleet.route([ask("w", [7] * 400)], 1.0, frozenset({1 - there}))
+    assert decide(fleet, ask("b", [*PREFIX, 2]), 1.0) == (there, "again", 3 * BLOCK)
+
+
+def test_what_was_evicted_goes_elsewhere_if_too_much_waits_where_it_was() -> None:
+    """A quarter of 41 ms, times the patience, where 200 ms of work are waiting."""
+    for patience, reason in ((15.0, "explore"), (25.0, "again")):
+        fleet, there = evicted(patience)
+        fleet.route([ask("w", [7] * 180, max_tokens=1)], 1.0, frozenset({1 - there}))
+        request = ask("b", [*PREFIX, 2], max_tokens=1)
+        assert decide(fleet, request, 1.0)[:2] == (
+            there if reason == "again" else 1 - there,
+            reason,
+        )
+
+
+def test_what_was_evicted_and_not_asked_for_lately_goes_anywhere() -> None:
+    fleet, there = evicted(NOBODY_WAITS)
+    fleet.route([ask("w", [7] * 400)], 1000.0, frozenset({1 - there}))
+    assert decide(fleet, ask("b", [*PREFIX, 2]), 1000.0)[:2] == (1 - there, "explore")
+
+
+def test_a_template_that_all_have_in_common_is_no_reason_to_come_back() -> None:
+    """Less than half of the prompt is known."""
+    fleet, there = evicted(NOBODY_WAITS)
+    fleet.route([ask("w", [7] * 400)], 1.0, frozenset({1 - there}))
+    other = ask("b", [*PREFIX[: 8 * BLOCK], *range(900, 900 + 9 * BLOCK)])
+    assert decide(fleet, other, 1.0)[:2] == (1 - there, "explore")
+
+
+def test_what_was_on_a_lost_replica_goes_anywhere() -> None:
+    fleet = fleet_of(3)
+    there = serve(fleet, ask("a", [*PREFIX, 1]))
+    fleet.remove(there)
+    assert decide(fleet, ask("b", [*PREFIX, 2]))[1] == "explore"
 
 
 def test_the_replica_is_named_and_not_its_place_in_a_list() -> None:
@@ -191,6 +232,14 @@ class Sent:
     ended: bool = False
 
 
+def _common(tokens: list[int], other: list[int]) -> int:
+    """Whole blocks that can be shared."""
+    blocks = min(len(other) - 1, len(tokens) - 1) // BLOCK
+    while blocks and other[: blocks * BLOCK] != tokens[: blocks * BLOCK]:
+        blocks -= 1
+    return blocks
+
+
 class NaiveLoads:
     """The load of replicas, summed over everything that was ever sent."""
 
@@ -219,11 +268,7 @@ class NaiveLoads:
         tokens, best = list(request.prompt_token_ids), 0
         for sent in self.sent:
             if sent.replica == replica:
-                other = list(sent.request.prompt_token_ids)
-                blocks = min(len(other) - 1, len(tokens) - 1) // BLOCK
-                while blocks and other[: blocks * BLOCK] != tokens[: blocks * BLOCK]:
-                    blocks -= 1
-                best = max(best, blocks)
+                best = max(best, _common(tokens, list(sent.request.prompt_token_ids)))
         return best * BLOCK
 
     def choices(self, request: EngineRequest, replicas: Iterable[int], now: float) -> list[int]:
@@ -289,6 +334,7 @@ def test_of_those_that_may_serve_it_the_cheapest_does(data: st.DataObject) -> No
         capacity = data.draw(st.sampled_from([8 * BLOCK, 20 * BLOCK]))
         facts = ReplicaFacts(capacity_tokens=capacity, prices=prices, ttft_s=0.02)
         fleet.add(facts, 0.0)
+    sent: list[tuple[list[int], int]] = []
     for number in range(data.draw(st.integers(5, 40))):
         now = float(number)
         tokens = [data.draw(st.integers(0, 5))] * (BLOCK * data.draw(st.integers(0, 4)))
@@ -296,13 +342,18 @@ def test_of_those_that_may_serve_it_the_cheapest_does(data: st.DataObject) -> No
         request = ask(f"{number}", tokens, best_effort=data.draw(st.booleans()), max_tokens=8)
         costs, there = fleet.costs(request, now), cached(fleet, request)
         most = max(there.values(), default=0)
-        may = list(costs)
+        common = [(_common(tokens, other), replica) for other, replica in sent]
+        known = max((blocks for blocks, _ in common), default=0) * BLOCK
+        may = set(costs)
         if len(tokens) - most < most:
-            may = [replica for replica in costs if there.get(replica, 0) >= 0.95 * most]
+            may = {replica for replica in costs if there.get(replica, 0) >= 0.95 * most}
+        elif len(tokens) - known < known:
+            may = {replica for blocks, replica in common if blocks * BLOCK == known}
         (decision,) = fleet.route([request], now)
         assert decision.replica in may
         cheapest = min(costs[replica].total_s for replica in may)
         assert costs[decision.replica].total_s == pytest.approx(cheapest, abs=1e-9)
+        sent.append((tokens, decision.replica))
         if data.draw(st.booleans()):
             fleet.begun(f"{number}", 0, now)
             fleet.ended(f"{number}", (1, 2), now)
