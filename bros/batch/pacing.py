@@ -54,10 +54,11 @@ class Throughput:
 
 class JobPace:
     """What a job has learnt of its rows. deadline_s: end of its window, on the same clock as
-    all `now`."""
+    all `now`. remaining: rows that are not done, of which in_flight are with the engine."""
 
     def __init__(self, remaining: int, deadline_s: float) -> None:
         self.remaining = remaining
+        self.in_flight = 0
         self.deadline_s = deadline_s
         self._rows = 0
         self._tokens = 0

@@ -122,6 +122,15 @@ class BatchRunner:
     def rows_in_flight(self) -> int:
         return self._shop.slots.used
 
+    def backlog(self) -> list[tuple[int, float]]:
+        """Of each batch that is worked on here: rows that are not yet with the engine, and seconds
+        until the end of its window."""
+        now = self._shop.clock.now()
+        paces = [job.pace for job, _ in self._jobs.values()]
+        return [
+            (pace.remaining - pace.in_flight, max(0.0, pace.deadline_s - now)) for pace in paces
+        ]
+
     @property
     def counts(self) -> RowCounts:
         """Not a copy: to be read only."""

@@ -30,8 +30,8 @@ class LoadMeter:
         coming: int,
         now: float,
     ) -> Load | None:
-        """stats: of all replicas together. due: of each best-effort request that is open, the share
-        that is left and the seconds until it is due. None the first time."""
+        """stats: of all replicas together. due: best-effort requests, or the share that is left of
+        one that is open, and the seconds until they are due. None the first time."""
         before, self._last = self._last, stats
         last_s, self._last_s = self._last_s, now
         if last_s is None or now <= last_s:

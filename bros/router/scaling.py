@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bros.core.clock import Clock
@@ -28,6 +28,10 @@ _DRAIN_S = 120.0
 _COMING = (ReplicaState.DOWN, ReplicaState.RESTARTING)
 _RETRY_S = 30.0
 """After a replica could not be started, none is for so long."""
+
+
+Backlog = Callable[[], Sequence[tuple[float, float]]]
+"""Best-effort requests that are going to be made: how many, and seconds until they are due."""
 
 
 class StartableClient(WatchableClient, Protocol):
@@ -77,6 +81,11 @@ class ElasticReplicas(RouterClient):
         self._lost: list[int] = []  # numbers of those that do not come back
         self._watch: asyncio.Task[None] | None = None
         self._not_before_s = 0.0
+        self._backlog: Backlog = tuple
+
+    def look_ahead(self, backlog: Backlog) -> None:
+        """There is more best-effort work than has been submitted, and `backlog` knows it."""
+        self._backlog = backlog
 
     async def start(self) -> None:
         """Start the first ones at once and wait until every model is loaded.
@@ -114,7 +123,8 @@ class ElasticReplicas(RouterClient):
         self._keep({status.number for status in up})
         coming = len(self._starting) + sum(status.state in _COMING for status in states)
         meter = self._meter = self._meter or self._new_meter()
-        load = meter.read(stats, self.due(now), len(up), coming, now)
+        due = [*self.due(now), *self._backlog()]
+        load = meter.read(stats, due, len(up), coming, now)
         if not up:
             self._stay(len(self._leaving))
         if load is None or not up:

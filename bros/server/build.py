@@ -206,6 +206,8 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
             lease_s=state.config.batch_lease,
         ),
     )
+    if isinstance(state.engine, ElasticReplicas):
+        state.engine.look_ahead(runner.backlog)
     jobs = Jobs(
         files=store.files,
         batches=store.batches,

@@ -151,6 +151,24 @@ def test_deadlines_bring_replicas_and_calm_takes_them_away() -> None:
     in_virtual_time(test)
 
 
+def test_work_that_is_yet_to_come_brings_replicas() -> None:
+    """As the rows of a batch do that are not with an engine."""
+
+    async def test() -> None:
+        group = Group(least=1, most=4, calm_s=30.0)
+        backlog = [(800, 30.0), (0, 1.0)]
+        group.client.look_ahead(lambda: backlog)
+        await group.client.start()
+        await asyncio.sleep(2.5 + START_S)
+        assert group.up == len(group.engines) == 3  # 800 * 90 ms within 30 s, at 0.8
+        backlog[:] = [(800, 3600.0)]
+        await asyncio.sleep(100)
+        assert group.up == 1, "there is time enough"
+        await group.client.close()
+
+    in_virtual_time(test)
+
+
 def test_new_replicas_relieve_those_that_were_there() -> None:
     async def test() -> None:
         group = Group(step_s=0.1, least=1, most=4)

@@ -119,6 +119,26 @@ async def test_a_batch_that_was_cancelled_while_no_server_worked(tmp_path: Path)
         assert not third.engine.submitted
 
 
+async def test_what_is_left_of_batches_can_be_foreseen(tmp_path: Path) -> None:
+    """Rows that are not with the engine, and how long there is for them"""
+    async with batch_server(tmp_path) as server:
+        assert server.live.server.state.jobs is not None
+        runner = server.live.server.state.jobs.runner
+        assert runner.backlog() == []
+        server.engine.held = "held"
+        long = await server.submit(*rows(40, "held"))
+        await until(lambda: server.engine.waiting == in_flight(server) >= 16)
+        running = in_flight(server)
+        short = await server.submit(*rows(5, "held"), completion_window="90m")
+        server.clock.advance(60)
+        await until(lambda: len(runner.backlog()) == 2 and runner.backlog()[1][0] == 5)
+        assert runner.backlog() == [(40 - running, 86_400 - 60), (5, 90 * 60 - 60)]
+        server.engine.go_on.set()
+        for batch in (long, short):
+            await server.wait(batch)
+        await until(lambda: runner.backlog() == [])
+
+
 # At the same time
 
 
