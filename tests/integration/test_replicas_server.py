@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 import bros.semantic as P
@@ -207,3 +208,26 @@ def test_the_server_ends_with_the_last_engine_that_is_not_to_come_back(model: Pa
         assert sorted(each["state"] for each in replicas_of(server)) == ["gone", "up"]
         os.kill(second, signal.SIGKILL)
         assert server.wait(30) == 1
+
+
+def test_a_batch_that_one_replica_cannot_finish_in_time_brings_another(model: Path) -> None:
+    """By rows of which hardly any are with the engine."""
+    row = {"prompt": "one two three", "max_tokens": 250, "ignore_eos": True}
+    lines = "".join(
+        json.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": row})
+        + "\n"
+        for n in range(8000)
+    )
+    with running_server(str(model), *SMALL, "--max-replicas", "2") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        assert len(replicas_of(server)) == 1
+        file = client.files.create(purpose="batch", file=("rows.jsonl", lines.encode()))
+        batch = client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v1/completions",
+            completion_window="1m",  # type: ignore[arg-type]
+        )
+        wait_until(lambda: replicas_up(server) == 2, 40, "another replica")
+        counts = client.batches.retrieve(batch.id).request_counts
+        assert counts is not None and counts.completed < 4000
+        client.batches.cancel(batch.id)
