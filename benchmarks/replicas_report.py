@@ -171,6 +171,19 @@ def scaling_page(rows: Sequence[Row]) -> Iterator[str]:
     yield table(("replicas", "requests", *head), lines)
 
 
+def azure_page(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Tools and videos at the times of the Azure traces (its figure 8)\n\n"
+    yield "Four A6000, requests per second on average. Mean / p99 seconds.\n\n"
+    lines = []
+    for group, ways in groups_of(rows).items():
+        ours, rr = of_router(ways, "e2"), of_router(ways, "rr")
+        assert ours is not None and rr is not None
+        cells = [f"{seconds(row, 'mean')} / {seconds(row, 'p99')}" for row in ways]
+        lines.append([group, *cells, *(ratio(rr, ours, which) for which in ("mean", "p99"))])
+    head = [NAMES[row["router"]] for row in next(iter(groups_of(rows).values()))]
+    yield table(("", *head, "rr / e2, mean", "p99"), lines)
+
+
 def mooncake_page(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Mooncake's conversations\n\n"
     yield "The first requests of the trace (Apache-2.0), slowed down. Mean / p99 seconds.\n\n"
@@ -188,6 +201,7 @@ PAGES = {
     "regimes": regimes_page,
     "classes": classes_page,
     "scaling": scaling_page,
+    "azure": azure_page,
     "mooncake": mooncake_page,
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from bros.core.config import EngineConfig
 from bros.core.request import ServiceClass
 from bros.router.settings import RouterSettings
 from bros.scheduler.profiles import load_profile
+from bros.simulator.azure import AzureLoad, read_azure_times
 from bros.simulator.devices import device_of
 from bros.simulator.fleet_build import FleetScenario, fleet_config, run_fleet
 from bros.simulator.fleet_metrics import FleetReport
@@ -208,6 +209,17 @@ def trace_cases(path: Path | None) -> Iterator[Case]:
             yield Case(f"{rate:g}/s on {where}", router, load, 4, router, profile=profile)
 
 
+def azure_cases(paths: Sequence[Path]) -> Iterator[Case]:
+    """Figure 8: tools and videos at recorded times on four A6000."""
+    if not paths:
+        return
+    recorded = read_azure_times(*paths)
+    for rate in (4.0, 6.0, 8.0):
+        load = AzureLoad(recorded=recorded, rate=rate, count=round(500 * rate))
+        for router in ROUTERS:
+            yield Case(f"{rate:g}/s", router, load, 4, router)
+
+
 def summary(case: Case, report: FleetReport) -> dict[str, Any]:
     by_class = {
         str(cls): {
@@ -251,15 +263,22 @@ PARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Routers before simulated replicas.")
-    parser.add_argument("--parts", default=",".join([*PARTS, "mooncake"]))
+    parser.add_argument("--parts", default=",".join([*PARTS, "azure", "mooncake"]))
     parser.add_argument("--trace", type=Path, help="Mooncake trace, for part mooncake")
+    azure = {"nargs": 2, "metavar": ("CODE", "CHATS"), "default": ()}
+    parser.add_argument("--azure", type=Path, **azure, help="Azure traces, for part azure")
     parser.add_argument("--jobs", type=int, default=2)
     default = ROOT / "benchmarks" / "results" / "replicas_sim.json"
     parser.add_argument("--json", type=Path, default=default)
     args = parser.parse_args()
+    parts = {
+        **PARTS,
+        "azure": lambda: azure_cases(args.azure),
+        "mooncake": lambda: trace_cases(args.trace),
+    }
     clock, console = SystemClock(), Console(highlight=False, width=120)
     for part in args.parts.split(","):
-        cases = list(trace_cases(args.trace) if part == "mooncake" else PARTS[part]())
+        cases = list(parts[part]())
         if not cases:
             continue
         start_s = clock.now()

@@ -21,13 +21,16 @@ from bros.core.errors import ConfigError
 from bros.core.flag_values import doublings, number, policies, whole
 from bros.router.settings import ROUTERS
 from bros.scheduler.profiles import Profile, available_cores, profile_folders
+from bros.simulator.azure import AzureLoad, read_azure_times
 from bros.simulator.devices import device_of, read_profile
 from bros.simulator.flags import (
-    MOONCAKE,
+    AZURE,
+    AZURE_RATE,
     MOONCAKE_RATE,
     MOST_REQUESTS,
     ONE_ENGINE,
     POPULARITIES,
+    RECORDED,
     REPLICA_POLICY,
     REPLICA_PROFILE,
     WORKLOADS,
@@ -192,29 +195,53 @@ def _load(args: argparse.Namespace, replicas: int) -> PrefixLoad:
     be_share = number("--be-requests", args.simulate_be_requests, low=0)
     if be_share > 1.0:
         raise ConfigError(f"--be-requests: {be_share:g} must be at most 1")
-    if name != MOONCAKE:
-        if args.simulate_trace is not None:
-            raise ConfigError(f"--trace: only --workload {MOONCAKE} has a trace")
-        if count is None:
-            count = min(_published_count(name, replicas), MOST_REQUESTS)
-        return published(
-            name,
-            replicas,
-            rate=rate,
-            count=count,
-            families=families,
-            popularity=popularity,
+    if name in RECORDED:
+        if families is not None or popularity != POPULARITIES[0]:
+            raise ConfigError(f"--families, --popularity: not to be set with --workload {name}")
+        return _recorded(name, args.simulate_trace, replicas, rate, count, be_share)
+    if args.simulate_trace is not None:
+        raise ConfigError(f"--trace: only --workload {' and '.join(RECORDED)} have one")
+    if count is None:
+        count = min(_published_count(name, replicas), MOST_REQUESTS)
+    return published(
+        name,
+        replicas,
+        rate=rate,
+        count=count,
+        families=families,
+        popularity=popularity,
+        be_share=be_share,
+    )
+
+
+def _recorded(
+    name: str,
+    trace: str | None,
+    replicas: int,
+    rate: float | None,
+    count: int | None,
+    be_share: float,
+) -> PrefixLoad:
+    if trace is None:
+        raise ConfigError(f"--workload {name}: --trace says which file")
+    if name == AZURE:
+        paths = [Path(part.strip()).expanduser() for part in trace.split(",")]
+        if len(paths) != 2:
+            raise ConfigError(f"--trace: {AZURE} has two, of code and of conversations: CODE,CHATS")
+        times = read_azure_times(*paths)
+        return AzureLoad(
+            recorded=times,
+            rate=rate or AZURE_RATE * replicas,
+            count=min(count or MOST_REQUESTS, len(times)),
             be_share=be_share,
         )
-    if args.simulate_trace is None:
-        raise ConfigError(f"--workload {MOONCAKE}: --trace says which file")
-    path = Path(args.simulate_trace).expanduser()
-    recorded = read_mooncake_trace(path)
+    path = Path(trace).expanduser()
+    lines = read_mooncake_trace(path)
     return MooncakeLoad(
         source=path.name,
-        recorded=recorded,
+        recorded=lines,
         rate=rate or MOONCAKE_RATE * replicas,
-        count=min(count or MOST_REQUESTS, len(recorded)),
+        count=min(count or MOST_REQUESTS, len(lines)),
         be_share=be_share,
     )
 

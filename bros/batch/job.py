@@ -237,11 +237,8 @@ class Job:
 
     async def _run_row(self, rows: _Input, ref: RowRef) -> None:
         shop, began_s = self._shop, self._shop.clock.now()
-        self.pace.in_flight += 1
-        try:
+        with self.pace.running():
             outcome = await self._outcome(rows, ref)
-        finally:
-            self.pace.in_flight -= 1
         now = shop.clock.now()
         tokens = outcome.usage.prompt_tokens + outcome.usage.output_tokens
         self.pace.note(tokens, now - began_s)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 _WINDOW_S = 60.0
@@ -68,6 +69,15 @@ class JobPace:
     def tokens_per_row(self) -> float | None:
         """Of prompt and output, on average; None until a row is done."""
         return self._tokens / self._rows if self._rows else None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A row is with the engine meanwhile."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
 
     def note(self, tokens: int, seconds: float) -> None:
         """A row is done, and took so long."""

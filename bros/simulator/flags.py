@@ -24,8 +24,9 @@ DEFAULT_PROFILE = "1x-h200/llama-3-8b-fp16"
 REPLICA_PROFILE = "1x-a6000/mistral-7b-fp16"
 RT_LENGTHS = ("lmsys", "sharegpt")
 """The keys of workload.RT_SIZES."""
-MOONCAKE = "mooncake"
-WORKLOADS = ("toolbench", "embodied", "programming", "video", "loogle", MOONCAKE)
+MOONCAKE, AZURE = "mooncake", "azure"
+RECORDED = (MOONCAKE, AZURE)
+WORKLOADS = ("toolbench", "embodied", "programming", "video", "loogle", *RECORDED)
 """The keys of prefix_workloads.KINDS, and recorded ones."""
 POPULARITIES = ("even", "zipf", "dataset")
 DEFAULT_ROUTERS = "e2,rr,least,oracle"
@@ -34,6 +35,8 @@ MOONCAKE_RATE = 0.08
 """Per replica: an A6000 is busy for two thirds of the time, as these prompts are long and its KV
 cache has few of them. Even an endless one would have 37 % of their tokens in Mooncake's trace of
 conversations, and 17 % of the first 600 requests'."""
+AZURE_RATE = 1.5
+"""Per replica."""
 REPLICA_ROWS, REPLICA_STEP_TOKENS = 256, 512
 """Most requests and tokens of an iteration, as in the paper's engines."""
 
@@ -45,8 +48,9 @@ _OWN: tuple[_Flag, ...] = (  # flag, metavar, default, help
      f"{RANGE_VALUES} values from 1 to 15, or 1:15:2 in steps of 2"),
     ("--rt-lengths", "NAME", "lmsys", f"lengths of real-time requests: {', '.join(RT_LENGTHS)}"),
     ("--trace", "FILE", None, "real-time arrivals from a CSV file with the columns TIMESTAMP, "
-     f"ContextTokens, GeneratedTokens, instead of --rt-rate; for --workload {MOONCAKE}: JSON lines "
-     "of a Mooncake trace"),
+     f"ContextTokens, GeneratedTokens, instead of --rt-rate; for --workload {AZURE}: two of "
+     "them, of code and of conversations, with a comma between them; for "
+     f"{MOONCAKE}: JSON lines of a Mooncake trace"),
     ("--trace-speed", "X", "1", "play the trace X times as fast"),
     ("--be", "N", "16", "best-effort requests in flight"),
     ("--duration", "SECONDS", "600", "simulated time of each run"),
@@ -60,11 +64,12 @@ _OF_REPLICAS: tuple[_Flag, ...] = (
     ("--replicas", "LIST", None, "simulate several replicas behind a router: 4, or 1,2,8, or "
      "1:1024 for 1, 2, 4, ... 1024"),
     ("--router", "LIST", DEFAULT_ROUTERS, "how requests are routed"),
-    ("--workload", "NAME", "toolbench", f"{', '.join(WORKLOADS)} (which needs --trace)"),
+    ("--workload", "NAME", "toolbench", f"{', '.join(WORKLOADS)} (the last two need --trace)"),
     ("--rate", "X", None, "requests per second, all replicas (default: half the paper's for each "
-     f"replica, whose experiments had two; {MOONCAKE}: {MOONCAKE_RATE:g} for each)"),
+     f"replica, whose experiments had two; {MOONCAKE}: {MOONCAKE_RATE:g} for each, "
+     f"{AZURE}: {AZURE_RATE:g})"),
     ("--requests", "N", None, "requests of each run (default: half the paper's for each replica, "
-     f"but {MOST_REQUESTS} at most; {MOONCAKE}: the whole trace)"),
+     f"but {MOST_REQUESTS} at most; {MOONCAKE} and {AZURE}: the whole trace)"),
     ("--families", "N", None, "how many tools, environments, problems, videos or documents "
      "(default: as many for so many requests as in the paper)"),
     ("--popularity", "NAME", "even", f"how requests choose among these: {', '.join(POPULARITIES)}"),

@@ -143,7 +143,7 @@ def test_help_has_the_defaults_of_several_replicas(
         f"are split (default: 256; with --replicas {config.max_batch_tokens})",
         f"--kv-blocks; with --replicas {config.host_kv_blocks})",
         "JSON lines of a Mooncake trace",
-        "mooncake: 0.08 for each)",
+        "mooncake: 0.08 for each, azure: 1.5)",
     ):
         assert default in text
 
@@ -158,7 +158,20 @@ def test_help_has_the_defaults_of_several_replicas(
         (("2", "--router", "e3"), "--router: 'e3' is not one of e2, rr, least, oracle"),
         (("2", "--workload", "videos"), "--workload: 'videos' is not one of toolbench"),
         (("2", "--workload", "mooncake"), "--workload mooncake: --trace says which file"),
-        (("2", "--trace", "x"), "--trace: only --workload mooncake has a trace"),
+        (("2", "--workload", "azure"), "--workload azure: --trace says which file"),
+        (
+            ("2", "--workload", "azure", "--trace", "a.csv"),
+            "of code and of conversations: CODE,CHATS",
+        ),
+        (
+            ("2", "--workload", "mooncake", "--families", "3"),
+            "not to be set with --workload mooncake",
+        ),
+        (
+            ("2", "--workload", "azure", "--popularity", "zipf"),
+            "not to be set with --workload azure",
+        ),
+        (("2", "--trace", "x"), "--trace: only --workload mooncake and azure have one"),
         (("2", "--popularity", "odd"), "--popularity: 'odd' is not one of even, zipf, dataset"),
         (("2", "--be-requests", "2"), "--be-requests: 2 must be at most 1"),
         (("2", "--rate", "0"), "--rate: 0 must be more than 0"),
