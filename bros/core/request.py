@@ -35,6 +35,11 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     ERROR = "error"
 
+    @property
+    def complete(self) -> bool:
+        """The answer is all that was asked for."""
+        return self in (FinishReason.STOP, FinishReason.LENGTH)
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:

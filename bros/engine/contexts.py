@@ -24,7 +24,6 @@ from bros.core.interfaces import EngineClient
 from bros.core.request import (
     NO_HINTS,
     EngineRequest,
-    FinishReason,
     Hints,
     RequestOutput,
     SamplingParams,
@@ -210,7 +209,7 @@ class Contexts:
 
 def _check_success(last: RequestOutput) -> None:
     """Raise what a job ended with, unless it ended well."""
-    if last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+    if last.finish_reason is not None and last.finish_reason.complete:
         return
     message = last.error or "The job was aborted."
     if last.retry_after_s is not None:

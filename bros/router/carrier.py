@@ -226,8 +226,7 @@ class Carrier:
             self._remember(item.id, item.replica)
         item.forward(output)
         if reason is not None:
-            cached = reason in (FinishReason.STOP, FinishReason.LENGTH)
-            self._roster.leave(item, cached=cached)
+            self._roster.leave(item, cached=reason.complete)
             self.open.pop(item.id, None)
 
     def _lose(self, item: Routed, error: EngineDeadError) -> None:

@@ -382,7 +382,7 @@ class Scheduler:
             if not state.running:
                 self._prefixes.waits_no_more(state)
             self._queues.remove(state)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason.complete:
             self._prefixes.keep(state, now)
         state.record.left = True
         state.record.event(now, f"ended: {reason.value}")

@@ -130,7 +130,7 @@ class Answer:
 
     def _take(self, delta: TextDelta) -> None:
         self._observer.on_delta(delta)
-        if delta.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
+        if delta.finish_reason is None or delta.finish_reason.complete:
             return
         message = delta.error or "The engine ended the request before it was complete."
         if delta.retry_after_s is not None:

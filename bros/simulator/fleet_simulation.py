@@ -89,7 +89,7 @@ class FleetRecord:
     @property
     def finished(self) -> bool:
         """It got all its tokens."""
-        return self.finish in (FinishReason.LENGTH, FinishReason.STOP)
+        return self.finish is not None and self.finish.complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ class RequestRecord:
     @property
     def finished(self) -> bool:
         """It got all its tokens (and was not dropped on the way)."""
-        return self.finish in (FinishReason.LENGTH, FinishReason.STOP)
+        return self.finish is not None and self.finish.complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
