@@ -2,7 +2,7 @@
 
     missed < cached   the request goes where the part of it is cached that matters: exploit
     missed < known    most of it was asked for within the window but has been evicted: it goes
-                      where that went: again
+                      where that went, if caches are worth something: again
     else              it goes where it costs least: explore; or where answers take most of the
                       time, as prompts fit in there best
 
@@ -15,15 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bros.router.cost import cheapest, evicted_s
+from bros.router.cost import cheapest, cost_of, evicted_s
 from bros.router.replica import Replica
 from bros.router.state import Ask, State
 
 _NEARLY = 0.95
 """Of what the best replica has of a prompt, what others must have to be as good."""
 
-_GONE = 0.25
-"""What it costs to move a prefix that nobody has, as a share of computing it."""
+_MOVE = 0.25
+"""What it costs to move a prefix at least, also one that nobody has, as a share of computing it."""
+
+_WORTH = 0.25
+"""Of what is asked for, what caches must hold for a prefix to come back to one."""
 
 _MORE = 0.1
 """By how much a replica's share of decoding has to be above the mean, to be more than chance."""
@@ -40,7 +43,7 @@ class E2:
         if ask.length - cached < cached:
             having, reason = _having(state, ask, candidates, cached)
         else:
-            having, reason = _had(ask, candidates), "again"
+            having, reason = _formerly(state, ask, candidates)
         if not having:
             return _explore(state, ask, candidates)
         found = cheapest(state, ask, having)
@@ -66,23 +69,40 @@ def _having(
     if key.homes is not None:
         homes = [replica for replica in candidates if replica.number in key.homes]
         if homes:
-            return homes, "planned" if state.settings.plan == "on" else "moved"
+            return homes, _of_home(state)
     return having, "exploit"
 
 
-def _had(ask: Ask, candidates: Sequence[Replica]) -> list[Replica]:
-    """Where the prefix went within the window, if nobody has it any more.
+def _formerly(state: State, ask: Ask, candidates: Sequence[Replica]) -> tuple[list[Replica], str]:
+    """Where a prefix that was evicted went within the window, and where most of it is left.
 
     Computing it takes as long elsewhere, but what is known of caches is behind by what waits: if
     prefixes moved whenever they seem to be gone, they would be in several caches at once, and all
-    of these would hold less.
+    of these would hold less. Not where caches hold so little of what is asked for that it would be
+    gone again the next time.
     """
     known = ask.path.end
-    if ask.length - known >= known:
-        return []
-    node = ask.path.nodes[-1]
-    where = node.asked if node.homes is None else node.homes
-    return [replica for replica in candidates if replica.number in where]
+    if ask.length - known >= known or state.hits < _WORTH:
+        return [], ""
+    key = ask.key(known)
+    assert key is not None, "more than nothing is known"
+    if key.homes is not None:
+        homes = [replica for replica in candidates if replica.number in key.homes]
+        if homes:
+            return homes, _of_home(state)
+    where = {
+        number
+        for node in ask.path.nodes
+        if min(node.end, known) >= _NEARLY * known
+        for number in node.asked
+    }
+    most = max(ask.matched.values(), default=0)
+    where |= {number for number, tokens in ask.matched.items() if tokens >= _NEARLY * most}
+    return [replica for replica in candidates if replica.number in where], "again"
+
+
+def _of_home(state: State) -> str:
+    return "planned" if state.settings.plan == "on" else "moved"
 
 
 def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) -> Replica | None:
@@ -94,7 +114,7 @@ def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) 
     wait_s = state.open_s(found, ask.service_class) - state.open_s(lightest, ask.service_class)
     # Below 0 where a prefix has moved and is not there yet: the first request has to wait as well.
     again_s = abs(ask.prefill_s(lightest) - ask.prefill_s(found))
-    again_s = max(again_s, _GONE * ask.prefill_s(lightest))
+    again_s = max(again_s, _MOVE * ask.prefill_s(lightest))
     patience = state.settings.patience
     if wait_s <= patience * again_s:
         return None
@@ -105,17 +125,21 @@ def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) 
 def _explore(state: State, ask: Ask, candidates: list[Replica]) -> tuple[Replica, str]:
     """Prompts are limited by arithmetic and answers by memory: each fits in beside the other.
 
-    Not where there is much more to do than elsewhere already, nor if it is the same everywhere.
+    Not where that costs more by as much as the prompt takes.
     """
-    if state.settings.decode_aware:
-        decoding = _decoding(state, candidates)
-        if decoding:
-            return cheapest(state, ask, decoding), "decode"
-    return cheapest(state, ask, candidates), "explore"
+    found = cheapest(state, ask, candidates)
+    decoding = _decoding(state, candidates) if state.settings.decode_aware else []
+    if decoding and found not in decoding:
+        other = cheapest(state, ask, decoding)
+        more_s = cost_of(state, ask, other).total_s - cost_of(state, ask, found).total_s
+        if more_s <= ask.prefill_s(other):
+            return other, "decode"
+    return found, "explore"
 
 
 def _decoding(state: State, candidates: Sequence[Replica]) -> list[Replica]:
-    """Where answers take more of the time than they should, and than they do on average."""
+    """Where answers take more of the time than they should, and than they do on average, unless
+    these have been given much more than others."""
     settings = state.settings
     shares = [replica.window.decode_share for replica in candidates]
     share = max(settings.decode_share, sum(shares) / len(shares) + _MORE)

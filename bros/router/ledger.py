@@ -28,6 +28,8 @@ class Ledger:
         if not self._state.num_routed:
             self._state.since_s = work.time_s
         self._state.num_routed += 1
+        self._state.asked_tokens += work.leaf.end
+        self._state.matched_tokens += work.matched
         self.works[request_id] = replica.works[request_id] = work
         replica.open.add(work.service_class, work.prefill_s, work.decode_s)
         replica.window.add(work.service_class, work.prefill_s, work.decode_s)
@@ -94,6 +96,8 @@ class Ledger:
         while self._window and self._window[0].time_s <= before:
             work = self._window.popleft()
             work.in_window = False
+            self._state.asked_tokens -= work.leaf.end
+            self._state.matched_tokens -= work.matched
             replica = self._state.replicas.get(work.replica)
             if replica is not None:
                 replica.window.remove(work.service_class, work.prefill_s, work.decode_s)

@@ -61,8 +61,8 @@ class Planner:
         before, self._plan = self._plan, plan(state, replicas)
         self._warm = {pair for pair in self._warm if pair[0] in self._plan}
         if self.applies:
-            for key in before.keys() - self._plan.keys():
-                key.homes = None
+            for key in before:
+                _forget(key)
             for key, homes in self._plan.items():
                 key.homes = homes
 
@@ -110,6 +110,13 @@ def plan(state: State, replicas: Sequence[Replica]) -> dict[Node, tuple[int, ...
         for number in found[key]:
             load_s[number] += keys[key] / copies
     return found
+
+
+def _forget(key: Node) -> None:
+    """A prefix has no home any more, nor has what was split off it since."""
+    homes, node = key.homes, key
+    while node.parent is not None and node.homes == homes:
+        node.homes, node = None, node.parent
 
 
 def _add(sums: dict[int, float], number: int, seconds: float) -> None:

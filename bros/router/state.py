@@ -49,13 +49,22 @@ class Ask:
 
 @dataclass(slots=True)
 class State:
-    """Everything, at one moment. num_routed: requests so far. since_s: when the first one came."""
+    """Everything, at one moment. num_routed: requests so far. since_s: when the first one came.
+    asked_tokens: of the prompts of the window, of which matched_tokens were cached where they went.
+    """
 
     settings: RouterSettings
     forest: Forest
     replicas: dict[int, Replica] = field(default_factory=dict)
     num_routed: int = 0
     since_s: float = 0.0
+    asked_tokens: int = 0
+    matched_tokens: int = 0
+
+    @property
+    def hits(self) -> float:
+        """The share of what was asked for that caches had."""
+        return self.matched_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
     def matched(self, path: Path) -> dict[int, int]:
         """replica -> how many of the first tokens of a prompt are cached there, if any are."""

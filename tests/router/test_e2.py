@@ -70,30 +70,58 @@ def test_half_is_not_enough(rest: int, reason: str) -> None:
 PREFIX = range(10 * BLOCK)
 
 
-def evicted(patience: float) -> tuple[Fleet, int]:
-    """Two replicas, and the one that had a prefix of ten blocks: three of these are left."""
+def evicted(patience: float, least: int = 4) -> tuple[Fleet, int]:
+    """Two replicas, and the one that had a prefix of ten blocks: three of these are left. It was
+    asked for so often before."""
     fleet = fleet_of(2, patience=patience, history=0.0)
-    there = serve(fleet, ask("a", [*PREFIX, 1], max_tokens=1))
-    fleet.take(there, told(1, ("a", 3 * BLOCK)), 1.0)
+    for number in range(least):
+        there = serve(fleet, ask(f"a{number}", [*PREFIX, 1], max_tokens=1))
+    fleet.take(there, told(1, ("a0", 3 * BLOCK)), 1.0)
     return fleet, there
 
 
 def test_what_was_evicted_comes_back_to_where_it_was() -> None:
     fleet, there = evicted(NOBODY_WAITS)
-    fleet.route([ask("w", [7] * 400)], 1.0, frozenset({1 - there}))
+    fleet.route([ask("w", [7] * 40)], 1.0, frozenset({1 - there}))
     assert decide(fleet, ask("b", [*PREFIX, 2]), 1.0) == (there, "again", 3 * BLOCK)
 
 
+def test_it_does_not_where_hardly_anything_is_found_in_caches() -> None:
+    fleet, there = evicted(NOBODY_WAITS)
+    fleet.route([ask("w", [7] * 400)], 1.0, frozenset({1 - there}))
+    assert fleet.state.hits < 0.25
+    assert decide(fleet, ask("b", [*PREFIX, 2]), 1.0)[:2] == (1 - there, "explore")
+    fleet.route([], 1000.0)
+    assert fleet.state.hits == fleet.state.asked_tokens == 0
+
+
 def test_what_was_evicted_goes_elsewhere_if_too_much_waits_where_it_was() -> None:
-    """A quarter of 41 ms, times the patience, where 200 ms of work are waiting."""
-    for patience, reason in ((15.0, "explore"), (25.0, "again")):
+    """A quarter of 41 ms, times the patience, where 87 ms of work are waiting."""
+    for patience, reason in ((6.0, "explore"), (12.0, "again")):
         fleet, there = evicted(patience)
-        fleet.route([ask("w", [7] * 180, max_tokens=1)], 1.0, frozenset({1 - there}))
+        fleet.route([ask("w", [7] * 80, max_tokens=1)], 1.0, frozenset({1 - there}))
         request = ask("b", [*PREFIX, 2], max_tokens=1)
         assert decide(fleet, request, 1.0)[:2] == (
             there if reason == "again" else 1 - there,
             reason,
         )
+
+
+def test_what_is_left_elsewhere_is_worth_as_much_as_where_it_was() -> None:
+    """Of the prefix, four blocks of ten are on the other replica."""
+    fleet, there = evicted(NOBODY_WAITS)
+    fleet.take(there, told(2, ("a0", 0)), 1.0)
+    fleet.route([ask("c", [*PREFIX[: 4 * BLOCK], 9])], 1.0, frozenset({there}))
+    assert cached(fleet, ask("b", [*PREFIX, 2])) == {1 - there: 4 * BLOCK}
+    fleet.route([ask("w", [7] * 30)], 1.0, frozenset({1 - there}))
+    assert decide(fleet, ask("b", [*PREFIX, 2]), 1.0) == (1 - there, "again", 4 * BLOCK)
+
+
+def test_what_was_moved_stays_moved_when_it_is_evicted() -> None:
+    fleet, there = evicted(NOBODY_WAITS)
+    path = fleet.forest.walk("", fleet.forest.pieces(ask("b", [*PREFIX, 2])))
+    path.nodes[0].homes = (1 - there,)
+    assert decide(fleet, ask("b", [*PREFIX, 2]), 1.0)[:2] == (1 - there, "moved")
 
 
 def test_what_was_evicted_and_not_asked_for_lately_goes_anywhere() -> None:
@@ -105,7 +133,8 @@ def test_what_was_evicted_and_not_asked_for_lately_goes_anywhere() -> None:
 def test_a_template_that_all_have_in_common_is_no_reason_to_come_back() -> None:
     """Less than half of the prompt is known."""
     fleet, there = evicted(NOBODY_WAITS)
-    fleet.route([ask("w", [7] * 400)], 1.0, frozenset({1 - there}))
+    fleet.route([ask("w", [7] * 40)], 1.0, frozenset({1 - there}))
+    assert fleet.state.hits > 0.25
     other = ask("b", [*PREFIX[: 8 * BLOCK], *range(900, 900 + 9 * BLOCK)])
     assert decide(fleet, other, 1.0)[:2] == (1 - there, "explore")
 
@@ -189,17 +218,18 @@ def test_a_late_first_token_costs_more_than_the_time() -> None:
 
 
 def test_prompts_go_where_answers_take_the_time() -> None:
-    fleet = fleet_of(3, balance=100.0)
-    fleet.route(
-        [ask("d", [1] * 5, max_tokens=10_000, hints=Hints(expected_tokens=2000))],
-        0.0,
-        frozenset({0, 2}),
-    )
-    for other in (0, 2):
-        fleet.route(
-            [ask(f"p{other}", [other + 5] * 300, max_tokens=1)], 0.0, frozenset({1, 2 - other})
-        )
-    assert decide(fleet, ask("new", [50] * 30))[:2] == (1, "decode")
+    """Unless that costs more by as much as the prompt takes."""
+    answer = ask("d", [1] * 5, max_tokens=10_000, hints=Hints(expected_tokens=150))
+    for own, reason in ((60, "explore"), (300, "decode")):
+        fleet = fleet_of(3, balance=100.0)
+        fleet.route([answer], 0.0, frozenset({0, 2}))
+        for other in (0, 2):
+            fleet.route(
+                [ask(f"p{other}", [other + 5] * 300, max_tokens=1)], 0.0, frozenset({1, 2 - other})
+            )
+        more = fleet.costs(ask("new", [50] * own), 0.0)
+        assert (more[1].total_s - more[0].total_s < more[1].prefill_s) == (reason == "decode")
+        assert decide(fleet, ask("new", [50] * own))[:2] == (reason == "decode", reason)
     calm = fleet_of(3, balance=100.0, decode_aware=False)
     calm.route(
         [ask("d", [1] * 5, max_tokens=10_000, hints=Hints(expected_tokens=2000))],
@@ -335,6 +365,7 @@ def test_of_those_that_may_serve_it_the_cheapest_does(data: st.DataObject) -> No
         facts = ReplicaFacts(capacity_tokens=capacity, prices=prices, ttft_s=0.02)
         fleet.add(facts, 0.0)
     sent: list[tuple[list[int], int]] = []
+    asked = matched = 0
     for number in range(data.draw(st.integers(5, 40))):
         now = float(number)
         tokens = [data.draw(st.integers(0, 5))] * (BLOCK * data.draw(st.integers(0, 4)))
@@ -347,13 +378,15 @@ def test_of_those_that_may_serve_it_the_cheapest_does(data: st.DataObject) -> No
         may = set(costs)
         if len(tokens) - most < most:
             may = {replica for replica in costs if there.get(replica, 0) >= 0.95 * most}
-        elif len(tokens) - known < known:
-            may = {replica for blocks, replica in common if blocks * BLOCK == known}
+        elif len(tokens) - known < known and matched >= 0.25 * asked:
+            may = {replica for blocks, replica in common if blocks * BLOCK >= 0.95 * known}
+            may |= {replica for replica in there if there[replica] >= 0.95 * most}
         (decision,) = fleet.route([request], now)
         assert decision.replica in may
         cheapest = min(costs[replica].total_s for replica in may)
         assert costs[decision.replica].total_s == pytest.approx(cheapest, abs=1e-9)
         sent.append((tokens, decision.replica))
+        asked, matched = asked + (len(tokens) - 1) // BLOCK * BLOCK, matched + decision.matched
         if data.draw(st.booleans()):
             fleet.begun(f"{number}", 0, now)
             fleet.ended(f"{number}", (1, 2), now)

@@ -77,3 +77,14 @@ def test_a_shadow_says_what_it_would_gain_and_changes_nothing() -> None:
     assert report is not None and report.requests == 30 and plain.plan_report is None
     assert 0.0 < report.prefill_s <= report.planned_s, "it computes each prefix once more"
     assert 1.0 <= report.planned_balance <= 1.1
+
+
+def test_what_is_split_off_a_planned_prefix_has_no_home_once_the_plan_is_over() -> None:
+    fleet = ran([12, 8], 2, plan="on")
+    send(fleet, ask("x", [77] * 2), 30.0)
+    assert any(node.homes for node in fleet.forest)
+    send(fleet, ask("half", [0] * (PREFIX // 2) + [1] * 3), 31.0)
+    halves = [node for node in fleet.forest if node.homes]
+    assert any(node.children and node.num_tokens == PREFIX // 2 for node in halves)
+    send(fleet, ask("later", [78] * 2), 2000.0)
+    assert not any(node.homes for node in fleet.forest)
