@@ -119,6 +119,11 @@ class Job:
         self._deadline_s = batch.expires_at - unix_ahead_s
         self.pace = JobPace(batch.total - batch.completed - batch.failed, self._deadline_s)
 
+    @property
+    def backlog(self) -> int:
+        """Rows that are not yet with the engine; none once no more rows are run."""
+        return 0 if self._stopped.done() else self.pace.remaining - self.pace.in_flight
+
     def stop(self, reason: StopReason) -> None:
         """Run no more rows. The first reason counts."""
         if not self._stopped.done():
@@ -237,8 +242,7 @@ class Job:
 
     async def _run_row(self, rows: _Input, ref: RowRef) -> None:
         shop, began_s = self._shop, self._shop.clock.now()
-        with self.pace.running():
-            outcome = await self._outcome(rows, ref)
+        outcome = await self._outcome(rows, ref)
         now = shop.clock.now()
         tokens = outcome.usage.prompt_tokens + outcome.usage.output_tokens
         self.pace.note(tokens, now - began_s)
@@ -273,16 +277,13 @@ class Job:
         raise AssertionError("pauses never end")
 
     async def _answer(self, body: dict[str, Any], request_id: str) -> Any:
-        shop = self._shop
+        shop, endpoint = self._shop, self.batch.endpoint
+        ours = {"request_id": request_id, "tenant": self.batch.tenant}
         for pause_s in _pauses():
+            due_in_s = self.pace.due_in_s(shop.clock.now(), shop.slots.used)
             try:
-                return await shop.handler.answer(
-                    self.batch.endpoint,
-                    body,
-                    request_id=request_id,
-                    tenant=self.batch.tenant,
-                    due_in_s=self.pace.due_in_s(shop.clock.now(), shop.slots.used),
-                )
+                with self.pace.running():
+                    return await shop.handler.answer(endpoint, body, **ours, due_in_s=due_in_s)
             except RowPostponedError as error:
                 await asyncio.sleep(min(error.retry_after_s, pause_s))
         raise AssertionError("pauses never end")

@@ -126,10 +126,8 @@ class BatchRunner:
         """Of each batch that is worked on here: rows that are not yet with the engine, and seconds
         until the end of its window."""
         now = self._shop.clock.now()
-        paces = [job.pace for job, _ in self._jobs.values()]
-        return [
-            (pace.remaining - pace.in_flight, max(0.0, pace.deadline_s - now)) for pace in paces
-        ]
+        jobs = [job for job, _ in self._jobs.values()]
+        return [(job.backlog, max(0.0, job.pace.deadline_s - now)) for job in jobs if job.backlog]
 
     @property
     def counts(self) -> RowCounts:

@@ -60,13 +60,26 @@ class Load:
     def __str__(self) -> str:
         """What an operator is told of it."""
         slack = "none" if self.rt_slack_s is None else f"{1000 * self.rt_slack_s:.0f} ms to spare"
-        be_s, due = sum(work for work, _ in self.be_due), [by for _, by in self.be_due if by]
-        first = f", the first due in {min(due):.0f} s" if due else ""
+        be_s = sum(work for work, _ in self.be_due)
+        work_s, by_s = tightest([(work, by) for work, by in self.be_due if by is not None], 1.0)
+        first = f", of which {work_s:.0f} s are due in {by_s:.0f} s" if by_s else ""
         return (
             f"{self.serving} serve and {self.coming} come; real-time tokens: {slack}, "
             f"{self.rt_busy:.1f} replicas busy, {self.rt_waiting_s:.1f} s waiting; "
             f"best effort: {be_s:.0f} s{first}"
         )
+
+
+def tightest(due: Sequence[tuple[float, float]], least_s: float) -> tuple[float, float]:
+    """Of (seconds of work, seconds until it is due): all that is due until the time by which most
+    of its time is needed, and that time, which is taken to be at least least_s. (0, 0) without
+    any work."""
+    found, work_s = (0.0, 0.0), 0.0
+    for by_s, work in sorted((max(by, least_s), work) for work, by in due):
+        work_s += work
+        if work_s * found[1] > found[0] * by_s or not found[1]:
+            found = work_s, by_s
+    return found
 
 
 class Elastic:
@@ -148,12 +161,10 @@ class Elastic:
     def _for_deadlines(self, load: Load, full: float) -> int:
         """So many that all best-effort work is done when it is due, beside the real-time work: of
         all that is due until some time, the replicas have that long."""
-        busy, work_s = 0.0, 0.0
-        due = [(self._settings.window_s if by is None else by, work) for work, by in load.be_due]
-        for by, work in sorted(due):
-            work_s += work
-            busy = max(busy, work_s / max(by, self._settings.start_s))
-        return math.ceil((load.rt_busy + busy) / full) if busy else 0
+        settings = self._settings
+        due = [(work, settings.window_s if by is None else by) for work, by in load.be_due]
+        work_s, by_s = tightest(due, settings.start_s)
+        return math.ceil((load.rt_busy + work_s / by_s) / full) if work_s else 0
 
     def _one_less_would_do(self, load: Load) -> bool:
         settings = self._settings

@@ -9,6 +9,8 @@ from bros.core.request import ServiceClass
 from bros.router.elastic import Load
 
 _WORST = 0.05
+_KNOWN = 4
+"""Requests that have to have ended before it is known what others will take."""
 _NOTHING = ClassStats()
 
 
@@ -29,9 +31,11 @@ class LoadMeter:
         serving: int,
         coming: int,
         now: float,
+        backlog: Sequence[tuple[int, float]] = (),
     ) -> Load | None:
-        """stats: of all replicas together. due: best-effort requests, or the share that is left of
-        one that is open, and the seconds until they are due. None the first time."""
+        """stats: of all replicas together. due: of each best-effort request that is open, the share
+        that is left and the seconds until it is due. backlog: how many are yet to come, and the
+        same. None the first time."""
         before, self._last = self._last, stats
         last_s, self._last_s = self._last_s, now
         if last_s is None or now <= last_s:
@@ -47,7 +51,11 @@ class LoadMeter:
             rt_slack_s=self._slack_s(rt, rt_before, now),
             rt_busy=min(max(0.0, worked_s / (now - last_s)), float(serving)),
             rt_waiting_s=rt.waiting * self._mean_s(rt),
-            be_due=[(share * self._mean_s(be), by) for share, by in due],
+            be_due=[
+                *((share * self._mean_s(be), by) for share, by in due),
+                # Of very many a guess would be far off.
+                *((n * self._mean_s(be), by) for n, by in backlog if be.finished >= _KNOWN),
+            ],
         )
 
     def _slack_s(self, rt: ClassStats, before: ClassStats, now: float) -> float | None:
@@ -66,10 +74,13 @@ class LoadMeter:
         return asked * prices.token_s + prices.decode_s(of.output_tokens, 0, rows)
 
     def _mean_s(self, of: ClassStats) -> float:
-        """Of a request of this class; before one has ended, that of one with few tokens."""
+        """Of a request of this class; before one has ended, that of one with few tokens.
+
+        What has been done is of those that run, too, which have not got all of theirs.
+        """
         if not of.finished:
             return self._prices.prefill_s(256) + self._prices.decode_s(64, 256, 8)
-        return self._work_s(of, 8) / of.finished
+        return self._work_s(of, 8) / (of.finished + of.running)
 
 
 def _worst(after: Buckets, before: Buckets) -> float | None:

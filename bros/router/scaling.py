@@ -30,7 +30,7 @@ _RETRY_S = 30.0
 """After a replica could not be started, none is for so long."""
 
 
-Backlog = Callable[[], Sequence[tuple[float, float]]]
+Backlog = Callable[[], Sequence[tuple[int, float]]]
 """Best-effort requests that are going to be made: how many, and seconds until they are due."""
 
 
@@ -123,8 +123,7 @@ class ElasticReplicas(RouterClient):
         self._keep({status.number for status in up})
         coming = len(self._starting) + sum(status.state in _COMING for status in states)
         meter = self._meter = self._meter or self._new_meter()
-        due = [*self.due(now), *self._backlog()]
-        load = meter.read(stats, due, len(up), coming, now)
+        load = meter.read(stats, self.due(now), len(up), coming, now, self._backlog())
         if not up:
             self._stay(len(self._leaving))
         if load is None or not up:

@@ -231,8 +231,10 @@ def test_there_must_be_a_number_to_choose() -> None:
 
 
 def test_a_load_is_said_in_a_line() -> None:
-    load = Load(serving=2, coming=1, rt_slack_s=0.0123, rt_busy=1.5, be_due=[(3, None), (4, 30)])
+    load = Load(
+        serving=2, coming=1, rt_slack_s=0.0123, rt_busy=1.5, be_due=[(3, None), (4, 30), (1, 0)]
+    )
     assert str(load) == (
         "2 serve and 1 come; real-time tokens: 12 ms to spare, 1.5 replicas busy, 0.0 s waiting; "
-        "best effort: 7 s, the first due in 30 s"
+        "best effort: 8 s, of which 1 s are due in 1 s"
     )

@@ -70,3 +70,22 @@ def test_what_waits_costs_what_such_requests_did() -> None:
     assert load is not None
     assert load.rt_waiting_s == pytest.approx(6 * (1.0 + 1.0) / 4)
     assert list(load.be_due) == [(pytest.approx(5.0), 60.0), (pytest.approx(2.5), None)]
+
+
+def test_what_runs_is_not_taken_for_what_has_ended() -> None:
+    """Of 64 rows that began together one has ended, and all have got as much."""
+    meter = LoadMeter(PRICES, 0.4)
+    be = ClassStats(prompt_tokens=64 * 100, output_tokens=64 * 10, running=63, finished=1)
+    meter.read(stats(ClassStats(), be), (), 1, 0, 0.0)
+    load = meter.read(stats(ClassStats(), be), [(1.0, 9.0)], 1, 0, 1.0)
+    assert load is not None and list(load.be_due) == [(pytest.approx(0.2), 9.0)]
+
+
+def test_what_is_yet_to_come_counts_once_it_is_known_what_it_takes() -> None:
+    meter = LoadMeter(PRICES, 0.4)
+    found = []
+    for finished in (0, 3, 4):
+        be = ClassStats(prompt_tokens=1000 * finished, finished=finished)
+        load = meter.read(stats(ClassStats(), be), (), 1, 0, float(finished), [(500, 60.0)])
+        found.append([] if load is None else list(load.be_due))
+    assert found == [[], [], [(pytest.approx(500 * 1.0), 60.0)]]

@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
 from bros.core.errors import EngineDeadError
-from bros.core.interfaces import Notice
+from bros.core.interfaces import ClassStats, EngineStats, Notice
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.router.elastic import ElasticSettings
 from bros.router.member import ReplicaState
@@ -45,6 +46,14 @@ class SlowEnder(SlowStarter):
     async def close(self) -> None:
         await asyncio.sleep(5.0)
         await super().close()
+
+
+class Experienced(SlowStarter):
+    """Ten best-effort requests have taken it 90 ms each."""
+
+    async def stats(self) -> EngineStats:
+        be = ClassStats(prompt_tokens=4000, output_tokens=500, finished=10)
+        return replace(await super().stats(), by_class={ServiceClass.BE: be})
 
 
 class QueueingStarter(SlowStarter):
@@ -156,6 +165,7 @@ def test_work_that_is_yet_to_come_brings_replicas() -> None:
 
     async def test() -> None:
         group = Group(least=1, most=4, calm_s=30.0)
+        group.kind = Experienced
         backlog = [(800, 30.0), (0, 1.0)]
         group.client.look_ahead(lambda: backlog)
         await group.client.start()

@@ -133,10 +133,24 @@ async def test_what_is_left_of_batches_can_be_foreseen(tmp_path: Path) -> None:
         server.clock.advance(60)
         await until(lambda: len(runner.backlog()) == 2 and runner.backlog()[1][0] == 5)
         assert runner.backlog() == [(40 - running, 86_400 - 60), (5, 90 * 60 - 60)]
+        await server.client.batches.cancel(short.id)
+        server.wake()
+        await until(lambda: runner.backlog() == [(40 - running, 86_400 - 60)])
         server.engine.go_on.set()
-        for batch in (long, short):
-            await server.wait(batch)
+        await server.wait(long)
         await until(lambda: runner.backlog() == [])
+
+
+async def test_rows_that_are_done_are_neither_left_nor_with_the_engine(tmp_path: Path) -> None:
+    async with batch_server(tmp_path) as server:
+        assert server.live.server.state.jobs is not None
+        runner = server.live.server.state.jobs.runner
+        server.engine.held = "held"
+        quick = [row(i, f"quick-{i}") for i in range(10)]
+        batch = await server.submit(*quick, *[row(i, f"held-{i}") for i in range(10, 22)])
+        await server.wait_done(batch, 10)
+        await until(lambda: server.engine.waiting == in_flight(server) == 12)
+        assert runner.backlog() == []
 
 
 # At the same time
