@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
 import statistics
 import time
@@ -113,34 +114,40 @@ def speeds(count: int, report: Console) -> Iterator[dict[str, Any]]:
 
 
 def memory(total: int, report: Console) -> dict[str, Any]:
-    """Of a router that gets a million requests with prompts of ToolBench's shape, a sixth as long:
-    nodes, tokens, and the most memory that the process had, every now and then."""
+    """Of a router that gets a million requests with prompts of ToolBench's shape, a sixth as long,
+    for tools that come and go: nodes and tokens, the most nodes that there were since the point
+    before, and the most memory that the process ever had."""
     replicas, rate, chunk = 2, 100.0, 10_000
-    fleet = fleet_of("e2", replicas)
-    points = []
+    fleet, rng = fleet_of("e2", replicas), random.Random(0)
+    points: list[dict[str, Any]] = []
+    most = 0
     for first in range(0, total, chunk):
-        asked = [_small(number) for number in range(first, min(first + chunk, total))]
+        asked = [_small(number, rng) for number in range(first, min(first + chunk, total))]
         place(fleet, asked, rate, first)
         del asked
+        forest = fleet.forest
+        most = max(most, forest.num_nodes)
         if first // chunk % 10 == 9:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            forest = fleet.forest
             points.append(
                 {
                     "requests": first + chunk,
                     "nodes": forest.num_nodes,
+                    "most_nodes": most,
                     "tokens": forest.num_tokens,
                     "peak_mebibytes": round(peak),
                 }
             )
+            most = 0
             report.print(str(points[-1]), style="dim")
     fleet.forest.check_integrity()
     return {"rate": rate, "replicas": replicas, "capacity_tokens": CAPACITY, "points": points}
 
 
-def _small(number: int) -> EngineRequest:
-    """One of 1,500 tools, and a question that nobody else asks."""
-    tool = number * 7919 % 1500
+def _small(number: int, rng: random.Random) -> EngineRequest:
+    """One of 1,500 tools, some of which many ask for, and a question that nobody else asks. Every
+    fifth second there is one new tool, and one that nobody asks for any more."""
+    tool = number // 500 + min(int(rng.paretovariate(0.3)), 1500)
     question = range(2000 + number, 2064 + number)
     return EngineRequest(
         request_id=f"{number}",

@@ -114,7 +114,9 @@ class _Command:
         except httpx.InvalidURL as error:
             raise ConfigError(f"--url: {error}") from error
         if answer.status_code == 404 and not path:
-            raise BrosError("This server has one engine; start it with --replicas to have more.")
+            raise BrosError(
+                "This server has one engine; start it with --replicas 2, say, to have more."
+            )
         try:
             found = answer.json()
             if answer.is_success:

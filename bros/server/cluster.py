@@ -25,6 +25,8 @@ def bounds_of(config: ServerConfig) -> tuple[int, int]:
     """The fewest and the most replicas. Raises ConfigError if --replicas is not between them."""
     least = config.replicas if config.min_replicas is None else config.min_replicas
     most = config.replicas if config.max_replicas is None else config.max_replicas
+    if config.min_replicas is not None and config.max_replicas is not None and least > most:
+        raise ConfigError(f"--min-replicas: {least} are more than --max-replicas {most}")
     if least > config.replicas:
         raise ConfigError(f"--min-replicas: {least} are more than --replicas {config.replicas}")
     if most < config.replicas:

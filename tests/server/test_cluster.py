@@ -86,6 +86,10 @@ def test_bounds(options: dict[str, object], bounds: tuple[int, int], words: str)
     [
         ({"replicas": 2, "min_replicas": 3, "max_replicas": 4}, "--min-replicas"),
         ({"replicas": 5, "max_replicas": 4}, "--max-replicas"),
+        (
+            {"min_replicas": 2, "max_replicas": 1},
+            "--min-replicas: 2 are more than --max-replicas 1",
+        ),
     ],
 )
 def test_bounds_are_around_the_first_number(options: dict[str, object], flag: str) -> None:
