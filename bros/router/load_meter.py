@@ -76,11 +76,11 @@ class LoadMeter:
     def _mean_s(self, of: ClassStats) -> float:
         """Of a request of this class; before one has ended, that of one with few tokens.
 
-        What has been done is of those that run, too, which have not got all of theirs.
+        What has been done is of those that run, too, which have got half of theirs on average.
         """
         if not of.finished:
             return self._prices.prefill_s(256) + self._prices.decode_s(64, 256, 8)
-        return self._work_s(of, 8) / (of.finished + of.running)
+        return self._work_s(of, 8) / (of.finished + of.running / 2)
 
 
 def _worst(after: Buckets, before: Buckets) -> float | None:

@@ -73,12 +73,12 @@ def test_what_waits_costs_what_such_requests_did() -> None:
 
 
 def test_what_runs_is_not_taken_for_what_has_ended() -> None:
-    """Of 64 rows that began together one has ended, and all have got as much."""
+    """The usual case: of those that run, some have just begun and some are nearly done."""
     meter = LoadMeter(PRICES, 0.4)
-    be = ClassStats(prompt_tokens=64 * 100, output_tokens=64 * 10, running=63, finished=1)
+    be = ClassStats(prompt_tokens=64 * 100, output_tokens=34 * 10, running=60, finished=4)
     meter.read(stats(ClassStats(), be), (), 1, 0, 0.0)
     load = meter.read(stats(ClassStats(), be), [(1.0, 9.0)], 1, 0, 1.0)
-    assert load is not None and list(load.be_due) == [(pytest.approx(0.2), 9.0)]
+    assert load is not None and list(load.be_due) == [(pytest.approx((6.4 + 3.4) / 34), 9.0)]
 
 
 def test_what_is_yet_to_come_counts_once_it_is_known_what_it_takes() -> None:
