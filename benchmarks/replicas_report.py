@@ -111,7 +111,7 @@ def _verdict(groups: Groups) -> str:
     return (
         f"Of {len(groups)} cases round robin takes at least 1.5 times as long in {quicker}, twice "
         f"as long for p99 in {tails}; e2 takes at most 5 % longer than the partition in {near}, "
-        f"and {worst:.3f} times as long in the worst one ({where}). Where round robin does not take "
+        f"and {worst:.3f} times as long in the worst ({where}). Where round robin does not take "
         "that much longer, replicas have time to spare or answers take most of it.\n\n"
     )
 
