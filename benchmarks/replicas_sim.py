@@ -262,8 +262,13 @@ PARTS = {
 
 
 def main() -> None:
+    parts = {
+        **PARTS,
+        "azure": lambda: azure_cases(args.azure),
+        "mooncake": lambda: trace_cases(args.trace),
+    }
     parser = argparse.ArgumentParser(description="Routers before simulated replicas.")
-    parser.add_argument("--parts", default=",".join([*PARTS, "azure", "mooncake"]))
+    parser.add_argument("--parts", default=",".join(parts))
     parser.add_argument("--trace", type=Path, help="Mooncake trace, for part mooncake")
     azure = {"nargs": 2, "metavar": ("CODE", "CHATS"), "default": ()}
     parser.add_argument("--azure", type=Path, **azure, help="Azure traces, for part azure")
@@ -271,11 +276,6 @@ def main() -> None:
     default = ROOT / "benchmarks" / "results" / "replicas_sim.json"
     parser.add_argument("--json", type=Path, default=default)
     args = parser.parse_args()
-    parts = {
-        **PARTS,
-        "azure": lambda: azure_cases(args.azure),
-        "mooncake": lambda: trace_cases(args.trace),
-    }
     clock, console = SystemClock(), Console(highlight=False, width=120)
     for part in args.parts.split(","):
         cases = list(parts[part]())

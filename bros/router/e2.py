@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bros.router.cost import cheapest, cost_of, evicted_s
+from bros.router.forest import Node
 from bros.router.replica import Replica
 from bros.router.state import Ask, State
 
@@ -66,11 +67,8 @@ def _having(
     parked = [replica for replica in having if replica.number == ask.parked]
     if parked:
         return parked, "parked"
-    if key.homes is not None:
-        homes = [replica for replica in candidates if replica.number in key.homes]
-        if homes:
-            return homes, _of_home(state)
-    return having, "exploit"
+    homes, reason = _homes(state, key, candidates)
+    return (homes, reason) if homes else (having, "exploit")
 
 
 def _formerly(state: State, ask: Ask, candidates: Sequence[Replica]) -> tuple[list[Replica], str]:
@@ -86,10 +84,9 @@ def _formerly(state: State, ask: Ask, candidates: Sequence[Replica]) -> tuple[li
         return [], ""
     key = ask.key(known)
     assert key is not None, "more than nothing is known"
-    if key.homes is not None:
-        homes = [replica for replica in candidates if replica.number in key.homes]
-        if homes:
-            return homes, _of_home(state)
+    homes, reason = _homes(state, key, candidates)
+    if homes:
+        return homes, reason
     where = {
         number
         for node in ask.path.nodes
@@ -101,8 +98,10 @@ def _formerly(state: State, ask: Ask, candidates: Sequence[Replica]) -> tuple[li
     return [replica for replica in candidates if replica.number in where], "again"
 
 
-def _of_home(state: State) -> str:
-    return "planned" if state.settings.plan == "on" else "moved"
+def _homes(state: State, key: Node, candidates: Sequence[Replica]) -> tuple[list[Replica], str]:
+    """Where a prefix was moved to; none if it was not."""
+    homes = [replica for replica in candidates if replica.number in (key.homes or ())]
+    return homes, "planned" if state.settings.plan == "on" else "moved"
 
 
 def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) -> Replica | None:

@@ -45,6 +45,7 @@ class LoadMeter:
         be = stats.by_class.get(ServiceClass.BE, _NOTHING)
         rows = (rt.running + be.running) / max(1, serving)
         worked_s = self._work_s(rt, rows) - self._work_s(rt_before, rows)
+        be_s = self._mean_s(be)
         return Load(
             serving=serving,
             coming=coming,
@@ -52,9 +53,9 @@ class LoadMeter:
             rt_busy=min(max(0.0, worked_s / (now - last_s)), float(serving)),
             rt_waiting_s=rt.waiting * self._mean_s(rt),
             be_due=[
-                *((share * self._mean_s(be), by) for share, by in due),
+                *((share * be_s, by) for share, by in due),
                 # Of very many a guess would be far off.
-                *((n * self._mean_s(be), by) for n, by in backlog if be.finished >= _KNOWN),
+                *((n * be_s, by) for n, by in backlog if be.finished >= _KNOWN),
             ],
         )
 

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bros.simulator.prefix_requests import PrefixRequest, classes
+from bros.simulator.prefix_requests import PrefixRequest, at_rate, classes
 from bros.simulator.prefix_workloads import published
 from bros.simulator.traces import read_azure_trace
 from bros.simulator.workload import generator
@@ -46,8 +46,7 @@ class AzureLoad:
 
     def requests(self, seed: int) -> list[PrefixRequest]:
         recorded = self.recorded[: self.count]
-        first_s, last_s = recorded[0][0], recorded[-1][0]
-        own_rate = len(recorded) / (last_s - first_s) if last_s > first_s else 1.0
+        times = at_rate([time_s for time_s, _ in recorded], self.rate)
         served = classes(len(recorded), self.be_share, generator(seed, "classes"))
         made = {
             name: iter(published(name, 1, count=count).requests(seed))
@@ -56,9 +55,9 @@ class AzureLoad:
         return [
             dataclasses.replace(
                 request := next(made[name]),
-                time_s=(time_s - first_s) * own_rate / self.rate,
+                time_s=time_s,
                 family=2 * request.family + (name == CODE),
                 service_class=service_class,
             )
-            for (time_s, name), service_class in zip(recorded, served, strict=True)
+            for time_s, (_, name), service_class in zip(times, recorded, served, strict=True)
         ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bros.core.errors import ConfigError
-from bros.simulator.prefix_requests import Part, PrefixRequest, classes
+from bros.simulator.prefix_requests import Part, PrefixRequest, at_rate, classes
 from bros.simulator.workload import generator
 
 BLOCK_TOKENS = 512
@@ -49,24 +49,18 @@ class MooncakeLoad:
 
     def requests(self, seed: int) -> list[PrefixRequest]:
         lines = self.recorded[: self.count]
-        speed = self.rate / recorded_rate(lines)
+        times = at_rate([line.time_s for line in lines], self.rate)
         served = classes(len(lines), self.be_share, generator(seed, "classes"))
         return [
             PrefixRequest(
-                time_s=line.time_s / speed,
+                time_s=time_s,
                 parts=_parts(line),
                 output_tokens=line.output_tokens,
                 family=_family(line),
                 service_class=service_class,
             )
-            for line, service_class in zip(lines, served, strict=True)
+            for time_s, line, service_class in zip(times, lines, served, strict=True)
         ]
-
-
-def recorded_rate(lines: tuple[TraceLine, ...]) -> float:
-    """Requests per second; 1 if they came all at once."""
-    seconds = lines[-1].time_s - lines[0].time_s
-    return len(lines) / seconds if seconds else 1.0
 
 
 def read_mooncake_trace(path: Path) -> tuple[TraceLine, ...]:

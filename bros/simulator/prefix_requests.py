@@ -76,6 +76,13 @@ def _drawn(part: Part, seed: int) -> bytes:
     return hashlib.shake_128(f"{seed}/{part.name}".encode()).digest(2 * part.tokens)
 
 
+def at_rate(times: Sequence[float], rate: float) -> list[float]:
+    """Recorded times, of which the first is 0, so that on average so many come per second; their
+    own rate is taken to be 1 if they came all at once."""
+    own_rate = len(times) / times[-1] if times[-1] else 1.0
+    return [time_s / (rate / own_rate) for time_s in times]
+
+
 def classes(count: int, be_share: float, rng: random.Random) -> list[ServiceClass]:
     """Of so many requests, in their order; each is best-effort with that probability."""
     return [ServiceClass.BE if rng.random() < be_share else ServiceClass.RT for _ in range(count)]

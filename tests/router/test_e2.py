@@ -70,11 +70,11 @@ def test_half_is_not_enough(rest: int, reason: str) -> None:
 PREFIX = range(10 * BLOCK)
 
 
-def evicted(patience: float, least: int = 4) -> tuple[Fleet, int]:
+def evicted(patience: float) -> tuple[Fleet, int]:
     """Two replicas, and the one that had a prefix of ten blocks: three of these are left. It was
-    asked for so often before."""
+    asked for four times before."""
     fleet = fleet_of(2, patience=patience, history=0.0)
-    for number in range(least):
+    for number in range(4):
         there = serve(fleet, ask(f"a{number}", [*PREFIX, 1], max_tokens=1))
     fleet.take(there, told(1, ("a0", 3 * BLOCK)), 1.0)
     return fleet, there
