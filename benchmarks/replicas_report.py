@@ -60,9 +60,21 @@ def seconds(row: Row, which: str, key: str = "latency_s") -> str:
     return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def ratio(row: Row, base: Row, which: str, key: str = "latency_s") -> str:
+def times(row: Row, base: Row, which: str, key: str = "latency_s") -> float:
     """How many times as long requests take on `row` as on `base`."""
-    return f"{row[key][which] / base[key][which]:.2f}"
+    found: float = row[key][which] / base[key][which]
+    return found
+
+
+def ratio(row: Row, base: Row, which: str, key: str = "latency_s") -> str:
+    return f"{times(row, base, which, key):.2f}"
+
+
+def rivals(ways: Sequence[Row]) -> tuple[Row, Row, Row]:
+    """e2, round robin and the oracle partition, which all of these cases have."""
+    ours, rr, oracle = (of_router(ways, name) for name in ("e2", "rr", "oracle"))
+    assert ours is not None and rr is not None and oracle is not None
+    return ours, rr, oracle
 
 
 def workloads_page(rows: Sequence[Row]) -> Iterator[str]:
@@ -76,8 +88,7 @@ def workloads_page(rows: Sequence[Row]) -> Iterator[str]:
     )
     lines = []
     for group, ways in groups_of(rows).items():
-        ours, rr, oracle = (of_router(ways, name) for name in ("e2", "rr", "oracle"))
-        assert ours is not None and rr is not None and oracle is not None
+        ours, rr, oracle = rivals(ways)
         lines.append(
             [
                 group,
@@ -97,17 +108,12 @@ def workloads_page(rows: Sequence[Row]) -> Iterator[str]:
 
 def _verdict(groups: Groups) -> str:
     """How many cases are as was asked."""
-    times: dict[str, list[tuple[float, str]]] = {"mean": [], "p99": [], "oracle": []}
-    for group, ways in groups.items():
-        ours, rr, oracle = (of_router(ways, name) for name in ("e2", "rr", "oracle"))
-        assert ours is not None and rr is not None and oracle is not None
-        for which in ("mean", "p99"):
-            times[which].append((rr["latency_s"][which] / ours["latency_s"][which], group))
-        times["oracle"].append((ours["latency_s"]["mean"] / oracle["latency_s"]["mean"], group))
-    quicker = sum(found >= 1.5 for found, _ in times["mean"])
-    tails = sum(found >= 2.0 for found, _ in times["p99"])
-    near = sum(found <= 1.05 for found, _ in times["oracle"])
-    worst, where = max(times["oracle"])
+    cases = {group: rivals(ways) for group, ways in groups.items()}
+    quicker = sum(times(rr, ours, "mean") >= 1.5 for ours, rr, _ in cases.values())
+    tails = sum(times(rr, ours, "p99") >= 2.0 for ours, rr, _ in cases.values())
+    behind = [(times(ours, oracle, "mean"), group) for group, (ours, _, oracle) in cases.items()]
+    near = sum(found <= 1.05 for found, _ in behind)
+    worst, where = max(behind)
     return (
         f"Of {len(groups)} cases round robin takes at least 1.5 times as long in {quicker}, twice "
         f"as long for p99 in {tails}; e2 takes at most 5 % longer than the partition in {near}, "
@@ -200,8 +206,7 @@ def azure_page(rows: Sequence[Row]) -> Iterator[str]:
     yield "Four A6000, requests per second on average. Mean / p99 seconds.\n\n"
     lines = []
     for group, ways in groups_of(rows).items():
-        ours, rr = of_router(ways, "e2"), of_router(ways, "rr")
-        assert ours is not None and rr is not None
+        ours, rr, _ = rivals(ways)
         cells = [f"{seconds(row, 'mean')} / {seconds(row, 'p99')}" for row in ways]
         lines.append([group, *cells, *(ratio(rr, ours, which) for which in ("mean", "p99"))])
     head = [NAMES[row["router"]] for row in next(iter(groups_of(rows).values()))]
