@@ -75,6 +75,7 @@ class Sizes:
     engine_rows: int
     engine_steps: int
     sampled: tuple[int, ...]
+    layer_rows: tuple[int, ...]
 
 
 REAL = Sizes(
@@ -96,6 +97,7 @@ REAL = Sizes(
     engine_rows=256,
     engine_steps=60,
     sampled=(1, 32, 256),
+    layer_rows=(1, 32, 256),
 )
 SMALL = Sizes(
     model=TINY,
@@ -116,6 +118,7 @@ SMALL = Sizes(
     engine_rows=4,
     engine_steps=6,
     sampled=(1, 3),
+    layer_rows=(1, 4),
 )
 
 

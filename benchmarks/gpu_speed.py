@@ -10,6 +10,7 @@ copy's rate, and the operations over the product's. Have nothing else running on
 
     decode     steps of one token per row: as the engine runs them, each launched while the one
                before runs; one at a time; without CUDA graphs
+    layer      the operations of such a step, each by itself
     prefill    one prompt in one step
     attention  the kernel alone
     layout     blocks with two owners against blocks with one
@@ -34,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
+import gpu_layer
 import gpu_parts
 import gpu_peers
 import gpu_sampling
@@ -46,6 +48,7 @@ from bros.terminal import plain_table
 
 PARTS = {
     "decode": gpu_parts.decode,
+    "layer": gpu_layer.layer,
     "prefill": gpu_parts.prefill,
     "attention": gpu_parts.attention,
     "layout": gpu_parts.layout,

@@ -21,7 +21,7 @@ from bros.core.plan import StepPlan
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 KERNELS = ["attention", "layout", "shared", "sampling"]
-PARTS = ["decode", "prefill", *KERNELS, "copies", "overhead", "peers"]
+PARTS = ["decode", "layer", "prefill", *KERNELS, "copies", "overhead", "peers"]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_parts_can_be_chosen_and_a_wrong_one_is_named(
 ) -> None:
     with pytest.raises(SystemExit):
         speed.main(["--parts", "decode,prefil"])
-    assert "'prefil' is not one of decode, prefill," in capsys.readouterr().err
+    assert "'prefil' is not one of decode, layer, prefill," in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -342,6 +342,29 @@ def test_rows_with_more_blocks_than_there_are_read_some_twice(model: Any) -> Non
     assert len(blocks) == 160 > model.sizes.kv_blocks
     counts = sorted(map(blocks.count, set(blocks)))
     assert counts[0] >= 1 and counts[-1] == 2
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_operations_of_a_step_are_all_that_it_computes_and_reads(
+    model: Any, speed: ModuleType, rows: int
+) -> None:
+    context = 40
+    operations = module("layer").operations(model, rows, context)
+    products = [each for each in operations if each.flops]
+    weights = model.layer_weights + model.head_weights
+    assert sum(each.times * each.flops for each in products) == 2 * rows * weights
+    whole = model.bytes_of([context] * rows, rows)
+    assert sum(each.times * each.bytes for each in operations) == pytest.approx(whole, rel=0.5)
+    assert sum(each.times * each.bytes for each in operations) > 4 * weights
+    before = [[cache.clone() for cache in layer] for layer in model.layers]
+    for operation in operations:
+        operation.run(0)
+        operation.run(len(model.layers))  # the first layer again
+    changed = [
+        [not torch.equal(new, old) for new, old in zip(layer, kept, strict=True)]
+        for layer, kept in zip(model.layers, before, strict=True)
+    ]
+    assert changed[0] == [True, True] and not any(map(any, changed[1:]))
 
 
 def test_a_runner_is_switched_for_a_block_only(model: Any) -> None:
