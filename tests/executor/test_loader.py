@@ -19,6 +19,7 @@ from bros.core.plan import Chunk, StepPlan
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
 from support.checkpoints import VOCAB, ScatteredRequest, all_logits, family_configs, save_checkpoint
+from support.kernel_cases import reference_and_cpu
 
 KV_BYTES_PER_BLOCK = 3 * 2 * 2 * 16 * 16 * 4
 """Layers, K and V, KV heads, slots, head_dim, bytes."""
@@ -175,7 +176,7 @@ def test_execute_chooses_a_token_for_each_chunk_that_asks(folder: Path) -> None:
     assert nothing is not None and nothing.samples == ()
 
 
-@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@reference_and_cpu
 def test_a_step_given_up_at_any_layer_can_be_run_again(folder: Path, kernels: str) -> None:
     """Between two steps of the same request, in another plan, with the same result."""
     options = EngineConfig(kv_blocks=8, threads=1, kernels=kernels)

@@ -30,7 +30,7 @@ from support.device_runners import (
     family_plans,
     tiny_spec,
 )
-from support.kernel_cases import compiled_levels
+from support.kernel_cases import reference_and_cpu
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -60,15 +60,7 @@ def test_plain_weights_give_what_packed_ones_give(shape: str, kernels: str) -> N
     check_alike(packed, assemble(spec).runner, family_plans(random.Random(1), 6, 64))
 
 
-@pytest.mark.parametrize(
-    "kernels",
-    [
-        "reference",
-        pytest.param(
-            "cpu", marks=pytest.mark.skipif(not compiled_levels(), reason="kernels were not built")
-        ),
-    ],
-)
+@reference_and_cpu
 def test_what_rows_begin_with_may_be_read_once_for_all(kernels: str) -> None:
     """Compiled kernels then sum in another order; the reference does not care, so nothing is
     grouped for it."""

@@ -111,6 +111,11 @@ def cpu_kernels(level: str) -> Kernels:
 # With no level at all pytest skips the test.
 each_level = pytest.mark.parametrize("level", compiled_levels())
 
+_if_built = pytest.mark.skipif(not compiled_levels(), reason="the CPU kernels were not built")
+reference_and_cpu = pytest.mark.parametrize(
+    "kernels", ["reference", pytest.param("cpu", marks=_if_built)]
+)
+
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
