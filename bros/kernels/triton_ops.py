@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, GraphBuffers, GraphLimits, HeadLayout
 from bros.kernels.triton import elementwise_kernels as device
 from bros.kernels.triton.attention import Attention
 from bros.kernels.triton.buffers import GraphWork, TritonBatch
-from bros.kernels.triton.settings import Settings, settings_for
+from bros.kernels.triton.settings import Settings, power_of_two, settings_for
 from bros.kernels.xformers_self import XformersSelf
 
 _COLUMNS = 1024  # of an activation, per program
@@ -104,7 +103,7 @@ class TritonKernels:
         if not tokens:
             return
         all_heads = layout.num_heads + 2 * layout.num_kv_heads
-        heads = max(1, _HEAD_ELEMENTS // triton.next_power_of_2(head_dim))
+        heads = max(1, _HEAD_ELEMENTS // power_of_two(head_dim))
         rest = head_dim - rotary_dim
         device.rope_and_cache[(tokens, -(-all_heads // heads))](
             qkv,
@@ -120,8 +119,8 @@ class TritonKernels:
             KV_HEADS=layout.num_kv_heads,
             HEAD_DIM=head_dim,
             HALF=rotary_dim // 2,
-            BLOCK_HALF=triton.next_power_of_2(max(1, rotary_dim // 2)),
-            BLOCK_REST=triton.next_power_of_2(max(1, rest)),
+            BLOCK_HALF=power_of_two(rotary_dim // 2),
+            BLOCK_REST=power_of_two(rest),
             BLOCK_HEADS=heads,
             BLOCK_SIZE=k_cache.shape[2],
             NORM_Q=q_norm is not None,
@@ -135,7 +134,7 @@ class TritonKernels:
         assert double % 2 == 0 and gate_up.is_contiguous()
         size = double // 2
         out = gate_up.new_empty(tokens, size)
-        block = min(_COLUMNS, triton.next_power_of_2(size))
+        block = min(_COLUMNS, power_of_two(size))
         if tokens:
             device.silu_and_mul[(tokens, -(-size // block))](
                 out, gate_up, SIZE=size, BLOCK=block, num_warps=4
@@ -147,7 +146,7 @@ def _norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, add: bool) ->
     rows, size = x.shape
     assert weight.shape == (size,) and x.is_contiguous() and weight.is_contiguous()
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(size)
+    block = power_of_two(size)
     if rows:
         device.rms_norm[(rows,)](
             out,
@@ -158,6 +157,6 @@ def _norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, add: bool) ->
             SIZE=size,
             BLOCK=block,
             ADD=add,
-            num_warps=min(16, max(1, triton.next_power_of_2(block // _ELEMENTS_PER_WARP))),
+            num_warps=min(16, power_of_two(block // _ELEMENTS_PER_WARP)),
         )
     return out

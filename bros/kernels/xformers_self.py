@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bros.core.errors import ConfigError
 from bros.kernels.interface import AttentionBatch, HeadLayout
+from bros.kernels.parts import lengths_of
 from bros.kernels.triton.plan import OwnDone
 
 LEAST_TOKENS = 64
@@ -48,7 +49,7 @@ class XformersSelf:
     def plan(self, batch: AttentionBatch) -> SelfWork | None:
         """Once per step; None if no row is long enough. The host does not wait for the device."""
         start = batch.query_start.numpy()
-        lengths = np.diff(start)
+        lengths = lengths_of(start)
         rows = lengths >= LEAST_TOKENS
         taken = np.flatnonzero(rows)
         if not len(taken):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from bros.kernels.triton.buffers import (
     WorkTensors,
 )
 from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Split, plan_work
-from bros.kernels.triton.settings import Kind, Settings, Shape
+from bros.kernels.triton.settings import Kind, Settings, Shape, power_of_two
 from bros.kernels.xformers_self import XformersSelf
 
 _LEAST_ROWS = 16  # a matrix product on the device has at least these
@@ -36,6 +37,17 @@ _TYPES = {
 }
 
 
+_Key = tuple[Kind, int, HeadLayout, torch.dtype, torch.dtype, int]
+"""Kind, rows, layout, types of activations and of the cache, and tokens per block."""
+
+
+class _Launcher(NamedTuple):
+    """What all launches of one key have in common, found once: a step has one for each layer."""
+
+    programs_per_item: int
+    constants: dict[str, Any]
+
+
 class Attention:
     """Attention of one device. Not to be used by two threads at once: lists are staged here."""
 
@@ -48,6 +60,7 @@ class Attention:
         self._device = device
         self._staging = Staging(device)
         self._scratch: Scratch | None = None
+        self._launchers: dict[_Key, _Launcher] = {}
 
     def graph_work(self, limits: GraphLimits, layout: HeadLayout) -> GraphWork:
         """Device memory for any batch within the limits."""
@@ -115,7 +128,7 @@ class Attention:
                 0 if own_lse is None else own_lse.shape[1],
                 HEADS=layout.num_heads,
                 HEAD_DIM=layout.head_dim,
-                BLOCK_D=_power_of_two(layout.head_dim),
+                BLOCK_D=_padded_dim(layout.head_dim),
                 BLOCK_P=_MERGED_AT_ONCE,
                 COUNT=_MERGES,
                 OWN=own_lse is not None,
@@ -150,17 +163,12 @@ class Attention:
         scale: float,
     ) -> None:
         """rows: queries times heads of an item, of one KV head (fewer heads if there are many)."""
-        group = layout.num_heads // layout.num_kv_heads
-        one = kind == "one"
-        compute = self._compute_type(qkv, caches[0])
-        block_d = _power_of_two(layout.head_dim)
-        launch = self._settings.launch(Shape(kind, compute.itemsize, block_d, rows))
-        heads = min(group, launch.block_m)
-        group_tiles = -(-group // heads)
-        token_tiles = 1 if one else -(-_tile_tokens(rows, group) // (launch.block_m // heads))
-        items = work.one_items if one else work.tile_items
-        programs = len(items) // ITEM_WIDTH * token_tiles * group_tiles * layout.num_kv_heads
-        attend[(programs,)](
+        key = (kind, rows, layout, qkv.dtype, caches[0].dtype, caches[0].shape[2])
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            launcher = self._launchers[key] = self._launcher(*key)
+        items = work.one_items if kind == "one" else work.tile_items
+        attend[(items.shape[0] // ITEM_WIDTH * launcher.programs_per_item,)](
             out,
             work.scratch.out,
             work.scratch.lse,
@@ -171,27 +179,50 @@ class Attention:
             work.listed,
             work.segments,
             scale * _LOG2_E,
-            KV_HEADS=layout.num_kv_heads,
-            GROUP=group,
-            HEADS=heads,
-            GROUP_TILES=group_tiles,
-            TOKEN_TILES=token_tiles,
-            HEAD_DIM=layout.head_dim,
-            BLOCK_D=block_d,
-            BLOCK_SIZE=caches[0].shape[2],
-            BLOCK_SLOTS=triton.next_power_of_2(caches[0].shape[2]),
-            BLOCK_M=launch.block_m,
-            BLOCK_N=max(launch.block_n, triton.next_power_of_2(caches[0].shape[2])),
-            ONE_TOKEN=one,
-            COMPUTE=_TYPES[compute],
-            COUNT=_ONES if one else _TILES,
-            num_warps=launch.warps,
-            num_stages=launch.stages,
+            **launcher.constants,
         )
 
-    def _compute_type(self, qkv: Tensor, k_cache: Tensor) -> torch.dtype:
+    def _launcher(
+        self,
+        kind: Kind,
+        rows: int,
+        layout: HeadLayout,
+        activations: torch.dtype,
+        cached: torch.dtype,
+        block_size: int,
+    ) -> _Launcher:
+        group = layout.num_heads // layout.num_kv_heads
+        one = kind == "one"
+        compute = self._compute_type(activations, cached)
+        block_d = _padded_dim(layout.head_dim)
+        launch = self._settings.launch(Shape(kind, compute.itemsize, block_d, rows))
+        heads = min(group, launch.block_m)
+        group_tiles = -(-group // heads)
+        token_tiles = 1 if one else -(-_tile_tokens(rows, group) // (launch.block_m // heads))
+        block_slots = power_of_two(block_size)
+        constants = {
+            "KV_HEADS": layout.num_kv_heads,
+            "GROUP": group,
+            "HEADS": heads,
+            "GROUP_TILES": group_tiles,
+            "TOKEN_TILES": token_tiles,
+            "HEAD_DIM": layout.head_dim,
+            "BLOCK_D": block_d,
+            "BLOCK_SIZE": block_size,
+            "BLOCK_SLOTS": block_slots,
+            "BLOCK_M": launch.block_m,
+            "BLOCK_N": max(launch.block_n, block_slots),
+            "ONE_TOKEN": one,
+            "COMPUTE": _TYPES[compute],
+            "COUNT": _ONES if one else _TILES,
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+        }
+        return _Launcher(token_tiles * group_tiles * layout.num_kv_heads, constants)
+
+    def _compute_type(self, activations: torch.dtype, cached: torch.dtype) -> torch.dtype:
         """Of products."""
-        compute = torch.promote_types(qkv.dtype, k_cache.dtype)
+        compute = torch.promote_types(activations, cached)
         if self._settings.interpreted and compute == torch.bfloat16:
             return torch.float32  # an interpreted product takes the bits of bf16 for integers
         return compute
@@ -231,7 +262,7 @@ def _tile_rows(queries: int, layout: HeadLayout) -> int:
 
 
 def _padded_rows(rows: int) -> int:
-    return min(_MOST_ROWS, max(_LEAST_ROWS, int(triton.next_power_of_2(max(1, rows)))))
+    return min(_MOST_ROWS, max(_LEAST_ROWS, power_of_two(rows)))
 
 
 def _tile_tokens(rows: int, group: int) -> int:
@@ -239,5 +270,5 @@ def _tile_tokens(rows: int, group: int) -> int:
     return max(1, rows // group)
 
 
-def _power_of_two(head_dim: int) -> int:
-    return max(_LEAST_ROWS, int(triton.next_power_of_2(head_dim)))
+def _padded_dim(head_dim: int) -> int:
+    return max(_LEAST_ROWS, power_of_two(head_dim))

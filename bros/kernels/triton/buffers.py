@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout, SharedParts
-from bros.kernels.parts import Ints
+from bros.kernels.parts import Ints, lengths_of
 from bros.kernels.staging import Staging
 from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Work
 from bros.kernels.xformers_self import SelfWork
@@ -211,7 +211,7 @@ class GraphWork:
             rows <= self._limits.rows
             and segments <= self._limits.segments
             and shared_rows <= self._limits.shared_rows
-            and bool((np.diff(batch.query_start.numpy()) == 1).all())
+            and bool((lengths_of(batch.query_start.numpy()) == 1).all())
         )
 
 
@@ -227,6 +227,6 @@ def _most_tiles(readers: int, tile_tokens: int) -> int:
 
 def shared_segments(shared: SharedParts) -> int:
     """How many there are, and copies of those of parts that only one row reads."""
-    readers = np.diff(shared.row_start.numpy())
-    lengths = np.diff(shared.segment_start.numpy())
+    readers = lengths_of(shared.row_start.numpy())
+    lengths = lengths_of(shared.segment_start.numpy())
     return int(lengths.sum() + lengths[readers == 1].sum())

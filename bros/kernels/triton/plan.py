@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bros.kernels.interface import AttentionBatch
-from bros.kernels.parts import Ints, ranges, with_own_copies
+from bros.kernels.parts import Ints, lengths_of, ranges, with_own_copies
 
 QUERY, QUERIES, SEGMENT, SEGMENT_END, OWN, OWN_END, PARTIAL, LISTED = range(8)
 """Columns of an item; the kernels know the numbers, too.
@@ -133,17 +133,12 @@ def plan_work(batch: AttentionBatch, rules: PlanRules, done: OwnDone | None = No
     """The items of a batch: together they write every query token of every row once, except those
     of done rows without context."""
     query_start = batch.query_start.numpy()
-    lengths = np.diff(query_start)
-    context = _context(batch, lengths == 1)
+    context = _context(batch, lengths_of(query_start) == 1)
     rows = _row_units(query_start, context, done)
     single = rows[:, QUERIES] == 1
-    tiles = _tiled(rows[~single], rules.tile_tokens)
     listed = query_start[context.rows]
-    shared = _shared_units(context, rules.tile_tokens)
     ones = _split(rows[single], rules.one, rules.programs_per_one)
-    tiles = _split(np.concatenate([tiles, shared]), rules.tile, rules.programs_per_tile)
-    # Long items first: the last to run are short, and no processor waits long for another.
-    tiles = tiles[np.argsort(-_weight(tiles), kind="stable")]
+    tiles = _tile_items(rows[~single], context, rules)
     items = np.concatenate([ones, tiles])
     partials = _number_partials(items)
     own = np.zeros(0, np.int32) if done is None else _tokens(query_start, done.rows)
@@ -161,7 +156,9 @@ def _context(batch: AttentionBatch, single: NDArray[np.bool_]) -> _Context:
     if shared is None or not shared.num_parts:
         none = np.zeros(0, np.int32)
         return _Context(start, segments, none, none, none, none)
-    part = np.repeat(np.arange(shared.num_parts, dtype=np.int32), np.diff(shared.row_start.numpy()))
+    part = np.repeat(
+        np.arange(shared.num_parts, dtype=np.int32), lengths_of(shared.row_start.numpy())
+    )
     rows = shared.rows.numpy()
     first = shared.segment_start.numpy()[part]
     end = shared.segment_start.numpy()[part + 1]
@@ -184,7 +181,7 @@ def _row_units(query_start: Ints, context: _Context, done: OwnDone | None) -> In
     units = np.zeros((len(query_start) - 1, ITEM_WIDTH), np.int32)
     units[:, QUERY] = units[:, OWN] = query_start[:-1]
     units[:, OWN_END] = query_start[1:]
-    units[:, QUERIES] = np.diff(query_start)
+    units[:, QUERIES] = lengths_of(query_start)
     units[:, SEGMENT] = context.segment_start[:-1]
     units[:, SEGMENT_END] = context.segment_start[1:]
     units[:, PARTIAL] = -1
@@ -203,12 +200,24 @@ def _tokens(query_start: Ints, rows: NDArray[np.bool_]) -> Ints:
     return ranges(first, query_start[1:][rows] - first)
 
 
+def _tile_items(rows: Ints, context: _Context, rules: PlanRules) -> Ints:
+    """Items of rows of several tokens and of shared parts."""
+    if not len(rows) and not len(context.part):
+        return rows  # as in most steps that only decode, which are the short ones
+    shared = _shared_units(context, rules.tile_tokens)
+    units = np.concatenate([_tiled(rows, rules.tile_tokens), shared])
+    items = _split(units, rules.tile, rules.programs_per_tile)
+    # Long items first: the last to run are short, and no processor waits long for another.
+    return items[np.argsort(-_weight(items), kind="stable")]
+
+
 def _shared_units(context: _Context, tile_tokens: int) -> Ints:
     """Units of the parts that stay shared, tiled. Queries are entries of `listed`."""
-    starts = np.flatnonzero(np.diff(context.part, prepend=-1))
+    bounds = _bounds(context.part)
+    starts = bounds[:-1]
     units = np.zeros((len(starts), ITEM_WIDTH), np.int32)
     units[:, QUERY] = starts
-    units[:, QUERIES] = np.diff(starts, append=len(context.part))
+    units[:, QUERIES] = lengths_of(bounds)
     units[:, SEGMENT] = context.first[starts]
     units[:, SEGMENT_END] = context.end[starts]
     units[:, LISTED] = 1
@@ -275,6 +284,12 @@ def _merges(items: Ints, listed: Ints, own: Ints, first: int) -> tuple[Ints, Int
     order = np.argsort(tokens, kind="stable")
     slots = slots[order]
     ordered = tokens[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-    merge_start = np.append(starts, len(ordered)).astype(np.int32)
-    return ordered[starts], merge_start, slots
+    bounds = _bounds(ordered)
+    return ordered[bounds[:-1]], bounds, slots
+
+
+def _bounds(ordered: Ints) -> Ints:
+    """Where the runs of equal numbers begin, and where the last one ends."""
+    begins = np.ones(len(ordered) + 1, np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=begins[1:-1])
+    return np.flatnonzero(begins).astype(np.int32)

@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from bros.kernels.triton.sampling_kernels import choose
+from bros.kernels.triton.settings import power_of_two
 
 _CHUNK = 1024
 _GROUP = 256  # tokens that race against each other after their group has won
@@ -67,7 +67,7 @@ def choose_tokens(logits: Tensor, params: SamplingTensors) -> Tensor:
             STRIDE=stride,
             CHUNK=_CHUNK,
             GROUP=_GROUP,
-            GROUPS=triton.next_power_of_2(stride // _GROUP),
+            GROUPS=power_of_two(stride // _GROUP),
             num_warps=8,
         )
     return out

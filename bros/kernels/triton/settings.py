@@ -80,6 +80,12 @@ class Settings:
         return Launch(shape.rows, min(keys, 64), 8 if wide else 4, stages)
 
 
+def power_of_two(number: int) -> int:
+    """The least that is not below a number. Triton's own function of this kind takes 5 us a call,
+    which for all launches of a step is as long as a small model computes."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 def settings_for(device: torch.device) -> Settings:
     """Settings of a CUDA device, with what was tuned for its name; a tiny device for the CPU,
     where kernels are interpreted."""
