@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from bros.core.plan import SampleSpec
@@ -16,6 +18,15 @@ from support.kernel_cases import needs_triton, triton_backend
 
 BACKEND = triton_backend()
 VOCAB = 1500
+
+
+@pytest.fixture(autouse=True, scope="module")
+def scratch_with_anything() -> Iterator[None]:
+    """What is allocated is not zero, as it mostly is where nothing ran before."""
+    new_empty = Tensor.new_empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "new_empty", lambda *args, **kw: new_empty(*args, **kw).fill_(1))
+        yield
 
 
 def on_device(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
@@ -86,6 +97,56 @@ def test_equal_logits_are_allowed_or_refused_together(params: SamplingParams) ->
     # Few different values, so that every bound lies in the middle of many equals.
     logits = (random_logits(4, 5) / 2).round()
     assert_same(logits, [SampleSpec(params, seed=7, output_index=i) for i in range(4)])
+
+
+@st.composite
+def rows_of_logits(draw: st.DrawFn) -> Tensor:
+    """fp32 [1, vocab] whose best tokens lie anywhere, or all in one group, among many equals or
+    alone, or beside tokens that are impossible."""
+    vocab = draw(st.integers(1, 40 * 256))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    logits = torch.randn(1, vocab, generator=generator) * draw(st.sampled_from([0.1, 2.0, 8.0]))
+    kind = draw(st.sampled_from(["any", "ascending", "few values", "a peak", "impossible"]))
+    if kind == "ascending":
+        logits = logits.sort(dim=1).values
+    elif kind == "few values":
+        logits = (logits / 2).round()
+    elif kind == "a peak":
+        logits[0, draw(st.integers(0, vocab - 1))] = 60.0
+    elif kind == "impossible" and vocab > 1:
+        logits[0, : draw(st.integers(1, vocab - 1))] = float("-inf")
+    return logits
+
+
+@needs_triton
+@settings(max_examples=40, deadline=None)
+@given(
+    logits=rows_of_logits(),
+    temperature=st.sampled_from([0.2, 1.0, 3.0]),
+    top_k=st.one_of(st.just(0), st.integers(1, 50), st.integers(1, 40 * 256)),
+    top_p=st.one_of(st.just(1.0), st.sampled_from([1e-6, 0.3, 0.9, 0.999])),
+    min_p=st.sampled_from([0.0, 0.0, 1e-4, 0.3]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+)
+def test_any_bounds_leave_the_tokens_they_should(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert_same(logits, [SampleSpec(params, seed=seed, output_index=3)])
+
+
+@needs_triton
+@pytest.mark.parametrize("params", [(5, 0.999, 0.0), (14, 0.9, 1e-4), (3, 0.3, 0.0), (7, 1.0, 0.3)])
+@pytest.mark.parametrize("groups", [8, 17])
+def test_the_best_tokens_may_lie_in_one_group(
+    groups: int, params: tuple[int, float, float]
+) -> None:
+    """The best of most groups are then beyond all bounds."""
+    top_k, top_p, min_p = params
+    generator = torch.Generator().manual_seed(groups)
+    logits = torch.randn(3, 256 * groups, generator=generator).sort(dim=1).values
+    sampling = SamplingParams(temperature=3.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert_same(logits, [SampleSpec(sampling, seed=1, output_index=i) for i in range(3)])
 
 
 @needs_triton

@@ -20,8 +20,8 @@ from torch import Tensor
 from bros.kernels.triton.sampling_kernels import choose
 from bros.kernels.triton.settings import power_of_two
 
-_CHUNK = 1024
 _GROUP = 256  # tokens that race against each other after their group has won
+_TILE, _WARPS = 32, 8  # groups that are read at once: 32 tokens for each thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ def choose_tokens(logits: Tensor, params: SamplingTensors) -> Tensor:
     assert logits.dtype == torch.float32 and logits.is_contiguous()
     assert params.top_p.dtype == torch.float64 and params.start.dtype == torch.int64
     assert all(x.shape == (rows,) for x in (params.temperature, params.min_p, params.top_k))
-    stride = -(-vocab // _CHUNK) * _CHUNK
+    num_groups = -(-vocab // _GROUP)
+    groups = power_of_two(num_groups)
+    tokens = num_groups * _GROUP
     out = logits.new_empty(rows, dtype=torch.int32)
     if rows:
         choose[(rows,)](
@@ -59,15 +61,16 @@ def choose_tokens(logits: Tensor, params: SamplingTensors) -> Tensor:
             params.top_k,
             params.top_p,
             params.start,
-            logits.new_empty(rows, stride, dtype=torch.int32),
-            logits.new_empty(rows, stride),
-            logits.new_empty(rows, stride // _CHUNK, dtype=torch.int32),
-            logits.new_empty(rows, stride // _GROUP, dtype=torch.float64),
+            logits.new_empty(rows, tokens, dtype=torch.int32),
+            logits.new_empty(rows, tokens),
+            logits.new_empty(rows, groups),
+            logits.new_empty(rows, groups, dtype=torch.int32),
+            logits.new_empty(rows, groups, dtype=torch.float64),
             vocab,
-            STRIDE=stride,
-            CHUNK=_CHUNK,
+            NUM_GROUPS=num_groups,
+            GROUPS=groups,
             GROUP=_GROUP,
-            GROUPS=power_of_two(stride // _GROUP),
-            num_warps=8,
+            TILE=min(_TILE, groups),
+            num_warps=_WARPS,
         )
     return out

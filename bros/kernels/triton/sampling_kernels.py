@@ -1,8 +1,16 @@
 """Device code of sampling: one row of logits per program, without sorting it.
 
-A bound is found digit by digit: a pass over the row counts for 16 candidates at once what is
-within, which fixes 4 of its 31 bits. Parts of the row that lie beyond all candidates are skipped,
-so that only the first of the eight passes reads everything.
+The row is read once as a whole, in groups of tokens, for the best token of each group. What can be
+drawn lies in few groups then, and only these are read again:
+
+    top_k    k groups have a token that is no worse than the k-th best of the groups' best ones, so
+             nothing below that one is wanted, and groups whose best is worse are left out
+    top_p    the same by weight, if the groups' best tokens alone have the share
+    min_p    groups whose best token has too little weight are left out
+
+Keys, smaller for what is better, are bits of floats >= 0, which are ordered as the floats. Those
+that may be within the bound, below which a token is not drawn, are collected, most often a few
+hundred, and the bound is found among them by bisection.
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0; bits of floats >= 0 are ordered as the floats
+ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0
 PAST_THE_END = tl.constexpr(0x7FFFFFFF)
 
 
@@ -23,183 +31,299 @@ def choose(
     top_ks,
     top_ps,
     starts,
-    depths,  # int32 [rows, STRIDE], scratch
-    weights,  # fp32 [rows, STRIDE], scratch
-    nearest,  # int32 [rows, STRIDE // CHUNK], scratch
-    masses,  # fp64 [rows, STRIDE // GROUP], scratch
+    keys,  # int32 [rows, NUM_GROUPS * GROUP], scratch
+    weights,  # fp32 [rows, NUM_GROUPS * GROUP], scratch
+    peaks,  # fp32 [rows, GROUPS], scratch
+    listed,  # int32 [rows, GROUPS], scratch
+    masses,  # fp64 [rows, GROUPS], scratch
     vocab,
-    STRIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
 ):
+    """GROUPS: the power of two that NUM_GROUPS fit in; TILE: groups that are read at once."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
-    depths += row * STRIDE
-    weights += row * STRIDE
-    nearest += row * (STRIDE // CHUNK)
-    masses += row * (STRIDE // GROUP)
-    i = tl.arange(0, CHUNK)
-    peak = float("-inf")
-    best = 0
-    broken = 0
-    for first in range(0, STRIDE, CHUNK):
-        x = tl.load(logits + first + i, mask=first + i < vocab, other=float("-inf"))
-        broken += tl.sum((x != x).to(tl.int32), 0)
-        highest = tl.max(x, 0)
-        where = tl.min(tl.where(x == highest, first + i, PAST_THE_END), 0)
-        best = tl.where(highest > peak, where, best)
-        peak = tl.maximum(peak, highest)
-    good = (broken == 0) & (peak > float("-inf")) & (peak < float("inf"))
+    keys += row * (NUM_GROUPS * GROUP)
+    weights += row * (NUM_GROUPS * GROUP)
+    peaks += row * GROUPS
+    listed += row * GROUPS
+    masses += row * GROUPS
+    best, peak, good = _best(logits, peaks, vocab, NUM_GROUPS, GROUP, TILE)
     tl.store(out + row, tl.where(good, best, -1))
     temperature = tl.load(temperatures + row)
     if temperature > 0.0:
         if good:
-            _weigh(
-                logits,
-                depths,
-                weights,
-                nearest,
-                peak,
-                temperature,
-                tl.load(min_ps + row),
-                vocab,
-                STRIDE,
-                CHUNK,
-            )
+            min_p = tl.load(min_ps + row)
             top_k = tl.load(top_ks + row)
-            if (top_k > 0) & (top_k < vocab):
-                last = _last(depths, weights, nearest, top_k, STRIDE, CHUNK, True)
-                _keep(depths, weights, last, STRIDE, CHUNK, True)
             top_p = tl.load(top_ps + row)
+            g = tl.arange(0, GROUPS)
+            known = g < NUM_GROUPS
+            highest = tl.load(peaks + g, mask=known, other=float("-inf"))
+            depth, weight = _weighed(highest, peak, temperature, min_p)
+            weight = tl.where(known, weight, 0.0)
+            limited = (top_k > 0) & (top_k < vocab)
+            bound = PAST_THE_END
+            if limited & (top_k <= NUM_GROUPS):
+                bound = _within(tl.where(known, depth, PAST_THE_END), known.to(tl.int32), top_k)
+            count = _list(listed, g, (weight > 0) & (depth <= bound))
+            # fmt: off
+            found = _weigh(
+                logits, keys, weights, listed, count, limited, bound, peak, temperature, min_p,
+                vocab, GROUP, TILE,
+            )
+            if limited:
+                bound = _bound(keys, found, bound, top_k, GROUP * TILE, True)
+                _keep_best(
+                    logits, weights, listed, count, bound, peak, temperature, vocab, GROUP, TILE
+                )
+                weight = tl.where(depth <= bound, weight, 0.0)  # not to list what never was
+            # fmt: on
             if top_p < 1.0:
-                total = _total(depths, weights, nearest, STRIDE, CHUNK)
-                last = _last(depths, weights, nearest, top_p * total, STRIDE, CHUNK, False)
-                _keep(depths, weights, last, STRIDE, CHUNK, False)
+                total = _total(weights, listed, count, GROUP, TILE)
+                share = top_p * total
+                # All tokens that are lighter than this together are no more than may be left out.
+                least = 0.99 * (total - share) / (count * GROUP)
+                bound = tl.minimum(_key(least.to(tl.float32)), ONE_BITS - 1)
+                key = _key(weight)
+                if tl.sum(weight.to(tl.float64), 0) >= share:
+                    bound = tl.minimum(bound, _within(key, weight.to(tl.float64), share))
+                count = _list(listed, g, key <= bound)
+                found = _collect(keys, weights, listed, count, bound, GROUP, TILE)
+                bound = _bound(keys, found, bound, share, GROUP * TILE, False)
+                _keep_heaviest(weights, listed, count, bound, GROUP, TILE)
             start = tl.load(starts + row).to(tl.uint64)
-            token = _draw(weights, masses, start, STRIDE, CHUNK, GROUP, GROUPS)
+            token = _draw(weights, masses, listed, count, start, NUM_GROUPS, GROUPS, GROUP, TILE)
             tl.store(out + row, token)
+
+
+@triton.jit
+def _best(
+    logits,
+    peaks,
+    vocab,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The first of the best tokens, its logit, and whether that is finite and no logit is NaN.
+    Leaves the best logit of each group in `peaks`."""
+    r = tl.arange(0, TILE)
+    i = tl.arange(0, GROUP)
+    highest = tl.full([TILE, GROUP], float("-inf"), tl.float32)
+    where = tl.zeros([TILE, GROUP], tl.int32)
+    broken = tl.zeros([TILE, GROUP], tl.int32)
+    for first in range(0, NUM_GROUPS, TILE):
+        number = first + r
+        at = number[:, None] * GROUP + i[None, :]
+        x = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
+        broken |= (x != x).to(tl.int32)
+        where = tl.where(x > highest, at, where)
+        highest = tl.where(x > highest, x, highest)
+        tl.store(peaks + number, tl.max(x, 1), mask=number < NUM_GROUPS)
+    peak = tl.max(tl.max(highest, 1), 0)
+    best = tl.min(tl.min(tl.where(highest == peak, where, PAST_THE_END), 1), 0)
+    whole = tl.max(tl.max(broken, 1), 0) == 0
+    tl.debug_barrier()
+    return best, peak, whole & (peak > float("-inf")) & (peak < float("inf"))
+
+
+@triton.jit
+def _weighed(x, peak, temperature, min_p):
+    """Keys: how far logits are below the best when scaled. And their weights relative to it."""
+    depth = tl.div_rn(peak - x, temperature + tl.zeros(x.shape, tl.float32))
+    weight = tl.exp(-depth)
+    return depth.to(tl.int32, bitcast=True), tl.where(weight >= min_p, weight, 0.0)
+
+
+@triton.jit
+def _key(weight):
+    """How far weights are below that of the best."""
+    return -weight.to(tl.int32, bitcast=True) + ONE_BITS
+
+
+@triton.jit
+def _list(listed, g, chosen):
+    """Lists the groups that are chosen, and returns how many they are."""
+    tl.debug_barrier()  # nobody reads the list that was there
+    flags = chosen.to(tl.int32)
+    tl.store(listed + tl.cumsum(flags, 0) - 1, g, mask=chosen)
+    tl.debug_barrier()
+    return tl.sum(flags, 0)
+
+
+@triton.jit
+def _tile(listed, first, count, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Tokens [TILE, GROUP] of the listed groups from the first-th on, and which of these are."""
+    r = first + tl.arange(0, TILE)
+    i = tl.arange(0, GROUP)
+    number = tl.load(listed + r, mask=r < count, other=0)
+    there = (r < count)[:, None] & (i >= 0)[None, :]
+    return number[:, None] * GROUP + i[None, :], there
+
+
+@triton.jit
+def _append(keys, found, key, chosen):
+    """Puts the chosen keys of a tile behind those that were found, and returns how many are now."""
+    size: tl.constexpr = key.shape[0] * key.shape[1]
+    flags = tl.reshape(chosen.to(tl.int32), [size])
+    places = found + tl.cumsum(flags, 0) - 1
+    tl.store(keys + places, tl.reshape(key, [size]), mask=flags > 0)
+    return found + tl.sum(flags, 0)
 
 
 @triton.jit
 def _weigh(
     logits,
-    depths,
+    keys,
     weights,
-    nearest,
+    listed,
+    count,
+    limited,
+    bound,
     peak,
     temperature,
     min_p,
     vocab,
-    STRIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Weights relative to the best, and bits of how far below it the scaled logits are."""
-    i = tl.arange(0, CHUNK)
-    for first in range(0, STRIDE, CHUNK):
-        there = first + i < vocab
-        x = tl.load(logits + first + i, mask=there, other=float("-inf"))
-        depth = tl.div_rn(peak - x, temperature + tl.zeros([CHUNK], tl.float32))
-        order = tl.where(there, depth.to(tl.int32, bitcast=True), PAST_THE_END)
-        weight = tl.exp(-depth)
-        weight = tl.where(weight >= min_p, weight, 0.0)
-        tl.store(depths + first + i, order)
-        tl.store(weights + first + i, weight)
-        tl.store(nearest + first // CHUNK, tl.min(order, 0))
+    """Weights of all tokens in the listed groups. If the number of tokens is limited, collects the
+    keys within the bound; returns how many they are."""
+    found = 0
+    for first in range(0, count, TILE):
+        at, there = _tile(listed, first, count, GROUP, TILE)
+        known = there & (at < vocab)
+        x = tl.load(logits + at, mask=known, other=float("-inf"))
+        key, weight = _weighed(x, peak, temperature, min_p)
+        tl.store(weights + at, tl.where(known, weight, 0.0), mask=there)
+        if limited:
+            found = _append(keys, found, key, known & (key <= bound))
     tl.debug_barrier()
+    return found
 
 
 @triton.jit
-def _order(depths, weights, at, COUNT: tl.constexpr):
-    """The better the smaller: by scaled logit, or by weight."""
-    if COUNT:
-        order = tl.load(depths + at)
-    else:
-        order = ONE_BITS - tl.load(weights + at).to(tl.int32, bitcast=True)
-    return order
+def _collect(keys, weights, listed, count, bound, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Collects the keys of weights within the bound, and returns how many they are."""
+    tl.debug_barrier()  # nobody reads the keys that were there
+    found = 0
+    for first in range(0, count, TILE):
+        at, there = _tile(listed, first, count, GROUP, TILE)
+        key = _key(tl.load(weights + at, mask=there, other=0.0))
+        found = _append(keys, found, key, there & (key <= bound))
+    tl.debug_barrier()
+    return found
 
 
 @triton.jit
-def _last(
-    depths,
-    weights,
-    nearest,
-    target,
-    STRIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """The smallest bound within which there are `target` tokens, or so much weight."""
-    i = tl.arange(0, CHUNK)
-    digits = tl.arange(0, 16)
+def _within(key, share, target):
+    """The smallest bound within which shares sum up to the target."""
     low = 0
-    for step in range(8):
-        shift = tl.maximum(27 - 4 * step, 0)
-        bounds = low + ((digits + 1) << shift) - 1
+    high = PAST_THE_END
+    while low < high:
+        middle = low + (high - low) // 2
+        reached = tl.sum(tl.where(key <= middle, share, 0), 0) >= target
+        high = tl.where(reached, middle, high)
+        low = tl.where(reached, low, middle + 1)
+    return high
+
+
+@triton.jit
+def _bound(keys, found, high, target, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """The same for the keys that were found, and no more than `high`: of so many tokens, or of so
+    much weight."""
+    i = tl.arange(0, SIZE)
+    low = 0
+    while low < high:
+        middle = low + (high - low) // 2
         if COUNT:
-            reached = tl.zeros([16], tl.int32)
+            within = tl.zeros([SIZE], tl.int32)
         else:
-            reached = tl.zeros([16], tl.float64)
-        for first in range(0, STRIDE, CHUNK):
-            if tl.load(nearest + first // CHUNK) <= tl.max(bounds, 0):
-                order = _order(depths, weights, first + i, COUNT)
-                within = order[None, :] <= bounds[:, None]
-                if COUNT:
-                    reached += tl.sum(within.to(tl.int32), 1)
-                else:
-                    weight = tl.load(weights + first + i).to(tl.float64)
-                    reached += tl.sum(tl.where(within, weight[None, :], 0.0), 1)
-        digit = tl.sum((reached < target).to(tl.int32), 0)
-        low += tl.minimum(digit, 15) << shift
-    return low
+            within = tl.zeros([SIZE], tl.float64)
+        for first in range(0, found, SIZE):
+            key = tl.load(keys + first + i, mask=first + i < found, other=PAST_THE_END)
+            if COUNT:
+                within += (key <= middle).to(tl.int32)
+            else:
+                weight = (-key + ONE_BITS).to(tl.float32, bitcast=True)
+                within += tl.where(key <= middle, weight, 0.0).to(tl.float64)
+        reached = tl.sum(within, 0) >= target
+        high = tl.where(reached, middle, high)
+        low = tl.where(reached, low, middle + 1)
+    return high
 
 
 @triton.jit
-def _keep(depths, weights, last, STRIDE: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr):
-    """Take the weight of all that is beyond a bound."""
-    i = tl.arange(0, CHUNK)
-    for first in range(0, STRIDE, CHUNK):
-        weight = tl.load(weights + first + i)
-        order = _order(depths, weights, first + i, COUNT)
-        tl.store(weights + first + i, tl.where(order <= last, weight, 0.0))
+def _keep_best(
+    logits,
+    weights,
+    listed,
+    count,
+    bound,
+    peak,
+    temperature,
+    vocab,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Take the weight of all logits that are beyond a bound."""
+    for first in range(0, count, TILE):
+        at, there = _tile(listed, first, count, GROUP, TILE)
+        x = tl.load(logits + at, mask=there & (at < vocab), other=float("-inf"))
+        key, _ = _weighed(x, peak, temperature, 0.0)
+        tl.store(weights + at, tl.zeros([TILE, GROUP], tl.float32), mask=there & (key > bound))
     tl.debug_barrier()
 
 
 @triton.jit
-def _total(depths, weights, nearest, STRIDE: tl.constexpr, CHUNK: tl.constexpr):
-    """The sum of all weights; from now on `nearest` is in their order."""
-    i = tl.arange(0, CHUNK)
-    total = tl.zeros([CHUNK], tl.float64)
-    for first in range(0, STRIDE, CHUNK):
-        total += tl.load(weights + first + i).to(tl.float64)
-        order = _order(depths, weights, first + i, False)
-        tl.store(nearest + first // CHUNK, tl.min(order, 0))
+def _keep_heaviest(weights, listed, count, bound, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Take all weights that are beyond a bound."""
+    for first in range(0, count, TILE):
+        at, there = _tile(listed, first, count, GROUP, TILE)
+        weight = tl.load(weights + at, mask=there, other=0.0)
+        tl.store(weights + at, tl.where(_key(weight) <= bound, weight, 0.0), mask=there)
     tl.debug_barrier()
-    return tl.sum(total, 0)
+
+
+@triton.jit
+def _total(weights, listed, count, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """The sum of the weights."""
+    total = tl.zeros([TILE, GROUP], tl.float64)
+    for first in range(0, count, TILE):
+        at, there = _tile(listed, first, count, GROUP, TILE)
+        total += tl.load(weights + at, mask=there, other=0.0).to(tl.float64)
+    return tl.sum(tl.sum(total, 1), 0)
 
 
 @triton.jit
 def _draw(
     weights,
     masses,
+    listed,
+    count,
     start,
-    STRIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """The token that wins an exponential race in the group of tokens that won one."""
+    r = tl.arange(0, TILE)
     i = tl.arange(0, GROUP)
-    rows = tl.arange(0, CHUNK // GROUP)
-    for first in range(0, STRIDE, CHUNK):
-        part = tl.load(weights + first + rows[:, None] * GROUP + i[None, :]).to(tl.float64)
-        tl.store(masses + first // GROUP + rows, tl.sum(part, 1))
+    for first in range(0, count, TILE):
+        at, there = _tile(listed, first, count, GROUP, TILE)
+        part = tl.load(weights + at, mask=there, other=0.0).to(tl.float64)
+        tl.store(masses + first + r, tl.sum(part, 1), mask=first + r < count)
     tl.debug_barrier()
-    groups = tl.arange(0, GROUPS)
-    mass = tl.load(masses + groups, mask=groups < STRIDE // GROUP, other=0.0)
-    group = tl.argmin(_noise(start, groups.to(tl.uint64) + 4294967296) / mass, 0)
-    inner = tl.load(weights + group * GROUP + i).to(tl.float64)
+    nth = tl.arange(0, GROUPS)
+    number = tl.load(listed + nth, mask=nth < count, other=NUM_GROUPS)
+    mass = tl.load(masses + nth, mask=nth < count, other=0.0)
+    winner = tl.argmin(_noise(start, number.to(tl.uint64) + 4294967296) / mass, 0)
+    group = tl.load(listed + winner)
     token = group * GROUP + i
+    inner = tl.load(weights + token).to(tl.float64)
     return group * GROUP + tl.argmin(_noise(start, token.to(tl.uint64)) / inner, 0)
 
 
