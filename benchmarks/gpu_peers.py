@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import time
 from collections.abc import Callable, Iterator
 
@@ -18,6 +19,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 """Q [rows, heads, queries, dim], K and V [rows, kv_heads, keys, dim], causal or not."""
 
 _SETS = 3
+_PAGE = 256  # tokens, as transformers has it
 _NEW_TOKENS = (8, 40)
 
 
@@ -124,6 +126,7 @@ def continuous_batching(sizes: Sizes, timer: Timer, ceilings: Ceilings) -> Itera
         yield Line("peers", "transformers, continuous batching", skipped="not installed")
         return
     model = _transformers_model(sizes, timer.device)
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns in each call
     for rows, context in ((1, sizes.contexts[0]), sizes.beside):
         name = f"transformers, continuous batching, step {rows} x {context}"
         try:
@@ -132,6 +135,10 @@ def continuous_batching(sizes: Sizes, timer: Timer, ceilings: Ceilings) -> Itera
         except Exception as error:  # as above
             yield Line("peers", name, skipped=_words(error))
             continue
+        finally:
+            # Its memory is sized for the first requests it gets.
+            if hasattr(model, "destroy_cached_continuous_batching_manager"):
+                model.destroy_cached_continuous_batching_manager()
         yield Line("peers", name, measured=seconds * 1e3)
 
 
@@ -167,21 +174,24 @@ def _step_seconds(model: torch.nn.Module, sizes: Sizes, rows: int, context: int)
 
 
 def _batching(sizes: Sizes, tokens: int, rows: int) -> dict[str, object]:
-    """Memory for what is needed, where the version that is installed lets one say so."""
+    """Memory for what is needed, where the version that is installed lets one say so. One engine
+    for all that follows: each would record its steps anew."""
     try:
         from transformers import ContinuousBatchingConfig
     except ImportError:
         return {}
-    page = 256
+    known = inspect.signature(ContinuousBatchingConfig).parameters
     wanted = {
-        "page_size": page,
-        "num_blocks": 2 * (tokens // page + 2 * rows),
+        "page_size" if "page_size" in known else "block_size": _PAGE,
+        "num_blocks": 2 * (tokens // _PAGE + 2 * rows),
         "max_batch_tokens": max(sizes.prompts),
     }
-    known = inspect.signature(ContinuousBatchingConfig).parameters
     if not wanted.keys() <= known.keys():
         return {}
-    return {"continuous_batching_config": ContinuousBatchingConfig(**wanted)}
+    return {
+        "continuous_batching_config": ContinuousBatchingConfig(**wanted),
+        "persistent_manager": True,
+    }
 
 
 def _words(error: Exception) -> str:

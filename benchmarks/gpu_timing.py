@@ -252,7 +252,7 @@ def timed_line(
 
 @dataclass(slots=True)
 class Report:
-    """Lines as they come; save is called after each part, so that a time limit loses little."""
+    """Lines as they come; save is called after each, so that a time limit loses little."""
 
     save: Callable[[list[Line]], None]
     say: Callable[[str], None]
@@ -266,11 +266,11 @@ class Report:
                 self._add(line)
         except Exception as error:  # whatever it is: the lease of the machine goes on
             self._add(Line(part, "stopped", skipped=f"{type(error).__name__}: {error}"[:500]))
-        self.save(self.lines)
         self.say(f"{part}: {time.perf_counter() - began:.1f} s")
 
     def _add(self, line: Line) -> None:
         self.lines.append(line)
+        self.save(self.lines)
         if line.skipped is not None:
             self.say(f"  {line.name}: {line.skipped}")
         else:

@@ -41,6 +41,7 @@ KEYS, WARPS = (32, 64, 128), (4, 8)
 # Of rows of one token, Triton 3.6 makes the same of 2 to 4: one tile is loaded ahead; of 5, two.
 STAGES: dict[Kind, tuple[int, ...]] = {"one": (3, 5, 7), "tile": (2, 3, 4)}
 SMALLER_TILE = 64  # rows, tried beside larger ones
+MOST_SHARED = 227 * 1024  # bytes of shared memory that a program can have on Hopper; more elsewhere
 PROGRAMS: dict[Kind, tuple[int, ...]] = {"one": (2, 4, 8), "tile": (1, 2, 4)}
 WORKERS = 12
 COMPILE_S, MEASURE_S = 30.0, 25.0
@@ -131,7 +132,7 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
         default = best.default(shape)
         options = {
             launch: with_launch(best, shape, launch)
-            for launch in dict.fromkeys((default, *_candidates(shape.kind, default, timer.on_cuda)))
+            for launch in dict.fromkeys((default, *_candidates(shape, default, timer.on_cuda)))
         }
         times = measured(_runs(sizes, works, timer), options, timer, deadline)
         chosen = min(times, key=times.__getitem__)
@@ -206,13 +207,21 @@ def _asked(sizes: Sizes, number: int, settings: Settings) -> list[Shape]:
     return watched.asked
 
 
-def _candidates(kind: Kind, default: Launch, many: bool) -> Iterator[Launch]:
+def _candidates(shape: Shape, default: Launch, many: bool) -> Iterator[Launch]:
     if not many:  # to try the program
         yield default._replace(block_n=KEYS[0])
         return
     for rows in sorted({default.block_m, min(default.block_m, SMALLER_TILE)}, reverse=True):
-        for keys, warps, stages in itertools.product(KEYS, WARPS, STAGES[kind]):
-            yield Launch(rows, keys, warps, stages)
+        for keys, warps, stages in itertools.product(KEYS, WARPS, STAGES[shape.kind]):
+            launch = Launch(rows, keys, warps, stages)
+            if shape.kind == "one" or _tile_bytes(shape, launch) <= MOST_SHARED:
+                yield launch
+
+
+def _tile_bytes(shape: Shape, launch: Launch) -> int:
+    """Shared memory of a tile of queries: its rows, and K and V for every stage."""
+    tokens = launch.block_m + 2 * launch.stages * launch.block_n
+    return tokens * shape.head_dim * shape.element_bytes
 
 
 def _seconds(run: Attending, settings: Settings, timer: Timer) -> float | None:
@@ -233,7 +242,7 @@ def _compiled(sizes: Sizes, settings: Settings, until: float) -> dict[Shape, lis
         jobs = [
             pool.submit(_compile_one, sizes, number, with_launch(settings, shape, launch))
             for shape, number in numbers.items()
-            for launch in _candidates(shape.kind, settings.default(shape), True)
+            for launch in _candidates(shape, settings.default(shape), True)
         ]
         wait(jobs, max(0.0, until - time.perf_counter()))
         pool.shutdown(cancel_futures=True)

@@ -172,7 +172,8 @@ class CupyDriver:
             module = cupy.RawModule(code=kernel_source("kv_copy.cu"), options=("-std=c++17",))
             with self._device:
                 module.compile()
-        except RuntimeError as error:  # also what CuPy raises if a library of CUDA is missing
+        # A missing library of CUDA is a RuntimeError, a source that does not compile is not.
+        except (RuntimeError, cupy.cuda.compiler.CompileException) as error:
             raise ConfigError(f"--device cuda: CuPy cannot use this device: {error}") from error
         self._kernels: dict[str, Any] = {
             f"{name}_{width}": module.get_function(f"{name}_{width}")

@@ -149,8 +149,14 @@ def test_a_missing_cupy_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch)
         CupyDriver(torch.device("cuda", 0))
 
 
-def fake_cupy(calls: list[tuple[Any, ...]], error: Exception | None = None) -> SimpleNamespace:
-    """As far as copies need it."""
+class CompileException(Exception):
+    """Like CuPy's, not a RuntimeError."""
+
+
+def fake_cupy(
+    calls: list[tuple[Any, ...]], error: Exception | None = None, broken: bool = False
+) -> SimpleNamespace:
+    """As far as copies need it. broken: sources do not compile."""
 
     def count() -> int:
         if error is not None:
@@ -170,7 +176,9 @@ def fake_cupy(calls: list[tuple[Any, ...]], error: Exception | None = None) -> S
         def __init__(self, code: str, options: tuple[str, ...]) -> None:
             self.code = code
 
-        def compile(self) -> None: ...
+        def compile(self) -> None:
+            if broken:
+                raise CompileException("expected a ;")
 
         def get_function(self, name: str) -> Callable[..., None]:
             kind, width = name.split("_")
@@ -188,7 +196,12 @@ def fake_cupy(calls: list[tuple[Any, ...]], error: Exception | None = None) -> S
         memcpy2DAsync=lambda *args: calls.append(("2d", *args)),
     )
     return SimpleNamespace(
-        cuda=SimpleNamespace(runtime=runtime, Device=Device), RawModule=RawModule
+        cuda=SimpleNamespace(
+            runtime=runtime,
+            Device=Device,
+            compiler=SimpleNamespace(CompileException=CompileException),
+        ),
+        RawModule=RawModule,
     )
 
 
@@ -197,6 +210,17 @@ def test_a_missing_driver_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy([], error))
     with pytest.raises(ConfigError, match="cannot use this device: driver version"):
         CupyDriver(torch.device("cuda", 0))
+
+
+def test_a_source_that_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy([], broken=True))
+    with pytest.raises(ConfigError, match="cannot use this device: expected a ;"):
+        CupyDriver(torch.device("cuda", 0))
+
+
+def test_the_installed_cupy_has_the_error_that_is_caught() -> None:
+    cupy = pytest.importorskip("cupy")
+    assert issubclass(cupy.cuda.compiler.CompileException, Exception)
 
 
 def test_copies_without_gaps_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:

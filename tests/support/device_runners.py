@@ -330,8 +330,12 @@ def check_alike(
     other: ModelRunner,
     plans: Sequence[StepPlan],
     atol: float = 1e-4,
+    least_clear: float = 1.0,
 ) -> None:
-    """Logits, and tokens where the best two are further apart than the logits of the two are."""
+    """Logits, and tokens where the best two are further apart than the logits of the two are.
+
+    least_clear: in more than so many rows per plan they have to be.
+    """
     compared = 0
     for plan in plans:
         left, right = one.logits(plan), other.logits(plan)
@@ -343,4 +347,4 @@ def check_alike(
         for is_clear, a, b in zip(clear.tolist(), first.samples, second.samples, strict=True):
             assert a == b or not is_clear
             compared += is_clear
-    assert compared > len(plans)
+    assert compared > least_clear * len(plans)
