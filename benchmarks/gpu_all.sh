@@ -6,7 +6,7 @@
 # STEP: doctor, tests, tune, speed; all of them unless some are named. Each may take the time that
 # those after it can spare, and what it printed and measured until then is in FOLDER.
 set -uo pipefail
-folder=$(mkdir -p "${1:?usage: benchmarks/gpu_all.sh FOLDER [STEP ...]}" && cd "$1" && pwd)
+folder=$(mkdir -p "${1:?usage: benchmarks/gpu_all.sh FOLDER [STEP ...]}" && cd "$1" && pwd) || exit 2
 steps=("${@:2}")
 [ ${#steps[@]} -gt 0 ] || steps=(doctor tests tune speed)
 cd "$(dirname "$0")/.."
@@ -20,9 +20,10 @@ for name in "${steps[@]}"; do
     [ -n "${needed[$name]:-}" ] || { echo "no such step: $name (there are ${!needed[*]})"; exit 2; }
     left=$((left - needed[$name]))
 done
+[ $left -ge 0 ] || { echo "SECONDS_IN_ALL: ${steps[*]} need $((-left)) s more"; exit 2; }
 
-limit_of() { # of a step, with what was not used before it
-    echo $((needed[$1] + left))
+limit_of() { # of a step, with what was not used before it, or less if too much was
+    echo $((needed[$1] + (left > -20 ? left : -20)))
 }
 
 step() { # name, command ...

@@ -53,7 +53,7 @@ def layer(bench: Bench) -> Iterator[Line]:
 
 
 def operations(model: Model, rows: int, context: int) -> list[Operation]:
-    """What a step of one token per row does after its embedding."""
+    """What a step of one token per row does between its embedding and the choice of tokens."""
     decoder, spec, size = model.runner._decoder, model.spec, model.dtype.itemsize
     assert decoder is not None and decoder.final_norm is not None
     hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
@@ -88,7 +88,7 @@ def operations(model: Model, rows: int, context: int) -> list[Operation]:
     return [
         Operation(
             "sum and norm",
-            2 * layers,
+            2 * layers + 1,
             lambda i: block(i).mlp_norm.add_(residual, x),
             4 * x.nbytes,
         ),

@@ -11,7 +11,7 @@ from gpu_timing import Line, timed_line
 from bros.core.errors import ConfigError
 from bros.kernels.dispatch import select_kernels
 
-SPREAD = 3.0  # of logits: a few hundred tokens have most of the mass, as in a text
+SPREAD = 3.0  # of logits: 5,000 of 128,256 tokens have 0.9 of the mass, which is hard for top_p
 TOP_K, TOP_P = 50, 0.9
 WAYS = {
     "greedy": (0.0, 0, 1.0),

@@ -41,7 +41,7 @@ KEYS, WARPS = (32, 64, 128), (4, 8)
 # Of rows of one token, Triton 3.6 makes the same of 2 to 4: one tile is loaded ahead; of 5, two.
 STAGES: dict[Kind, tuple[int, ...]] = {"one": (3, 5, 7), "tile": (2, 3, 4)}
 SMALLER_TILE = 64  # rows, tried beside larger ones
-MOST_SHARED = 227 * 1024  # bytes of shared memory that a program can have on Hopper; more elsewhere
+MOST_SHARED = 227 * 1024  # bytes of shared memory that a program can have on Hopper; less before
 PROGRAMS: dict[Kind, tuple[int, ...]] = {"one": (2, 4, 8), "tile": (1, 2, 4)}
 WORKERS = 12
 COMPILE_S, MEASURE_S = 30.0, 25.0

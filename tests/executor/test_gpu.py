@@ -36,9 +36,9 @@ SMALL = tiny_spec()
 WIDE = tiny_spec(hidden_size=512, head_dim=128, intermediate_size=1024)
 KV_BLOCKS = 64
 
-FEW_CLEAR = 0.1
+FEW_CLEAR = {"graphs": 0.5, "precision": 0.1}
 """Rows per plan. The best two logits of random weights are seldom further apart than bf16 rounds:
-of three times the bounds below, in 15 and 4 rows of 25 and 22 plans."""
+by three times the bounds of these tests, in 15 rows of 25 plans and in 4 of 22."""
 
 
 def executor(spec: ModelSpec, **options: Any) -> tuple[ModelRunner, EngineInfo]:
@@ -109,7 +109,7 @@ def test_graphs_change_nothing(
     assert not caplog.records, "recording failed"
     atol = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.15}[weights]
     plain = runner(spec, weights=weights, cuda_graphs="off")
-    least = FEW_CLEAR if weights == "bf16" else 1.0
+    least = FEW_CLEAR["graphs"] if weights == "bf16" else 1.0
     check_alike(plain, recorded, plans_of(2), atol=atol, least_clear=least)
 
 
@@ -121,7 +121,7 @@ def test_half_precision_stays_close_to_the_cpu(weights: str, atol: float, kernel
         runner(WIDE, weights=weights, kernels=kernels),
         plans_of(3),
         atol=atol,
-        least_clear=FEW_CLEAR if weights == "bf16" else 1.0,
+        least_clear=FEW_CLEAR["precision"] if weights == "bf16" else 1.0,
     )
 
 

@@ -136,6 +136,16 @@ def test_any_bounds_leave_the_tokens_they_should(
 
 
 @needs_triton
+@pytest.mark.parametrize("top_k", [2, 9])
+def test_every_allowed_token_is_drawn_and_no_other(top_k: int) -> None:
+    """They are about as likely as each other, so that one more or less would show."""
+    logits = random_logits(1, 8, 1e-3).expand(64, VOCAB).contiguous()
+    params = SamplingParams(top_k=top_k)
+    specs = [SampleSpec(params, seed=9, output_index=i) for i in range(64)]
+    assert set(on_device(logits, specs)) == set(logits[0].topk(top_k).indices.tolist())
+
+
+@needs_triton
 @pytest.mark.parametrize("params", [(5, 0.999, 0.0), (14, 0.9, 1e-4), (3, 0.3, 0.0), (7, 1.0, 0.3)])
 @pytest.mark.parametrize("groups", [8, 17])
 def test_the_best_tokens_may_lie_in_one_group(

@@ -9,8 +9,10 @@ drawn lies in few groups then, and only these are read again:
     min_p    groups whose best token has too little weight are left out
 
 Keys, smaller for what is better, are bits of floats >= 0, which are ordered as the floats. Those
-that may be within the bound, below which a token is not drawn, are collected, most often a few
-hundred, and the bound is found among them by bisection.
+that may be within the bound, below which a token is not drawn, are collected, and the bound is
+found among them by bisection. With top_k they are hardly more than k, unless that is more than
+there are groups; with top_p alone they are few where few tokens have the share, and else may be a
+large part of the row.
 """
 
 from __future__ import annotations
