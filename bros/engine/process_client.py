@@ -63,7 +63,7 @@ class ProcessEngineClient(SupervisedClient):
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process or the launcher, while there is one."""
+        """Of the engine process or the launcher; there is one as long as the engine is alive."""
         return self._process.pid if self._process else None
 
     def _kill(self) -> None:
@@ -75,18 +75,19 @@ class ProcessEngineClient(SupervisedClient):
         async with contextlib.AsyncExitStack() as stack:
             # Readable by this user only.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bros-")))
+            # After all that waits, so that nobody finds an engine alive that has no process.
+            stack.callback(self._forget)
             receiver = self._listen(stack, Wire.of(folder))
             process = self._process = await self._spawn(folder)
-            stack.callback(self._forget, process)
             if self._closing:
                 self._kill()
             code = await process.wait()
             await receiver.drain()
         return self._last_words or f"The engine process ended unexpectedly (code {code})."
 
-    def _forget(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        process.stdin.close()
+    def _forget(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
         self._process = None
 
     async def _spawn(self, folder: Path) -> asyncio.subprocess.Process:

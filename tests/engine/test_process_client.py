@@ -100,6 +100,20 @@ async def test_a_killed_engine_fails_open_requests_at_once_and_comes_back(
     assert await tokens_of(client, ask("after")) == before
 
 
+async def test_an_engine_that_is_alive_has_a_process(client: ProcessEngineClient) -> None:
+    """At every turn of the loop: who waits for another process would else take none for one."""
+    pid = client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while client.alive:
+            assert client.pid == pid
+            await asyncio.sleep(0)
+        while not client.alive:
+            await asyncio.sleep(0)
+    assert client.pid not in (None, pid)
+
+
 async def test_a_watcher_is_told_by_every_engine_that_comes_up(client: ProcessEngineClient) -> None:
     heard = asyncio.Queue[Notice]()
     client.watch(heard.put_nowait)
