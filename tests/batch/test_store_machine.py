@@ -31,6 +31,7 @@ from bros.batch.files import Page
 from bros.batch.objects import BatchStatus, Lease, LineError, RowOutcome, TokenUsage
 from bros.core.errors import InvalidRequestError, NotFoundError
 from support.batch_store import NOW, open_store, row_refs
+from support.tier import examples
 
 from .conftest import NewUrl
 
@@ -420,7 +421,7 @@ def test_a_store_is_what_the_model_says(new_url: NewUrl) -> None:
     run_state_machine_as_test(
         lambda: StoreMachine(new_url()),
         settings=settings(
-            max_examples=20 if is_sqlite else 8,
+            max_examples=examples(8) if is_sqlite else examples(3),
             stateful_step_count=40,
             phases=[Phase.generate],  # shrinking a failure would take minutes
         ),

@@ -26,6 +26,7 @@ from support.bench_server import (
     text,
     usage,
 )
+from support.tier import examples
 
 DONE = event("[DONE]")
 JSON = {"content-type": "application/json"}
@@ -389,7 +390,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(
     bodies=st.lists(JSON_VALUES.map(event) | st.binary(max_size=40), max_size=4),
     status=st.sampled_from([200, 200, 200, 204, 400, 429, 500]),

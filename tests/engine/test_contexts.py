@@ -27,6 +27,7 @@ from bros.engine.contexts import Contexts
 from bros.engine.engine import Engine
 from bros.engine.thread_client import ThreadEngineClient
 from support.scheduling import engine_info, make_scheduler
+from support.tier import examples
 from support.toy_model import ToyModel
 
 SIZE, BLOCKS = 4, 100
@@ -279,7 +280,7 @@ async def test_parents_have_to_be_there_and_the_right_ones() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_any_tree_of_contexts_is_what_it_would_be_without_an_engine(data: st.DataObject) -> None:
     """Contexts are lists of tokens, by an oracle that copies them; small memory, so that KV goes
     and has to be computed again."""

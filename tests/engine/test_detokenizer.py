@@ -13,6 +13,7 @@ from tokenizers import decoders, models
 
 from bros.core.errors import ModelError
 from bros.engine.detokenizer import IncrementalDetokenizer, StopMatcher, TokenTable
+from support.tier import examples
 from support.tiny_tokenizer import byte_level_backend, sentencepiece_backend
 
 REPLACEMENT = "\ufffd"
@@ -167,7 +168,7 @@ letters = st.sampled_from("ab")
 stop_lists = st.lists(st.text(letters, min_size=2, max_size=6), min_size=1, max_size=3)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(pieces=st.lists(st.text(letters, max_size=6), max_size=12), stops=stop_lists)
 def test_matching_in_pieces_is_searching_the_whole(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)

@@ -18,6 +18,7 @@ from bros.engine.loop import run_engine
 from bros.engine.messages import Command, Reply, Shutdown, StatsReply, Submit, Told, Watch
 from bros.engine.thread_client import ThreadEngineClient
 from support.scheduling import engine_info, make_scheduler
+from support.tier import examples
 from support.toy_model import ToyModel
 
 SIZE = 4
@@ -91,7 +92,7 @@ class View:
         return end
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32), blocks=st.integers(8, 30), host=st.sampled_from([0, 4]))
 def test_what_is_told_is_what_requests_find(seed: int, blocks: int, host: int) -> None:
     rng, view = random.Random(seed), View()

@@ -31,6 +31,7 @@ from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.scheduler.fitting import StepShape, error_of, with_copies
 from bros.scheduler.profiles import MEASURED, QUICK, Profile, find_profile, load_profile
 from support.planted import PlantedExecutor
+from support.tier import examples
 
 INFO = EngineInfo(
     model="planted",
@@ -100,7 +101,7 @@ def check_alike(shape: StepShape, limits: StepLimits) -> None:
         assert chunk.shared % rule.block_size == 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(engines)
 def test_every_grid_keeps_to_what_the_engine_can_run(limits: StepLimits) -> None:
     if limits.length > limits.blocks * limits.block_size:

@@ -13,6 +13,7 @@ from bros.core.plan import StepPlan
 from bros.executor.cuda_graphs import GraphSizes, StepGraphs, buckets_for, recorded_or_warn
 from bros.kernels.reference import ReferenceKernels
 from support.device_runners import BLOCK, Assembled, assemble, family_plans
+from support.tier import examples
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
@@ -62,7 +63,7 @@ def check_same(plain: Assembled, recorded: Assembled, plans: list[StepPlan]) -> 
             torch.testing.assert_close(left, right, **TOLERANCE)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     count=st.integers(1, 14),
     groups=st.booleans(),

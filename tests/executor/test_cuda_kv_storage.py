@@ -23,6 +23,7 @@ from bros.executor.cuda_kv_storage import Buffers, CudaKvStorage, cuda_kv_storag
 from bros.executor.kv_storage import KV_BLOCK_SIZE, KvMemory, KvStorage, bytes_per_block
 from bros.executor.models.spec import ModelSpec
 from support.kv_streams import DelayedStreams, TorchCopier
+from support.tier import examples
 
 SPEC = ModelSpec(
     architecture="tiny", family="llama", vocab_size=10, hidden_size=4, intermediate_size=8,
@@ -140,7 +141,7 @@ def differs(seed: int, buffers: Buffers = SMALL, **mutation: object) -> bool:
 
 
 @given(seed=st.integers(0, 2**32), buffers=st.sampled_from([SMALL, Buffers(), Buffers(count=1)]))
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 def test_every_order_gives_the_same(seed: int, buffers: Buffers) -> None:
     assert not differs(seed, buffers)
 

@@ -21,9 +21,10 @@ from support.growing_requests import (
     run_one_by_one,
     script,
 )
+from support.tier import examples
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     count=st.integers(1, 6),
     steps=st.integers(1, 8),

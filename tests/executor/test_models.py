@@ -25,6 +25,7 @@ from support.checkpoints import (
     family_configs,
     save_checkpoint,
 )
+from support.tier import examples
 
 FAMILIES = sorted(family_configs())
 KV_BLOCKS = 32
@@ -100,7 +101,7 @@ def test_mixed_batches_over_scattered_blocks_match_transformers(
     assert largest_error(load(folder), model, [40, 17, 33, 5], random.Random(2)) < TOLERANCE
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     family=st.sampled_from(["llama", "opt-post-norm", "qwen3"]),
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),

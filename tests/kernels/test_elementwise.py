@@ -181,7 +181,7 @@ def stored(x: Tensor, dtype: torch.dtype, backend: Backend) -> Tensor:
 
 @each_backend
 def test_rope_and_cache(backend: Backend) -> None:
-    @settings(max_examples=10 if backend.is_interpreted else 100, phases=backend.phases)
+    @settings(max_examples=backend.examples, phases=backend.phases)
     @given(case=rope_cases())
     def check(case: dict[str, Tensor]) -> None:
         check_rope_and_cache(backend, case)

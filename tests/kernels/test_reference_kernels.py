@@ -11,6 +11,7 @@ from torch.nn import functional
 from bros.kernels.interface import HeadLayout
 from bros.kernels.reference import ReferenceKernels, gather_segments, split_heads
 from support.kernel_cases import ATTENTION_CASES, AttentionCase, int32
+from support.tier import examples
 
 KERNELS = ReferenceKernels()
 
@@ -35,7 +36,7 @@ def sdpa(case: AttentionCase, row: int) -> Tensor:
     return out.transpose(0, 1).flatten(1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(case=ATTENTION_CASES)
 def test_attention_is_sdpa_on_gathered_keys(case: AttentionCase) -> None:
     actual = KERNELS.attention(

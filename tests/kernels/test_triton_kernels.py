@@ -69,7 +69,7 @@ def assert_matches(kernels: Kernels, case: AttentionCase) -> None:
 
 
 @needs_triton
-@settings(max_examples=3 if BACKEND.is_interpreted else 60, phases=BACKEND.phases)
+@settings(max_examples=BACKEND.examples, phases=BACKEND.phases)
 @given(case=SMALL_ATTENTION_CASES, dtype=st.sampled_from(HALVES))
 def test_16_bit_activations_with_any_cache(case: AttentionCase, dtype: torch.dtype) -> None:
     assert_matches(BACKEND.kernels(), with_activations(case, dtype))

@@ -15,6 +15,7 @@ from bros.core.plan import SampleSpec
 from bros.core.request import SamplingParams
 from bros.executor.sampler import Sampler, noise_start
 from support.kernel_cases import needs_triton, triton_backend
+from support.tier import examples
 
 BACKEND = triton_backend()
 VOCAB = 1500
@@ -119,7 +120,7 @@ def rows_of_logits(draw: st.DrawFn) -> Tensor:
 
 
 @needs_triton
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     logits=rows_of_logits(),
     temperature=st.sampled_from([0.2, 1.0, 3.0]),

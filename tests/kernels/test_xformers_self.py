@@ -86,7 +86,7 @@ def test_heads_are_told_apart(kv_heads: int, group: int) -> None:
 
 @needs_triton
 @interpreted
-@settings(max_examples=5, phases=BACKEND.phases)
+@settings(max_examples=BACKEND.examples, phases=BACKEND.phases)
 @given(
     case=st.builds(
         make_any_case,

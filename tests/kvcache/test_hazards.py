@@ -22,6 +22,7 @@ from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.scheduler.scheduler import Scheduler
 from support.device_model import Device, Hazard, Rule
 from support.scheduling import make_scheduler, request
+from support.tier import examples
 from support.toy_model import ToyModel
 
 BLOCK_SIZE = 4
@@ -177,7 +178,7 @@ def hazards(load: Load, *without: Rule) -> list[Hazard]:
 
 
 @given(load=loads())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_nothing_is_read_too_early_or_too_late(load: Load) -> None:
     device = Device(BLOCK_SIZE, random.Random(load.seed), lead=load.lead)
     served = Served(load, device)

@@ -17,6 +17,7 @@ from bros.kvcache.node import Node
 from bros.kvcache.prefix_cache import PrefixCache, extend_keys
 from bros.kvcache.sharing import NO_MATCH, Match
 from bros.kvcache.stacks import Side
+from support.tier import examples
 
 NAMES = [f"r{i}" for i in range(6)]
 LONGEST = 2000
@@ -257,7 +258,9 @@ class KvMachine(RuleBasedStateMachine):
             assert self.kv.append("all", self.size, Side.RIGHT) is not None
 
 
-KvMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+KvMachine.TestCase.settings = settings(
+    max_examples=examples(100), stateful_step_count=40, deadline=None
+)
 TestKvMachine = KvMachine.TestCase
 
 

@@ -13,6 +13,7 @@ from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.prefix_cache import PrefixCache, extend_keys
 from bros.kvcache.sharing import NO_MATCH
 from bros.kvcache.stacks import Side
+from support.tier import examples
 
 LONGEST = 160
 SIZE = 4
@@ -219,7 +220,9 @@ class OriginsMachine(RuleBasedStateMachine):
                 self.cache.origins.check_integrity(self.cache.nodes())
 
 
-OriginsMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+OriginsMachine.TestCase.settings = settings(
+    max_examples=examples(200), stateful_step_count=40, deadline=None
+)
 TestOriginsMachine = OriginsMachine.TestCase
 
 

@@ -33,6 +33,7 @@ from bros.router.settings import RouterSettings
 from bros.simulator.virtual_loop import run_virtual
 from support.mortal_engine import STEP_S, MortalEngine, foretold
 from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of
+from support.tier import examples
 from support.turn_fleet import TurnFleet
 
 
@@ -551,7 +552,7 @@ LIVES = (
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(*LIVES)
 def test_streams_end_once_with_the_right_tokens_whatever_happens(
     requests: list[tuple[int, EngineRequest]], happenings: list[tuple[str, int, int]]
@@ -566,7 +567,7 @@ def test_streams_end_once_with_the_right_tokens_whatever_happens(
 
 
 @pytest.mark.parametrize("policy", ["e2", "rr", "least"])
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(*LIVES)
 def test_so_they_do_with_every_policy(
     policy: str,

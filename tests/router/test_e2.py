@@ -15,6 +15,7 @@ from bros.core.request import EngineRequest, Hints, ServiceClass, Slo
 from bros.router.fleet import Fleet
 from bros.router.settings import ReplicaFacts
 from support.routing import BLOCK, PRICES, ask, cached, fleet_of, send, serve, told
+from support.tier import examples
 
 NOBODY_WAITS = 1e9
 
@@ -311,7 +312,7 @@ class NaiveLoads:
         return [replica for replica in cached if cached[replica] >= 0.95 * most]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_the_chosen_replica_costs_least(data: st.DataObject) -> None:
     """With the terms summed anew, of all requests that there were."""
@@ -352,7 +353,7 @@ def test_the_chosen_replica_costs_least(data: st.DataObject) -> None:
     fleet.forest.check_integrity()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_of_those_that_may_serve_it_the_cheapest_does(data: st.DataObject) -> None:
     """Where caches are full, prices differ and first tokens may be late; the terms are tested one

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.router.elastic import Elastic, ElasticSettings, Load
+from support.tier import examples
 
 SETTINGS = ElasticSettings(least=1, most=16, start_s=15.0, calm_s=60.0)
 TTFT_S = 0.4
@@ -96,7 +97,7 @@ def test_it_never_leaves_its_bounds(loads: list[tuple[float, Load]], least: int,
         assert least <= policy.wanted(load, now) <= least + more
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.floats(0.05, 11.0), st.integers(1, 16))
 def test_it_comes_to_rest_at_what_a_steady_load_needs(demand: float, serving: int) -> None:
     queue = Queue(SETTINGS, serving)
@@ -110,7 +111,7 @@ def test_it_comes_to_rest_at_what_a_steady_load_needs(demand: float, serving: in
     assert queue.turns(3600) <= 2
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.floats(0.1, 4.0), st.floats(1.5, 12.0))
 def test_it_follows_a_rise_within_three_starts(before: float, after: float) -> None:
     queue = Queue(SETTINGS, math.ceil(before / SETTINGS.full))
@@ -122,7 +123,7 @@ def test_it_follows_a_rise_within_three_starts(before: float, after: float) -> N
     assert queue.waiting_s == 0.0
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.floats(2.0, 10.0))
 def test_it_goes_back_to_the_least_when_nothing_comes(demand: float) -> None:
     queue = Queue(SETTINGS, 1)
@@ -133,7 +134,7 @@ def test_it_goes_back_to_the_least_when_nothing_comes(demand: float) -> None:
     assert queue.there == SETTINGS.least
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.floats(0.5, 6.0), st.floats(0.1, 0.9), st.integers(20, 400))
 def test_a_load_that_swings_is_followed_more_and_more_calmly(
     mean: float, swing: float, period: int

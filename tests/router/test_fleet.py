@@ -21,6 +21,7 @@ from bros.router.forest import Node
 from bros.router.replica import Work
 from bros.router.settings import ROUTERS, ReplicaFacts
 from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve, told
+from support.tier import examples
 
 WINDOW_S = 10.0
 
@@ -136,7 +137,9 @@ def _paths(works: Iterable[Work]) -> Iterator[Node]:
 
 
 TestBookkeeping = Bookkeeping.TestCase
-TestBookkeeping.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestBookkeeping.settings = settings(
+    max_examples=examples(40), stateful_step_count=30, deadline=None
+)
 
 
 @pytest.mark.parametrize("told_of", [True, False])

@@ -12,6 +12,7 @@ from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest, Hints
 from bros.router.fleet import Fleet
 from support.routing import BLOCK, ask, cached, fleet_of, send, serve, told
+from support.tier import examples
 
 Blocks = tuple[object, ...]
 
@@ -90,7 +91,7 @@ def agrees(fleet: Fleet, engines: list[NaiveEngine], seen: list[EngineRequest]) 
     fleet.forest.check_integrity()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_the_router_knows_what_is_cached_once_a_digest_is_in(data: st.DataObject) -> None:
     """Whatever it believed before: what nobody has and nobody asked for it forgets."""
@@ -154,7 +155,7 @@ def test_a_digest_that_comes_late_changes_nothing() -> None:
         assert cached(fleet, request) == {0: 3 * BLOCK}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_notices_that_all_come_in_order_need_no_digest(data: st.DataObject) -> None:
     fleet, engines = fleet_of(2, "rr"), [NaiveEngine(), NaiveEngine()]

@@ -24,6 +24,7 @@ from bros.scheduler.state import RequestState
 from support.device_model import Device
 from support.late_executor import LateExecutor
 from support.scheduling import engine_info, make_scheduler, request
+from support.tier import examples
 from support.toy_model import VOCAB, ToyModel
 from support.virtual_time import BE, RT, plan_seconds
 
@@ -323,7 +324,7 @@ def serve(load: Load, *, overlap: bool) -> tuple[Run, list[Answer]]:
 
 
 @given(load=loads())
-@settings(max_examples=300)
+@settings(max_examples=examples(80))
 def test_any_load_gets_the_same_answers_as_without_overlap(load: Load) -> None:
     for overlap in (False, True):
         run, right = serve(load, overlap=overlap)

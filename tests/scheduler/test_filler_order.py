@@ -14,6 +14,7 @@ from bros.core.request import Hints
 from bros.scheduler.policies.filler_order import FillerOrder
 from bros.scheduler.state import Rank, RequestState
 from support.scheduling import request
+from support.tier import examples
 from support.virtual_time import BE, VirtualRun
 
 WAIT_S = 8.0
@@ -81,7 +82,7 @@ same_program = st.builds(
 
 
 @given(load=arrivals | st.lists(same_program, min_size=4, max_size=8))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_nobody_is_overtaken_by_who_comes_much_later(load: list[Arrival]) -> None:
     for (first, key), (later, later_key) in itertools.combinations(placed(load), 2):
         assert key != later_key

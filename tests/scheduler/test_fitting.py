@@ -26,6 +26,7 @@ from bros.scheduler.fitting import (
     relative_errors,
     with_copies,
 )
+from support.tier import examples
 
 PADDING = ((16, 1), (128, 8), (256, 16), (512, 32))
 PLANTED = CostModel(
@@ -150,7 +151,7 @@ def test_all_steps_count_alike_however_long_they_take() -> None:
     assert model.seconds(load_of(shape)) == pytest.approx(weighted)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_whatever_was_measured_more_work_never_takes_less_time(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.sampled_from(grid()), min_size=1, max_size=12, unique=True))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bros.scheduler.kept import Kept
+from support.tier import examples
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 PATHS = st.text("xyz", max_size=6)
@@ -91,7 +92,9 @@ class KeptMachine(RuleBasedStateMachine):
             assert not self.cache.kept
 
 
-KeptMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+KeptMachine.TestCase.settings = settings(
+    max_examples=examples(200), stateful_step_count=40, deadline=None
+)
 TestKept: Any = KeptMachine.TestCase
 
 

@@ -21,6 +21,7 @@ from bros.scheduler.policies.overload import OverloadGuard, Room
 from bros.scheduler.queues import Queues
 from bros.scheduler.state import RequestState
 from support.scheduling import MODEL, request
+from support.tier import examples
 from support.virtual_time import BE, RT, VirtualRun
 
 # The baselines
@@ -293,7 +294,7 @@ def test_best_effort_work_gets_about_its_share_of_a_saturated_engine(share: floa
     assert share * 0.7 <= run.be_share() <= share * 1.3
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(6))
 @given(
     share=st.sampled_from([0.05, 0.2]),
     rt_wait=st.sampled_from([0.01, 0.05, 0.1, 0.5, 1.0]),

@@ -14,6 +14,7 @@ from bros.scheduler.policies.prefix_groups import NUM_GROUPS, PrefixGroups, grou
 from bros.scheduler.state import RequestState
 from support.prefix_run import Run
 from support.scheduling import request
+from support.tier import examples
 from support.virtual_time import BE
 
 WAIT_S = 30.0
@@ -76,7 +77,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(arrivals=arrivals, steps=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5))))
 def test_it_is_what_the_naive_model_says(
     arrivals: list[tuple[int, float, bool]], steps: list[tuple[int, int]]

@@ -23,6 +23,7 @@ from support.program_server import (
     lossy_connection,
     program_server,
 )
+from support.tier import examples
 
 STEP_S = 0.0001
 
@@ -284,7 +285,7 @@ def test_no_request_outlives_its_session(place: Place) -> None:
     assert place.do(lambda: dict(place.engine.open)) == {}
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data())
 def test_random_programs_equal_calling_one_by_one(data: st.DataObject) -> None:
     """With native functions in between, over the service, in any order of asking."""

@@ -24,6 +24,7 @@ from support.naive_programs import (
     turns,
     variables,
 )
+from support.tier import examples
 
 LATENCY = Criteria(perf=Perf.LATENCY)
 THROUGHPUT = Criteria(perf=Perf.THROUGHPUT)
@@ -272,7 +273,7 @@ def same(core: SessionCore, naive: NaiveObjectives) -> None:
     assert made == naive.groups
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(40))
 @given(programs(), st.data())
 def test_incremental_is_from_scratch_in_any_order(
     calls: list[NewCall], data: st.DataObject

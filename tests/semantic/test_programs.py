@@ -15,6 +15,7 @@ from bros.semantic.program import CallSpec, Criteria, Perf
 from bros.simulator.virtual_loop import run_virtual
 from support.program_engine import echo
 from support.programs import TENANT, Desk, call, native
+from support.tier import examples
 
 SHARED = "You are one of many who work on something large. "
 
@@ -228,7 +229,7 @@ class Run:
         return needs
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(nodes=programs(), happenings=events)
 def test_every_get_ends_with_the_value_or_the_root_cause(
     nodes: list[Node], happenings: list[Event]
@@ -239,7 +240,7 @@ def test_every_get_ends_with_the_value_or_the_root_cause(
     run_virtual(main)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(nodes=programs(), happenings=events, after=st.integers(0, 150))
 def test_a_session_can_end_at_any_time(
     nodes: list[Node], happenings: list[Event], after: int

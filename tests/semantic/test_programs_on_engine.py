@@ -19,6 +19,7 @@ from bros.simulator.virtual_loop import run_virtual
 from support.program_engine import BLOCK, TOKENIZER
 from support.programs import TENANT, THROUGHPUT, Desk, call, virtually
 from support.scheduling import READING, engine_info
+from support.tier import examples
 from support.toy_model import ToyModel
 from support.toy_programs import answer, toy_engine
 
@@ -193,7 +194,7 @@ happenings = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(specs=specs, happenings=happenings, ends=st.booleans())
 def test_no_kv_is_left_when_a_session_ends(
     specs: list[tuple[list[int], int, str, str | None]],

@@ -29,6 +29,7 @@ from support.naive_programs import (
     turn_id,
     turns,
 )
+from support.tier import examples
 
 
 @dataclass
@@ -346,4 +347,4 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 TestSession = SessionMachine.TestCase
-TestSession.settings = settings(max_examples=60, stateful_step_count=40)
+TestSession.settings = settings(max_examples=examples(60), stateful_step_count=40)

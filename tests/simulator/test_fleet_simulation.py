@@ -24,6 +24,7 @@ from bros.simulator.prefix_workloads import published
 from bros.simulator.workload import Arrival, BeLoad, Size, TraceLoad
 from support.fleets import GivenLoad, fleet_scenario, request
 from support.scenarios import scenario
+from support.tier import examples
 
 
 def run(scenario: FleetScenario) -> FleetResult:
@@ -244,7 +245,7 @@ def loads(draw: st.DrawFn) -> GivenLoad:
     return GivenLoad(tuple(found))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     load=loads(),
     router=st.sampled_from(ROUTERS),

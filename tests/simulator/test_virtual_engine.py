@@ -20,6 +20,7 @@ from bros.simulator.build import Device
 from bros.simulator.sim_executor import common_context
 from bros.simulator.virtual_engine import VirtualEngineClient, virtual_engine
 from bros.simulator.virtual_loop import LoopClock, run_virtual
+from support.tier import examples
 
 STEP_S, TOKEN_S = 0.01, 0.001
 MODEL = CostModel(constant_s=STEP_S, token_s=TOKEN_S, sample_s=0.0, pair_s=0.0, context_s=0.0)
@@ -133,7 +134,7 @@ def test_rows_with_a_common_prefix_read_it_once() -> None:
     assert saved == pytest.approx((rows - 1) * len(prefix) * context_s * tokens)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
 from bros.kernels.reference import ReferenceKernels
+from support.tier import examples
 
 BLOCK_SIZE = 16
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,11 +37,10 @@ def compiled_levels() -> list[str]:
 
 @dataclass(frozen=True)
 class Backend:
-    """Kernels to test, where they run, and with how much patience."""
+    """Kernels to test, and where they run."""
 
     name: str
     device: torch.device = torch.device("cpu")
-    examples: int = 60
 
     @property
     def is_triton(self) -> bool:
@@ -49,6 +49,11 @@ class Backend:
     @property
     def is_interpreted(self) -> bool:
         return self.is_triton and self.device.type == "cpu"
+
+    @property
+    def examples(self) -> int:
+        """Of hypothesis. An interpreter takes about a second for one."""
+        return examples(3, long=20) if self.is_interpreted else examples(40, long=600)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -70,7 +75,7 @@ class Backend:
 def triton_backend() -> Backend:
     """On the GPU if there is one; tests/conftest.py lets Triton interpret where there is none."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Backend("triton", device, 60 if device.type == "cuda" else 8)
+    return Backend("triton", device)
 
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

@@ -25,6 +25,7 @@ from bros.executor.parallel.runner import lead
 from support.device_runners import BLOCK, Assembled, Scripted, assemble, family_plans, tiny_spec
 from support.growing_requests import make_requests, run_ahead, run_one_by_one, script
 from support.thread_ranks import team
+from support.tier import examples
 
 DEEP = tiny_spec(num_hidden_layers=20)
 
@@ -53,7 +54,7 @@ def test_followers_compute_what_the_first_rank_computes(size: int, graph_rows: i
     assert all(ranks.said == group.ranks[0].said for ranks in group.ranks)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     count=st.integers(1, 5),
     steps=st.integers(1, 7),

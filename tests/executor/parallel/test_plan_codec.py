@@ -18,6 +18,7 @@ from bros.executor.feed import Pending
 from bros.executor.inputs import StepInputs, build_inputs
 from bros.executor.parallel.plan_codec import Message, PlanDecoder, PlanEncoder, Step
 from support.scheduling import make_scheduler, request
+from support.tier import examples
 from support.toy_model import ToyModel
 
 GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
@@ -130,7 +131,7 @@ def check(step: Step | None, plan: StepPlan) -> None:
     assert step.copies == plan.copies
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(steps=st.integers(1, 25), rng=st.randoms(use_true_random=False))
 def test_any_sequence_of_plans_comes_out_as_it_went_in(steps: int, rng: random.Random) -> None:
     encoder, decoder = PlanEncoder(), PlanDecoder()

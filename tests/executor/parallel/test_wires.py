@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.executor.parallel.wires import Hearer, Listener, Speaker
+from support.tier import examples
 
 HERE = os.getpid()
 SOON_S = 0.05
@@ -22,7 +23,7 @@ def connected(timeout_s: float = PATIENCE_S, *, looks: bool = False) -> tuple[Sp
     return listener.accept([HERE], timeout_s), hearer
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 4, 3000, 70_000, 1_000_000]), max_size=6),
     looks=st.booleans(),
