@@ -1,21 +1,28 @@
 """Greedy output is the output of transformers, however the work is cut up and packed.
 
-The embedded model in fp32: forty prompts, 64 tokens each, and more that begin alike for whatever
-the KV cache may do to them. Different row counts sum in a different order, so a position where
-the best two logits of transformers are closer than MARGIN may go either way; such a position
-ends the comparison of its prompt, and there may be only few.
+The fast tier tries everything on a small model with random weights, and on the embedded model one
+run of a few prompts. The long tier tries everything on the embedded model too, in fp32: forty
+prompts, 64 tokens each, and more that begin alike for whatever the KV cache may do to them.
+
+Different row counts sum in a different order, so a position where the best two logits of
+transformers are closer than the margin of a model may go either way; such a position ends the
+comparison of its prompt, and there may be only few.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from bros.core.clock import ManualClock, SystemClock
 from bros.core.config import KV_FIND, KV_LAYOUTS, POLICIES, PREFIX_CACHE, EngineConfig
@@ -28,20 +35,65 @@ from bros.engine.tokenizer import Tokenizer
 from bros.executor.grouping import grouping_for
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import load_executor
-from bros.executor.model_store import ModelFiles, default_cache_dir
+from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.executor.transformers_model import load_in_transformers
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.profiles import profile_folders
+from support.checkpoints import save_checkpoint
 from support.prompts import FAMILIES, PROMPTS
+from support.tier import by_tier, seed
 
-# Some take two minutes on an idle machine, and more than the usual limit beside other work.
+# Some take two minutes with the embedded model on an idle machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NEW_TOKENS = 64
-MARGIN = 1e-3
+FEW_TOKENS = 20
+SOME_PROMPTS = (*PROMPTS[:7], PROMPTS[38])
 MOST_NEAR_TIES = 3
 BATCH = 8
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and how its prompts are made of text. margin: what rounding may do to logits."""
+
+    files: ModelFiles
+    encode: Callable[[str], list[int]]
+    layers: int
+    margin: float
+
+
+TINY = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    eos_token_id=0,
+)
+
+
+def tiny(folder: Path) -> Subject:
+    """Random weights, so that every token depends on all before it, and a word is a token."""
+
+    def encode(text: str) -> list[int]:
+        return [1 + crc32(word.encode()) % 511 for word in re.findall(r" ?\w{1,4}|\W", text)]
+
+    save_checkpoint(folder, TINY)
+    return Subject(ModelFiles(folder, "tiny"), encode, TINY.num_hidden_layers, margin=1e-4)
+
+
+def embedded() -> Subject:
+    files = resolve_model(None, default_cache_dir())
+    return Subject(files, Tokenizer.load(files.folder).encode, layers=30, margin=1e-3)
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("embedded", marks=pytest.mark.long)])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return tiny(tmp_path_factory.mktemp("tiny")) if request.param == "tiny" else embedded()
 
 
 @dataclass(frozen=True)
@@ -58,15 +110,20 @@ Judge = Callable[[list[list[int]], int], list[Expected]]
 
 
 @pytest.fixture(scope="module")
-def judge(embedded_model: ModelFiles) -> Judge:
-    model = load_in_transformers(embedded_model)
+def judge(subject: Subject) -> Judge:
+    return judge_of(subject)
+
+
+def judge_of(subject: Subject) -> Judge:
+    model = load_in_transformers(subject.files)
 
     def answers(prompts: list[list[int]], num_tokens: int) -> list[Expected]:
         by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         found: dict[int, Expected] = {}
         for first in range(0, len(by_length), BATCH):
             group = by_length[first : first + BATCH]
-            cases = _generate(model, [prompts[number] for number in group], num_tokens)
+            wanted = [prompts[number] for number in group]
+            cases = _generate(model, wanted, num_tokens, subject.margin)
             found.update(zip(group, cases, strict=True))
         return [found[number] for number in range(len(prompts))]
 
@@ -74,13 +131,14 @@ def judge(embedded_model: ModelFiles) -> Judge:
 
 
 @pytest.fixture(scope="module")
-def expected(embedded_model: ModelFiles, judge: Judge) -> list[Expected]:
-    tokenizer = Tokenizer.load(embedded_model.folder)
-    return judge([tokenizer.encode(prompt) for prompt in PROMPTS], NEW_TOKENS)
+def expected(subject: Subject, judge: Judge) -> list[Expected]:
+    return judge([subject.encode(prompt) for prompt in PROMPTS], NEW_TOKENS)
 
 
 @torch.inference_mode()
-def _generate(model: torch.nn.Module, prompts: list[list[int]], num_tokens: int) -> list[Expected]:
+def _generate(
+    model: torch.nn.Module, prompts: list[list[int]], num_tokens: int, margin: float
+) -> list[Expected]:
     """One call of generate for prompts of similar length, padded on the left."""
     width = max(map(len, prompts))
     out = model.generate(  # type: ignore[operator]
@@ -99,15 +157,23 @@ def _generate(model: torch.nn.Module, prompts: list[list[int]], num_tokens: int)
     cases = []
     for row, prompt in enumerate(prompts):
         tokens = out.sequences[row, width:].tolist()
-        close = (best_two[row, :, 0] - best_two[row, :, 1] < MARGIN).nonzero().flatten().tolist()
+        close = (best_two[row, :, 0] - best_two[row, :, 1] < margin).nonzero().flatten().tolist()
         cases.append(Expected(prompt, tokens[: close[0]] if close else tokens, bool(close)))
     return cases
 
 
+STEPS = CostModel(constant_s=0.03, token_s=0.001, sample_s=2e-4, pair_s=4e-7, context_s=2e-6)
+"""What the scheduler is told; about what the embedded model takes on two cores."""
+STEP_S = 0.05
+
+
 def engine_for(files: ModelFiles, **options: object) -> Engine:
+    """Of which every run decides the same, however fast the machine is."""
     config = EngineConfig(weights="fp32", max_model_len=1024, **options)  # type: ignore[arg-type]
-    folders = profile_folders(default_cache_dir())
-    return build_engine(config, files, SystemClock(), profiles=folders)
+    executor, info = load_executor(config, files)
+    clock = ManualClock()
+    scheduler = build_scheduler(config, info, STEPS)
+    return Engine(scheduler, Watched(executor, clock), clock, info)
 
 
 def submit(
@@ -128,12 +194,15 @@ def submit(
     )
 
 
-def check(engine: Engine, expected: list[Expected], *, at_once: bool) -> None:
+def check(
+    engine: Engine, expected: list[Expected], *, at_once: bool, num_tokens: int = NEW_TOKENS
+) -> None:
     """Run every prompt and compare; `at_once` submits all before the first step."""
     got: dict[str, list[int]] = {}
     for number, case in enumerate(expected):
         got[str(number)] = []
-        submit(engine, str(number), case.prompt, random.Random(number).choice(list(ServiceClass)))
+        service_class = random.Random(number).choice(list(ServiceClass))
+        submit(engine, str(number), case.prompt, service_class, num_tokens)
         while not at_once and engine.has_work:
             _step(engine, got)
     while engine.has_work:
@@ -141,7 +210,7 @@ def check(engine: Engine, expected: list[Expected], *, at_once: bool) -> None:
     engine.close()
     for number, case in enumerate(expected):
         answer = got[str(number)]
-        assert len(answer) == NEW_TOKENS
+        assert len(answer) == num_tokens
         assert answer[: len(case.tokens)] == case.tokens, PROMPTS[number]
 
 
@@ -156,48 +225,61 @@ def test_near_ties_are_rare(expected: list[Expected]) -> None:
     assert sum(len(case.tokens) for case in expected) > 0.9 * len(expected) * NEW_TOKENS
 
 
-def test_one_at_a_time(embedded_model: ModelFiles, expected: list[Expected]) -> None:
-    check(engine_for(embedded_model), expected, at_once=False)
+def test_answers_differ(expected: list[Expected]) -> None:
+    """Else what belongs to another request would not show."""
+    assert len({tuple(case.tokens[:8]) for case in expected}) > 0.9 * len(expected)
+
+
+def test_the_embedded_model_as_it_is_served() -> None:
+    """With what this machine takes for a step, and by its own clock."""
+    subject = embedded()
+    prompts = [subject.encode(prompt) for prompt in SOME_PROMPTS]
+    expected = judge_of(subject)(prompts, FEW_TOKENS)
+    assert sum(len(case.tokens) for case in expected) > 0.8 * len(expected) * FEW_TOKENS
+    config = EngineConfig(weights="fp32", max_model_len=1024)
+    folders = profile_folders(default_cache_dir())
+    engine = build_engine(config, subject.files, SystemClock(), profiles=folders)
+    check(engine, expected, at_once=True, num_tokens=FEW_TOKENS)
+
+
+def test_one_at_a_time(subject: Subject, expected: list[Expected]) -> None:
+    check(engine_for(subject.files), expected[: by_tier(fast=8, long=40)], at_once=False)
 
 
 @pytest.mark.parametrize("chunk", [16, 256])
-def test_all_at_once(embedded_model: ModelFiles, expected: list[Expected], chunk: int) -> None:
-    check(engine_for(embedded_model, max_batch_tokens=chunk), expected, at_once=True)
+def test_all_at_once(subject: Subject, expected: list[Expected], chunk: int) -> None:
+    check(engine_for(subject.files, max_batch_tokens=chunk), expected, at_once=True)
 
 
-def test_reference_kernels(embedded_model: ModelFiles, expected: list[Expected]) -> None:
-    check(engine_for(embedded_model, kernels="reference"), expected[:20], at_once=True)
+def test_reference_kernels(subject: Subject, expected: list[Expected]) -> None:
+    engine = engine_for(subject.files, kernels="reference")
+    check(engine, expected[: by_tier(fast=6, long=20)], at_once=True)
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "bros"])
 def test_memory_so_small_that_requests_are_preempted(
-    embedded_model: ModelFiles, expected: list[Expected], policy: str
+    subject: Subject, expected: list[Expected], policy: str
 ) -> None:
     """Policy `bros` lets in only what has room to grow; what it does in little memory is below."""
-    engine = engine_for(embedded_model, kv_blocks=64, policy=policy)
+    engine = engine_for(subject.files, kv_blocks=64, policy=policy)
     check(engine, expected[:24], at_once=True)
     stats = engine.stats()
     assert sum(counted.preemptions for counted in stats.by_class.values()) > 0
     assert stats.kv_blocks_used == 0
 
 
-STEPS = CostModel(constant_s=0.03, token_s=0.001, sample_s=2e-4, pair_s=4e-7, context_s=2e-6)
-"""What the scheduler is told; about what the embedded model takes on two cores."""
-STEP_S = 0.05
-PATIENCE = 90
-"""Three times the layers of the embedded model, so that about a third of the steps is given up."""
-
-
 class Fickle:
-    """Gives up steps before a layer drawn for each, if the engine lets go of them at all.
+    """Gives up steps before a layer drawn for each, if the engine lets go of them at all. The one
+    drawn is below `patience`; three times the layers give up about a third of the steps.
 
     Time passes by STEP_S a step, so that every run of a test decides the same.
     """
 
-    def __init__(self, executor: Executor, clock: ManualClock, rng: random.Random) -> None:
+    def __init__(self, executor: Executor, clock: ManualClock, patience: int) -> None:
         self._executor = executor
         self._clock = clock
-        self._rng = rng
+        self._patience = patience
+        self._rng = random.Random(seed(1))
         self.steps = 0
         self.given_up: list[int] = []
 
@@ -208,7 +290,7 @@ class Fickle:
         self._clock.advance(STEP_S)
         if abandon is None:
             return self._executor.execute(plan)
-        last, asked = self._rng.randrange(PATIENCE), 0
+        last, asked = self._rng.randrange(self._patience), 0
 
         def gives_up() -> bool:
             nonlocal asked
@@ -226,23 +308,22 @@ class Fickle:
 
 @pytest.mark.parametrize("kv_blocks", [None, 64])
 def test_steps_given_up_at_any_layer(
-    embedded_model: ModelFiles, expected: list[Expected], kv_blocks: int | None
+    subject: Subject, expected: list[Expected], kv_blocks: int | None
 ) -> None:
     config = EngineConfig(
         weights="fp32", max_model_len=1024, policy="bros", kv_blocks=kv_blocks, rt_wait=1.0
     )
-    executor, info = load_executor(config, embedded_model)
+    executor, info = load_executor(config, subject.files)
     clock = ManualClock()
-    fickle = Fickle(executor, clock, random.Random(1))
+    fickle = Fickle(executor, clock, 3 * subject.layers)
     engine = Engine(build_scheduler(config, info, STEPS), fickle, clock, info)
     check(engine, expected[:24], at_once=True)
     stats = engine.stats()
     assert stats.abandoned_steps == len(fickle.given_up) >= fickle.steps / 10
-    assert len(set(fickle.given_up)) >= 10
+    assert len(set(fickle.given_up)) >= subject.layers / 3
     assert stats.kv_blocks_used == 0
 
 
-FEW_TOKENS = 20
 BURST = 16
 WORK_PER_BURST = 900
 """Tokens that steps compute before the next BURST real-time requests arrive: more than these
@@ -250,14 +331,13 @@ need, so that best-effort requests hold memory again whenever some come."""
 
 
 @pytest.fixture(scope="module")
-def mixed(embedded_model: ModelFiles, judge: Judge, expected: list[Expected]) -> list[Expected]:
+def mixed(subject: Subject, judge: Judge, expected: list[Expected]) -> list[Expected]:
     """Sixty-four requests; the last two go on from the answers to two others."""
-    tokenizer = Tokenizer.load(embedded_model.folder)
-    alike = [tokenizer.encode(prompt) for family in FAMILIES for prompt in family]
+    alike = [subject.encode(prompt) for family in FAMILIES for prompt in family]
     # Nothing is left to compute of a prompt that ends with a block, but for its last token.
     whole = alike[0][: len(alike[0]) // KV_BLOCK_SIZE * KV_BLOCK_SIZE]
     cases = judge([*alike, whole, whole], FEW_TOKENS)
-    more = tokenizer.encode("\nUser: Go on.\nAssistant:")
+    more = subject.encode("\nUser: Go on.\nAssistant:")
     next_turns = judge([[*case.prompt, *case.tokens, *more] for case in cases[:2]], FEW_TOKENS)
     for case in expected:
         in_doubt = case.ends_at_near_tie and len(case.tokens) < FEW_TOKENS
@@ -296,9 +376,6 @@ COMBINATIONS = [
     Switches("class-aware", 64, "checkpoint", "bidirectional", "final", memory="ample"),
     Switches("off", 256, "recompute", "plain", "final", memory="ample"),
 ]
-ALWAYS = (1, 4, 5, 6, 9)
-"""Of these combinations, the ones that have every value of every switch; others are --long."""
-
 LITTLE = 2
 """Blocks of host memory: too little for one request, as a rule."""
 
@@ -315,23 +392,6 @@ def test_every_two_values_of_two_switches_meet_in_little_memory() -> None:
     for (i, some), (j, others) in itertools.combinations(enumerate(values), 2):
         met = {(case[i], case[j]) for case in tight}
         assert met == set(itertools.product(some, others))
-
-
-def test_every_value_of_a_switch_is_tried_in_any_run() -> None:
-    tried = [_values(COMBINATIONS[number]) for number in ALWAYS]
-    for position, values in enumerate(zip(*map(_values, COMBINATIONS), strict=True)):
-        assert {case[position] for case in tried} == set(values)
-
-
-def _cases() -> list[object]:
-    return [
-        pytest.param(
-            case,
-            id="-".join(map(str, astuple(case))),
-            marks=() if number in ALWAYS else pytest.mark.long,
-        )
-        for number, case in enumerate(COMBINATIONS)
-    ]
 
 
 def _values(case: Switches) -> tuple[object, ...]:
@@ -379,13 +439,14 @@ class Watched:
 
 
 def run_mixed(
-    files: ModelFiles, mixed: list[Expected], case: Switches
+    files: ModelFiles, mixed: list[Expected], case: Switches, policy: str = "bros"
 ) -> tuple[dict[str, list[int]], EngineStats, Watched]:
     """Best-effort requests first, bursts of real-time ones after that; next turns come last."""
     blocks = [-(-(len(each.prompt) + FEW_TOKENS) // KV_BLOCK_SIZE) for each in mixed]
     config = EngineConfig(
         weights="fp32",
         max_model_len=512,
+        policy=policy,
         rt_wait=1.0,
         max_batch_tokens=case.chunk,
         kv_blocks=sum(blocks) // (5 if case.memory == "fifth" else 1),
@@ -431,16 +492,35 @@ def test_near_ties_are_rare_among_mixed(mixed: list[Expected]) -> None:
     assert sum(len(case.tokens) for case in mixed) > 0.95 * len(mixed) * FEW_TOKENS
 
 
-@pytest.mark.parametrize("case", _cases())
+@pytest.mark.parametrize("case", COMBINATIONS, ids=lambda case: "-".join(map(str, astuple(case))))
 def test_whatever_the_kv_cache_does(
-    embedded_model: ModelFiles, mixed: list[Expected], case: Switches
+    subject: Subject, mixed: list[Expected], case: Switches
 ) -> None:
-    got, stats, watched = run_mixed(embedded_model, mixed, case)
+    got, stats, watched = run_mixed(subject.files, mixed, case)
+    check_answers(got, mixed)
+    check_it_happened(case, stats, watched)
+    assert stats.kv_blocks_used == 0
+
+
+OTHER_POLICIES = [name for name in POLICIES if name != "bros"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "case"), zip(OTHER_POLICIES, COMBINATIONS[::2], strict=False), ids=str
+)
+def test_whatever_the_kv_cache_does_under_another_policy(
+    subject: Subject, mixed: list[Expected], policy: str, case: Switches
+) -> None:
+    got, stats, _ = run_mixed(subject.files, mixed, case, policy)
+    check_answers(got, mixed)
+    assert sum(counted.preemptions for counted in stats.by_class.values()) > 0
+    assert stats.kv_blocks_used == 0
+
+
+def check_answers(got: dict[str, list[int]], mixed: list[Expected]) -> None:
     for number, each in enumerate(mixed):
         assert len(got[str(number)]) == FEW_TOKENS
         assert got[str(number)][: len(each.tokens)] == each.tokens, (number, each.prompt)
-    check_it_happened(case, stats, watched)
-    assert stats.kv_blocks_used == 0
 
 
 class Alike:
@@ -466,15 +546,14 @@ class Alike:
         self._executor.close()
 
 
-def test_what_many_rows_begin_with_is_read_once(embedded_model: ModelFiles, judge: Judge) -> None:
-    tokenizer = Tokenizer.load(embedded_model.folder)
+def test_what_many_rows_begin_with_is_read_once(subject: Subject, judge: Judge) -> None:
     longest = max((prompt for family in FAMILIES for prompt in family), key=len)
-    common = tokenizer.encode(longest) * 2
-    prompts = [[*common, *tokenizer.encode(prompt)] for prompt in PROMPTS[:6]]
+    common = subject.encode(longest) * 2
+    prompts = [[*common, *subject.encode(prompt)] for prompt in PROMPTS[:6]]
     cases = judge(prompts, FEW_TOKENS)
     assert sum(len(case.tokens) for case in cases) > 0.8 * len(cases) * FEW_TOKENS
     config = EngineConfig(weights="fp32", max_model_len=1024)
-    executor, info = load_executor(config, embedded_model)
+    executor, info = load_executor(config, subject.files)
     alike, clock = Alike(executor, info.kernels), ManualClock()
     engine = Engine(build_scheduler(config, info, STEPS), alike, clock, info)
     got: dict[str, list[int]] = {str(number): [] for number in range(-1, len(cases))}
