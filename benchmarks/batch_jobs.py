@@ -33,11 +33,11 @@ from engine_speed import environment
 from rich.console import Console
 from rich.table import Table
 
-from bros.bench.batch_job import batch_job
 from bros.bench.local_server import local_server
 from bros.bench.results import BenchResult, Scenario
-from bros.engine.tokenizer import Tokenizer
+from bros.bench.running import batch_job
 from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDPOINT = "/v1/chat/completions"

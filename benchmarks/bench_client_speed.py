@@ -20,12 +20,10 @@ from multiprocessing.connection import Connection
 from rich.console import Console
 from rich.table import Table
 
-from bros.bench.client import Client
+from bros.bench.client import AiohttpHttp, Client, Outcome
 from bros.bench.dialects import Wording, dialect_of
-from bros.bench.http import AiohttpHttp
 from bros.bench.load import Load, LoadResult, drive
 from bros.bench.plan import Piece, Planned, Session, Turn
-from bros.bench.records import Outcome
 from bros.core.clock import SystemClock, process_cpu_s
 from bros.core.request import ServiceClass
 from bros.scheduler.profiles import available_cores

@@ -24,7 +24,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from bros.bench.environment import environment as bench_environment
+from bros.bench.results import environment as bench_environment
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.plan import StepPlan, StepResult

@@ -31,8 +31,8 @@ from gpu_timing import Line, Timer
 from bros.executor.models.spec import ModelSpec
 from bros.kernels.interface import AttentionBatch, HeadLayout
 from bros.kernels.triton import settings as triton_settings
+from bros.kernels.triton.ops import TritonKernels
 from bros.kernels.triton.settings import Kind, Launch, Settings, Shape, settings_for
-from bros.kernels.triton_ops import TritonKernels
 
 T = TypeVar("T")
 RunAll = Callable[..., Iterable[list[Shape]]]

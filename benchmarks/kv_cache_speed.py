@@ -35,15 +35,15 @@ from rich.table import Table
 from scheduler_speed import FAST
 from scheduler_speed import run as run_steps
 
-from bros.bench.environment import environment
+from bros.bench.results import environment
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass
+from bros.kvcache.blocks import Side
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.prefix_cache import PrefixCache, extend_keys
 from bros.kvcache.sharing import Match
-from bros.kvcache.stacks import Side
 from bros.scheduler.build import build_scheduler
 
 T = TypeVar("T")

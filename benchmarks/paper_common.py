@@ -18,15 +18,14 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 
-from bros.bench.environment import environment
 from bros.bench.metrics import ClassMetrics
+from bros.bench.results import environment
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.request import ServiceClass
 from bros.scheduler.profiles import Profile
-from bros.simulator.build import Scenario
-from bros.simulator.devices import device_of, read_profile
 from bros.simulator.metrics import ClassReport, Report
+from bros.simulator.simulation import Scenario, device_of, read_profile
 from bros.simulator.sweep import Progress as Told
 from bros.simulator.sweep import run_sweep
 from bros.simulator.workload import BeLoad, PoissonLoad

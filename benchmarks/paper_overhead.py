@@ -39,7 +39,7 @@ from paper_drawing import Run, head, legend, mean, new_figure, percent, plain, r
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass
 from bros.scheduler.scheduler import Scheduler
-from bros.simulator.build import Scenario, build_simulation
+from bros.simulator.simulation import Scenario, build_simulation
 
 T = TypeVar("T")
 

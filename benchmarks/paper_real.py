@@ -34,7 +34,7 @@ from paper_drawing import (
     share,
 )
 
-from bros.bench.records import Outcome
+from bros.bench.client import Outcome
 from bros.bench.results import BenchResult, ScenarioResult
 
 FULL, QUICK = Span(120.0, 20.0), Span(30.0, 5.0)

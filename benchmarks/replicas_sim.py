@@ -23,17 +23,23 @@ from rich.console import Console
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.request import ServiceClass
-from bros.router.settings import RouterSettings
+from bros.router.state import RouterSettings
 from bros.scheduler.profiles import load_profile
-from bros.simulator.azure import AzureLoad, read_azure_times
-from bros.simulator.devices import device_of
-from bros.simulator.fleet_build import FleetScenario, fleet_config, run_fleet
-from bros.simulator.fleet_metrics import FleetReport
-from bros.simulator.mooncake import MooncakeLoad, read_mooncake_trace
-from bros.simulator.output import progress_bar
-from bros.simulator.prefix_requests import Part, PrefixLoad, PrefixRequest, poisson_times
-from bros.simulator.prefix_workloads import published
+from bros.simulator.fleet import FleetReport, FleetScenario, fleet_config, run_fleet
+from bros.simulator.prefix_workloads import (
+    AzureLoad,
+    MooncakeLoad,
+    Part,
+    PrefixLoad,
+    PrefixRequest,
+    poisson_times,
+    published,
+    read_azure_times,
+    read_mooncake_trace,
+)
+from bros.simulator.simulation import device_of
 from bros.simulator.sweep import run_all
+from bros.simulator.tables import progress_bar
 from bros.simulator.workload import generator
 
 ROOT = Path(__file__).resolve().parents[1]

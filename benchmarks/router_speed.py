@@ -23,15 +23,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bros.bench.environment import environment
+from bros.bench.results import environment
 from bros.core.clock import SystemClock
 from bros.core.interfaces import Prices
 from bros.core.request import EngineRequest, SamplingParams
-from bros.router.build import make_fleet
-from bros.router.fleet import Fleet
-from bros.router.settings import ReplicaFacts
-from bros.simulator.prefix_requests import prompt_of
-from bros.simulator.prefix_workloads import published
+from bros.router.fleet import Fleet, make_fleet
+from bros.router.state import ReplicaFacts
+from bros.simulator.prefix_workloads import prompt_of, published
 
 CASES = (("video", 150, 2931), ("toolbench", 200, 634), ("toolbench", 1500, 245))
 REPLICAS = (1, 2, 8, 64)

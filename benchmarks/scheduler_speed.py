@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bros.bench.environment import environment
+from bros.bench.results import environment
 from bros.core.clock import SystemClock
 from bros.core.config import POLICIES, EngineConfig
 from bros.core.interfaces import EngineInfo

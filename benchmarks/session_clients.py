@@ -17,11 +17,11 @@ from session_programs import Program
 
 from bros.core.clock import Clock
 from bros.core.request import SamplingParams, ServiceClass
-from bros.engine.generation import TextGenerator
-from bros.engine.tokenizer import Tokenizer
 from bros.semantic.program import CallSpec, Criteria, Perf, Role
 from bros.semantic.service import SessionService
 from bros.semantic.template import Text, parse_template
+from bros.text.generation import TextGenerator
+from bros.text.tokenizer import Tokenizer
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
 

@@ -38,19 +38,17 @@ from session_programs import (
 )
 
 from bros.core.config import EngineConfig
-from bros.core.ids import IdGenerator
 from bros.core.plan import Chunk
-from bros.core.request import SamplingParams
-from bros.engine.generation import TextGenerator
-from bros.engine.tokenizer import Tokenizer
+from bros.core.request import IdGenerator, SamplingParams
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.semantic.service import SessionService
 from bros.semantic.settings import SessionSettings
-from bros.simulator.build import BLOCK_SIZE
-from bros.simulator.devices import device_of, read_profile
+from bros.simulator.simulation import BLOCK_SIZE, device_of, read_profile
 from bros.simulator.virtual_engine import virtual_engine
 from bros.simulator.virtual_loop import LoopClock, run_virtual
 from bros.simulator.workload import PoissonLoad
+from bros.text.generation import TextGenerator
+from bros.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DELAY_S = 0.25

@@ -53,8 +53,8 @@ from session_programs import (
 
 from bros.bench.local_server import local_server
 from bros.core.clock import SystemClock
-from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.text.tokenizer import Tokenizer
 
 DELAY_S = 0.25
 SERVER = ("--max-model-len", "4096", "--log-level", "warning")

@@ -29,13 +29,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bros.bench.environment import environment
+from bros.bench.results import environment
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import Executor
 from bros.core.plan import SEGMENT_WIDTH, Chunk, SampleSpec, StepPlan
 from bros.core.request import SamplingParams
-from bros.executor.choosing import HostChooser
 from bros.executor.inputs import build_inputs
 from bros.executor.loader import load_executor, random_executor
 from bros.executor.model_store import default_cache_dir, resolve_model
@@ -44,7 +43,7 @@ from bros.executor.parallel.plan_codec import PlanDecoder, PlanEncoder
 from bros.executor.parallel.ranks import Alone, Ranks, TorchRanks
 from bros.executor.parallel.runner import follow, lead
 from bros.executor.runner import ModelRunner
-from bros.executor.sampler import Sampler
+from bros.executor.sampler import HostChooser, Sampler
 
 BLOCK = 16
 PLAN_ROWS = (1, 8, 32, 64)

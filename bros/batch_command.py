@@ -25,11 +25,10 @@ from bros.batch.client import (
     batch_client,
 )
 from bros.batch.flags import DEFAULT_URL
-from bros.batch.objects import MAX_LINE_BYTES, BatchStatus
+from bros.batch.objects import MAX_LINE_BYTES, BatchStatus, parse_window
 from bros.batch.output import STDOUT, expanded, writable, write_out, write_whole
 from bros.batch.tables import batch_block, batch_table
 from bros.batch.watching import Patience, Pause, wait_for_end
-from bros.batch.window import parse_window
 from bros.batch.words import counts, ending, printable, problem, status_words
 from bros.core.clock import Clock
 from bros.core.config_sources import URL_VARIABLE, given_flags, load_config

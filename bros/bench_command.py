@@ -10,28 +10,33 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bros.bench.capacity import Range, find_capacity
-from bros.bench.cases import Case, cases_of_policy, cases_of_target, mixed_scenario
 from bros.bench.dialects import dialect_of
 from bros.bench.load import OnProgress
 from bros.bench.local_server import local_server
+from bros.bench.planning import (
+    Case,
+    Range,
+    cases_of_policy,
+    cases_of_target,
+    find_capacity,
+    mixed_scenario,
+)
 from bros.bench.report.files import (
     read_result,
     requests_file_name,
     write_report,
     write_requests,
 )
-from bros.bench.report.live import LiveView
-from bros.bench.report.terminal import print_report
+from bros.bench.report.terminal import LiveView, print_report
 from bros.bench.results import BadResultsError, BenchResult, CapacityResult, Scenario
 from bros.bench.running import Run, Runner, Target
 from bros.bench.settings import Settings, read_settings
 from bros.core.clock import Clock
 from bros.core.errors import ConfigError
-from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.simulator.metrics import Share
 from bros.simulator.tables import wide
+from bros.text.tokenizer import Tokenizer
 
 
 def run_bench(

@@ -13,10 +13,10 @@ from bros.core.config import EngineConfig
 from bros.core.errors import InvalidRequestError
 from bros.core.loop_thread import LoopThread
 from bros.core.request import SamplingParams, ServiceClass
-from bros.engine.generation import ChoiceResult, collect
-from bros.engine.local import LocalEngine, open_local
 from bros.executor.model_store import default_cache_dir
 from bros.terminal import progress_bar
+from bros.text.generation import ChoiceResult, collect
+from bros.transport.local import LocalEngine, open_local
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

@@ -19,17 +19,16 @@ from rich.console import Console
 
 from bros.batch.client import RemoteBatch
 from bros.batch.files import Page
-from bros.batch.objects import DAY_S, Batch, BatchStatus, StoredFile
+from bros.batch.objects import DAY_S, MAX_WINDOW_S, Batch, BatchStatus, StoredFile
 from bros.batch.rows import parse_row
 from bros.batch.store import Store, open_store
 from bros.batch.watching import Patience, wait_for_end
-from bros.batch.window import MAX_WINDOW_S
 from bros.batch.words import counts, ending, problem
 from bros.batch_command import NOT_COMPLETED, SOME_ROWS_FAILED, first_url
 from bros.core.clock import Clock
 from bros.core.config import Config
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
-from bros.server.batch_messages import BatchObject
+from bros.server.batches.schema import BatchObject
 from bros.server.build import local_jobs, served_name
 from bros.server.state import ServerState
 

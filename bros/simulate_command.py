@@ -22,14 +22,18 @@ from bros.core.flag_values import number, policies, rates, whole
 from bros.scheduler.build import unused_options, without_effect
 from bros.scheduler.profiles import Profile, available_cores, profile_folders
 from bros.simulate_replicas import run_replicas
-from bros.simulator.build import Scenario, check_scenario, with_step_bounds
-from bros.simulator.devices import device_of, read_profile
 from bros.simulator.flags import DEFAULT_POLICIES, DEFAULT_PROFILE, OF_REPLICAS, changed_flags
 from bros.simulator.metrics import Report
-from bros.simulator.output import progress_bar, writable, write
-from bros.simulator.sim_executor import Disturbance
+from bros.simulator.simulation import (
+    Disturbance,
+    Scenario,
+    check_scenario,
+    device_of,
+    read_profile,
+    with_step_bounds,
+)
 from bros.simulator.sweep import run_sweep
-from bros.simulator.tables import print_reports, wide
+from bros.simulator.tables import print_reports, progress_bar, wide, writable, write
 from bros.simulator.traces import read_azure_trace
 from bros.simulator.workload import RT_SIZES, BeLoad, PoissonLoad, RtLoad, TraceLoad
 

@@ -19,10 +19,8 @@ from bros.core.config import EngineConfig
 from bros.core.config_sources import given_flags, load_config, near_matches
 from bros.core.errors import ConfigError
 from bros.core.flag_values import doublings, number, policies, whole
-from bros.router.settings import ROUTERS
+from bros.router.state import ROUTERS
 from bros.scheduler.profiles import Profile, available_cores, profile_folders
-from bros.simulator.azure import AzureLoad, read_azure_times
-from bros.simulator.devices import device_of, read_profile
 from bros.simulator.flags import (
     AZURE,
     AZURE_RATE,
@@ -36,20 +34,26 @@ from bros.simulator.flags import (
     WORKLOADS,
     changed_flags,
 )
-from bros.simulator.fleet_build import (
+from bros.simulator.fleet import (
+    FleetReport,
     FleetScenario,
     check_fleet_scenario,
     fleet_config,
     run_fleet,
 )
-from bros.simulator.fleet_metrics import FleetReport
-from bros.simulator.fleet_tables import print_fleet_reports
-from bros.simulator.mooncake import MooncakeLoad, read_mooncake_trace
-from bros.simulator.output import progress_bar, writable, write
-from bros.simulator.prefix_requests import PrefixLoad
-from bros.simulator.prefix_workloads import KINDS, Workload, published
+from bros.simulator.prefix_workloads import (
+    KINDS,
+    AzureLoad,
+    MooncakeLoad,
+    PrefixLoad,
+    Workload,
+    published,
+    read_azure_times,
+    read_mooncake_trace,
+)
+from bros.simulator.simulation import device_of, read_profile
 from bros.simulator.sweep import run_all
-from bros.simulator.tables import wide
+from bros.simulator.tables import print_fleet_reports, progress_bar, wide, writable, write
 
 _MOST_REPLICAS = 4096
 

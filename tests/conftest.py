@@ -50,11 +50,11 @@ _NEEDS = {
     "executor/test_weights.py": "gguf",
     "executor/parallel/test_sharded_models.py": "gguf",
     "engine/test_messages.py": "msgspec",
-    "engine/test_process_client.py": "zmq",
-    "engine/test_process_ranks.py": "zmq",
-    "engine/test_wire.py": "zmq",
-    "engine/test_ray_client.py": "zmq",
-    "engine/test_supervised_client.py": "zmq",
+    "transport/test_process_client.py": "zmq",
+    "transport/test_process_ranks.py": "zmq",
+    "transport/test_wire.py": "zmq",
+    "transport/test_ray_client.py": "zmq",
+    "transport/test_supervised_client.py": "zmq",
 }
 collect_ignore = [file for file, name in _NEEDS.items() if importlib.util.find_spec(name) is None]
 

@@ -22,6 +22,8 @@ LEVELS: Sequence[tuple[str, ...]] = (
     ("kvcache", "kernels"),
     ("scheduler", "executor"),
     ("engine",),
+    ("text",),
+    ("transport",),
     ("semantic", "batch", "router"),
     ("simulator",),
     ("server", "bench"),
@@ -35,7 +37,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 TOP = len(LEVELS) - 1
 
 SERVER_ONLY = ("bros/server/", "bros/cli.py")
-WIRE_ONLY = ("bros/engine/ipc", "bros/engine/supervised_client.py", "bros/engine/ray_client.py")
+WIRE_ONLY = ("bros/transport/ipc.py", "bros/transport/process_client.py", "bros/transport/ray.py")
 CONFINED = {  # library -> where it may be imported
     "torch": ("bros/kernels/", "bros/executor/", "bros/server/build.py"),
     "triton": ("bros/kernels/",),
@@ -47,7 +49,7 @@ CONFINED = {  # library -> where it may be imported
     "prometheus_client": SERVER_ONLY,
     "zmq": WIRE_ONLY,
     "msgspec": WIRE_ONLY,
-    "ray": ("bros/engine/ray_cluster.py",),
+    "ray": ("bros/transport/ray.py",),
     "sqlalchemy": ("bros/batch/",),
     "alembic": ("bros/batch/",),
     "time": ("bros/core/clock.py",),
@@ -58,15 +60,15 @@ STDLIB_ONLY = "bros/core/"
 # The second is told by torchrun which rank it is. The others set what libgomp reads when torch is
 # loaded, and Ray when it starts a cluster, for which there are no arguments.
 MAY_READ_ENVIRONMENT = (
-    *("bros/cli.py", "bros/engine/process.py", "bros/executor/__init__.py"),
-    "bros/engine/ray_cluster.py",
+    *("bros/cli.py", "bros/transport/process.py", "bros/executor/__init__.py"),
+    "bros/transport/ray.py",
 )
-MAY_DRAW_ENTROPY = ("bros/engine/local.py", "bros/server/build.py")
+MAY_DRAW_ENTROPY = ("bros/transport/local.py", "bros/server/build.py")
 
 # (file, name) of state outside objects that an interface from elsewhere asks for.
 FOREIGN_INTERFACES = frozenset(
     {
-        ("bros/engine/chat_template.py", "tags"),  # jinja2 wants a set in the class
+        ("bros/text/tokenizer.py", "tags"),  # jinja2 wants a set in the class
         # The Parrot paper's `get` names no session: it is that of the `with` block around it.
         ("bros/semantic/current.py", "CURRENT"),
     }
@@ -274,7 +276,7 @@ def test_every_package_is_seen() -> None:
         ("bros/server/x.py", "import zmq", "zmq may be imported only in"),
         ("bros/engine/x.py", "import msgspec", "msgspec may be imported only in"),
         ("bros/engine/x.py", "import time", "time may be imported only in bros/core/clock.py"),
-        ("bros/core/ids.py", "import uuid", "uuid may be imported only in no file"),
+        ("bros/core/request.py", "import uuid", "uuid may be imported only in no file"),
         ("bros/engine/x.py", "from random import choice", "random.choice draws from hidden state"),
         ("bros/engine/x.py", "import random\nrandom.seed(1)", "random.seed draws from hidden"),
         ("bros/scheduler/x.py", "r = lambda: random.Random()", "random.Random without a seed"),
@@ -311,7 +313,7 @@ def test_breach_is_found(path: str, source: str, rule: str) -> None:
         ("bros/server/x.py", "from . import app\nfrom .routes import chat"),
         ("bros/chat.py", "from bros.cli import main\nfrom bros.server.build import serve"),
         ("bros/core/x.py", "from bros import __version__\nimport json"),
-        ("bros/engine/ipc_x.py", "import zmq, msgspec"),
+        ("bros/transport/ipc.py", "import zmq, msgspec"),
         ("bros/scheduler/x.py", "import random\ndef f(rng: random.Random): rng.random()"),
         ("bros/engine/build.py", "import random\nx = lambda seed: random.Random(seed)"),
         ("bros/core/x.py", "NAMES = {'a': 1}\n__all__ = ['f']\nlogger = logging.getLogger('x')"),

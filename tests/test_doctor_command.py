@@ -40,7 +40,7 @@ def triton_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests have it interpreted, which takes seconds."""
     if importlib.util.find_spec("triton") is not None:
         # Kernels are interpreted or not as it is when they are defined: for other tests they are.
-        importlib.import_module("bros.kernels.triton_ops")
+        importlib.import_module("bros.kernels.triton.ops")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 

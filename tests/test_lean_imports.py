@@ -69,7 +69,8 @@ def test_hidden_means_hidden() -> None:
 def test_the_engine_in_this_process_generates(model: Path) -> None:
     code = """
         from bros import LLM, SamplingParams
-        import bros.engine.build, bros.engine.engine, bros.engine.local, bros.engine.thread_client
+        import bros.engine.build, bros.engine.engine, bros.engine.thread_client
+        import bros.transport.local
         import bros.executor.loader, bros.executor.runner, bros.kernels.dispatch, bros.simulator
 
         with LLM(sys.argv[1], kv_blocks=32, threads=1) as llm:

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from bros.batch.errors import StoreError
-from bros.batch.jobs import BatchStore
-from bros.batch.objects import BatchStatus, RowOutcome, RowRef
+from bros.batch.objects import BatchStatus, RowOutcome, RowRef, StoreError
 from bros.batch.rows import RowReply, reply_line
-from bros.batch.store import open_store
+from bros.batch.store import BatchStore, open_store
 from bros.cli import main
 from bros.core.clock import SystemClock
 from bros.engine.engine import Engine

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bros.bench.environment import environment
 from bros.bench.local_server import local_server
-from bros.bench.workloads.traces import BLOCK_TOKENS
+from bros.bench.results import environment
+from bros.bench.workloads.recorded import BLOCK_TOKENS
 from bros.core.clock import SystemClock
 from bros.scheduler.profiles import available_cores
 from bros.simulator.workload import PoissonLoad

@@ -16,8 +16,11 @@ done: what was answered is in the output file, everything else in the error file
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from bros.core.errors import BrosError, InvalidRequestError
 
 MAX_ROWS = 50_000
 MAX_INPUT_BYTES = 200 * 2**20
@@ -168,3 +171,60 @@ class Lease:
 def is_storable(text: str) -> bool:
     """Half surrogates are not UTF-8, and databases do not take NUL."""
     return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+# ---- What can go wrong with files and batches, in the caller's terms.
+
+
+class StoreFullError(BrosError):
+    """There is no room for a file or a result (HTTP 507). Nothing of it was kept."""
+
+
+class StoreError(BrosError):
+    """The store cannot be opened or used."""
+
+
+class StoreUnavailableError(StoreError):
+    """It cannot be reached or is busy; what was asked of it may work later."""
+
+
+class QuotaError(BrosError):
+    """A tenant has as much queued as it may (HTTP 429)."""
+
+
+class LeaseLostError(BrosError):
+    """Another process works on this batch now; nothing was written."""
+
+
+class RowPostponedError(BrosError):
+    """A row cannot be taken now, through no fault of its own."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RowInterruptedError(BrosError):
+    """A row has to be run again: what ran it came to an end."""
+
+
+# ---- `completion_window`: 24h as OpenAI has it, and any other length of time.
+
+
+_WINDOW = re.compile(r"([1-9][0-9]{0,5})([mhd])")
+_UNIT_S = (("m", 60), ("h", 3600), ("d", DAY_S))
+MAX_WINDOW_S = 30 * DAY_S
+
+
+def parse_window(text: str) -> int:
+    """Seconds in `<n>m`, `<n>h` or `<n>d`, at most 30 days; raises InvalidRequestError."""
+    found = _WINDOW.fullmatch(text)
+    seconds = int(found[1]) * dict(_UNIT_S)[found[2]] if found else 0
+    if not 0 < seconds <= MAX_WINDOW_S:
+        raise InvalidRequestError(
+            f"{text[:50]!r} is no completion window; write 24h, or a number of minutes, hours "
+            "or days up to 30d, such as 90m.",
+            param="completion_window",
+            code="invalid_value",
+        )
+    return seconds

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
-from bros.batch.objects import TokenUsage, is_storable
+from bros.batch.objects import (
+    MAX_ERRORS,
+    MAX_LINE_BYTES,
+    MAX_ROWS,
+    LineError,
+    RowRef,
+    TokenUsage,
+    is_storable,
+)
+from bros.core.errors import InvalidRequestError, NotFoundError
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 """Those that rows may be sent to."""
@@ -148,3 +160,245 @@ def _is_text(value: dict[str, Any]) -> bool:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+# ---- In which order the rows of a job run: those that begin alike next to each other.
+#
+# A prompt is cut into pieces, short ones first, and each becomes a hash of itself and of all before
+# it, so that a prompt of any length is a path of a few numbers. All paths together are a trie:
+#
+# ```
+#  rows 0, 2, 5: "You are a lawyer. ... "   ┌─ a1 ─ c4 ─ row 0
+#  rows 1, 3, 4: "Translate ... "           │    └─ c9 ─ rows 2, 5
+#                                   root ───┴─ b7 ─ rows 1, 3, 4
+# ```
+#
+# The rows run in the order of a walk through it, where branches are taken by their first row, so
+# without common prefixes the order of the file is kept. The age term: when a row has been
+# overtaken by more than `max_overtaken` others, the walk goes on from there.
+
+
+PromptPath = tuple[int, ...]
+
+MAX_OVERTAKEN = 2_000
+_FIRST_PIECE = 128
+_GROWTH = 1.5
+_MAX_PIECES = 24  # of 4 million characters
+
+
+def prompt_path(prompt: str) -> PromptPath:
+    """A hash for each piece of a prompt. Where two paths have the same hash, the prompts are the
+    same up to there. What follows the last full piece does not count."""
+    path, begin, size = [], 0, float(_FIRST_PIECE)
+    digest = b""
+    for _ in range(_MAX_PIECES):
+        end = begin + int(size)
+        if end > len(prompt):
+            break
+        piece = prompt[begin:end].encode("utf-8", "surrogatepass")
+        digest = blake2b(piece, digest_size=8, key=digest).digest()
+        path.append(int.from_bytes(digest, "little"))
+        begin, size = end, size * _GROWTH
+    return tuple(path)
+
+
+def run_order(paths: Sequence[PromptPath], max_overtaken: int = MAX_OVERTAKEN) -> list[int]:
+    """Indexes of the rows, in the order in which they should run."""
+    walk = _walk(paths)
+    if max_overtaken >= len(paths):
+        return walk
+    return _bounded(walk, max_overtaken)
+
+
+def _walk(paths: Sequence[PromptPath]) -> list[int]:
+    """Depth first, branches and rows in the order of their first row.
+
+    Sorting by paths would give the same, in one piece of work that holds up all other threads.
+    """
+    return list(_visit(paths, range(len(paths)), 0))
+
+
+def _visit(paths: Sequence[PromptPath], rows: Iterable[int], depth: int) -> Iterator[int]:
+    """`rows`, in the order of the file, that have the first `depth` nodes in common."""
+    branches: dict[int, list[int]] = {}
+    for row in rows:
+        path = paths[row]
+        node = path[depth] if depth < len(path) else -1 - row  # where it ends: a leaf of its own
+        branches.setdefault(node, []).append(row)
+    for members in branches.values():
+        if len(members) == 1:
+            yield members[0]
+        else:
+            yield from _visit(paths, members, depth + 1)
+
+
+def _bounded(walk: Sequence[int], max_overtaken: int) -> list[int]:
+    """The same walk, but no row runs after more than `max_overtaken` younger ones.
+
+    A cursor goes along the walk. Before a row runs, the oldest one that is left is looked at:
+    each younger row that has run since overtook it. Is it overdue, the cursor jumps there.
+    """
+    place = {row: i for i, row in enumerate(walk)}
+    done = [False] * len(walk)
+    order: list[int] = []
+    oldest, cursor = 0, 0
+    while len(order) < len(walk):
+        while done[oldest]:
+            oldest += 1
+        # All rows before the oldest one have run, so all others that have are younger.
+        if len(order) - oldest >= max_overtaken:
+            cursor = place[oldest]
+        while done[walk[cursor]]:
+            cursor = (cursor + 1) % len(walk)
+        done[walk[cursor]] = True
+        order.append(walk[cursor])
+    return order
+
+
+# ---- Checks an input file as a whole, line by line, in constant memory per row.
+#
+# All or nothing: a file with a mistake is not run at all, and the mistakes are listed with their
+# lines. What depends on the engine, such as a prompt that is too long, is a matter of the row.
+
+
+_CHARS_PER_TOKEN = 4
+"""For quotas, where counting tokens would take longer than all the rest."""
+
+_ASK_EVERY = 64
+
+_READ_AT_ONCE = 2**20
+"""Each read lets go of the interpreter's lock for a moment. That is too short for a thread that
+waits for it, which begins to wait anew: with a read every few lines an event loop would stand for a
+second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """An input file that was read to its end. rows in the order of the file, with their ranks.
+
+    tokens: roughly, of all prompts. model: the one that all rows name.
+    """
+
+    errors: tuple[LineError, ...]
+    rows: tuple[RowRef, ...] = ()
+    model: str | None = None
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Found:
+    errors: list[LineError] = field(default_factory=list)
+    custom_ids: set[str] = field(default_factory=set)
+    places: list[tuple[int, str, int, int]] = field(default_factory=list)
+    paths: list[PromptPath] = field(default_factory=list)
+    models: set[str] = field(default_factory=set)
+    chars: int = 0
+
+
+def check_input(
+    path: Path,
+    digest: str,
+    endpoint: str,
+    handler: RowHandler,
+    *,
+    group: bool = True,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> Checked:
+    """Read a file of rows. Blocking; for a worker thread.
+
+    digest: what its content must have. group: put rows that begin alike next to each other.
+    is_wanted: asked now and then; once it says no, an empty result is returned.
+    """
+    found = _Found()
+    try:
+        if _digest(path) != digest:
+            message = "The content of the input file is damaged; upload it again."
+            return Checked((LineError("damaged_file", message),))
+        with path.open("rb", buffering=_READ_AT_ONCE) as file:
+            for number, offset, line in _lines(file):
+                if number % _ASK_EVERY == 0 and not is_wanted():
+                    return Checked(())
+                if not _take(found, number, offset, line, endpoint, handler):
+                    break
+    except FileNotFoundError:
+        return Checked((LineError("missing_file", "The content of the input file is gone."),))
+    if not found.places and not found.errors:
+        found.errors.append(LineError("empty_file", "The input file has no requests."))
+    if found.errors:
+        return Checked(tuple(found.errors))
+    return _checked(found, group)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """(number from 1, offset, line with its line break); an endless line comes in pieces."""
+    number, offset = 1, 0
+    while line := file.readline(MAX_LINE_BYTES + len(b"\r\n")):
+        yield number, offset, line
+        number, offset = number + 1, offset + len(line)
+
+
+def _take(
+    found: _Found, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
+) -> bool:
+    """Note a line; returns whether it makes sense to go on."""
+    goes_on = False
+    if len(line.removesuffix(b"\n").removesuffix(b"\r")) > MAX_LINE_BYTES:
+        # What follows is not a line.
+        error = BadRowError("line_too_long", f"This line has more than {MAX_LINE_BYTES} bytes.")
+    elif not line.strip():
+        return True
+    elif len(found.places) == MAX_ROWS:
+        error = BadRowError("too_many_requests", f"A batch has at most {MAX_ROWS} requests.")
+    else:
+        try:
+            _add(found, number, offset, line, endpoint, handler)
+            return True
+        except BadRowError as wrong:
+            error, goes_on = wrong, len(found.errors) + 1 < MAX_ERRORS
+    found.errors.append(LineError(error.code, error.message, error.param, number))
+    return goes_on
+
+
+def _add(
+    found: _Found, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
+) -> None:
+    """Add a row. Raises BadRowError."""
+    row = parse_row(line, endpoint)
+    try:
+        facts = handler.check(endpoint, row.body)
+    except InvalidRequestError as error:
+        code = error.code or "invalid_value"
+        raise BadRowError(code, error.message, _in_body(error.param)) from None
+    except NotFoundError as error:
+        code = error.code or "not_found"
+        raise BadRowError(code, str(error), _in_body(error.param)) from None
+    if row.custom_id in found.custom_ids:
+        message = "Another line has the same 'custom_id'."
+        raise BadRowError("duplicate_custom_id", message, "custom_id")
+    if found.models and facts.model not in found.models:
+        message = "All requests of a batch must name the same model."
+        raise BadRowError("mismatched_model", message, "body.model")
+    found.models.add(facts.model)
+    found.custom_ids.add(row.custom_id)
+    found.places.append((number, row.custom_id, offset, len(line)))
+    found.paths.append(prompt_path(facts.prompt))
+    found.chars += len(facts.prompt) if facts.chars is None else facts.chars
+
+
+def _in_body(param: str | None) -> str:
+    return f"body.{param}" if param else "body"
+
+
+def _checked(found: _Found, group: bool) -> Checked:
+    order = run_order(found.paths) if group else range(len(found.paths))
+    ranks = [0] * len(found.paths)
+    for rank, row in enumerate(order):
+        ranks[row] = rank
+    rows = tuple(RowRef(*place, rank) for place, rank in zip(found.places, ranks, strict=True))
+    (model,) = found.models
+    return Checked((), rows, model, found.chars // _CHARS_PER_TOKEN)

@@ -4,16 +4,309 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
+import re
+from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol, Self
 
-from bros.bench.answers import AnswerReader, Failure, describe_body
+import aiohttp
+
 from bros.bench.dialects import Wording
-from bros.bench.http import Answer, Http, TransportError
 from bros.bench.plan import Planned
-from bros.bench.records import Outcome, Record
-from bros.bench.sse import EventReader, EventTooLongError
+from bros.bench.sse import Event, EventReader, EventTooLongError
+
+# ---- What became of one request, by the client's own clock.
+#
+#     due_s          sent_s       chunks                            end_s
+#       |--- lag ------|--- ttft ---|-- gap --|-- gap --| ... --------|
+#
+# All times are seconds after the start of the run. Requests that fail are records like others.
+
+
+class Outcome(StrEnum):
+    """How a request ended.
+
+    COMPLETED: with a finish reason and all its tokens. CUT: the stream ended, or the answer has
+    fewer tokens than were forced. REFUSED: 429 or 503. FAILED: another status, an error event,
+    something that is no answer, or a broken connection. OPEN: still running at the end.
+    """
+
+    COMPLETED = "completed"
+    CUT = "cut"
+    REFUSED = "refused"
+    FAILED = "failed"
+    OPEN = "open"
+
+
+@dataclass(slots=True)
+class Record:
+    """One request.
+
+    due_s: when it was to be sent; sent_s: when it was (None: never). chunk_times_s: when each
+    piece of text (or, without text, each token) came. prompt_tokens, output_tokens,
+    cached_tokens: as the server counts them in `usage`; None if it does not say.
+    tier: the service tier that the answer names. detail: why it was not completed, for people.
+    """
+
+    planned: Planned
+    due_s: float
+    sent_s: float | None = None
+    chunk_times_s: array[float] = field(default_factory=lambda: array("d"))
+    end_s: float | None = None
+    outcome: Outcome = Outcome.OPEN
+    status: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    tier: str | None = None
+    detail: str | None = None
+
+
+# ---- What an answer of an OpenAI-compatible server says, read into a record.
+
+
+_DONE = b"[DONE]"
+_MAX_DETAIL_CHARS = 300
+# Where a chat's delta can have text or what stands for it.
+_SPOKEN = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "function_call")
+_UNFINISHED = {"abort": Outcome.CUT, "error": Outcome.FAILED}
+
+
+class Failure(Exception):
+    """The answer is none, or not a whole one."""
+
+    def __init__(self, outcome: Outcome, detail: str) -> None:
+        super().__init__(detail)
+        self.outcome = outcome
+        self.detail = detail
+
+
+class AnswerReader:
+    """Takes the events of one answer. done: the server has said that nothing follows."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self.done = False
+
+    def take(self, event: Event, at_s: float) -> None:
+        """Raises Failure for an error event or something that is no chunk."""
+        if event.data == _DONE:
+            self.done = True
+        elif event.data and not self.done:
+            try:
+                chunk = json.loads(event.data)
+                if event.kind == "error" or "error" in chunk or chunk.get("object") == "error":
+                    raise Failure(Outcome.FAILED, f"error event: {_message(chunk)}")
+                self._take_chunk(chunk, at_s)
+            except (ValueError, TypeError, AttributeError, RecursionError):
+                shown = _shorten(event.data.decode("utf-8", "replace"))
+                raise Failure(Outcome.FAILED, f"not a chunk: {shown}") from None
+
+    def end(self, at_s: float, expected_tokens: int | None) -> None:
+        """Nothing follows. Raises Failure unless the answer is whole.
+
+        expected_tokens: how many it must have, None if that is up to the server.
+        """
+        record = self._record
+        reason, tokens = record.finish_reason, record.output_tokens
+        if reason is None:
+            raise Failure(Outcome.CUT, "the stream ended without a finish reason")
+        if reason in _UNFINISHED:
+            raise Failure(_UNFINISHED[reason], f"finish reason {reason!r}")
+        if expected_tokens is not None and tokens is not None and tokens < expected_tokens:
+            raise Failure(
+                Outcome.CUT, f"{tokens} of {expected_tokens} tokens, finish reason {reason!r}"
+            )
+        record.end_s, record.outcome = at_s, Outcome.COMPLETED
+
+    def _take_chunk(self, chunk: Mapping[str, Any], at_s: float) -> None:
+        record = self._record
+        spoken = False
+        for choice in chunk.get("choices") or ():
+            spoken = spoken or _speaks(choice)
+            reason = choice.get("finish_reason")
+            if reason is not None:
+                record.finish_reason = str(reason)
+        if spoken:
+            record.chunk_times_s.append(at_s)
+        usage = chunk.get("usage")
+        if usage is not None:
+            self._take_usage(usage)
+        tier = chunk.get("service_tier")
+        if tier is not None:
+            record.tier = str(tier)
+
+    def _take_usage(self, usage: Mapping[str, Any]) -> None:
+        record = self._record
+        record.prompt_tokens = _count(usage, "prompt_tokens")
+        record.output_tokens = _count(usage, "completion_tokens")
+        record.cached_tokens = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens")
+
+
+def describe_body(kind: str, body: bytes) -> str:
+    """What a body that is no event stream says, in a line. kind: its media type."""
+    text = body.decode("utf-8", "replace")
+    if kind == "text/html" or text.lstrip()[:9].lower() in ("<!doctype", "<html>"):
+        title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
+        return f"a web page, {_shorten(title[1])!r}" if title else "a web page"
+    try:
+        return _message(json.loads(text))
+    except (ValueError, RecursionError):
+        return _shorten(text) or "nothing"
+
+
+def _speaks(choice: Mapping[str, Any]) -> bool:
+    if choice.get("text") or choice.get("token_ids"):
+        return True
+    delta = choice.get("delta")
+    return bool(delta) and any(delta.get(name) for name in _SPOKEN)  # type: ignore[union-attr]
+
+
+def _message(body: object) -> str:
+    """The message in an error's JSON: OpenAI's envelope, or what other servers use for it."""
+    found = body
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(name):
+            found = found[name]
+    return _shorten(found if isinstance(found, str) else json.dumps(found))
+
+
+def _count(usage: Mapping[str, Any], name: str) -> int | None:
+    value = usage.get(name)
+    return value if type(value) is int else None
+
+
+def _shorten(text: str) -> str:
+    """One line of not too many characters."""
+    line = " ".join(text[: 10 * _MAX_DETAIL_CHARS].split())
+    return line if len(line) <= _MAX_DETAIL_CHARS else line[: _MAX_DETAIL_CHARS - 3] + "..."
+
+
+# ---- Requests over HTTP whose answers come in pieces, as they come from the network.
+
+
+KEEP_ALIVE_S = 2.0
+"""Unused connections are closed after so long: before the server does it, which would break a
+request that is just being sent. uvicorn, under most of the servers, waits 5 s."""
+
+
+class TransportError(Exception):
+    """No answer, or no further one: the connection could not be made or broke."""
+
+
+class Answer(NamedTuple):
+    """headers: names in lower case. pieces: the body; raises TransportError if it breaks off."""
+
+    status: int
+    headers: Mapping[str, str]
+    pieces: AsyncIterator[bytes]
+
+
+class Http(Protocol):
+    """Sends requests."""
+
+    def post(
+        self, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[Answer]:
+        """Entered when the head of the answer is there; leaving gives up what is still to come.
+
+        Entering raises TransportError.
+        """
+        ...
+
+
+class AiohttpHttp:
+    """Any number of connections, kept open between requests; no timeout but to connect.
+
+    An asynchronous context manager; usable inside it.
+    """
+
+    def __init__(self, connect_timeout_s: float = 30.0) -> None:
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=self._timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # A gateway that compresses would hold chunks back.
+            headers={"accept-encoding": "identity", "user-agent": "bros-bench"},
+        )
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    @asynccontextmanager
+    async def post(
+        self, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[Answer]:
+        assert self._session is not None, "not entered"
+        try:
+            response = await self._session.post(
+                url, data=body, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise TransportError(_describe(error)) from error
+        try:
+            names = {name.lower(): value for name, value in response.headers.items()}
+            yield Answer(response.status, names, _Pieces(response))
+        finally:
+            response.release()
+
+
+class _Pieces:
+    """The body of a response; each piece is all that has come since the one before."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._content = response.content
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            piece = await self._content.readany()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise TransportError(_describe(error)) from error
+        if not piece:
+            raise StopAsyncIteration
+        return piece
+
+
+def _describe(error: Exception) -> str:
+    match error:
+        case aiohttp.ClientConnectorError():
+            return f"cannot connect to {error.host}:{error.port}: {_reason(error.os_error)}"
+        case aiohttp.ServerTimeoutError() | asyncio.TimeoutError():
+            return "cannot connect: timed out"
+        case aiohttp.ServerDisconnectedError():
+            return "the server closed the connection without an answer"
+        case aiohttp.ClientPayloadError():
+            return "the connection broke in the middle of the answer"
+        case aiohttp.InvalidURL():
+            return f"not an address: {error}"
+        case OSError():
+            return f"the connection broke: {_reason(error)}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _reason(error: OSError) -> str:
+    """In the system's own words; names that are not found have numbers below 0."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
+
 
 logger = logging.getLogger(__name__)
 

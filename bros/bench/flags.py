@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from bros.bench.dialects import DIALECTS, Endpoint
-from bros.bench.workloads.names import NAMES
+from bros.bench.workloads.contents import NAMES
 from bros.core.config import POLICIES
 from bros.core.config_sources import add_flags
 

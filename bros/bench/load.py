@@ -14,11 +14,27 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from bros.bench.client import Now, Prepared
-from bros.bench.health import ClientHealth
+from bros.bench.client import Now, Outcome, Prepared, Record
 from bros.bench.plan import Planned, Session
-from bros.bench.records import Outcome, Record
 from bros.core.clock import Clock
+
+# ---- Whether a client disturbed what it measured.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientHealth:
+    """Whether the client kept its own schedule.
+
+    lateness: sent minus due, of the requests of sessions (0 without any); None if not known.
+    cpu_share: of all cores, used by the client's process. fell_behind: p99 was too late.
+    """
+
+    lateness_p50_s: float | None
+    lateness_p99_s: float | None
+    lateness_max_s: float | None
+    cpu_share: float
+    fell_behind: bool
+
 
 PREPARE_AHEAD_S = 1.0
 """Prompts of sessions are written so long before they are due, out of the way of the sending. The

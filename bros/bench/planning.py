@@ -4,21 +4,87 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bros.bench.cases import Case
 from bros.bench.plan import Planned, Session, digest
-from bros.bench.results import Scenario
-from bros.bench.workloads.arrivals import Arrivals, RandomArrivals, RecordedArrivals
+from bros.bench.results import Scenario, Tried
 from bros.bench.workloads.catalogue import find
-from bros.bench.workloads.content import texts_of
+from bros.bench.workloads.contents import TRACES, texts_of
 from bros.bench.workloads.fitting import FitCounts, FittedBacklog, Fitter, Overlong, fit
-from bros.bench.workloads.loops import ClosedLoop, OpenLoop, Terms
-from bros.bench.workloads.names import TRACES
-from bros.bench.workloads.sharegpt import Encoder
+from bros.bench.workloads.loops import (
+    Arrivals,
+    ClosedLoop,
+    OpenLoop,
+    RandomArrivals,
+    RecordedArrivals,
+    Terms,
+)
+from bros.bench.workloads.recorded import Encoder
 from bros.core.request import ServiceClass, Slo
+from bros.simulator.metrics import Share
+
+# ---- Which runs make a comparison.
+#
+#     bros servers of our own, one per policy          a server that runs already
+#     S0   real-time alone      under `bros`           classes told
+#     S1   mixed, unprotected   under `fcfs`           classes not told
+#     S2   best-effort alone    under `fcfs`           classes told
+#     S3   mixed, protected     under each other one   classes told
+#
+# If the policy of a row is not among those compared, the first one takes its place; S1 then has
+# none.
+
+
+_PROTECTED, _UNPROTECTED = "bros", "fcfs"
+
+
+class Case(NamedTuple):
+    """One run. rate: real-time requests per second; None without any, or as recorded."""
+
+    scenario: Scenario
+    rate: float | None
+
+    @property
+    def tells_classes(self) -> bool:
+        return self.scenario is not Scenario.S1
+
+
+def mixed_scenario(policy: str | None, *, has_classes: bool) -> Scenario:
+    """The most that a server can do for a mixed load. policy: None if it is not known."""
+    return Scenario.S3 if has_classes and policy != _UNPROTECTED else Scenario.S1
+
+
+def cases_of_policy(
+    policy: str,
+    policies: Sequence[str],
+    rates: Sequence[float | None],
+    scenarios: Collection[Scenario],
+) -> list[Case]:
+    """The runs on a server of our own with `policy`, one of `policies`."""
+    alone = _PROTECTED if _PROTECTED in policies else policies[0]
+    bound = _UNPROTECTED if _UNPROTECTED in policies else policies[0]
+    mixed = mixed_scenario(policy, has_classes=True)
+    wanted: list[Case] = []
+    if policy == alone:
+        wanted += [Case(Scenario.S0, rate) for rate in rates]
+    if policy == bound:
+        wanted.append(Case(Scenario.S2, None))
+    wanted += [Case(mixed, rate) for rate in rates]
+    return [case for case in wanted if case.scenario in scenarios]
+
+
+def cases_of_target(
+    rates: Sequence[float | None], scenarios: Collection[Scenario], *, has_classes: bool
+) -> list[Case]:
+    """The runs on somebody else's server. has_classes: it can be told what is best-effort."""
+    wanted = [Case(Scenario.S0, rate) for rate in rates]
+    wanted.append(Case(Scenario.S2, None))
+    mixed = dict.fromkeys((Scenario.S1, mixed_scenario(None, has_classes=has_classes)))
+    wanted += [Case(scenario, rate) for scenario in mixed for rate in rates]
+    return [case for case in wanted if case.scenario in scenarios]
+
 
 _DIGESTED = 256
 """So many requests of a backlog, which is endless, make its digest (and its notes)."""
@@ -164,3 +230,62 @@ def _changes(kind: str, counts: FitCounts, context: int) -> Iterator[str]:
         yield f"{counts.clipped} {of} were cut to fit the context of {context} tokens"
     if counts.skipped:
         yield f"{counts.skipped} {of} were left out: longer than the context of {context} tokens"
+
+
+# ---- The highest rate that a server carries within its objectives.
+
+
+Attempt = Callable[[float], Awaitable[Share]]
+"""Requests per second in; out, how many of them met both objectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Rates low, low + step, ... up to high, in requests per second. step > 0."""
+
+    low: float
+    high: float
+    step: float
+
+    @property
+    def count(self) -> int:
+        return int((self.high - self.low) / self.step + 1e-9) + 1
+
+    def rate(self, index: int) -> float:
+        return round(self.low + index * self.step, 9)
+
+
+class Capacity(NamedTuple):
+    """rate: None if not even the lowest was good enough. tried: in the order they were."""
+
+    rate: float | None
+    tried: tuple[Tried, ...]
+
+
+async def find_capacity(attempt: Attempt, rates: Range, asked: float) -> Capacity:
+    """Bisection; takes for granted that what is too much stays too much at higher rates.
+
+    asked: least share of real-time requests within both objectives.
+    """
+    tried: list[Tried] = []
+    verdicts: dict[int, bool] = {}
+    while (index := next_index(verdicts, rates.count)) is not None:
+        rate = rates.rate(index)
+        tried.append(Tried(rate=rate, both_met=await attempt(rate)))
+        verdicts[index] = tried[-1].keeps(asked)
+    passed = [index for index, good in verdicts.items() if good]
+    return Capacity(rates.rate(max(passed)) if passed else None, tuple(tried))
+
+
+def next_index(verdicts: Mapping[int, bool], count: int) -> int | None:
+    """Which of 0 .. count - 1 to try next; None once the border between good and bad is known.
+
+    The lowest first: where that fails there is nothing to look for. Then the highest.
+    """
+    if not verdicts:
+        return 0
+    passed = max((index for index, good in verdicts.items() if good), default=-1)
+    failed = min((index for index, good in verdicts.items() if not good), default=count)
+    if failed == count and count - 1 not in verdicts:
+        return count - 1
+    return None if failed <= passed + 1 else (passed + failed) // 2

@@ -9,16 +9,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bros.bench.capacity import Range
 from bros.bench.dialects import Endpoint, dialect_of
-from bros.bench.environment import environment
 from bros.bench.flags import SCENARIOS
-from bros.bench.planning import Wanted, has_own_times
-from bros.bench.results import Command, Scenario
+from bros.bench.planning import Range, Wanted, has_own_times
+from bros.bench.results import Command, Scenario, environment
 from bros.bench.running import BeAs, Measuring, Target
 from bros.bench.workloads.catalogue import find
+from bros.bench.workloads.contents import FILES
 from bros.bench.workloads.fitting import Overlong
-from bros.bench.workloads.names import FILES
 from bros.core.clock import Clock
 from bros.core.config import Config
 from bros.core.config_sources import given_flags, load_config, options_of

@@ -19,12 +19,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from bros.core.errors import BrosError, InvalidRequestError, OverloadedError
-from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient
 from bros.core.request import (
     NO_HINTS,
     EngineRequest,
     Hints,
+    IdGenerator,
     RequestOutput,
     SamplingParams,
     ServiceClass,

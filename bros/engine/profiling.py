@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
-from bros.core.interfaces import EngineInfo, Executor
-from bros.engine.copy_timing import COPIED_TOKENS, OVERLAPPED_TOKENS, measure_copies
-from bros.engine.step_grid import StepLimits, full_grid, quick_grid, random_steps
-from bros.engine.step_timing import Progress, measure_steps
-from bros.executor.layers.linear import token_padding
+from bros.core.interfaces import EngineInfo, Executor, Grouping
+from bros.core.plan import Chunk, KvCopies, SampleSpec, StepPlan
+from bros.core.request import SamplingParams
+from bros.executor.models.layers import token_padding
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.fitting import CopySample, Fit, Sample, fit, with_copies
+from bros.scheduler.fitting import ChunkShape, CopySample, Fit, Sample, StepShape, fit, with_copies
 from bros.scheduler.profiles import (
     MEASURED,
     QUICK,
@@ -30,6 +31,414 @@ from bros.scheduler.profiles import (
     load_profile,
     versions,
 )
+
+# ---- Which steps to measure for a step time model, within what an engine can run.
+#
+# Three kinds of step, because the model has to tell their costs apart: decode rows alone, one
+# prompt chunk alone, and mixtures. Where rows read a common prefix together, also decode rows that
+# have one. Grids only name shapes; step_timing.py runs them.
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step an engine runs: tokens and rows of a step, tokens of a request, blocks.
+
+    grouping: which prefixes its rows read together, if any.
+    """
+
+    tokens: int
+    rows: int
+    length: int
+    blocks: int
+    block_size: int
+    grouping: Grouping | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig, info: EngineInfo) -> StepLimits:
+        rows, tokens = config.step_bounds(info.device)
+        return cls(
+            tokens=tokens,
+            rows=min(rows, tokens),
+            length=info.max_model_len,
+            blocks=info.num_kv_blocks,
+            block_size=info.block_size,
+            grouping=info.grouping,
+        )
+
+    def allow(self, shape: StepShape) -> bool:
+        """Whether an engine with these limits could come to run such a step."""
+        return (
+            0 < len(shape) <= self.rows
+            and sum(chunk.tokens for chunk in shape) <= self.tokens
+            and all(chunk.tokens + chunk.context <= self.length for chunk in shape)
+            and self.blocks_of(shape) <= self.blocks
+        )
+
+    def blocks_of(self, shape: StepShape) -> int:
+        """KV blocks that the rows of a step hold; common ones count once."""
+        size = self.block_size
+        return sum(
+            -(-(chunk.context + chunk.tokens) // size) - chunk.shared // size for chunk in shape
+        )
+
+
+def decode_rows(rows: int, context: int) -> StepShape:
+    """Rows of one token after `context` cached ones each."""
+    return (ChunkShape(1, context, True),) * rows
+
+
+def alike_rows(rows: int, context: int, shared: int) -> StepShape:
+    """Decode rows whose first `shared` context tokens are the same ones, in full blocks."""
+    first, other = ChunkShape(1, context, True), ChunkShape(1, context, True, shared)
+    return (first,) + (other,) * (rows - 1)
+
+
+def prompt(tokens: int, context: int, sampled: bool = True) -> StepShape:
+    """A chunk of a prompt; sampled: it is the last one."""
+    return (ChunkShape(tokens, context, sampled),)
+
+
+def quick_grid(limits: StepLimits) -> list[StepShape]:
+    """About thirty steps that take a few seconds in all."""
+    most = min(limits.tokens, max(limits.length // 2, 2))
+    rows = (1, 4, 8, 16, 24, 32, limits.rows)
+    tokens = (8, 16, 32, 64, 96, 128, most)
+    shapes: list[StepShape] = []
+    for count, size in zip(rows, tokens, strict=True):
+        short, long = _spread(limits, count)
+        shapes += [decode_rows(count, short), decode_rows(count, long), prompt(size, 0)]
+        if size >= 32:
+            shapes.append(prompt(size, min(512, limits.length - size)))
+        if count > 1:
+            shapes.append(decode_rows(count // 2, long) + prompt(size, 0, False))
+    shapes += _alike(limits, (8, 24), (512,))
+    return _allowed(shapes, limits)
+
+
+def full_grid(limits: StepLimits) -> list[StepShape]:
+    """Every combination of sizes that the limits allow, some minutes on two cores."""
+    alike = _alike(limits, (2, 4, 8, 16, 24, 32, 48, 64, 128), (256, 512, 1024, 2032))
+    return _allowed(itertools.chain(quick_grid(limits), _full_grid(), alike), limits)
+
+
+def _alike(limits: StepLimits, rows: Iterable[int], prefixes: Iterable[int]) -> list[StepShape]:
+    """Rows that are enough to read a common prefix together, with little and with much besides."""
+    rule = limits.grouping
+    if rule is None:
+        return []
+    return [
+        alike_rows(count, shared + own, shared)
+        for count in rows
+        for shared in prefixes
+        for own in (15, 255)
+        if count >= rule.min_rows and _is_read_together(rule, shared)
+    ]
+
+
+def _is_read_together(rule: Grouping, shared: int) -> bool:
+    blocks, rest = divmod(shared, rule.block_size)
+    return rest == 0 and blocks >= rule.min_blocks
+
+
+def _full_grid() -> Iterator[StepShape]:
+    for rows in (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128):
+        for context in (15, 127, 511, 1023, 2047):
+            yield decode_rows(rows, context)
+    for tokens in (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
+        for context in (0, 256, 1024):
+            yield prompt(tokens, context)
+        yield prompt(tokens, 512, False)
+    for rows in (2, 8, 24):
+        for tokens in (16, 64, 128, 192, 320):
+            for context in (0, 512):
+                yield decode_rows(rows, 300) + prompt(tokens, context, context == 0)
+    for count in (2, 4, 8):
+        for tokens in (8, 32, 96):
+            yield prompt(tokens, 64) * count
+
+
+def random_steps(limits: StepLimits, count: int, rng: random.Random) -> list[StepShape]:
+    """Up to `count` different steps as they come in practice: all kinds and mixtures, any sizes."""
+    shapes: list[StepShape] = []
+    for _ in range(50 * count):
+        shape: StepShape = ()
+        kind = rng.randrange(3 if limits.grouping is None else 4)
+        if kind == 3:
+            shape += _random_alike(limits, rng)
+        elif kind != 0:
+            typical = _log_uniform(rng, 8, 1500)
+            for _ in range(_log_uniform(rng, 1, limits.rows)):
+                shape += decode_rows(1, rng.randint(typical // 2, typical))
+        if kind in (0, 2):
+            for _ in range(rng.choice((1, 1, 1, 2, 3))):
+                tokens = _log_uniform(rng, 4, 512)
+                shape += prompt(tokens, rng.choice((0, rng.randrange(1024))), rng.random() < 0.5)
+        if limits.allow(shape) and shape not in shapes:
+            shapes.append(shape)
+        if len(shapes) == count:
+            break
+    return shapes
+
+
+def _random_alike(limits: StepLimits, rng: random.Random) -> StepShape:
+    rule = limits.grouping
+    assert rule is not None
+    shared = rng.randint(rule.min_blocks, 8 * rule.min_blocks) * rule.block_size
+    rows = max(_log_uniform(rng, rule.min_rows, limits.rows), rule.min_rows)
+    return alike_rows(rows, shared + _log_uniform(rng, 1, 500), shared)
+
+
+def _spread(limits: StepLimits, rows: int) -> tuple[int, ...]:
+    """A short and a long context that `rows` rows can have at the same time."""
+    room = min(limits.blocks, 4096 // limits.block_size) // max(rows, 1) * limits.block_size
+    longest = max(min(room, limits.length, 1024) - 1, 0)
+    return (min(15, longest), longest)
+
+
+def _allowed(shapes: Iterable[StepShape], limits: StepLimits) -> list[StepShape]:
+    """Each once."""
+    return list(dict.fromkeys(shape for shape in shapes if limits.allow(shape)))
+
+
+def _log_uniform(rng: random.Random, low: int, high: int) -> int:
+    """Small sizes as often as large ones: every doubling is equally likely."""
+    if high <= low:
+        return max(high, 1)
+    return int(low * (high / low) ** rng.random())
+
+
+# ---- Measures how long steps take, on any executor, through plans made up for that.
+
+
+Progress = Callable[[int, int], None]
+"""Called with steps done and steps in all."""
+
+_TOUCH_TOKENS = 64
+"""In one step that touches memory: few enough to stop in time."""
+
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+def measure_steps(
+    executor: Executor,
+    info: EngineInfo,
+    limits: StepLimits,
+    shapes: Sequence[StepShape],
+    clock: Clock,
+    *,
+    repeats: int,
+    time_limit_s: float = float("inf"),
+    progress: Progress = lambda done, total: None,
+    seed: int = 0,
+) -> list[Sample]:
+    """The typical undisturbed time of each shape: the lower quartile of `repeats` rounds.
+
+    Every round runs all shapes, in another order each time, so that a slow moment of the machine
+    touches many shapes once rather than one shape always. Other processes only ever add time, so
+    the lower quartile holds where a median would be a matter of luck, with the machine shared
+    half of the time. A round before the others warms up, from small steps to large ones.
+
+    No step begins that would probably end after `time_limit_s`. Shapes then count with what there
+    is, the first round's time if need be, and those that have not run are left out; the smallest
+    one runs in any case. Overwrites the executor's KV memory.
+    """
+    rng = random.Random(seed)
+    maker = _PlanMaker(info, limits, shapes, rng)
+    sizes = [sum(chunk.tokens for chunk in shape) for shape in shapes]
+    times: list[list[float]] = [[] for _ in shapes]
+    began = clock.now()
+    for plan in maker.touch_memory():
+        if clock.now() < began + time_limit_s / 4:
+            executor.execute(plan)
+    token_s = 0.0  # of the steps so far, the least time per token
+    order = sorted(range(len(shapes)), key=lambda index: sizes[index])
+    for count in range(len(shapes) * (repeats + 1)):
+        index = order[count % len(order)]
+        begins = clock.now()
+        if begins + token_s * sizes[index] < began + time_limit_s or count == 0:
+            plan = maker.plan(shapes[index])
+            begins = clock.now()
+            executor.execute(plan)
+            times[index].append(clock.now() - begins)
+            per_token = times[index][-1] / sizes[index]
+            token_s = min(token_s, per_token) if count > 0 else per_token
+        progress(count + 1, len(shapes) * (repeats + 1))
+        if (count + 1) % len(order) == 0:
+            rng.shuffle(order)
+    return _typical(shapes, times)
+
+
+def _typical(shapes: Sequence[StepShape], times: Sequence[Sequence[float]]) -> list[Sample]:
+    return [
+        Sample(shape, lower_quartile(taken[1:] or taken))
+        for shape, taken in zip(shapes, times, strict=True)
+        if taken
+    ]
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """The value that a quarter of the others are below: of five, the second smallest."""
+    return sorted(values)[len(values) // 4]
+
+
+class _PlanMaker:
+    """Plans of given shapes, for requests that lie scattered over the KV memory as real ones do."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        limits: StepLimits,
+        shapes: Sequence[StepShape],
+        rng: random.Random,
+    ) -> None:
+        self._limits = limits
+        self._vocab = info.vocab_size
+        self._rng = rng
+        used = max((limits.blocks_of(shape) for shape in shapes), default=0)
+        self._blocks = rng.sample(range(limits.blocks), used)
+        self._count = 0
+
+    def touch_memory(self) -> list[StepPlan]:
+        """Plans that write to every block that will be read.
+
+        Memory that was never written is not there: reading it reads one page of zeros again and
+        again, much faster than real context. Two tokens per block reach all of its pages.
+        """
+        size, half = self._limits.block_size, self._limits.block_size // 2
+        slots = [block * size + offset for block in self._blocks for offset in {0, half}]
+        most = min(self._limits.tokens, self._limits.length, _TOUCH_TOKENS)
+        return [
+            self._plan([self._chunk(0, array("i"), array("i", slots[at : at + most]), False)])
+            for at in range(0, len(slots), most)
+        ]
+
+    def plan(self, shape: StepShape) -> StepPlan:
+        """One request per chunk, each in blocks of its own but for what it shares."""
+        size = self._limits.block_size
+        chunks, at = [], 0
+        for tokens, context, sampled, shared in shape:
+            common = self._blocks[: shared // size]  # the first blocks of the first request
+            count = -(-(context + tokens) // size) - len(common)
+            blocks = common + self._blocks[at : at + count]
+            at += count
+            segments = array("i")
+            for index in range(-(-context // size)):
+                segments.extend((blocks[index], 0, min(size, context - index * size)))
+            positions = range(context, context + tokens)
+            slots = array("i", (blocks[i // size] * size + i % size for i in positions))
+            chunks.append(self._chunk(context, segments, slots, sampled))
+        return self._plan(chunks)
+
+    def _chunk(self, start: int, segments: array[int], slots: array[int], sampled: bool) -> Chunk:
+        self._count += 1
+        return Chunk(
+            request_id=str(self._count),
+            start=start,
+            token_ids=[self._rng.randrange(self._vocab) for _ in slots],
+            segments=segments,
+            slots=slots,
+            sample=SampleSpec(_GREEDY, seed=0, output_index=0) if sampled else None,
+        )
+
+    def _plan(self, chunks: Sequence[Chunk]) -> StepPlan:
+        return StepPlan(step=0, chunks=tuple(chunks))
+
+
+# ---- Measures how long copies of KV to the host and back take, beside a step that does next to
+# nothing.
+
+
+COPIED_TOKENS = (16, 512, 2048)
+"""From a block to about as many as any step copies."""
+
+OVERLAPPED_TOKENS = (4096, 16384, 65536)
+"""So many that copies take longer than the step that they run beside."""
+
+_OVERLAPPED_STEPS = 3
+"""One after the other, as copies to the host go on while the next step runs."""
+
+_LONGER = 1.2
+"""A step that takes so many times as long with copies waits for them."""
+
+_WITHOUT = (True, 0)
+"""No copies in either direction."""
+
+
+def measure_copies(
+    executor: Executor,
+    info: EngineInfo,
+    clock: Clock,
+    *,
+    repeats: int,
+    sizes: Sequence[int] = COPIED_TOKENS,
+    overlap: bool = False,
+    time_limit_s: float = float("inf"),
+    seed: int = 0,
+) -> list[CopySample]:
+    """How long copies in each direction take beside a step of one row.
+
+    The lower quartile of `repeats` rounds, since other processes only ever add time.
+
+    sizes: tokens; as many as there is room for, rounded down to whole blocks. overlap: copies
+    run beside the computation; sizes that it hides are left out. A round before the others
+    writes to all of the memory, which is only handed out then. Empty if there is no memory for
+    copies, or no time: no step begins that would probably end after `time_limit_s`. Overwrites
+    the executor's KV memory.
+    """
+    maker = _CopyPlanMaker(info, max(sizes), random.Random(seed))
+    steps = _OVERLAPPED_STEPS if overlap else 1
+    found = sorted({min(size, maker.most) // info.block_size * info.block_size for size in sizes})
+    # What is brought back first writes to the cache, then what is copied out to the host.
+    kinds = [(out, size) for size in reversed(found) for out in (False, True) if size]
+    if not kinds:
+        return []
+    times: dict[tuple[bool, int], list[float]] = {kind: [] for kind in (*kinds, _WITHOUT)}
+    began, longest = clock.now(), 0.0
+    for number in range(repeats + 1):
+        for kind in times:
+            plan = maker.plan(*kind)
+            begins = clock.now()
+            if begins - began + longest >= time_limit_s:
+                break
+            for _ in range(steps):
+                executor.execute(plan)
+            longest = max(longest, clock.now() - begins)
+            if number:
+                times[kind].append((clock.now() - begins) / steps)
+    if not times[_WITHOUT]:
+        return []
+    alone_s = lower_quartile(times[_WITHOUT])
+    with_copies = [
+        (out, size, lower_quartile(times[out, size])) for out, size in kinds if times[out, size]
+    ]
+    if overlap:
+        return [CopySample(*found) for found in with_copies if found[-1] > _LONGER * alone_s]
+    return [CopySample(out, size, max(both_s - alone_s, 0.0)) for out, size, both_s in with_copies]
+
+
+class _CopyPlanMaker:
+    """Steps of one row, with copies of blocks from all over the cache. most: tokens of these."""
+
+    def __init__(self, info: EngineInfo, most: int, rng: random.Random) -> None:
+        self._size = info.block_size
+        blocks = min(info.num_host_kv_blocks, info.num_kv_blocks - 1, most // info.block_size)
+        self.most = blocks * self._size
+        self._blocks = rng.sample(range(1, info.num_kv_blocks), blocks)
+
+    def plan(self, out: bool, tokens: int) -> StepPlan:
+        """Copies of so many tokens in one direction, and a row in a block of its own."""
+        device = array("i")
+        for block in self._blocks[: tokens // self._size]:
+            device.extend(range(block * self._size, (block + 1) * self._size))
+        host = array("i", range(tokens))
+        if out:
+            copies = KvCopies(out_device=device, out_host=host)
+        else:
+            copies = KvCopies(back_device=device, back_host=host)
+        greedy = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+        row = Chunk("copies", 0, [0], array("i"), array("i", [0]), greedy)
+        return StepPlan(step=0, chunks=(row,), copies=copies if tokens else None)
+
 
 MAX_STORED_ERROR = 0.10
 """Mean relative error above which quick measurements are not kept: the machine was busy."""

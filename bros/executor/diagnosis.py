@@ -13,7 +13,7 @@ from torch import Tensor
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.plan import KvCopies
-from bros.executor.cuda_kv_storage import cuda_kv_storage
+from bros.executor.cuda.kv_storage import cuda_kv_storage
 from bros.executor.kv_storage import KV_BLOCK_SIZE, KvMemory, KvStorage
 from bros.executor.models.spec import ModelSpec
 from bros.executor.target import CPU, Target, choose_target, find_cuda, kernels_for

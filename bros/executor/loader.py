@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ import torch
 from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EngineInfo
-from bros.executor.choosing import DeviceChooser, Draw, HostChooser, NoChooser
-from bros.executor.cuda_graphs import CudaRecorder, GraphSizes, StepGraphs, recorded_or_warn
-from bros.executor.cuda_kv_storage import Buffers, cuda_kv_storage
+from bros.core.plan import Chunk, SampleSpec, StepPlan
+from bros.core.request import SamplingParams
+from bros.executor.cuda.graphs import CudaRecorder, GraphSizes, StepGraphs, recorded_or_warn
+from bros.executor.cuda.kv_storage import Buffers, cuda_kv_storage
 from bros.executor.feed import InputFeed
-from bros.executor.gpu_memory import largest_step, measure_use
 from bros.executor.grouping import grouping_for
 from bros.executor.kv_storage import (
     DTYPES,
@@ -27,16 +29,14 @@ from bros.executor.kv_storage import (
     blocks_in,
     bytes_per_block,
 )
-from bros.executor.launching import LaunchingRunner
 from bros.executor.model_store import ModelFiles
 from bros.executor.models.build import build_decoder
 from bros.executor.models.decoder import Decoder
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import ALONE, Ranks
 from bros.executor.parallel.sharding import shards_of
-from bros.executor.random_weights import RandomWeights
-from bros.executor.runner import ModelRunner
-from bros.executor.sampler import Sampler
+from bros.executor.runner import LaunchingRunner, ModelRunner
+from bros.executor.sampler import DeviceChooser, Draw, HostChooser, NoChooser, Sampler
 from bros.executor.target import (
     choose_target,
     device_name,
@@ -45,11 +45,128 @@ from bros.executor.target import (
     kv_dtype_for,
     self_part_for,
 )
-from bros.executor.warm_up import warm_up
-from bros.executor.weights import Weights, WeightSource
+from bros.executor.weights import RandomWeights, Weights, WeightSource
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import HeadLayout
 from bros.kernels.staging import Staging
+
+# ---- How much GPU memory is left for the KV cache once the model and its largest step have theirs.
+
+
+_GIB = 2**30
+_MOST_CONTEXT_BLOCKS = 2**16
+"""In the step that is measured, over all rows; reading them takes no memory, listing them does."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes. total: of the device; elsewhere: other processes, and what CUDA keeps for itself;
+    peak: the most that this process needs beside the KV cache, weights included.
+
+    Recorded steps take some hundred MiB more, out of what `utilization` leaves.
+    """
+
+    total: int
+    elsewhere: int
+    peak: int
+
+    def room(self, utilization: float) -> int:
+        """What is left of `utilization` of the device; less than nothing if it is overdrawn."""
+        return int(self.total * utilization) - self.elsewhere - self.peak
+
+    def explain(self, utilization: float) -> ConfigError:
+        """For a room in which not even one block fits."""
+        return ConfigError(
+            f"--gpu-memory-utilization: {utilization:g} of {self.total / _GIB:.1f} GiB leave no "
+            f"room for a KV cache; the model and its largest step take {self.peak / _GIB:.1f} GiB "
+            f"and others {self.elsewhere / _GIB:.1f} GiB. Raise it, or lower --max-batch-tokens or "
+            "--max-num-seqs"
+        )
+
+
+def measure_use(runner: ModelRunner, plan: StepPlan, device: torch.device, later: int) -> MemoryUse:
+    """Run the plan once and see what it took. CUDA only.
+
+    later: bytes of buffers that are not there yet.
+    """
+    torch.cuda.empty_cache()  # of what loading left
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.execute(plan)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    elsewhere = total - free - torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    return MemoryUse(total, elsewhere, peak + later)
+
+
+def largest_step(rows: int, tokens: int, max_length: int, block_size: int) -> StepPlan:
+    """A step of `tokens` tokens in `rows` rows, all sampled, with as much context as there may be.
+
+    All of it lies in block 0. Its numbers mean nothing; what it takes is what counts.
+    """
+    rows = min(rows, tokens)
+    lengths = [min(tokens // rows + (row < tokens % rows), max_length) for row in range(rows)]
+    spec = SampleSpec(SamplingParams(temperature=1.0, top_p=0.9, top_k=50), seed=0, output_index=0)
+    chunks = []
+    for row, length in enumerate(lengths):
+        context = min((max_length - length) // block_size, _MOST_CONTEXT_BLOCKS // rows)
+        chunks.append(chunk_in_block_0(str(row), length, context, block_size, spec))
+    return StepPlan(0, tuple(chunks))
+
+
+def chunk_in_block_0(
+    request_id: str, size: int, context: int, block_size: int, sample: SampleSpec
+) -> Chunk:
+    """`size` tokens after `context` blocks: what running it takes counts, not what comes of it."""
+    return Chunk(
+        request_id=request_id,
+        start=context * block_size,
+        token_ids=[0] * size,
+        segments=array("i", (0, 0, block_size) * context),
+        slots=array("i", [0] * size),
+        sample=sample,
+    )
+
+
+# ---- Steps that are run once before serving, so that no request waits for what comes only once.
+#
+# Triton compiles a kernel when it is first launched with a new size, which takes a second or more;
+# recorded steps launch those of decoding only. Libraries set themselves up in the same way.
+
+
+_LONGEST_CHUNK = 128
+"""Tiles of queries have 16 to 128 rows, of which a token has one at least."""
+
+_CONTEXT_BLOCKS = 64  # enough for a context in several parts that are merged
+
+_GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+_DRAWN = replace(_GREEDY, params=SamplingParams(temperature=1.0, top_p=0.9, top_k=50))
+
+
+def warm_up(runner: ModelRunner, max_length: int, block_size: int) -> None:
+    """Run what serving may launch. Only for a runner whose KV cache holds nothing yet: this leaves
+    numbers in block 0 that mean nothing."""
+    for plan in warm_up_plans(max_length, block_size):
+        runner.execute(plan)
+
+
+def warm_up_plans(max_length: int, block_size: int) -> list[StepPlan]:
+    """Steps with a chunk of 2, 4, 8, ... tokens beside a row that decodes, as far as max_length
+    tokens go: whatever the number of heads, one for each size of a tile. In the first one both
+    rows are drawn; then one is greedy, so that both ways of choosing meet in a step."""
+    plans: list[StepPlan] = []
+    size = 2
+    while size <= min(_LONGEST_CHUNK, max_length):
+        context = min((max_length - size) // block_size, _CONTEXT_BLOCKS)
+        chunks = (
+            chunk_in_block_0("chunk", size, context, block_size, _DRAWN),
+            chunk_in_block_0("decode", 1, context, block_size, _GREEDY if plans else _DRAWN),
+        )
+        plans.append(StepPlan(len(plans), chunks))
+        size *= 2
+    return plans
+
 
 _CPU_KV_MEMORY = "1GiB"
 
@@ -226,7 +343,7 @@ class _Loader:
         if self._kernels_name != "triton":
             return None
         # Late, because Triton need not be installed.
-        from bros.executor.device_sampler import draw
+        from bros.executor.cuda.device_sampler import draw
 
         return draw
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bros.core.plan import KvCopies, StepPlan, StepResult
-from bros.executor.choosing import Chooser
-from bros.executor.cuda_graphs import StepGraphs
+from bros.core.plan import PENDING, KvCopies, StepPlan, StepResult
+from bros.executor.cuda.graphs import StepGraphs
 from bros.executor.feed import InputFeed, Pending
 from bros.executor.inputs import StepInputs, build_inputs
 from bros.executor.kv_storage import KvMemory
 from bros.executor.models.decoder import Decoder
+from bros.executor.sampler import Choice, Chooser, DeviceChooser
 
 
 class ModelRunner:
@@ -114,3 +115,108 @@ class ModelRunner:
             return abandon is not None and abandon()
 
         return before_layer
+
+
+# ---- A runner that begins a step while the one before still runs, for devices that run by
+# themselves.
+#
+# host     launch 1 | launch 2 ..........| result 1 | launch 3 | result 2
+# device            [ step 1 .......... ][ step 2 ........... ][ step 3
+# tokens                                 1 -> 2                2 -> 3        stay on the device
+
+
+class Launched:
+    """A step on its way. Implements core.interfaces.Running."""
+
+    def __init__(self, plan: StepPlan, choice: Choice) -> None:
+        self._step = plan.step
+        self._choice = choice
+        self._result: StepResult | None = None
+        self._rows = {name: row for row, (name, _) in enumerate(choice.asked)}
+        self._on_host = frozenset(choice.others)
+
+    def result(self) -> StepResult:
+        """Wait for its end."""
+        if self._result is None:
+            self._result = StepResult(self._step, self._choice.finish())
+        return self._result
+
+    def row_of(self, request_id: str) -> int | None:
+        """Of its token in `tokens`; None if only `result` knows it."""
+        row = self._rows[request_id]
+        return None if row in self._on_host else row
+
+    def token_of(self, request_id: str) -> int:
+        """Waits for the end. A valid one also where none could be chosen."""
+        return max(0, self.result().samples[self._rows[request_id]].token_id)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """int32, on the device; None if the host chooses all of them."""
+        return self._choice.tokens
+
+    def wait(self) -> None:
+        """For the device, whatever comes of it."""
+        self._choice.wait()
+
+
+class LaunchingRunner(ModelRunner):
+    """Implements core.interfaces.LaunchingExecutor."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KvMemory,
+        feed: InputFeed,
+        chooser: DeviceChooser,
+        *,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        super().__init__(decoder, kv, feed, chooser, graphs=graphs)
+        self._choosing = chooser
+        self._last: Launched | None = None
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin a step as soon as the one before is done; does not wait for that, unless the host
+        chooses a token of it that this one needs."""
+        inputs = self.prepare(build_inputs(plan), plan.copies)
+        return self.begin(plan, inputs, self.pending(plan, inputs))
+
+    @torch.inference_mode()
+    def begin(self, plan: StepPlan, inputs: StepInputs, pending: Pending | None) -> Launched:
+        """The second half of `launch`. inputs: of `prepare`; pending: of `pending`."""
+        logits = self.compute(inputs, pending=pending)
+        assert logits is not None, "nobody asked for the step to be given up"
+        self._last = Launched(plan, self._choosing.begin(logits, inputs.samples))
+        return self._last
+
+    def pending(self, plan: StepPlan, inputs: StepInputs) -> Pending | None:
+        """What has to be filled in on the device; what the host knows goes into inputs.token_ids.
+
+        Waits for the step before if the host chooses a token of it that the plan needs.
+        """
+        ids = inputs.token_ids.numpy()
+        places = np.flatnonzero(ids == PENDING)
+        if not len(places):
+            return None
+        last = self._last
+        assert last is not None, "the first step has nothing to wait for"
+        names = [chunk.request_id for chunk in plan.chunks if chunk.token_ids[0] == PENDING]
+        rows = [last.row_of(name) for name in names]
+        ids[places] = [
+            last.token_of(name) if row is None else PENDING
+            for name, row in zip(names, rows, strict=True)
+        ]
+        if last.tokens is None or all(row is None for row in rows):
+            return None
+        sources = np.full(len(ids), -1, np.int32)
+        sources[places] = [-1 if row is None else row for row in rows]
+        return Pending(last.tokens, torch.from_numpy(sources))
+
+    def close(self) -> None:
+        """Like that of ModelRunner; what is in flight is waited for."""
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
+        super().close()

@@ -4,16 +4,100 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bros.core.errors import ModelError
-from bros.executor.quantized import GROUP, GROUP_BYTES, SUFFIXES, Int4Groups, dequantize_raw
+
+# ---- Weights in groups of 32 along the input: what GGUF's Q4_0, Q4_1 and Q8_0 hold.
+#
+# A converted GGUF model keeps such a tensor as its raw rows, uint8 [rows, bytes], under its name
+# plus a suffix of SUFFIXES. One group of 32 values is
+#
+#     q4_0   d f16 | 16 bytes: value j in the low half of byte j, value j + 16 in the high half
+#     q4_1   d f16 | m f16 | 16 bytes as above
+#     q8_0   d f16 | 32 x int8
+#
+# and value = code * d + m, where q4_0 has m = -8 * d and q8_0 has m = 0.
+
+
+GROUP = 32
+SUFFIXES = (".q4_0", ".q4_1", ".q8_0")
+GROUP_BYTES = {".q4_0": 18, ".q4_1": 20, ".q8_0": 34}
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Groups:
+    """value[n, k] = codes[n, k] * scale[n, k // 32] + minimum[n, k // 32].
+
+    codes: uint8 [rows, columns] in 0..15; scale, minimum: fp32 [rows, columns / 32].
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+
+    def dequantize(self) -> Tensor:
+        """fp32 [rows, columns]."""
+        rows, columns = self.codes.shape
+        values = self.codes.view(rows, columns // GROUP, GROUP).float()
+        return values.mul_(self.scale[..., None]).add_(self.minimum[..., None]).view(rows, columns)
+
+    @classmethod
+    def from_dense(cls, weight: Tensor) -> Int4Groups:
+        """Round to the nearest of 16 even steps between a group's smallest and largest value.
+
+        weight: fp32 [rows, columns], columns a multiple of 32.
+        """
+        rows, columns = weight.shape
+        grouped = weight.view(rows, columns // GROUP, GROUP)
+        low, high = torch.aminmax(grouped, dim=2)
+        scale = (high - low) / 15
+        steps = (grouped - low[..., None]) / scale.clamp(min=1e-12)[..., None]
+        return cls(steps.round_().to(torch.uint8).view(rows, columns), scale, low)
+
+    @classmethod
+    def from_raw(cls, raw: Tensor, suffix: str) -> Int4Groups:
+        """raw: uint8 [rows, bytes] of kind q4_0 or q4_1."""
+        rows = raw.shape[0]
+        groups = raw.view(rows, -1, GROUP_BYTES[suffix])
+        scale = _halves(groups[..., 0:2])
+        minimum = scale * -8 if suffix == ".q4_0" else _halves(groups[..., 2:4])
+        pairs = groups[..., -GROUP // 2 :]
+        codes = torch.cat((pairs & 15, pairs >> 4), dim=2)
+        return cls(codes.view(rows, -1), scale, minimum)
+
+    @classmethod
+    def concatenate(cls, parts: list[Int4Groups]) -> Int4Groups:
+        """Stack the rows of several matrices."""
+        return cls(
+            torch.cat([part.codes for part in parts]),
+            torch.cat([part.scale for part in parts]),
+            torch.cat([part.minimum for part in parts]),
+        )
+
+
+def dequantize_raw(raw: Tensor, suffix: str) -> Tensor:
+    """raw: uint8 [rows, bytes] of the kind `suffix` names. Returns fp32 [rows, columns]."""
+    if suffix != ".q8_0":
+        return Int4Groups.from_raw(raw, suffix).dequantize()
+    groups = raw.view(raw.shape[0], -1, GROUP_BYTES[suffix])
+    values = groups[..., 2:].view(torch.int8).float()
+    return values.mul_(_halves(groups[..., 0:2])[..., None]).view(raw.shape[0], -1)
+
+
+def _halves(two_bytes: Tensor) -> Tensor:
+    """uint8 [..., 2] holding an f16 each -> fp32 [...]."""
+    return two_bytes.contiguous().view(torch.float16).squeeze(-1).float()
+
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -179,3 +263,56 @@ def _weight_files(folder: Path) -> list[Path]:
     if not paths:
         raise ModelError(f"{folder} holds no *.safetensors file; only that format is loaded")
     return paths
+
+
+# ---- Weights of a model that was never trained: for measuring and testing without a download.
+
+
+_BIAS_STD = 0.02
+
+
+class RandomWeights:
+    """Any tensor of any shape. A name, a shape, a device and a seed always give the same numbers.
+
+    Matrices are normal with a variance of 1 / columns, so that activations neither vanish nor
+    blow up; biases are normal and small, the other vectors near 1.
+    """
+
+    def __init__(self, seed: int = 0, drawn_on: torch.device | None = None) -> None:
+        """drawn_on: whose generator is used; by default that of the device a tensor is for.
+
+        Devices draw different numbers: to have the same ones everywhere, draw on the CPU.
+        """
+        self._seed = seed
+        self._drawn_on = drawn_on
+
+    @property
+    def unread(self) -> frozenset[str]:
+        return frozenset()
+
+    def dense(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """fp32, on the CPU."""
+        out = torch.empty(part_shape(shape, part))
+        self.copy_into(out, name, shape, part)
+        return out
+
+    def int4(self, name: str, shape: tuple[int, int], part: Part | None = None) -> Int4Groups:
+        return Int4Groups.from_dense(self.dense(name, shape, part))
+
+    def copy_into(
+        self, out: Tensor, name: str, shape: tuple[int, ...], part: Part | None = None
+    ) -> None:
+        """All of it is drawn for a moment, so that its parts fit together."""
+        device = self._drawn_on or out.device
+        generator = torch.Generator(device)
+        # Of a longer seed, some generators take 32 bits only.
+        generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        # Drawn in fp32: what is drawn in a shorter precision are other numbers, not rounded ones.
+        values = torch.empty(shape, device=device)
+        if values.dim() > 1:
+            values.normal_(std=values.shape[-1] ** -0.5, generator=generator)
+        elif name.endswith("bias"):
+            values.normal_(std=_BIAS_STD, generator=generator)
+        else:
+            values.uniform_(0.8, 1.2, generator=generator)
+        out.copy_(values if part is None else values[slices(part)])

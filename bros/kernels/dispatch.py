@@ -14,7 +14,7 @@ from bros.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
     from bros.kernels.cpu_ops import CpuKernels
-    from bros.kernels.triton_ops import TritonKernels
+    from bros.kernels.triton.ops import TritonKernels
     from bros.kernels.xformers_self import XformersSelf
 
 _HOW_TO_BUILD = (
@@ -70,7 +70,7 @@ def _load_triton_kernels(device: torch.device, self_part: XformersSelf | None) -
     try:
         import triton
 
-        from bros.kernels.triton_ops import TritonKernels
+        from bros.kernels.triton.ops import TritonKernels
     except ImportError as error:
         raise ConfigError(f"--kernels triton: {_HOW_TO_GET_TRITON} ({error})") from error
     if device.type != "cuda" and not triton.knobs.runtime.interpret:

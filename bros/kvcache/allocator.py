@@ -19,11 +19,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
-from bros.kvcache.checkpoints import Checkpoints
+from bros.kvcache.blocks import Node, Side, Stacks
 from bros.kvcache.holding import Holding, Run
-from bros.kvcache.node import Node
+from bros.kvcache.host_pool import Checkpoints
 from bros.kvcache.prefix_cache import PrefixCache
-from bros.kvcache.stacks import Side, Stacks
 
 Robbed = Mapping[int, Holding]
 """Who may be robbed, by number; least deserving first."""

@@ -21,8 +21,7 @@ from array import array
 from collections.abc import Sequence
 
 from bros.core.plan import SEGMENT_WIDTH
-from bros.kvcache.node import Node
-from bros.kvcache.stacks import Side
+from bros.kvcache.blocks import Node, Side
 
 Run = tuple[int, int]
 """(first token, how many)"""

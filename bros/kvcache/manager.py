@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from bros.core.plan import KvCopies
 from bros.kvcache.allocator import Allocator, Robbed
-from bros.kvcache.checkpoints import Checkpoints, Loss
+from bros.kvcache.blocks import CACHE, Side, Stacks
 from bros.kvcache.holding import Holding
-from bros.kvcache.host_pool import HostPool
+from bros.kvcache.host_pool import Checkpoints, HostPool, Loss
 from bros.kvcache.prefix_cache import PrefixCache
 from bros.kvcache.sharing import NO_MATCH, CommonPart, Match, Sharing
-from bros.kvcache.stacks import CACHE, Side, Stacks
 
 
 class KvCacheManager:

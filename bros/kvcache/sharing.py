@@ -6,10 +6,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from bros.kvcache.blocks import CACHE, Node, Side, Stacks
 from bros.kvcache.holding import Holding
-from bros.kvcache.node import Node
 from bros.kvcache.prefix_cache import PrefixCache
-from bros.kvcache.stacks import CACHE, Side, Stacks
 
 _LEAST_FILL = 4
 """Blocks of a prompt that somebody computes, from which on it is worth waiting for them."""

@@ -19,11 +19,11 @@ from bros.core.interfaces import (
 )
 from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.client import OutputStream
+from bros.router.balance import PlanReport
 from bros.router.carrier import Carrier
 from bros.router.evening import to_move
 from bros.router.fleet import Fleet
 from bros.router.member import Member, ReplicaStatus, Restart, Routed
-from bros.router.planned import PlanReport
 from bros.router.roster import Roster
 from bros.router.totals import total_info, total_stats
 

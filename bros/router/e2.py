@@ -13,12 +13,106 @@ from then on. That is what keeps a burst for one prefix from waiting until balan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
-from bros.router.cost import cheapest, cost_of, evicted_s
+from bros.core.request import EngineRequest
 from bros.router.forest import Node
-from bros.router.replica import Replica
-from bros.router.state import Ask, State
+from bros.router.state import RT, Ask, Replica, State
+
+# ---- What it costs to put a request on a replica (Preble 3.2, LoadCost).
+#
+#     load      what the replica has to do already, of that what counts for the request's class
+#   + evicted   what others will have to compute again, as their prefix makes room for this prompt
+#   + prefill   what is not cached of this prompt
+#   + late      by how much its first token would miss its objective, times a weight
+#
+# All in seconds of that replica.
+
+
+_MOST_LOOKED = 256
+"""Nodes that may have to make way, of which those in use do not."""
+
+
+class Cost(NamedTuple):
+    load_s: float
+    evicted_s: float
+    prefill_s: float
+    late_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.load_s + self.evicted_s + self.prefill_s + self.late_s
+
+
+def cost_of(state: State, ask: Ask, replica: Replica) -> Cost:
+    """The terms, for a candidate."""
+    load_s, prefill_s, late_s = _without_evictions(state, ask, replica)
+    return Cost(load_s, evicted_s(state, ask, replica), prefill_s, late_s)
+
+
+def cheapest(state: State, ask: Ask, among: list[Replica]) -> Replica:
+    """The one with the lowest cost; of equal ones the first."""
+    # What has to make way takes longest to say, and is never negative.
+    quick = [(sum(_without_evictions(state, ask, replica)), replica) for replica in among]
+    if len(quick) == 1:
+        return quick[0][1]
+    best, least = among[0], float("inf")
+    for lower, replica in sorted(quick, key=_first):
+        if lower >= least:
+            break
+        total = lower + evicted_s(state, ask, replica)
+        if total < least:
+            best, least = replica, total
+    return best
+
+
+def _first(pair: tuple[float, Replica]) -> float:
+    return pair[0]
+
+
+def _without_evictions(state: State, ask: Ask, replica: Replica) -> tuple[float, float, float]:
+    prefill_s = ask.prefill_s(replica)
+    return (
+        state.load_s(replica, ask.service_class),
+        prefill_s,
+        _late_s(state, ask, replica, prefill_s),
+    )
+
+
+def _late_s(state: State, ask: Ask, replica: Replica, prefill_s: float) -> float:
+    """Only prompts before it count: answers go on beside it."""
+    ttft_s = ask.request.slo.ttft_s or replica.facts.ttft_s
+    if ask.service_class is not RT or ttft_s is None:
+        return 0.0
+    first_s = state.queue_s(replica, RT) + prefill_s
+    return max(0.0, first_s - ttft_s) * state.settings.late_weight
+
+
+def evicted_s(state: State, ask: Ask, replica: Replica) -> float:
+    """To compute again what goes, as often as it was asked for within the window: the least
+    recently used that nobody uses, until there is room. What one request alone has asked for
+    nobody shares."""
+    cache = state.forest.caches[replica.number]
+    missing = ask.length - ask.matched.get(replica.number, 0)
+    missing += cache.num_tokens - replica.facts.capacity_tokens
+    if missing <= 0:
+        return 0.0
+    seconds, own = 0.0, ask.path.nodes
+    for node in islice(cache.nodes, _MOST_LOOKED):
+        if node.active or node in own:
+            continue
+        kept = node.cached[replica.number]
+        asked = node.asked.get(replica.number, 0)
+        if asked > 1:
+            seconds += asked * replica.prefill_s(kept, node.start)
+        missing -= kept
+        if missing <= 0:
+            break
+    return seconds
+
 
 _NEARLY = 0.95
 """Of what the best replica has of a prompt, what others must have to be as good."""
@@ -150,3 +244,141 @@ def _decoding(state: State, candidates: Sequence[Replica]) -> list[Replica]:
         for replica in candidates
         if replica.window.decode_share > share and state.given_s(replica) <= limit_s
     ]
+
+
+# ---- Whom E2 is compared with.
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def choose(self, state: State, ask: Ask, now: float) -> tuple[Replica, str]:
+        later = [replica for replica in ask.candidates if replica.number > self._last]
+        found = min(later or ask.candidates, key=_number)
+        self._last = found.number
+        return found, "turn"
+
+
+class LeastLoaded:
+    """Where there is least to do; of equal ones, where there was least to do lately."""
+
+    def choose(self, state: State, ask: Ask, now: float) -> tuple[Replica, str]:
+        service_class = ask.service_class
+
+        def load(replica: Replica) -> tuple[float, float]:
+            return state.open_s(replica, service_class), state.load_s(replica, service_class)
+
+        return min(ask.candidates, key=load), "least"
+
+
+class OraclePartition:
+    """Every prefix has its replica, which somebody knows who has seen all requests beforehand.
+
+    part_of: request -> number of its part; part p goes to the candidate p modulo their number.
+    """
+
+    def __init__(self, part_of: Callable[[EngineRequest], int]) -> None:
+        self._part_of = part_of
+
+    def choose(self, state: State, ask: Ask, now: float) -> tuple[Replica, str]:
+        candidates = sorted(ask.candidates, key=_number)
+        return candidates[self._part_of(ask.request) % len(candidates)], "oracle"
+
+
+def _number(replica: Replica) -> int:
+    return replica.number
+
+
+# ---- Task groups: requests that a later one waits for all of, placed as one (Parrot's Algorithm
+# 1).
+#
+# [ common prefix ][ document 1 ]          one replica computes the prefix once; more than one
+# [ common prefix ][ document 2 ]          only if all would be done sooner, each then with
+# [ common prefix ][ document 3 ]          those that go on alike
+
+
+_ROOM = 0.75
+"""Of a replica's KV cache, what one group should need at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """common: tokens that all of them begin with."""
+
+    asks: Sequence[Ask]
+    common: int
+
+    def work_s(self, replica: Replica) -> float:
+        """Of what the members do not have in common."""
+        return sum(_own_s(ask, self.common, replica) for ask in self.asks)
+
+    def tokens(self, replica: Replica) -> float:
+        """Of KV, all at once."""
+        own = sum(
+            ask.length - self.common + replica.expected_output(ask.request) for ask in self.asks
+        )
+        return self.common + own
+
+
+def place_group(state: State, asks: Sequence[Ask], common: int) -> dict[str, Replica]:
+    """request id -> where it goes. All of them have the same candidates."""
+    group = Group(asks, common)
+    service_class = asks[0].service_class
+    begin_s = {
+        replica: state.open_s(replica, service_class) + _common_s(group, replica)
+        for replica in asks[0].candidates
+    }
+    order = sorted(begin_s, key=begin_s.__getitem__)
+    chosen = order[: _parts(group, order, begin_s)]
+    return _share_out(group, chosen)
+
+
+def _parts(group: Group, order: Sequence[Replica], begin_s: dict[Replica, float]) -> int:
+    """On how many replicas, the one that can begin first coming first.
+
+    One more if the group does not fit, or is done sooner by more than that one has to compute of
+    what they have in common, which it then cannot do for others.
+    """
+    best, best_s = 0, 0.0
+    for parts in range(1, min(len(order), len(group.asks)) + 1):
+        last = order[parts - 1]
+        done_s = begin_s[last] + group.work_s(last) / parts
+        own = (group.tokens(last) - group.common) / parts
+        fits = group.common + own <= _ROOM * last.facts.capacity_tokens
+        if best and fits and best_s - done_s <= _common_s(group, last):
+            break
+        best, best_s = parts, done_s
+    return best
+
+
+def _share_out(group: Group, replicas: Sequence[Replica]) -> dict[str, Replica]:
+    """Members that go on alike together, and about as much work for each replica."""
+    asks = sorted(group.asks, key=_tokens)
+    each_s = group.work_s(replicas[0]) / len(replicas)
+    found, done_s = {}, 0.0
+    for ask in asks:
+        own_s = _own_s(ask, group.common, replicas[0])
+        middle_s = done_s + own_s / 2
+        part = min(int(middle_s / each_s) if each_s > 0.0 else 0, len(replicas) - 1)
+        found[ask.request.request_id] = replicas[part]
+        done_s += own_s
+    return found
+
+
+def _tokens(ask: Ask) -> list[bytes]:
+    return [data for _, data in ask.pieces]
+
+
+def _common_s(group: Group, replica: Replica) -> float:
+    """To compute what of the common prefix is not there."""
+    there = min(max(ask.matched.get(replica.number, 0) for ask in group.asks), group.common)
+    return replica.prefill_s(group.common - there, there)
+
+
+def _own_s(ask: Ask, common: int, replica: Replica) -> float:
+    there = max(ask.matched.get(replica.number, 0), common)
+    answer_s = replica.decode_s(replica.expected_output(ask.request), ask.length)
+    return replica.prefill_s(max(ask.length - there, 0), there) + answer_s

@@ -11,22 +11,118 @@ requests of the same prefix, which come meanwhile, find it there when their turn
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
-from bros.core.errors import EngineDeadError
+from bros.core.errors import ConfigError, EngineDeadError
 from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest
-from bros.router.balance import Balancer
-from bros.router.cost import Cost, cost_of
+from bros.router.balance import Balancer, Planner, PlanReport
+from bros.router.e2 import E2, Cost, LeastLoaded, OraclePartition, RoundRobin, cost_of, place_group
 from bros.router.forest import Cache, Forest, Node
-from bros.router.groups import place_group
-from bros.router.ledger import Ledger
-from bros.router.notices import take_notice
-from bros.router.planned import Planner, PlanReport
-from bros.router.replica import Origin, Replica, Waits, Work
-from bros.router.settings import Decision, ReplicaFacts, RouterSettings
-from bros.router.state import Ask, RoutingPolicy, State
+from bros.router.state import (
+    ROUTERS,
+    Ask,
+    Decision,
+    Ledger,
+    Origin,
+    Replica,
+    ReplicaFacts,
+    RouterSettings,
+    RoutingPolicy,
+    State,
+    Waits,
+    Work,
+)
+
+# ---- What replicas say of their caches, in the forest.
+#
+#     path of request r    [ node a ][ node b ][ node c ]
+#     (r, all)               there     there     there
+#     (r, a + half of b)     there     half      gone         nodes after what is kept are gone too
+#
+# A notice says how things are and not what has changed, and of each request the latest one counts:
+# repeated ones and old ones change nothing. One that is lost leaves the forest wrong until the next
+# digest, which is everything that the replica has.
+
+
+def take_notice(forest: Forest, replica: Replica, notice: Notice) -> None:
+    """Have the forest say what a replica says."""
+    if notice.version > replica.version:
+        replica.version = notice.version
+        replica.running, replica.slowdown = notice.running, notice.slowdown
+    if notice.version <= replica.digest_version:
+        return
+    if notice.full:
+        replica.digest_version = notice.version
+        _take_digest(forest, replica, notice)
+        return
+    for request_id, kept in notice.kept:
+        origin = replica.origins.get(request_id)
+        if origin is not None and origin.version < notice.version:
+            origin.version = notice.version
+            _keep(forest, replica, request_id, origin, kept)
+
+
+def _keep(forest: Forest, replica: Replica, request_id: str, origin: Origin, kept: int) -> None:
+    """Of a request's path, so many tokens are there."""
+    work = replica.works.get(request_id)
+    if work is not None and not work.begun:
+        return  # what it is going to compute counts as there
+    if kept:
+        origin.leaf = forest.revive(origin.leaf)
+    leaf = node = origin.leaf
+    number = replica.number
+    while node.parent is not None:
+        parent, tokens = node.parent, min(kept, node.end) - node.start
+        if tokens > 0 and node.cached.get(number) == tokens == node.end - node.start:
+            break  # and all before it
+        if node.alive:
+            forest.mark(node, number, max(tokens, 0))
+        if tokens <= 0 and work is None:
+            origin.leaf = parent
+        node = parent
+    forest.prune(leaf)
+
+
+def _take_digest(forest: Forest, replica: Replica, notice: Notice) -> None:
+    """What it names is there, and what requests that run have or are going to have."""
+    number, origins = replica.number, replica.origins
+    named = {request_id: kept for request_id, kept in notice.kept if request_id in origins}
+    for request_id in named:
+        origin = origins[request_id]
+        origin.version = notice.version
+        origin.leaf = forest.revive(origin.leaf)  # which may split nodes: before any is looked at
+        origins.move_to_end(request_id)
+    there: dict[Node, int] = {}
+    for request_id, kept in named.items():
+        _collect(origins[request_id].leaf, kept, there)
+    for work in replica.works.values():
+        _collect(work.leaf, work.leaf.end, there)
+    for request_id in [
+        other for other in origins if not (other in named or other in replica.works)
+    ]:
+        del origins[request_id]
+    for node, tokens in there.items():
+        if node.cached.get(number) != tokens:
+            forest.mark(node, number, tokens)
+    for node in [node for node in forest.caches[number].nodes if node not in there]:
+        forest.mark(node, number, 0)
+    for request_id in named:
+        forest.prune(origins[request_id].leaf)
+
+
+def _collect(leaf: Node, kept: int, there: dict[Node, int]) -> None:
+    """Note of a path what is kept."""
+    node = leaf
+    while node.parent is not None:
+        tokens = min(kept, node.end) - node.start
+        if tokens > 0:
+            if there.get(node) == node.end - node.start:
+                return
+            there[node] = max(there.get(node, 0), tokens)
+        node = node.parent
+
 
 _MANY_PARKED = 100_000
 
@@ -304,3 +400,32 @@ def _groups(requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]:
         if hints.grouped and hints.program:
             found.setdefault((hints.program, hints.depth, request.cache_salt), []).append(request)
     return [group for group in found.values() if len(group) > 1]
+
+
+# ---- Puts a router together.
+
+
+def make_fleet(
+    policy: str,
+    settings: RouterSettings | None = None,
+    block_size: int = 16,
+    oracle: Callable[[EngineRequest], int] | None = None,
+) -> Fleet:
+    """A fleet without replicas. oracle: see OraclePartition, for policy "oracle".
+
+    Raises ConfigError if there is no such policy.
+    """
+    settings = settings or RouterSettings()
+    return Fleet(_policy(policy, oracle), settings, block_size, balances=policy == "e2")
+
+
+def _policy(name: str, oracle: Callable[[EngineRequest], int] | None) -> RoutingPolicy:
+    if name == "e2":
+        return E2()
+    if name == "rr":
+        return RoundRobin()
+    if name == "least":
+        return LeastLoaded()
+    if name == "oracle" and oracle is not None:
+        return OraclePartition(oracle)
+    raise ConfigError(f"--router: {name!r} is not one of {', '.join(ROUTERS)}")

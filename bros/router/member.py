@@ -13,7 +13,7 @@ from bros.core.errors import EngineDeadError, OverloadedError
 from bros.core.interfaces import EngineInfo, EngineStats, Notice, Prices, WatchableClient
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.engine.client import OutputStream
-from bros.router.settings import ReplicaFacts
+from bros.router.state import ReplicaFacts
 from bros.router.totals import counters, total_stats
 
 _LEAST_LEFT_S = 0.001

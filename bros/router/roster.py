@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError, InvalidRequestError, NotFoundError
 from bros.core.interfaces import EngineStats, Notice, WatchableClient
+from bros.router.balance import PlanReport
 from bros.router.fleet import Fleet
 from bros.router.member import Member, ReplicaState, Restart, Routed
-from bros.router.planned import PlanReport
 from bros.router.totals import total_stats
 
 logger = logging.getLogger(__name__)

@@ -3,14 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from bros.core.errors import OverloadedError, QueueFullError
-from bros.core.request import ServiceClass, Slo
-from bros.scheduler.counters import ClassCounters
-from bros.scheduler.limits import objectives
+from bros.core.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+    QueueFullError,
+)
+from bros.core.request import EngineRequest, ServiceClass, Slo
+from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.policies import Policy
-from bros.scheduler.queues import Queues
-from bros.scheduler.state import RequestState
+from bros.scheduler.state import Queues, RequestState, arrived_s
+
+# ---- What a request may ask for, and how much one step may hold.
+
+
+def objectives(
+    request: EngineRequest, service_class: ServiceClass, default: Slo, now: float
+) -> Slo:
+    """What a request is held to that comes now, if it is served as `service_class`.
+
+    Best-effort requests are held to nothing but a deadline for the whole; real-time ones to a
+    first token and a pace, see `paced`: the rest of an answer has what is left of the time.
+    """
+    asked = request.slo
+    if service_class is ServiceClass.BE:
+        return Slo(deadline_s=asked.deadline_s)
+    left_s = asked.deadline_s
+    if request.resumed and left_s is not None:
+        left_s += arrived_s(request, now) - now
+    most_tokens = max(1, (request.sampling.max_tokens or 1) - request.resumed)
+    found = paced(Slo(asked.ttft_s, asked.tpot_s, left_s), most_tokens, default)
+    return Slo(found.ttft_s, found.tpot_s, asked.deadline_s)
+
+
+def paced(asked: Slo, most_tokens: int, default: Slo) -> Slo:
+    """A first token and a pace, asked for or by default, both tightened by one factor if the last
+    of `most_tokens` would be after the deadline otherwise, unless that is lost already."""
+    ttft_s = asked.ttft_s or default.ttft_s
+    tpot_s = asked.tpot_s or default.tpot_s
+    due_s = asked.deadline_s
+    if due_s is not None and due_s > 0.0 and ttft_s is not None and tpot_s is not None:
+        scale = min(1.0, due_s / (ttft_s + (most_tokens - 1) * tpot_s))
+        ttft_s, tpot_s = scale * ttft_s, scale * tpot_s
+    return Slo(ttft_s, tpot_s, due_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds given by the model, the memory and the operator.
+
+    max_model_len: most tokens of prompt and output together; never more than KV memory holds.
+    max_num_seqs, max_batch_tokens: bounds of one step. max_queue: waiting requests per class.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    max_batch_tokens: int
+    max_queue: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise InvalidRequestError or PromptTooLongError if a request can never be served."""
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise InvalidRequestError("The prompt is empty.", param="prompt")
+        if len(prompt) >= self.max_model_len:
+            raise PromptTooLongError(len(prompt), self.max_model_len)
+        _check_resumed(request)
+        params = request.sampling
+        self._check_ids("prompt", min(prompt), max(prompt))
+        if params.stop_token_ids:
+            stops = params.stop_token_ids
+            self._check_ids("stop_token_ids", min(stops), max(stops))
+            if params.min_tokens and len(self.eos_token_ids.union(stops)) >= self.vocab_size:
+                raise InvalidRequestError(
+                    "stop_token_ids leaves no token to choose before min_tokens.",
+                    param="stop_token_ids",
+                )
+        if params.logit_bias:
+            self._check_ids("logit_bias", min(params.logit_bias), max(params.logit_bias))
+
+    def _check_ids(self, param: str, lowest: int, highest: int) -> None:
+        if lowest < 0 or highest >= self.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidRequestError(
+                f"{param}: token id {wrong} is outside the vocabulary [0, {self.vocab_size}).",
+                param=param,
+            )
+
+
+def _check_resumed(request: EngineRequest) -> None:
+    """Raise InvalidRequestError unless what is resumed is an answer that has not ended."""
+    resumed, most = request.resumed, request.sampling.max_tokens
+    if not 0 <= resumed < len(request.prompt_token_ids):
+        raise InvalidRequestError(
+            f"resumed must be in [0, {len(request.prompt_token_ids)}), got {resumed}: "
+            "something has to come before the answer.",
+            param="resumed",
+        )
+    if most is not None and resumed >= most:
+        raise InvalidRequestError(
+            f"resumed ({resumed}) must be less than max_tokens ({most}): the answer is complete.",
+            param="resumed",
+        )
+    if request.fill and resumed:
+        raise InvalidRequestError("A fill has no answer to resume.", param="resumed")
 
 
 class Admission:
@@ -55,3 +155,20 @@ class Admission:
                 raise
             self._counters[used].relegated += 1
             state.relegate(used, objectives(state.request, used, self._default_slo, now))
+
+
+# ---- What a best-effort request is held to that becomes real-time on its way.
+
+
+def promoted_objectives(state: RequestState, asked: Slo, default: Slo, now: float) -> Slo:
+    """All of them counted from `now`, the defaults filled in as for any real-time request.
+
+    Without a deadline for the whole, the one that it had still holds: what is left of it, which
+    is negative if it is lost already.
+    """
+    before_s = state.slo.deadline_s
+    if asked.deadline_s is None and before_s is not None:
+        left_s = state.record.arrival_s + before_s - now
+        asked = Slo(asked.ttft_s, asked.tpot_s, left_s)
+    longest = state.request.sampling.max_tokens or 1
+    return paced(asked, max(1, longest - state.num_outputs), default)

@@ -13,20 +13,21 @@ from bros.core.interfaces import EngineInfo
 from bros.core.request import ServiceClass
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.prefix_cache import PrefixCache
+from bros.scheduler.admission import Limits
 from bros.scheduler.cost_model import CostModel, StepTimePredictor
-from bros.scheduler.counters import ClassCounters
-from bros.scheduler.limits import Limits
+from bros.scheduler.metrics import ClassCounters
+from bros.scheduler.packing import Bounds, Rules
 from bros.scheduler.policies import Policy
-from bros.scheduler.policies.bros import BrosPolicy, BrosSettings
-from bros.scheduler.policies.edf import EdfPolicy
-from bros.scheduler.policies.fcfs import FcfsPolicy
-from bros.scheduler.policies.overload import OverloadGuard, Room
-from bros.scheduler.policies.prefix_groups import PrefixGroups
-from bros.scheduler.policies.priority import PriorityPolicy
-from bros.scheduler.policies.rr import RoundRobinPolicy
+from bros.scheduler.policies.baselines import (
+    EdfPolicy,
+    FcfsPolicy,
+    PriorityPolicy,
+    RoundRobinPolicy,
+)
+from bros.scheduler.policies.best_effort_order import PrefixGroups
+from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, OverloadGuard, Room
 from bros.scheduler.prefixes import look_up
 from bros.scheduler.scheduler import Scheduler
-from bros.scheduler.selection import Bounds, Rules
 from bros.scheduler.state import RequestState
 
 _ORDER_POLICIES = (FcfsPolicy, PriorityPolicy, RoundRobinPolicy, EdfPolicy)

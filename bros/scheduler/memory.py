@@ -13,10 +13,10 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bros.core.request import ServiceClass
-from bros.kvcache.checkpoints import Loss
+from bros.kvcache.blocks import Side
+from bros.kvcache.host_pool import Loss
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.sharing import CommonPart
-from bros.kvcache.stacks import Side
 from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.state import RequestState
 

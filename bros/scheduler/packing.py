@@ -20,14 +20,335 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
-from typing import Generic
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
-from bros.scheduler.common_context import CommonContext, load_of
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
-from bros.scheduler.early import most_worthwhile
-from bros.scheduler.selection import EARLY, Bounds, C, Packing, Reservations
-from bros.scheduler.untimed import pack_untimed
+
+# ---- What packing is given, and what comes out of it: plain data and two protocols.
+
+
+class Candidate(Protocol):
+    """What packing looks at.
+
+    remaining: tokens to compute before the next one is sampled, num_cached tokens before them,
+    num_missing of which have to be brought back first. samples: one is sampled then at all.
+    early: it is a filler that nobody waits for, see Hints. running: it holds memory already.
+    late: its deadline is lost and counted already.
+    """
+
+    @property
+    def remaining(self) -> int: ...
+
+    @property
+    def num_cached(self) -> int: ...
+
+    @property
+    def num_missing(self) -> int: ...
+
+    @property
+    def samples(self) -> bool: ...
+
+    @property
+    def early(self) -> bool: ...
+
+    @property
+    def running(self) -> bool: ...
+
+    @property
+    def deadline_s(self) -> float: ...
+
+    @property
+    def late(self) -> bool: ...
+
+
+C = TypeVar("C", bound=Candidate)
+_C = TypeVar("_C", bound=Candidate, contravariant=True)
+
+
+class Reservations(Protocol[_C]):
+    """KV memory for the step that is packed: what is reserved here is selected."""
+
+    def look_up(self, candidate: _C) -> bool:
+        """For who holds no memory yet: sees what is cached of its prompt, and moves `num_cached`
+        and `remaining`. False if it should wait for others who compute more of it."""
+        ...
+
+    def reserve(self, candidate: _C, num_tokens: int) -> bool:
+        """True if the next `num_tokens` tokens fit, after what was reserved before."""
+        ...
+
+    @property
+    def refusal(self) -> str:
+        """Why the last reservation was refused: "memory", or "rows" if too many hold some."""
+        ...
+
+    def is_tight(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether a step of so many rows and tokens may cause copies to the host."""
+        ...
+
+    def free_slots(self, candidate: _C) -> int:
+        """Tokens of a candidate, missing ones included, for which nobody else's are copied to the
+        host; for the others about as many are."""
+        ...
+
+    @property
+    def num_copied(self) -> int:
+        """Tokens that reservations so far have caused to be copied to the host."""
+        ...
+
+    @property
+    def has_common_parts(self) -> bool:
+        """Whether there are cached tokens at all that several have."""
+        ...
+
+    @property
+    def sharing_changes(self) -> int:
+        """Another number whenever `common_parts` of anybody may have become something else."""
+        ...
+
+    def common_parts(self, candidate: _C) -> Sequence[tuple[Hashable, int]]:
+        """(what it is, tokens) of the pieces of its cached prefix that others have as well, in
+        their order: whoever has one has all of it, and those before it."""
+        ...
+
+    def may_cancel(self, candidate: _C) -> bool:
+        """False if others lost memory for its reservation, so that it stays."""
+        ...
+
+    def cancel(self, candidate: _C) -> None:
+        """Give a reservation back."""
+        ...
+
+
+EARLY = "early"
+"""Why a filler that nobody waits for does not begin: it would cost others too much now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Ablation switches. The defaults are what bros does.
+
+    chunked: prompts may be cut. early_return: the first urgent candidate that does not fit ends
+    the step, without filler (lines 11-12 of the algorithm). strict_rows: decode rows that
+    would be late in the next step may not exceed the batch size either. replace: filler may
+    take the row of the least urgent candidate that can wait (lines 25-32). abandon: a running
+    step with filler in it may be given up for a request that arrives.
+    min_chunk: smallest piece of a prompt worth a place, in tokens.
+    """
+
+    chunked: bool = True
+    early_return: bool = False
+    strict_rows: bool = False
+    replace: bool = True
+    abandon: bool = True
+    min_chunk: int = 16
+
+    @classmethod
+    def paper(cls) -> Rules:
+        return cls(chunked=False, early_return=True, strict_rows=True, abandon=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What one step may hold.
+
+    rows: batch size B. tokens: most tokens of all chunks. filler_s: most seconds of a step with
+    filler in it, and of one that serves late prompts; filler is added up to filler_share of
+    that. filler_credit_s: seconds that filler may take in any case; if there are any, also a
+    row, and the tokens of a smallest chunk. tbar_s: usual time of a step, for what is left to
+    the next ones.
+    """
+
+    rows: int
+    tokens: int
+    filler_s: float = math.inf
+    filler_share: float = 1.0
+    filler_credit_s: float = 0.0
+    tbar_s: float = 0.0
+    rules: Rules = field(default_factory=Rules)
+
+
+@dataclass(slots=True)
+class Packing(Generic[C]):
+    """What came out.
+
+    selected: (candidate, tokens), urgent first. load, urgent_s, seconds: the predicted step,
+    its urgent part and the whole. violated: a decode row will be late because of the others
+    (or the early return was taken). full: the batch size kept a candidate out. passed_over:
+    (candidate, reason) of those looked at; urgent_stop, filler_stop: why the rest was not.
+    owed: filler got time that it had been owed, so this step should not be given up.
+    """
+
+    selected: list[tuple[C, int]] = field(default_factory=list)
+    load: StepLoad = field(default_factory=StepLoad)
+    num_urgent: int = 0
+    urgent_s: float = 0.0
+    seconds: float = 0.0
+    violated: bool = False
+    full: bool = False
+    owed: bool = False
+    passed_over: list[tuple[C, str]] = field(default_factory=list)
+    urgent_stop: str | None = None
+    filler_stop: str | None = None
+
+
+# ---- Packing for policies that do not ask how long a step takes: in order, while there is room.
+
+
+def pack_untimed(
+    urgent: Iterable[C],
+    filler: Iterable[C],
+    bounds: Bounds,
+    memory: Reservations[C],
+    *,
+    exclusive: bool,
+) -> Packing[C]:
+    """See packing.pack. A candidate that finds no memory is passed over."""
+    packing: Packing[C] = Packing()
+    tokens_left = _fill(packing, urgent, bounds, memory, bounds.tokens)
+    packing.num_urgent = len(packing.selected)
+    if not (exclusive and packing.selected):
+        _fill(packing, filler, bounds, memory, tokens_left)
+    return packing
+
+
+def _fill(
+    packing: Packing[C],
+    candidates: Iterable[C],
+    bounds: Bounds,
+    memory: Reservations[C],
+    tokens_left: int,
+) -> int:
+    """Returns how many tokens are left then."""
+    selected = packing.selected
+    for candidate in candidates:
+        if tokens_left == 0 or len(selected) == bounds.rows:
+            packing.full |= tokens_left > 0
+            packing.urgent_stop = packing.filler_stop = "rows" if tokens_left else "tokens"
+            break
+        if not (candidate.running or memory.look_up(candidate)):
+            packing.passed_over.append((candidate, "prefix"))
+            continue
+        num_tokens = min(candidate.remaining, tokens_left)
+        if memory.reserve(candidate, num_tokens):
+            selected.append((candidate, num_tokens))
+            tokens_left -= num_tokens
+        else:
+            packing.passed_over.append((candidate, memory.refusal))
+    return tokens_left
+
+
+# ---- How much of a prompt whose rest is not there yet is computed beside others (Hints.early).
+#
+# What it costs the step, against what it spares one full of prompts later:
+#
+#     seconds                                      seconds
+#       |          ____ step with n more tokens      |               / step with n more tokens
+#       |        .'                                  |            .'
+#       |_______'.....  half of what n tokens        |          .'  ..  half of what n tokens spare
+#       |    ....'      spare                        |        .' ...
+#       |....                                        |______.'..
+#       +-----------|--------- n                     +---------------- n
+#          weights are read: up to here              every token costs the same: nothing
+
+
+_WORTH = 0.5
+"""Others are made slower by no more than this share of what is spared."""
+
+_MANY_TOKENS = 512
+"""In a step with so many the weights are no longer what takes the time."""
+
+
+def most_worthwhile(
+    sizes: range, added_seconds: Callable[[int], float], predictor: StepTimePredictor
+) -> int:
+    """The largest of the sizes (in tokens, rising) that costs others little; 0 if none does.
+
+    added_seconds: by which so many tokens make the step longer, on the safe side.
+    """
+    spared_s = predictor.safety_factor * predictor.added_prefill_seconds(_MANY_TOKENS)
+    worth_s = _WORTH * spared_s / _MANY_TOKENS
+    count = bisect.bisect_left(sizes, True, key=lambda n: added_seconds(n) > n * worth_s)
+    return sizes[count - 1] if count else 0
+
+
+# ---- What decode rows of a step have in common in their caches, and read once for all.
+#
+#     row 0   [ a  512 ][ b  64 ] ...        pieces of prefixes, see KvCacheManager.common_parts
+#     row 1   [ a  512 ][ b  64 ] ...
+#     row 2   [ a  512 ][ c  96 ] ...        2 x 512 + 64 tokens fewer; c is only read by row 2
+#
+# Kernels look for common prefixes in the step that they are given (Grouping). What is counted here
+# they find: pieces that are long enough by themselves, of enough rows. They find more where several
+# short pieces come after each other, and where prompt chunks read the same.
+
+
+class CommonContext(Generic[C]):
+    """The rows of a step that is packed, and which pieces they have.
+
+    exists: two requests have something in common, and the predictor asks what. Else nothing is
+    counted.
+    """
+
+    def __init__(self, memory: Reservations[C], predictor: StepTimePredictor) -> None:
+        self._memory = memory
+        self._grouping = predictor.grouping
+        self.exists = self._grouping is not None and memory.has_common_parts
+        self._changes = memory.sharing_changes
+        self._rows: dict[C, Sequence[tuple[Hashable, int]]] = {}
+        self._counts: dict[Hashable, int] = {}
+        if self._grouping is not None:
+            self._least_tokens = self._grouping.min_blocks * self._grouping.block_size
+            self._least_rows = self._grouping.min_rows
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether somebody has come or gone meanwhile who has something in common with others."""
+        return self._grouping is not None and self._memory.sharing_changes != self._changes
+
+    def join(self, row: C) -> int:
+        """One more row; how many fewer tokens are read than if it and the others before it had
+        nothing to do with each other."""
+        parts = self._memory.common_parts(row) if self.exists else ()
+        if not parts:
+            return 0
+        self._rows[row] = parts
+        counts, saved = self._counts, 0
+        for part, tokens in parts:
+            if tokens >= self._least_tokens:
+                count = counts[part] = counts.get(part, 0) + 1
+                saved += self._saved(count, tokens)
+        return saved
+
+    def leave(self, row: C) -> int:
+        """One of them is not in the step any more; what it would save by joining again."""
+        saved = 0
+        for part, tokens in self._rows.pop(row, ()):
+            if tokens >= self._least_tokens:
+                saved += self._saved(self._counts[part], tokens)
+                self._counts[part] -= 1
+        return saved
+
+    def _saved(self, count: int, tokens: int) -> int:
+        """By the last of so many rows that have a piece."""
+        if count <= self._least_rows:
+            return tokens * (count - 1) if count == self._least_rows else 0
+        return tokens
+
+
+def load_of(chosen: Sequence[tuple[C, int]], common: CommonContext[C]) -> StepLoad:
+    """Of candidates and so many tokens of each; without copies to the host.
+
+    common: without rows so far.
+    """
+    load = StepLoad()
+    for candidate, num_tokens in chosen:
+        complete = candidate.samples and num_tokens == candidate.remaining
+        shared = common.join(candidate) if num_tokens == 1 else 0
+        load.add(num_tokens, candidate.num_cached, complete, shared, candidate.num_missing)
+    return load
 
 
 def pack(

@@ -2,18 +2,151 @@
 
 from __future__ import annotations
 
+import heapq
 from array import array
-from collections.abc import Container, Mapping
-from dataclasses import replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from bros.core.request import EngineRequest, ServiceClass
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.prefix_cache import extend_keys
 from bros.kvcache.sharing import NO_MATCH
-from bros.scheduler.counters import ClassCounters
-from bros.scheduler.kept import Kept
-from bros.scheduler.selection import Packing
+from bros.scheduler.metrics import ClassCounters
+from bros.scheduler.packing import Packing
 from bros.scheduler.state import RequestState
+
+# ---- What requests leave in the prefix cache for somebody who will come back (Hints.keep_s).
+#
+#     entries     "a" until 7 s    "b" until 9 s       the oldest one is released first
+#                       |                |
+#     keys     k0 - k1 - k2       k0 - k1 - k2' - k3'
+#              `--------`---------`--------`            held once, and counted once
+#
+# The cache evicts these blocks after all others that are idle, but before any request loses
+# anything: keeping costs nothing but what else could have stayed in the cache.
+
+
+_MANY_STALE = 64
+
+
+class Keeper(Protocol):
+    """The cache; KvCacheManager is one."""
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Keys of blocks, each after those before it."""
+        ...
+
+    def keep_no_more(self, keys: Iterable[bytes]) -> None:
+        """Each before those before it."""
+        ...
+
+
+@dataclass(slots=True)
+class _Link:
+    """A key. uses: entries that end here, and keys right after it."""
+
+    parent: bytes | None
+    uses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """until_s: in the clock of `now`. number: of entries before it."""
+
+    last_key: bytes
+    until_s: float
+    number: int
+
+
+class Kept:
+    """Entries by the id of the request that left them.
+
+    max_blocks: most different blocks that are kept at once. max_entries: most requests.
+    """
+
+    def __init__(self, cache: Keeper, max_blocks: int, max_entries: int = 10_000) -> None:
+        self._cache = cache
+        self._max_blocks = max_blocks
+        self._max_entries = max_entries
+        self._entries: dict[str, _Entry] = {}  # in the order of their numbers
+        self._links: dict[bytes, _Link] = {}
+        self._ends: list[tuple[float, int, str]] = []  # (until_s, number, id), with stale ones
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def keep(self, request_id: str, keys: Sequence[bytes], until_s: float) -> None:
+        """Keep the blocks of a request; instead of what was kept by this id, if anything is.
+
+        keys: of its full blocks from the first one on, see `extend_keys`. What is beyond
+        max_blocks is not kept.
+        """
+        self.release(request_id)
+        keys = keys[: self._max_blocks]
+        if not keys:
+            return
+        known = len(keys)
+        while known and keys[known - 1] not in self._links:
+            known -= 1
+        for index in range(known, len(keys)):
+            self._links[keys[index]] = _Link(keys[index - 1] if index else None)
+            if index:
+                self._links[keys[index - 1]].uses += 1
+        self._links[keys[-1]].uses += 1
+        self._cache.keep(keys[known:])
+        self._count += 1
+        self._entries[request_id] = _Entry(keys[-1], until_s, self._count)
+        heapq.heappush(self._ends, (until_s, self._count, request_id))
+        while len(self._links) > self._max_blocks or len(self._entries) > self._max_entries:
+            self.release(next(iter(self._entries)))
+        self._forget_stale()
+
+    def release(self, request_id: str) -> None:
+        """What a request has left is not kept any more, but as far as others keep it."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        links, gone = self._links, []
+        key: bytes | None = entry.last_key
+        while key is not None:
+            links[key].uses -= 1
+            if links[key].uses:
+                break
+            gone.append(key)
+            key = links.pop(key).parent
+        self._cache.keep_no_more(gone)
+
+    def expire(self, now: float) -> None:
+        """Release all whose time is over."""
+        while self._ends and self._ends[0][0] <= now:
+            _, number, request_id = heapq.heappop(self._ends)
+            entry = self._entries.get(request_id)
+            if entry is not None and entry.number == number:
+                self.release(request_id)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every key is used, as often as it says, and bounds hold."""
+        uses = dict.fromkeys(self._links, 0)
+        for link in self._links.values():
+            if link.parent is not None:
+                uses[link.parent] += 1
+        for entry in self._entries.values():
+            uses[entry.last_key] += 1
+        assert all(link.uses == uses[key] > 0 for key, link in self._links.items())
+        assert len(self._links) <= self._max_blocks and len(self._entries) <= self._max_entries
+        numbers = [entry.number for entry in self._entries.values()]
+        assert numbers == sorted(numbers), "the oldest one comes first"
+
+    def _forget_stale(self) -> None:
+        """Drop ends of entries that were released; they may be hours away."""
+        if len(self._ends) > 2 * len(self._entries) + _MANY_STALE:
+            self._ends = [
+                (entry.until_s, entry.number, request_id)
+                for request_id, entry in self._entries.items()
+            ]
+            heapq.heapify(self._ends)
 
 
 def look_up(kv: KvCacheManager, state: RequestState) -> None:

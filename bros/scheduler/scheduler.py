@@ -12,30 +12,203 @@ computed what is in the plan. What the step gets is settled when it is packed.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from array import array
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from bros.core.errors import InvalidRequestError
-from bros.core.interfaces import EngineStats, RequestTrace
+from bros.core.interfaces import EngineStats, Notice, RequestTrace
 from bros.core.plan import PENDING, Chunk, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
-from bros.scheduler import ahead
-from bros.scheduler.admission import Admission
-from bros.scheduler.counters import ClassCounters
-from bros.scheduler.endings import failed, given_up
-from bros.scheduler.limits import Limits, objectives
+from bros.scheduler import scheduler as ahead
+from bros.scheduler.admission import Admission, Limits, objectives, promoted_objectives
+from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.memory import StepMemory
-from bros.scheduler.notices import Notices
+from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.packing import pack
-from bros.scheduler.policies import Policy
+from bros.scheduler.policies import Policy, Turn
 from bros.scheduler.prefixes import Prefixes
-from bros.scheduler.promotion import promoted_objectives
-from bros.scheduler.queues import Queues
-from bros.scheduler.snapshot import take_snapshot
-from bros.scheduler.state import RequestState, due_from_s
-from bros.scheduler.steps import StepLedger
+from bros.scheduler.state import SIDES, Queues, RequestState, due_from_s
+from bros.scheduler.steps import Step, StepLedger
+
+# ---- A step that is planned while the one before it runs.
+#
+# Plans run in their order, so whatever the running step computes is there for the next one:
+#
+#     its tokens     count as computed when they were committed, and others may share them already
+#     its samples    are PENDING: nobody knows them yet, but there will be one for each
+#     its end        is predicted: the next step begins then, and deadlines are judged as of then
+#
+# What turns out otherwise (a stop token, an error, an abort) costs a row that runs for nothing.
+
+
+def can_be_foreseen(step: Step) -> bool:
+    """Whether the next step can do without knowing what this one samples."""
+    selected = step.packing.selected
+    return not any(state.needs_history and state.remaining == 0 for state, _ in selected)
+
+
+def foresee(step: Step, prefixes: Prefixes, ends_s: float) -> None:
+    """Let the requests of the running step go on as if it were done, which it will be at `ends_s`.
+
+    All tokens that it computes are known by now, though some were not when it was planned: they
+    were sampled by the one before it. So prefixes are published as early as if steps did not
+    overlap; who finds them reads them in a later step. And before the next step takes memory,
+    because from then on a request may have lost some of what it has computed here.
+    """
+    if not step.foreseen:
+        step.foreseen = True
+        prefixes.publish(step.packing, ())
+        for state, _ in step.packing.selected:
+            # Also if it has left meanwhile, which is all the same.
+            if state.samples and state.remaining == 0:
+                state.expect_output(ends_s)
+
+
+def turn_behind(turn: Turn) -> Turn:
+    """The same without those that only wait for their end, for a step behind another one."""
+    urgent, filler = filter(_has_more, turn.urgent), filter(_has_more, turn.filler)
+    return dataclasses.replace(turn, urgent=urgent, filler=filler)
+
+
+def _has_more(state: RequestState) -> bool:
+    return len(state.token_ids) < state.max_length if state.samples else state.remaining > 0
+
+
+# ---- The last outputs of requests that did not get all that they asked for.
+
+
+def failed(state: RequestState, error: str) -> RequestOutput:
+    """Something went wrong with it in a step."""
+    return RequestOutput(request_id=state.request_id, finish_reason=FinishReason.ERROR, error=error)
+
+
+def given_up(state: RequestState, retry_s: float) -> RequestOutput:
+    """It could not be served in time; it may come back after `retry_s`."""
+    return RequestOutput(
+        request_id=state.request_id,
+        finish_reason=FinishReason.ERROR,
+        error="The server was too busy to answer within this request's time objective.",
+        retry_after_s=retry_s,
+    )
+
+
+# ---- What an engine says about itself at one moment.
+
+
+def take_snapshot(
+    steps: StepLedger,
+    policy: Policy,
+    kv: KvCacheManager,
+    queues: Queues,
+    counters: Mapping[ServiceClass, ClassCounters],
+) -> EngineStats:
+    """Steps, queues, memory and counters of a scheduler."""
+    running = {cls: 0 for cls in ServiceClass}
+    kv_blocks = {cls: 0 for cls in ServiceClass}
+    for state in queues.running:
+        running[state.service_class] += 1
+        kv_blocks[state.service_class] += kv.blocks_of(state.request_id)
+    rows, resets = policy.batch_size
+    predictor = policy.predictor
+    return EngineStats(
+        steps=steps.count - steps.abandoned,
+        step_s=steps.seconds,
+        predicted_s=steps.predicted_s,
+        step_error_s=steps.error_s,
+        be_tax_s=steps.be_tax_s,
+        abandoned_steps=steps.abandoned,
+        abandoned_s=steps.abandoned_s,
+        safety_factor=predictor.safety_factor if predictor else 1.0,
+        batch_size=rows,
+        batch_resets=resets,
+        kv_blocks_used=kv.num_used_blocks,
+        kv_blocks_total=kv.num_blocks,
+        kv_blocks_shared=kv.num_shared_blocks,
+        kv_blocks_cached=kv.num_cached_blocks,
+        kv_blocks_parked=kv.num_parked_blocks,
+        host_kv_blocks_used=kv.num_host_blocks_used,
+        host_kv_blocks_total=kv.num_host_blocks,
+        by_class={
+            cls: each.snapshot(
+                running[cls],
+                len(queues.waiting[cls]),
+                kv_blocks[cls],
+                kv.num_evicted_blocks(SIDES[cls]),
+            )
+            for cls, each in counters.items()
+        },
+    )
+
+
+# ---- What whoever watches an engine is told of it: what is cached, and how busy it is.
+
+
+_EVERY_S, _DIGEST_S = 0.1, 10.0
+"""Least time between notices while the engine works, and most time between digests."""
+
+
+class Notices:
+    """Costs nothing until somebody watches. The first notice is a digest."""
+
+    def __init__(
+        self, kv: KvCacheManager, queues: Queues, predictor: StepTimePredictor | None
+    ) -> None:
+        self._kv = kv
+        self._queues = queues
+        self._predictor = predictor
+        self._watched = False
+        self._version = 0
+        self._load = (0, 0, 0, 0)
+        self._next_s = self._digest_s = 0.0
+
+    def watch(self) -> None:
+        """Keep account of changes from now on."""
+        if not self._watched:
+            self._watched = True
+            self._kv.watch()
+
+    def take(self, now: float, full: bool) -> Notice | None:
+        """What has changed since the last one, or everything; None if nothing has, or if nobody
+        watches."""
+        if not self._watched:
+            return None
+        full = full or self._version == 0
+        kept, load = self._kv.take_kept(full), self._load_now()
+        if not (full or kept or load != self._load):
+            return None
+        self._version += 1
+        self._load = load
+        self._next_s = now + _EVERY_S
+        if full:
+            self._digest_s = now + _DIGEST_S
+        running, waiting, used_blocks, cached_blocks = load
+        return Notice(
+            version=self._version,
+            full=full,
+            kept=tuple(kept.items()),
+            running=running,
+            waiting=waiting,
+            used_blocks=used_blocks,
+            cached_blocks=cached_blocks,
+            slowdown=self._predictor.slowdown if self._predictor else 1.0,
+        )
+
+    def due(self, now: float, rests: bool) -> Notice | None:
+        """The same after a step, if it is time for it. rests: there is nothing more to do."""
+        if not self._watched:
+            return None
+        full = now >= self._digest_s
+        return self.take(now, full) if full or rests or now >= self._next_s else None
+
+    def _load_now(self) -> tuple[int, int, int, int]:
+        waiting = sum(map(len, self._queues.waiting.values()))
+        kv = self._kv
+        return len(self._queues.running), waiting, kv.num_used_blocks, kv.num_cached_blocks
+
 
 _MAX_TRACES = 1000
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
-from bros.scheduler.queues import Queues
-from bros.scheduler.selection import EARLY, Packing
-from bros.scheduler.state import RequestState
+from bros.scheduler.packing import EARLY, Packing
+from bros.scheduler.state import Queues, RequestState
 
 
 @dataclass(slots=True)

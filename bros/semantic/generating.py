@@ -22,10 +22,10 @@ from bros.core.errors import (
 )
 from bros.core.interfaces import EngineClient
 from bros.core.request import FinishReason, Hints, SamplingParams, ServiceClass, Slo
-from bros.engine.generation import Generation, TextDelta, TextGenerator
 from bros.semantic.errors import FailedStage
 from bros.semantic.revival import Revival
 from bros.semantic.settings import SessionSettings
+from bros.text.generation import Generation, TextDelta, TextGenerator
 
 _LEAST_WAIT_S = 0.01
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.engine.local import open_local
 from bros.executor.model_store import default_cache_dir
 from bros.semantic.backend import Backend
 from bros.semantic.program import CallSpec, Criteria, SubmittedCall
 from bros.semantic.service import SessionService
 from bros.semantic.settings import SessionSettings
+from bros.transport.local import open_local
 
 _TENANT = ""
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bros.core.clock import Clock
-from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient
+from bros.core.request import IdGenerator
 from bros.semantic.live import LiveSession
 from bros.semantic.nodes import Turn
 from bros.semantic.prompt import Begun, Sharing

@@ -23,8 +23,6 @@ from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineClient
 from bros.core.request import Hints, ServiceClass
-from bros.engine.generation import TextGenerator
-from bros.engine.tokenizer import Tokenizer
 from bros.semantic import objectives
 from bros.semantic.actions import Abort, Action, Prefill, Promote, Settled, Start
 from bros.semantic.errors import Cause, FailedStage
@@ -39,6 +37,8 @@ from bros.semantic.prompting import Prompter, apply
 from bros.semantic.settings import SessionSettings
 from bros.semantic.template import Text
 from bros.semantic.viewing import call_state, class_name
+from bros.text.generation import TextGenerator
+from bros.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

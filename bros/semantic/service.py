@@ -10,10 +10,8 @@ from typing import Any
 
 from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError, NotFoundError
-from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient
-from bros.engine.generation import TextGenerator
-from bros.engine.tokenizer import Tokenizer
+from bros.core.request import IdGenerator
 from bros.semantic.errors import (
     ConflictError,
     SessionGoneError,
@@ -32,6 +30,8 @@ from bros.semantic.submission import Submission, Submitter, check_sampling
 from bros.semantic.viewing import view_session, view_variable
 from bros.semantic.views import SessionFigures, SessionView, VariableView
 from bros.semantic.waiting import WaitingRoom
+from bros.text.generation import TextGenerator
+from bros.text.tokenizer import Tokenizer
 
 _LOOK_S = 1.0
 _DELETED = "it was deleted."

@@ -2,48 +2,155 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bros.core.errors import BrosError
-from bros.server.errors import handle_expected, handle_http
-from bros.server.middleware import BearerAuth, ErrorBarrier, RequestLog
-from bros.server.routes import (
-    admin,
-    batches,
-    files,
-    generation,
-    models,
-    paper,
-    service,
-    session_requests,
-    session_variables,
-    sessions,
-    tokens,
-    traces,
-)
-from bros.server.state import ServerState
-from bros.server.tenants import Tenants
+from bros.core.errors import AuthenticationError, BrosError
+from bros.server.batches import routes as batches
+from bros.server.errors import describe, handle_expected, handle_http
+from bros.server.openai import routes as openai
+from bros.server.operations import routes as operations
+from bros.server.sessions import routes as sessions
+from bros.server.state import TENANT, ServerState, Tenants
+
+# ---- Pure ASGI middleware, so that streams and disconnects pass through untouched.
+
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("bros.access")
+
+OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
+"""Served without a key: the page that asks for one, and what probes and scrapers read."""
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_CLIENT_LEFT = 499
+
+
+class RequestLog:
+    """Gives every response an x-request-id, counts it and writes one line about it.
+
+    A client's own x-request-id is kept if it is printable ASCII of at most 128 characters.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState, routes: Sequence[Route]) -> None:
+        """routes: the ones whose paths metrics tell apart, `{id}` and the like as one."""
+        self._app = app
+        self._state = state
+        self._paths = frozenset(route.path for route in routes)
+        self._templates = [route for route in routes if route.param_convertors]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else self._state.ids.new("req")
+        started_s = self._state.clock.now()
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            status = _CLIENT_LEFT
+        finally:
+            self._state.metrics.http_request(self._label(scope["path"]), status)
+            access_logger.info(
+                "%s %s %d %.1f ms %s",
+                scope["method"],
+                # As it came: the decoded path could hold line breaks.
+                scope.get("raw_path", b"").decode("latin-1"),
+                status,
+                (self._state.clock.now() - started_s) * 1000,
+                request_id,
+            )
+
+    def _label(self, path: str) -> str:
+        if path in self._paths:
+            return path
+        matches = (route.path for route in self._templates if route.path_regex.match(path))
+        return next(matches, "other")
+
+
+class ErrorBarrier:
+    """The last resort: an exception nobody expected becomes a 500 and a traceback in the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise  # the server cuts the connection and logs it
+            logger.exception("%s failed", scope["path"])
+            await describe(error).to_response()(scope, receive, send)
+
+
+class BearerAuth:
+    """Asks for a key on every path that is not in OPEN_PATHS, and notes whose it is."""
+
+    def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
+        self._app = app
+        self._tenants = tenants
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            headers = dict(scope["headers"])
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            tenant = self._tenants.find(key.strip()) if scheme.lower() == b"bearer" else None
+            if tenant is None:
+                error = AuthenticationError(
+                    "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
+                )
+                await describe(error).to_response()(scope, receive, send)
+                return
+            scope[TENANT] = tenant
+        await self._app(scope, receive, send)
 
 
 def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. Whoever builds the state closes the engine afterwards."""
     routes = [
-        *(generation.ROUTES + models.ROUTES + tokens.ROUTES + traces.ROUTES),
-        *service.routes(
+        *openai.ROUTES,
+        *operations.TRACE_ROUTES,
+        *operations.service_routes(
             has_jobs=state.jobs is not None,
             has_sessions=state.sessions is not None,
             has_replicas=state.replicas is not None,
         ),
     ]
     if state.jobs is not None:
-        routes += files.ROUTES + batches.ROUTES
+        routes += batches.ROUTES
     if state.sessions is not None:
-        routes += sessions.ROUTES + session_requests.ROUTES + session_variables.ROUTES
-        routes += paper.ROUTES
+        routes += sessions.ROUTES
     if state.replicas is not None:
-        routes += admin.ROUTES
+        routes += operations.ADMIN_ROUTES
     middleware = [
         Middleware(RequestLog, state=state, routes=routes),
         Middleware(ErrorBarrier),

@@ -20,27 +20,24 @@ from bros.batch.store import Store, default_data_dir, open_store
 from bros.core.clock import SystemClock
 from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.errors import ConfigError
-from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineClient
-from bros.core.request import CHAT_SAMPLING
-from bros.engine.generation import TextGenerator
-from bros.engine.process_client import ProcessEngineClient
-from bros.engine.tokenizer import Tokenizer
+from bros.core.request import CHAT_SAMPLING, IdGenerator
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
 from bros.router.client import RouterClient
-from bros.router.scaling import ElasticReplicas
+from bros.router.elastic import ElasticReplicas
 from bros.scheduler.profiles import profile_folders
 from bros.semantic.service import SessionService
 from bros.semantic.settings import SessionSettings
 from bros.server.app import create_app
+from bros.server.batches.rows import RowAnswers
 from bros.server.cluster import ClusterReplicas, bounds_of, connect, elastic_here, is_elastic, many
-from bros.server.jobs import Jobs
-from bros.server.metrics import ServerMetrics
+from bros.server.operations.metrics import ServerMetrics
 from bros.server.replicas import LocalReplicas
-from bros.server.rows import RowAnswers
 from bros.server.serve import HttpServer, bind
-from bros.server.state import ServerState
-from bros.server.tenants import Tenants, load_tenants
+from bros.server.state import Jobs, ServerState, Tenants, load_tenants
+from bros.text.generation import TextGenerator
+from bros.text.tokenizer import Tokenizer
+from bros.transport.process_client import ProcessEngineClient
 
 logger = logging.getLogger("bros.server")
 
@@ -297,7 +294,7 @@ async def local_jobs(config: Config, store: Store) -> AsyncIterator[ServerState]
 
     Raises ConfigError or ModelError if the model cannot be loaded.
     """
-    from bros.engine.local import open_local  # late, as below
+    from bros.transport.local import open_local  # late, as below
 
     async with open_local(config.engine, cache_dir_of(config.server.data_dir), _say) as local:
         state = _state(
@@ -320,7 +317,7 @@ async def local_chat(config: Config) -> AsyncIterator[LocalChat]:
     Raises ConfigError or ModelError if the model cannot be loaded.
     """
     # Late, because it imports torch, which the server process does without.
-    from bros.engine.local import open_local
+    from bros.transport.local import open_local
 
     async with open_local(config.engine, cache_dir_of(config.server.data_dir), _say) as local:
         yield LocalChat(local.tokenizer, local.generator)

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 from bros.core.clock import Clock, SystemClock
 from bros.core.config import Config, ServerConfig
 from bros.core.errors import ConfigError
-from bros.engine.share import check_room, share_of
-from bros.router.elastic import ElasticSettings
+from bros.router.elastic import ElasticReplicas, ElasticSettings, MakeClient, StartableClient
 from bros.router.fleet import Fleet
-from bros.router.scaling import ElasticReplicas, MakeClient, StartableClient
 from bros.scheduler.profiles import available_cores
 from bros.server.replicas import MakeEngine, new_fleet, with_share_of_cores
+from bros.transport.node_allocation import check_room, share_of
 
 if TYPE_CHECKING:
-    from bros.engine.ray_cluster import Cluster
+    from bros.transport.ray import Cluster
 
 
 def bounds_of(config: ServerConfig) -> tuple[int, int]:
@@ -58,7 +57,7 @@ class ClusterReplicas(ElasticReplicas):
         settings: ElasticSettings | None = None,
     ) -> None:
         # Late: Ray need not be there.
-        from bros.engine.ray_client import RayEngineClient
+        from bros.transport.ray import RayEngineClient
 
         server = config.server
         settings = settings or settings_of(server)
@@ -98,7 +97,7 @@ def connect(address: str) -> Cluster:
         raise ConfigError("--cluster: Ray is not installed; try pip install 'bros[ray]'")
     try:
         # Late: Ray need not be there.
-        from bros.engine.ray_cluster import Cluster
+        from bros.transport.ray import Cluster
     except ImportError as error:
         raise ConfigError(f"--cluster: Ray cannot be loaded: {error}") from error
     return Cluster(address)

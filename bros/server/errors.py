@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bros.batch.errors import QuotaError, StoreError, StoreFullError
+from bros.batch.objects import QuotaError, StoreError, StoreFullError
 from bros.core.errors import (
     AuthenticationError,
     BrosError,

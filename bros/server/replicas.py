@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 from bros.core.clock import SystemClock
 from bros.core.config import Config, EngineConfig
-from bros.engine.process_client import ProcessEngineClient
-from bros.router.build import make_fleet
 from bros.router.client import RouterClient
-from bros.router.fleet import Fleet
-from bros.router.settings import RouterSettings
+from bros.router.fleet import Fleet, make_fleet
+from bros.router.state import RouterSettings
 from bros.scheduler.profiles import available_cores
+from bros.transport.process_client import ProcessEngineClient
 
 logger = logging.getLogger("bros.server")
 

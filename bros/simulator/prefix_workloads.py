@@ -12,15 +12,112 @@ tools, documents and so on is what its experiments had for two replicas (spec: P
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
+import json
 import random
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
+from bros.core.errors import ConfigError
+from bros.core.request import ServiceClass
 from bros.simulator.lengths import ClippedLogNormal, Lengths
-from bros.simulator.prefix_requests import Part, PrefixRequest, classes, poisson_times
+from bros.simulator.simulation import TOKEN
+from bros.simulator.traces import read_azure_trace
 from bros.simulator.workload import generator
+
+# ---- Requests whose prompts have beginnings in common: recipes now, tokens when they are needed.
+#
+# parts     [ system ][ tool 17 ][ question 4711 ]       parts of one name hold the same tokens
+# tokens    [ 160    ][ 1400    ][ 275           ]
+
+
+VOCAB = 1 << 16
+
+
+class Part(NamedTuple):
+    """A piece of a prompt. name: what it holds; None is an answer that has been given before."""
+
+    name: str | None
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixRequest:
+    """One request, yet without tokens.
+
+    time_s: when it comes, in seconds after the start, or when it would if `follows`, the number
+    of a request before it, has not ended by then: it comes after that. family: what a partition
+    that knows the workload goes by.
+    """
+
+    time_s: float
+    parts: tuple[Part, ...]
+    output_tokens: int
+    family: int
+    follows: int | None = None
+    service_class: ServiceClass = ServiceClass.RT
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+
+class PrefixLoad(Protocol):
+    """Where such requests come from."""
+
+    @property
+    def label(self) -> str:
+        """For people, e.g. `toolbench, 9 req/s`."""
+        ...
+
+    def requests(self, seed: int) -> Sequence[PrefixRequest]:
+        """All of them, sorted by time; `follows` are places in this order."""
+        ...
+
+
+def prompt_of(request: PrefixRequest, seed: int) -> array[int]:
+    """Its tokens, below VOCAB; the same in every process."""
+    prompt = array("i")
+    drawn = b"".join(_drawn(part, seed) for part in request.parts)
+    prompt.frombytes(np.frombuffer(drawn, dtype="<u2").astype(np.int32).tobytes())
+    return prompt
+
+
+def _drawn(part: Part, seed: int) -> bytes:
+    if part.name is None:
+        return TOKEN.to_bytes(2, "little") * part.tokens
+    return hashlib.shake_128(f"{seed}/{part.name}".encode()).digest(2 * part.tokens)
+
+
+def at_rate(times: Sequence[float], rate: float) -> list[float]:
+    """Recorded times, of which the first is 0, so that on average so many come per second; their
+    own rate is taken to be 1 if they came all at once."""
+    own_rate = len(times) / times[-1] if times[-1] else 1.0
+    return [time_s / (rate / own_rate) for time_s in times]
+
+
+def classes(count: int, be_share: float, rng: random.Random) -> list[ServiceClass]:
+    """Of so many requests, in their order; each is best-effort with that probability."""
+    return [ServiceClass.BE if rng.random() < be_share else ServiceClass.RT for _ in range(count)]
+
+
+def poisson_times(count: int, rate: float, rng: random.Random) -> list[float]:
+    """So many arrivals; at another rate their gaps are stretched."""
+    times, time_s = [], 0.0
+    for _ in range(count):
+        time_s += rng.expovariate(1.0) / rate
+        times.append(time_s)
+    return times
+
 
 EVEN, ZIPF, DATASET = POPULARITY = ("even", "zipf", "dataset")
 """Which families requests belong to: each is as likely; by rank, as 1 / rank ** 1.1; or as many to
@@ -291,3 +388,154 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
     }
 )
+
+
+# ---- Tools and videos at recorded times (Preble's mixed workload, figure 8).
+#
+#     code             |  |    | ||      toolbench      at the times of the Azure traces of 2023,
+#     all
+#     conversations     | |||  |   |     video          nearer together or further apart
+#
+# What people asked has not been published, so prompts are drawn as for these two workloads.
+
+
+CODE, CONVERSATIONS = "toolbench", "video"
+
+AzureTimes = tuple[tuple[float, str], ...]
+"""(seconds after the start of its file, workload), sorted."""
+
+
+def read_azure_times(code: Path, conversations: Path) -> AzureTimes:
+    """Of both files. Raises ConfigError naming the file and the line that is wrong."""
+    times = [(row.time_s, CODE) for row in read_azure_trace(code)]
+    times += [(row.time_s, CONVERSATIONS) for row in read_azure_trace(conversations)]
+    return tuple(sorted(times))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AzureLoad:
+    """The first `count` recorded times, at `rate` per second on average instead of their own."""
+
+    recorded: AzureTimes = field(repr=False)
+    rate: float
+    count: int
+    be_share: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return f"azure, {self.rate:g} req/s"
+
+    def requests(self, seed: int) -> list[PrefixRequest]:
+        recorded = self.recorded[: self.count]
+        times = at_rate([time_s for time_s, _ in recorded], self.rate)
+        served = classes(len(recorded), self.be_share, generator(seed, "classes"))
+        made = {
+            name: iter(published(name, 1, count=count).requests(seed))
+            for name, count in Counter(name for _, name in recorded).items()
+        }
+        return [
+            dataclasses.replace(
+                request := next(made[name]),
+                time_s=time_s,
+                family=2 * request.family + (name == CODE),
+                service_class=service_class,
+            )
+            for time_s, (_, name), service_class in zip(times, recorded, served, strict=True)
+        ]
+
+
+# ---- Recorded requests with their prefixes: JSON lines as in the Mooncake traces.
+#
+#     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [0, 46, 47, ...]}
+#
+# Milliseconds after the start, tokens, and one id per block of 512 tokens of the prompt, of which
+# equal ones hold the same tokens after the same tokens. The last block may be shorter.
+
+
+BLOCK_TOKENS = 512
+
+
+class TraceLine(NamedTuple):
+    """A request as recorded."""
+
+    time_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeLoad:
+    """The first `count` recorded requests, at `rate` per second on average instead of their own.
+
+    source: the file's name.
+    """
+
+    source: str
+    recorded: tuple[TraceLine, ...] = field(repr=False)
+    rate: float
+    count: int
+    be_share: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return f"{self.source}, {self.rate:g} req/s"
+
+    def requests(self, seed: int) -> list[PrefixRequest]:
+        lines = self.recorded[: self.count]
+        times = at_rate([line.time_s for line in lines], self.rate)
+        served = classes(len(lines), self.be_share, generator(seed, "classes"))
+        return [
+            PrefixRequest(
+                time_s=time_s,
+                parts=_parts(line),
+                output_tokens=line.output_tokens,
+                family=_family(line),
+                service_class=service_class,
+            )
+            for time_s, line, service_class in zip(times, lines, served, strict=True)
+        ]
+
+
+def read_mooncake_trace(path: Path) -> tuple[TraceLine, ...]:
+    """All lines, sorted by time. Raises ConfigError naming the file and the line that is wrong."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            lines = sorted(_lines(path, file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace: {path} cannot be read: {error}") from None
+    if not lines:
+        raise ConfigError(f"--trace: {path} has no requests")
+    first_s = lines[0].time_s
+    return tuple(line._replace(time_s=line.time_s - first_s) for line in lines)
+
+
+def _lines(path: Path, texts: Iterator[str]) -> Iterator[TraceLine]:
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        try:
+            yield _line(json.loads(text))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--trace: {path}, line {number}: {error!r}") from None
+
+
+def _line(content: dict[str, Any]) -> TraceLine:
+    blocks = tuple(int(block) for block in content["hash_ids"])
+    prompt_tokens, output_tokens = int(content["input_length"]), int(content["output_length"])
+    if prompt_tokens < 1 or output_tokens < 1 or content["timestamp"] < 0:
+        raise ValueError("lengths must be positive, and times not negative")
+    if len(blocks) != -(-prompt_tokens // BLOCK_TOKENS):
+        raise ValueError(f"{len(blocks)} hash_ids are not {prompt_tokens} tokens")
+    return TraceLine(content["timestamp"] / 1e3, prompt_tokens, output_tokens, blocks)
+
+
+def _parts(line: TraceLine) -> tuple[Part, ...]:
+    full = [Part(f"block {block}", BLOCK_TOKENS) for block in line.blocks[:-1]]
+    rest = line.prompt_tokens - BLOCK_TOKENS * len(full)
+    return (*full, Part(f"block {line.blocks[-1]}", rest))
+
+
+def _family(line: TraceLine) -> int:
+    """What follows the beginning that all have in common."""
+    return line.blocks[min(1, len(line.blocks) - 1)]

@@ -9,26 +9,173 @@ that are open then stay in the records, with the tokens they got.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import heapq
+import math
+import random
 import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bros.core.clock import ManualClock
-from bros.core.errors import OverloadedError, QueueFullError
-from bros.core.interfaces import EngineStats
+from bros.core.config import EngineConfig
+from bros.core.config_sources import near_matches
+from bros.core.errors import ConfigError, OverloadedError, QueueFullError
+from bros.core.interfaces import EngineInfo, EngineStats
+from bros.core.plan import SEGMENT_WIDTH, Chunk, SampledToken, StepPlan, StepResult
 from bros.core.request import (
     EngineRequest,
     FinishReason,
     RequestOutput,
     SamplingParams,
     ServiceClass,
+    Slo,
 )
 from bros.engine.engine import Engine
-from bros.simulator.sim_executor import SimExecutor
-from bros.simulator.workload import Arrival, BeLoad, Size, generator
+from bros.scheduler.build import build_scheduler
+from bros.scheduler.cost_model import CostModel, StepLoad
+from bros.scheduler.profiles import Profile, load_profile
+from bros.scheduler.scheduler import Scheduler
+from bros.simulator.workload import Arrival, BeLoad, RtLoad, Size, generator
+
+# ---- An executor that computes nothing: it moves a virtual clock by what a step would take.
+
+
+SAFEPOINTS = 32
+"""In each step; about as many as models have layers."""
+
+TOKEN = 0
+"""What every simulated request is answered with; never a stop token, see workload.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbance:
+    """How real steps differ from the model that the scheduler has.
+
+    noise: standard deviation of the logarithm of a factor with mean 1, drawn for each step.
+    slowdown: every step takes so many times as long as the model says.
+    """
+
+    noise: float = 0.0
+    slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.noise < math.inf or not 0.0 < self.slowdown < math.inf:
+            raise ValueError(f"noise must not be negative and slowdown positive: {self}")
+
+
+class SimExecutor:
+    """Takes the time that `model` predicts for each plan, from `clock`.
+
+    rng is drawn from once per step if there is noise. observe is told every plan and the
+    seconds that passed, of a step that was given up as well. choose: the token after a chunk, which
+    is TOKEN if it is left out. grouped: decode rows read the blocks that they have in common once
+    (StepLoad.unique_context), at the price that the model has for that.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        clock: ManualClock,
+        *,
+        disturbance: Disturbance | None = None,
+        rng: random.Random | None = None,
+        observe: Callable[[StepPlan, float], None] | None = None,
+        choose: Callable[[Chunk], int] = lambda chunk: TOKEN,
+        grouped: bool = False,
+    ) -> None:
+        disturbance = disturbance or Disturbance()
+        if disturbance.noise and rng is None:
+            raise ValueError("noise needs a random generator")
+        self._model = model
+        self._clock = clock
+        self._sigma = disturbance.noise
+        self._slowdown = disturbance.slowdown
+        self._rng = rng
+        self._observe = observe
+        self._choose = choose
+        self._grouped = grouped
+        self.steps = 0
+        self.busy_s = 0.0
+
+    def execute(
+        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        """Let the step's time pass and return a token for every chunk that asked for a sample.
+
+        abandon: asked SAFEPOINTS times, in equal distances.
+        """
+        load = load_of(plan)
+        if self._grouped:
+            load.unique_context -= common_context(plan)
+        seconds = self._model.seconds(load) * self._slowdown
+        if seconds <= 0.0:
+            raise ConfigError("--profile: by this one a step takes no time, so none would pass")
+        if self._rng is not None and self._sigma:
+            seconds *= math.exp(self._rng.gauss(-0.5 * self._sigma**2, self._sigma))
+        points = SAFEPOINTS if abandon is not None else 1
+        for point in range(points):
+            if abandon is not None and abandon():
+                self._tell(plan, seconds * point / points)
+                return None
+            self._clock.advance(seconds / points)
+            self.busy_s += seconds / points
+        self._tell(plan, seconds)
+        self.steps += 1
+        choose = self._choose
+        samples = [SampledToken(c.request_id, choose(c)) for c in plan.chunks if c.sample]
+        return StepResult(plan.step, tuple(samples))
+
+    def _tell(self, plan: StepPlan, seconds: float) -> None:
+        if self._observe is not None:
+            self._observe(plan, seconds)
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+def load_of(plan: StepPlan) -> StepLoad:
+    """The same as StepLoad.add for every chunk; written out, because it is the hot path."""
+    tokens = rows = context = samples = 0
+    pairs = 0.0
+    for chunk in plan.chunks:
+        n = len(chunk.token_ids)
+        tokens += n
+        if n == 1:
+            rows += 1
+            context += chunk.start + 1
+        else:
+            pairs += n * chunk.start + n * (n + 1) / 2
+            samples += chunk.sample is not None
+    load = StepLoad()
+    load.tokens = tokens
+    load.decode_rows = rows
+    load.context = load.unique_context = context
+    load.pairs = pairs
+    load.samples = samples
+    if plan.copies is not None:
+        load.swap_tokens = len(plan.copies)
+        load.swap_out_tokens = len(plan.copies.out_device)
+    return load
+
+
+def common_context(plan: StepPlan) -> int:
+    """Cached tokens of decode rows that a row before them has, too."""
+    seen: set[tuple[int, int, int]] = set()
+    common = 0
+    for chunk in plan.chunks:
+        if len(chunk.token_ids) > 1:
+            continue
+        numbers = iter(chunk.segments)
+        for segment in zip(*[numbers] * SEGMENT_WIDTH, strict=True):
+            block, lo, hi = segment
+            common += (hi - lo) * (segment in seen)
+            seen.add((block, lo, hi))
+    return common
+
 
 MIN_RETRY_S = 0.1
 """A closed loop that is refused never asks again sooner, so that time goes on."""
@@ -288,3 +435,193 @@ def _prompt(number: int, length: int, vocab_size: int) -> array[int]:
     if length > 1:
         tokens[1] = number // vocab_size % vocab_size
     return tokens
+
+
+# ---- Everything that determines a run, and how a run is put together from it.
+
+
+BLOCK_SIZE = 16
+_VOCAB = 32_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What is simulated: step times of a model on a machine, and its KV memory in blocks."""
+
+    name: str
+    model: str
+    weights: str
+    steps: CostModel
+    kv_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One run. Two runs of equal scenarios give the same records to the bit.
+
+    disturbance: what the device does differently from what the scheduler is told. warm_up_s:
+    the beginning that reports leave out, see metrics.py; less than duration_s.
+    """
+
+    config: EngineConfig
+    device: Device
+    rt: RtLoad
+    be: BeLoad
+    seed: int
+    duration_s: float
+    disturbance: Disturbance = Disturbance()
+    warm_up_s: float = 0.0
+
+    @property
+    def slo(self) -> Slo:
+        """What real-time requests are held to."""
+        return slo_of(self.config)
+
+
+def build_simulation(
+    scenario: Scenario,
+    *,
+    observe: Callable[[StepPlan, float], None] | None = None,
+    progress: Callable[[float], None] | None = None,
+    watched: Callable[[Scheduler], Scheduler] = lambda scheduler: scheduler,
+) -> Simulation:
+    """Engine, virtual clock and workload. observe: see SimExecutor. watched: what the engine is
+    given for its scheduler, such as one that takes the time of its calls.
+
+    Raises ConfigError if the scenario cannot be run.
+    """
+    check_scenario(scenario)
+    info = engine_info(scenario.config, scenario.device)
+    clock = ManualClock()
+    executor = SimExecutor(
+        scenario.device.steps,
+        clock,
+        disturbance=scenario.disturbance,
+        rng=generator(scenario.seed, "noise"),
+        observe=observe,
+    )
+    scheduler = build_scheduler(_config(scenario), info, scenario.device.steps)
+    engine = Engine(watched(scheduler), executor, clock, info)
+    return Simulation(
+        engine,
+        executor,
+        clock,
+        rt=scenario.rt.arrivals(scenario.duration_s, scenario.seed),
+        be=scenario.be,
+        seed=scenario.seed,
+        duration_s=scenario.duration_s,
+        warm_up_s=scenario.warm_up_s,
+        progress=progress,
+    )
+
+
+def check_scenario(scenario: Scenario) -> None:
+    """Raise ConfigError if it cannot be run: options that do not go together, or requests that
+    can never all be in flight.
+    """
+    info = engine_info(scenario.config, scenario.device)
+    build_scheduler(_config(scenario), info, scenario.device.steps)
+    be, max_model_len = scenario.be, info.max_model_len
+    if be.in_flight > scenario.config.max_queue:
+        raise ConfigError(
+            f"--be: {be.in_flight} requests in flight need --max-queue {be.in_flight} or more, "
+            f"it is {scenario.config.max_queue}"
+        )
+    if be.in_flight and be.sizes.longest > max_model_len:
+        raise ConfigError(
+            f"--be: requests of up to {be.sizes.longest} tokens do not fit, the longest that "
+            f"can be served is {max_model_len}; see --kv-blocks and --max-model-len"
+        )
+
+
+def _config(scenario: Scenario) -> EngineConfig:
+    """No two prompts begin alike."""
+    return dataclasses.replace(with_step_bounds(scenario.config), prefix_cache="off")
+
+
+def with_step_bounds(config: EngineConfig) -> EngineConfig:
+    """The same, with the defaults of a CPU on every device: published figures depend on them."""
+    rows, tokens = config.step_bounds("cpu")
+    return dataclasses.replace(config, max_num_seqs=rows, max_batch_tokens=tokens)
+
+
+def engine_info(config: EngineConfig, device: Device) -> EngineInfo:
+    """What an engine says of itself that has these options and runs on this device."""
+    fits = device.kv_blocks * BLOCK_SIZE
+    return EngineInfo(
+        model=device.model,
+        weights=device.weights,
+        kernels="simulated",
+        kv_dtype="simulated",
+        device=device.name,
+        max_model_len=min(config.max_model_len or fits, fits),
+        vocab_size=_VOCAB,
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=device.kv_blocks,
+        num_host_kv_blocks=(
+            device.kv_blocks if config.host_kv_blocks is None else config.host_kv_blocks
+        ),
+        policy=config.policy,
+        max_queue=config.max_queue,
+        default_slo=slo_of(config),
+        prices=device.steps.prices(with_step_bounds(config).step_bounds("cpu").tokens),
+    )
+
+
+def slo_of(config: EngineConfig) -> Slo:
+    """What real-time requests are held to."""
+    return Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
+
+
+# ---- Which device is simulated: finds a stored profile by path or name.
+
+
+def read_profile(text: str, folders: Sequence[Path]) -> Profile:
+    """The profile in the file `text`, or of that name: `<device>/<model>-<weights>`.
+
+    folders: where named ones lie, first come first served.
+    Raises ConfigError, with names that are near, if there is none or it cannot be used.
+    """
+    path = Path(text).expanduser()
+    if path.is_file():
+        return load_profile(path)
+    stored = stored_profiles(folders)
+    name = text.removesuffix(".json")
+    if name in stored:
+        return load_profile(stored[name])
+    near = near_matches(name, stored)
+    if not near and stored:
+        near = f"; there are {', '.join(stored)}" if len(stored) <= 8 else ""
+    raise ConfigError(f"--profile: {text} is neither a file nor the name of a profile{near}")
+
+
+def stored_profiles(folders: Sequence[Path]) -> dict[str, Path]:
+    """name -> file of all profiles in the folders, sorted by name."""
+    found: dict[str, Path] = {}
+    for folder in reversed(folders):
+        for path in folder.glob("*/*.json"):
+            found[path.relative_to(folder).as_posix().removesuffix(".json")] = path
+    return dict(sorted(found.items()))
+
+
+def device_of(profile: Profile, kv_blocks: int | None) -> Device:
+    """What the profile describes, with `kv_blocks` blocks of KV memory or all that it has.
+
+    Raises ConfigError if neither says how many blocks there are.
+    """
+    if kv_blocks is None:
+        if profile.kv_capacity_tokens is None:
+            raise ConfigError(
+                f"--kv-blocks: the profile of {profile.key.model} on {profile.key.device} does "
+                f"not say how much KV memory there is; give the number of blocks of {BLOCK_SIZE} "
+                "tokens"
+            )
+        kv_blocks = max(1, profile.kv_capacity_tokens // BLOCK_SIZE)
+    key = profile.key
+    return Device(
+        name=key.device if key.tp == 1 else f"{key.device}, {key.tp} ranks",
+        model=key.model,
+        weights=key.weights,
+        steps=profile.model,
+        kv_blocks=kv_blocks,
+    )

@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from bros.core.errors import ConfigError
-from bros.simulator.build import Scenario, build_simulation
 from bros.simulator.metrics import Report, report_of
+from bros.simulator.simulation import Scenario, build_simulation
 
 Progress = Callable[[int, float], None]
 """Told the index of a scenario and the share of it that is done."""

@@ -23,8 +23,7 @@ from bros.engine.engine import Engine
 from bros.engine.loop import handle
 from bros.engine.messages import Command, Outputs, Ready, Reply, Told
 from bros.scheduler.build import build_scheduler
-from bros.simulator.build import BLOCK_SIZE, Device, engine_info, with_step_bounds
-from bros.simulator.sim_executor import SimExecutor
+from bros.simulator.simulation import BLOCK_SIZE, Device, SimExecutor, engine_info, with_step_bounds
 
 
 class VirtualEngineClient(MessageClient):

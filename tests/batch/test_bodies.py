@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from bros.batch.bodies import Bodies, disk_full_explained
-from bros.batch.errors import StoreFullError
+from bros.batch.files import Bodies, disk_full_explained
+from bros.batch.objects import StoreFullError
 
 
 def files_under(folder: Path) -> set[Path]:
@@ -87,7 +87,7 @@ def test_what_a_killed_process_was_writing_is_swept_by_the_next(tmp_path: Path) 
     write = f"""
 import os, signal
 from pathlib import Path
-from bros.batch.bodies import Bodies
+from bros.batch.files import Bodies
 with Bodies(Path({str(tmp_path)!r})).new() as writer:
     writer.write(b"half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,9 +13,8 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from bros.batch.database import Database, open_database
-from bros.batch.errors import StoreError, StoreFullError, StoreUnavailableError
-from bros.batch.schema import METADATA
+from bros.batch.database import METADATA, Database, open_database
+from bros.batch.objects import StoreError, StoreFullError, StoreUnavailableError
 from bros.core.errors import ConfigError
 from support.batch_store import NOW, Store, full_disk, open_store
 

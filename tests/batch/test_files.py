@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import sqlalchemy as sa
 
-from bros.batch.errors import StoreError
 from bros.batch.files import Page
-from bros.batch.objects import BatchStatus, Lease, LineError
+from bros.batch.objects import BatchStatus, Lease, LineError, StoreError
 from bros.core.errors import NotFoundError
 from support.batch_store import NOW, Store
 

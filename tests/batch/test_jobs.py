@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from bros.batch.errors import QuotaError, StoreFullError
 from bros.batch.files import Page
 from bros.batch.objects import (
     Batch,
     BatchStatus,
     Lease,
     LineError,
+    QuotaError,
     RowOutcome,
+    StoreFullError,
     TokenUsage,
 )
 from bros.core.errors import InvalidRequestError, NotFoundError

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bros.batch.errors import LeaseLostError
-from bros.batch.objects import BatchStatus, Lease, LineError, RowOutcome
+from bros.batch.objects import BatchStatus, Lease, LeaseLostError, LineError, RowOutcome
 from support.batch_store import NOW, Store, row_refs
 
 LEASE_S = 10.0

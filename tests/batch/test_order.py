@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.batch.order import MAX_OVERTAKEN, Path, prompt_path, run_order
+from bros.batch.rows import MAX_OVERTAKEN, prompt_path, run_order
+from bros.batch.rows import PromptPath as Path
 
 UNBOUNDED = 10**9
 

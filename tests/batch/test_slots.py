@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.batch.slots import Slots
+from bros.batch.runner import Slots
 
 
 async def settle() -> None:

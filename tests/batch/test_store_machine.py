@@ -26,9 +26,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from bros.batch.errors import LeaseLostError, QuotaError
 from bros.batch.files import Page
-from bros.batch.objects import BatchStatus, Lease, LineError, RowOutcome, TokenUsage
+from bros.batch.objects import (
+    BatchStatus,
+    Lease,
+    LeaseLostError,
+    LineError,
+    QuotaError,
+    RowOutcome,
+    TokenUsage,
+)
 from bros.core.errors import InvalidRequestError, NotFoundError
 from support.batch_store import NOW, open_store, row_refs
 from support.tier import examples

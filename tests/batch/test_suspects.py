@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.batch.suspects import MOST_INTERRUPTIONS, Company
+from bros.batch.runner import MOST_INTERRUPTIONS, Company
 
 
 async def settle() -> None:

@@ -15,9 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.batch.objects import MAX_ERRORS, MAX_LINE_BYTES, MAX_ROWS, LineError, RowRef
-from bros.batch.order import prompt_path, run_order
-from bros.batch.rows import RowFacts, RowReply, parse_row
-from bros.batch.validation import Checked, check_input
+from bros.batch.rows import (
+    Checked,
+    RowFacts,
+    RowReply,
+    check_input,
+    parse_row,
+    prompt_path,
+    run_order,
+)
 from bros.core.errors import InvalidRequestError, NotFoundError
 
 ENDPOINT = "/v1/completions"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.batch.window import MAX_WINDOW_S, parse_window
+from bros.batch.objects import MAX_WINDOW_S, parse_window
 from bros.core.errors import InvalidRequestError
 
 UNIT_S = {"m": 60, "h": 3_600, "d": 86_400}

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.batch_job import BatchJobError, JobSums, Look, as_metrics, batch_job, rows_of
+from bros.bench.client import Outcome
 from bros.bench.metrics import Window, measure
 from bros.bench.plan import Piece, Planned
-from bros.bench.records import Outcome
+from bros.bench.running import BatchJobError, JobSums, Look, as_metrics, batch_job, rows_of
 from bros.core.request import ServiceClass, Slo
 from support.batch_server import BatchServer, batch_server, jsonl, row
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.capacity import Range, find_capacity
-from bros.bench.cases import Case, cases_of_policy, cases_of_target
+from bros.bench.planning import Case, Range, cases_of_policy, cases_of_target, find_capacity
 from bros.bench.results import Scenario
 from bros.simulator.metrics import Share
 

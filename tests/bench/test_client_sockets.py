@@ -10,12 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from statistics import median
 
-from bros.bench.client import Client
+from bros.bench.client import AiohttpHttp, Client, Outcome, Record
 from bros.bench.dialects import Wording, dialect_of
-from bros.bench.http import AiohttpHttp
 from bros.bench.load import PREPARE_AHEAD_S, Load, LoadResult, drive
 from bros.bench.plan import Session, Turn
-from bros.bench.records import Outcome, Record
 from bros.core.clock import SystemClock
 from support.bench_server import event, planned, render, text, usage
 

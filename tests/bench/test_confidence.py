@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.confidence import likely
+from bros.bench.metrics import likely
 from bros.bench.report.words import likely_percent
 from bros.simulator.metrics import Share
 

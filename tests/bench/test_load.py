@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.client import LINGER_S, Client
+from bros.bench.client import LINGER_S, Client, Outcome, Record
 from bros.bench.dialects import Wording, dialect_of
 from bros.bench.load import (
     FIRST_PAUSE_S,
@@ -24,7 +24,6 @@ from bros.bench.load import (
     drive,
 )
 from bros.bench.plan import Planned, Session, Turn
-from bros.bench.records import Outcome, Record
 from bros.core.request import ServiceClass
 from bros.simulator.virtual_loop import START_S, LoopClock, VirtualLoop, run_virtual
 from support.bench_server import FakeHttp, Script, Seen, answer, event, planned, render, text

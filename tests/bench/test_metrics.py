@@ -10,10 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bros.bench.judging import judge
-from bros.bench.metrics import Window, be_efficiency, measure, rt_tax
-from bros.bench.records import Outcome, Record
-from bros.bench.summary import Summary
+from bros.bench.client import Outcome, Record
+from bros.bench.metrics import Summary, Window, be_efficiency, judge, measure, rt_tax
 from bros.core.request import ServiceClass, Slo
 from bros.simulator.metrics import Share
 from support.bench_records import BE, RT, SLO, make_record

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
-from bros.bench.probe import NoServerError, Probe
+from bros.bench.running import NoServerError, Probe
 from bros.core.clock import SystemClock
 
 

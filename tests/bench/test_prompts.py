@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from bros.bench.plan import Piece
 from bros.bench.prompts import Prompts
 from bros.core.errors import ConfigError
-from bros.engine.tokenizer import Tokenizer
 from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.text.tokenizer import Tokenizer
 from support.bench_tokenizers import joining, llama_like
 from support.tiny_tokenizer import tiny_tokenizer
 

@@ -16,16 +16,13 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from bros.bench.confidence import likely
-from bros.bench.metrics import Window
-from bros.bench.records import Outcome, Record
-from bros.bench.report.cautions import warnings
+from bros.bench.client import Outcome, Record
+from bros.bench.metrics import NAMES, Window, likely
 from bros.bench.report.files import requests_file_name, write_report, write_requests, write_summary
 from bros.bench.report.html import page
-from bros.bench.report.live import LiveView
 from bros.bench.report.plots import DARK, LIGHT, figures
-from bros.bench.report.terminal import print_report
-from bros.bench.report.words import verdict
+from bros.bench.report.terminal import LiveView, print_report
+from bros.bench.report.words import verdict, warnings
 from bros.bench.results import (
     BadResultsError,
     BenchResult,
@@ -35,7 +32,6 @@ from bros.bench.results import (
     Scenario,
     Tried,
 )
-from bros.bench.vllm_fields import NAMES
 from bros.core.request import Slo
 from bros.simulator.metrics import Share
 from support.bench_records import (

@@ -8,8 +8,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.confidence import likely
-from bros.bench.metrics import ATTAINMENTS
+from bros.bench.metrics import ATTAINMENTS, likely
 from bros.bench.results import (
     BenchResult,
     CapacityResult,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bros.bench.scrape import SAMPLED, difference, is_idle, parse_metrics
+from bros.bench.running import SAMPLED, difference, is_idle, parse_metrics
 from bros.core.clock import ManualClock
 from bros.core.interfaces import ClassStats, EngineStats
 from bros.core.request import ServiceClass
-from bros.server.metrics import ServerMetrics
+from bros.server.operations.metrics import ServerMetrics
 
 PAGE = """# HELP bros_batch_size Requests allowed
 # TYPE bros_batch_size gauge

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.workloads.arrivals import Arrivals, RandomArrivals, RecordedArrivals
-from bros.bench.workloads.drawn import chats
-from bros.bench.workloads.loops import OpenLoop
+from bros.bench.workloads.contents import chats
+from bros.bench.workloads.loops import Arrivals, OpenLoop, RandomArrivals, RecordedArrivals
 from bros.core.errors import ConfigError
 from bros.simulator.workload import PoissonLoad
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from bros.bench.plan import digest
-from bros.bench.workloads.arrivals import RandomArrivals
 from bros.bench.workloads.catalogue import find
-from bros.bench.workloads.loops import ClosedLoop, OpenLoop
-from bros.bench.workloads.names import CHATS, NAMES, SHARED_PREFIX
-from bros.bench.workloads.shared_prefix import TABLE_1
+from bros.bench.workloads.contents import CHATS, NAMES, SHARED_PREFIX, TABLE_1
+from bros.bench.workloads.loops import ClosedLoop, OpenLoop, RandomArrivals
 from bros.core.errors import ConfigError
 from bros.simulator.workload import RT_SIZES
 from support.bench_tokenizers import joining
@@ -62,7 +60,7 @@ def test_plans_are_the_same_on_every_machine(name: str) -> None:
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     script = (
         "from bros.bench.plan import digest\n"
-        "from bros.bench.workloads.arrivals import RandomArrivals\n"
+        "from bros.bench.workloads.loops import RandomArrivals\n"
         "from bros.bench.workloads.catalogue import find\n"
         "from bros.bench.workloads.loops import OpenLoop\n"
         f"for name in {GENERATED}:\n"

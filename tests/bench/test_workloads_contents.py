@@ -11,12 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.bench.plan import Piece
-from bros.bench.workloads.arrivals import RandomArrivals, RecordedArrivals
-from bros.bench.workloads.content import Content, Conversation, Draft, Recorded, cut, texts_of
-from bros.bench.workloads.conversations import Chats
-from bros.bench.workloads.drawn import chats, documents
-from bros.bench.workloads.loops import BE_TERMS, RT_TERMS, ClosedLoop, OpenLoop, Terms
-from bros.bench.workloads.shared_prefix import TABLE_1, SharedPrefix, preble
+from bros.bench.workloads.contents import (
+    TABLE_1,
+    Chats,
+    Content,
+    Conversation,
+    Draft,
+    Recorded,
+    SharedPrefix,
+    chats,
+    cut,
+    documents,
+    preble,
+    texts_of,
+)
+from bros.bench.workloads.loops import (
+    BE_TERMS,
+    RT_TERMS,
+    ClosedLoop,
+    OpenLoop,
+    RandomArrivals,
+    RecordedArrivals,
+    Terms,
+)
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass, Slo
 from bros.simulator.lengths import Uniform

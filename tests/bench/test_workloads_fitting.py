@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.bench.plan import Piece, Planned, Session, Turn
-from bros.bench.workloads.arrivals import RandomArrivals
-from bros.bench.workloads.conversations import Chats
-from bros.bench.workloads.drawn import documents
+from bros.bench.workloads.contents import Chats, documents, preble
 from bros.bench.workloads.fitting import (
     FitCounts,
     FittedBacklog,
@@ -21,8 +19,7 @@ from bros.bench.workloads.fitting import (
     factor_for,
     fit,
 )
-from bros.bench.workloads.loops import ClosedLoop, OpenLoop
-from bros.bench.workloads.shared_prefix import preble
+from bros.bench.workloads.loops import ClosedLoop, OpenLoop, RandomArrivals
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
 from bros.simulator.lengths import Uniform

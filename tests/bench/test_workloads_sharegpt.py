@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from bros.bench.plan import digest
-from bros.bench.workloads.arrivals import RandomArrivals
-from bros.bench.workloads.loops import OpenLoop
-from bros.bench.workloads.sharegpt import Limits, ShareGpt, read_sharegpt
+from bros.bench.workloads.loops import OpenLoop, RandomArrivals
+from bros.bench.workloads.recorded import Limits, ShareGpt, read_sharegpt
 from bros.core.errors import ConfigError
 
 

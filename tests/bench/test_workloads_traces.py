@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bros.bench.plan import Piece
 from bros.bench.workloads.loops import OpenLoop
-from bros.bench.workloads.traces import (
+from bros.bench.workloads.recorded import (
     BLOCK_TOKENS,
     Trace,
     read_azure,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.clock import Clock, ManualClock, SystemClock
-from bros.core.ids import IdGenerator
+from bros.core.request import IdGenerator
 
 
 @pytest.mark.parametrize("clock", [SystemClock(), ManualClock()], ids=["system", "manual"])

@@ -19,9 +19,14 @@ from bros.core.errors import (
     OverloadedError,
     PromptTooLongError,
 )
-from bros.core.ids import IdGenerator
 from bros.core.plan import Chunk, SampledToken, StepPlan, StepResult
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    IdGenerator,
+    RequestOutput,
+    SamplingParams,
+)
 from bros.engine.client import OutputStream
 from bros.engine.contexts import Contexts
 from bros.engine.engine import Engine

@@ -32,7 +32,6 @@ from bros.core.request import (
     Slo,
     TokenLogprobs,
 )
-from bros.engine.ipc import command_codec, reply_codec
 from bros.engine.messages import (
     COMMANDS,
     REPLIES,
@@ -56,6 +55,7 @@ from bros.engine.messages import (
     TraceReply,
     Watch,
 )
+from bros.transport.ipc import command_codec, reply_codec
 
 number = st.floats(allow_nan=False)
 count = st.integers(0, 2**53)

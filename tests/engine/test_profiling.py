@@ -15,18 +15,23 @@ from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo, Grouping
-from bros.engine.copy_timing import COPIED_TOKENS, OVERLAPPED_TOKENS, measure_copies
-from bros.engine.profiling import full_profile, profile_key, quick_profile, step_time_model
-from bros.engine.step_grid import (
+from bros.engine.profiling import (
+    COPIED_TOKENS,
+    OVERLAPPED_TOKENS,
     StepLimits,
     decode_rows,
     full_grid,
+    full_profile,
+    measure_copies,
+    measure_steps,
+    profile_key,
     prompt,
     quick_grid,
+    quick_profile,
     random_steps,
+    step_time_model,
 )
-from bros.engine.step_timing import measure_steps
-from bros.executor.layers.linear import token_padding
+from bros.executor.models.layers import token_padding
 from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.scheduler.fitting import StepShape, error_of, with_copies
 from bros.scheduler.profiles import MEASURED, QUICK, Profile, find_profile, load_profile

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from bros.core.plan import SampledToken, SampleSpec
 from bros.core.request import SamplingParams
-from bros.executor.choosing import Asked, DeviceChooser, HostChooser
-from bros.executor.sampler import Sampler
+from bros.executor.sampler import Asked, DeviceChooser, HostChooser, Sampler
 from support.device_runners import draw as draw_on_host
 from support.kernel_cases import needs_triton, triton_backend
 
@@ -73,7 +72,7 @@ def test_the_device_chooses_what_the_host_chooses(
 @needs_triton
 def test_triton_draws_what_the_host_draws() -> None:
     """A mixture of all that it can do; its kernel has tests of its own."""
-    from bros.executor.device_sampler import draw
+    from bros.executor.cuda.device_sampler import draw
 
     device = triton_backend().device
     chooser = DeviceChooser(Sampler(), draw)

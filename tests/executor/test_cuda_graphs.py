@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.plan import StepPlan
-from bros.executor.cuda_graphs import GraphSizes, StepGraphs, buckets_for, recorded_or_warn
+from bros.executor.cuda.graphs import GraphSizes, StepGraphs, buckets_for, recorded_or_warn
 from bros.kernels.reference import ReferenceKernels
 from support.device_runners import BLOCK, Assembled, assemble, family_plans
 from support.tier import examples

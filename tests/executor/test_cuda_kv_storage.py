@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bros.core.plan import KvCopies
-from bros.executor.cuda_kv_storage import Buffers, CudaKvStorage, cuda_kv_storage
+from bros.executor.cuda.kv_storage import Buffers, CudaKvStorage, cuda_kv_storage
 from bros.executor.kv_storage import KV_BLOCK_SIZE, KvMemory, KvStorage, bytes_per_block
 from bros.executor.models.spec import ModelSpec
 from support.kv_streams import DelayedStreams, TorchCopier

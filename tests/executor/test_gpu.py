@@ -13,15 +13,13 @@ from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
 from bros.core.plan import SampleSpec, StepPlan
 from bros.core.request import SamplingParams
-from bros.executor.choosing import DeviceChooser, HostChooser
-from bros.executor.cuda_graphs import CudaRecorder
-from bros.executor.cuda_streams import CudaStreams
+from bros.executor.cuda.graphs import CudaRecorder
+from bros.executor.cuda.kv_storage import CudaStreams
 from bros.executor.kv_storage import DTYPES, bytes_per_block
-from bros.executor.launching import LaunchingRunner
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
-from bros.executor.runner import ModelRunner
-from bros.executor.sampler import Sampler
+from bros.executor.runner import LaunchingRunner, ModelRunner
+from bros.executor.sampler import DeviceChooser, HostChooser, Sampler
 from support.device_runners import (
     OPT,
     check_alike,
@@ -193,7 +191,7 @@ def test_kv_memory_is_what_is_left_of_the_share() -> None:
 def test_the_gpu_chooses_what_the_host_chooses(params: SamplingParams) -> None:
     """Its exponential rounds otherwise, so that one draw in very many may differ."""
     # Late: it needs Triton, which other machines may lack.
-    from bros.executor.device_sampler import draw
+    from bros.executor.cuda.device_sampler import draw
 
     logits = torch.randn(64, 128256, generator=torch.Generator().manual_seed(0)) * 3
     logits[7, 100] = float("nan")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.executor.gpu_memory import MemoryUse, largest_step
 from bros.executor.inputs import build_inputs
+from bros.executor.loader import MemoryUse, largest_step
 from support.device_runners import assemble
 
 GIB = 2**30

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bros.core.errors import ConfigError
 from bros.core.plan import KvCopies
-from bros.executor.cuda_kv_storage import Buffers, CudaKvStorage, cuda_kv_storage
+from bros.executor.cuda.kv_storage import Buffers, CudaKvStorage, cuda_kv_storage
 from bros.executor.kv_storage import (
     DTYPES,
     KV_BLOCK_SIZE,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bros.executor.layers.linear import PlainLinear, fp32_product, pack
+from bros.executor.models.layers import PlainLinear, fp32_product, pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -67,7 +67,7 @@ def test_weights_are_packed_on_every_cpu(rows: int, dtype: torch.dtype) -> None:
 def test_bf16_is_packed_as_fp32_where_there_is_nothing_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bros.executor.layers.linear._has_packed", lambda dtype: False)
+    monkeypatch.setattr("bros.executor.models.layers._has_packed", lambda dtype: False)
     x, weight = matrices(3, torch.bfloat16)
     out = pack(weight)(x.float())
     torch.testing.assert_close(out, F.linear(x.float(), weight.float()), rtol=0, atol=1e-4)

@@ -16,8 +16,8 @@ from bros.core.config import EngineConfig
 from bros.core.plan import StepPlan
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
-from bros.executor.quantized import Int4Groups
 from bros.executor.runner import ModelRunner
+from bros.executor.weights import Int4Groups
 from support.checkpoints import (
     VOCAB,
     ScatteredRequest,

@@ -17,9 +17,9 @@ from bros.executor.inputs import build_inputs
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
-from bros.executor.random_weights import RandomWeights
 from bros.executor.runner import ModelRunner
 from bros.executor.target import CPU
+from bros.executor.weights import RandomWeights
 from bros.kernels.dispatch import select_kernels
 from support.device_runners import (
     OPT,

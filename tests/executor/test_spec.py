@@ -10,8 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bros.core.errors import ModelError
-from bros.executor.models.rope import RopeSpec
-from bros.executor.models.spec import ModelSpec
+from bros.executor.models.spec import ModelSpec, RopeSpec
 from support.checkpoints import family_configs
 
 LLAMA = family_configs()["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]}

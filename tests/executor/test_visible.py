@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bros.executor.visible import devices_of, show_devices_of
+from bros.executor.target import devices_of, show_devices_of
 
 
 @pytest.mark.parametrize(

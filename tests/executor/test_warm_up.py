@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bros.core.plan import SampleSpec
 from bros.executor.inputs import build_inputs
+from bros.executor.loader import warm_up, warm_up_plans
 from bros.executor.target import CPU
-from bros.executor.warm_up import warm_up, warm_up_plans
 from bros.kernels.interface import HeadLayout
 from support import device_runners
 from support.device_runners import BLOCK, assemble, draw
@@ -30,7 +30,7 @@ def test_no_step_is_longer_than_a_request_may_be(length: int) -> None:
 def test_every_size_of_a_tile_comes_up(group: int) -> None:
     """Sizes as the device code is compiled for them."""
     # Late, because Triton need not be installed.
-    from bros.kernels.triton_ops import TritonKernels
+    from bros.kernels.triton.ops import TritonKernels
 
     kernels, layout = TritonKernels(CPU), HeadLayout(group, 1, 8)
     found = set()

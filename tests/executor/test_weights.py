@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from bros.core.errors import ModelError
-from bros.executor.quantized import GROUP
-from bros.executor.random_weights import RandomWeights
-from bros.executor.weights import Weights, WeightSource, slices
+from bros.executor.weights import GROUP, RandomWeights, Weights, WeightSource, slices
 
 SHAPE = (7, 5 * GROUP)
 STORED = ("plain", "half", "q4_0", "q4_1", "q8_0", "drawn")

@@ -7,11 +7,10 @@ import random
 import pytest
 
 from bros.core.config import EngineConfig
-from bros.core.ids import IdGenerator
-from bros.core.request import EngineRequest, FinishReason, SamplingParams
+from bros.core.request import EngineRequest, FinishReason, IdGenerator, SamplingParams
 from bros.engine.contexts import Contexts
-from bros.engine.local import LocalEngine, open_local
 from bros.executor.model_store import default_cache_dir
+from bros.transport.local import LocalEngine, open_local
 
 pytestmark = pytest.mark.slow
 

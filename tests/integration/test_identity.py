@@ -31,7 +31,6 @@ from bros.core.plan import SEGMENT_WIDTH, StepPlan, StepResult
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
-from bros.engine.tokenizer import Tokenizer
 from bros.executor.grouping import grouping_for
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import load_executor
@@ -40,6 +39,7 @@ from bros.executor.transformers_model import load_in_transformers
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.profiles import profile_folders
+from bros.text.tokenizer import Tokenizer
 from support.checkpoints import save_checkpoint
 from support.prompts import FAMILIES, PROMPTS
 from support.tier import by_tier, seed

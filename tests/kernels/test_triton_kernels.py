@@ -78,7 +78,7 @@ def test_16_bit_activations_with_any_cache(case: AttentionCase, dtype: torch.dty
 @needs_triton
 @pytest.mark.parametrize("group", [3, 20])
 def test_items_are_split_into_smaller_tiles_of_queries(group: int) -> None:
-    from bros.kernels.triton_ops import TritonKernels
+    from bros.kernels.triton.ops import TritonKernels
 
     small = Launch(16, 16, 4, 1)
     shapes = product(("one", "tile"), (4,), (16,), (16, 32, 64, 128))

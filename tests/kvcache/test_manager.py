@@ -12,11 +12,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from bros.kvcache.blocks import Node, Side
 from bros.kvcache.manager import KvCacheManager
-from bros.kvcache.node import Node
 from bros.kvcache.prefix_cache import PrefixCache, extend_keys
 from bros.kvcache.sharing import NO_MATCH, Match
-from bros.kvcache.stacks import Side
 from support.tier import examples
 
 NAMES = [f"r{i}" for i in range(6)]

@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from bros.kvcache.blocks import Side
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.prefix_cache import PrefixCache, extend_keys
 from bros.kvcache.sharing import NO_MATCH
-from bros.kvcache.stacks import Side
 from support.tier import examples
 
 LONGEST = 160

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bros.kvcache.blocks import Side
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.prefix_cache import PrefixCache, extend_keys
-from bros.kvcache.stacks import Side
 
 SIZE = 4
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.router.fleet import Fleet
-from bros.router.replica import Waits
+from bros.router.state import Waits
 from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve
 from support.tier import examples
 

@@ -26,10 +26,9 @@ from bros.core.request import (
     ServiceClass,
     Slo,
 )
-from bros.router.build import make_fleet
-from bros.router.fleet import Fleet
+from bros.router.fleet import Fleet, make_fleet
 from bros.router.member import ReplicaState
-from bros.router.settings import RouterSettings
+from bros.router.state import RouterSettings
 from bros.simulator.virtual_loop import run_virtual
 from support.mortal_engine import STEP_S, MortalEngine, foretold
 from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of

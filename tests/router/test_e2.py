@@ -13,7 +13,7 @@ from bros.core.errors import EngineDeadError
 from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest, Hints, ServiceClass, Slo
 from bros.router.fleet import Fleet
-from bros.router.settings import ReplicaFacts
+from bros.router.state import ReplicaFacts
 from support.routing import BLOCK, PRICES, ask, cached, fleet_of, send, serve, told
 from support.tier import examples
 

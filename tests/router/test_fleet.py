@@ -16,10 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from bros.core.errors import ConfigError
 from bros.core.request import Hints, SamplingParams
-from bros.router.build import make_fleet
+from bros.router.fleet import make_fleet
 from bros.router.forest import Node
-from bros.router.replica import Work
-from bros.router.settings import ROUTERS, ReplicaFacts
+from bros.router.state import ROUTERS, ReplicaFacts, Work
 from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve, told
 from support.tier import examples
 

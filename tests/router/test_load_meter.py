@@ -6,7 +6,7 @@ import pytest
 
 from bros.core.interfaces import Buckets, ClassStats, EngineStats, Prices
 from bros.core.request import ServiceClass
-from bros.router.load_meter import LoadMeter
+from bros.router.elastic import LoadMeter
 
 PRICES = Prices(constant_s=0.0, token_s=0.001, row_s=0.01)
 BOUNDS = (-1.0, 0.0, 0.1, 0.5)

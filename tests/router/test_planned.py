@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bros.router.balance import plan
 from bros.router.fleet import Fleet
-from bros.router.planned import plan
 from support.routing import BLOCK, ask, fleet_of, send
 
 PREFIX = 20 * BLOCK

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.scheduler.batch_size import AdaptiveBatchSize
+from bros.scheduler.policies.bros import AdaptiveBatchSize
 
 V, F, I = "violated", "full", "idle"  # noqa: E741
 

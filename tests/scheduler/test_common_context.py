@@ -16,10 +16,8 @@ from bros.core.interfaces import Grouping
 from bros.executor.grouping import group_shared
 from bros.kernels.interface import AttentionBatch
 from bros.kernels.parts import offsets
-from bros.scheduler.common_context import CommonContext, load_of
 from bros.scheduler.cost_model import CostModel, StepTimePredictor
-from bros.scheduler.packing import pack
-from bros.scheduler.selection import Bounds, Packing, Rules
+from bros.scheduler.packing import Bounds, CommonContext, Packing, Rules, load_of, pack
 from support.packing import BLOCK_SIZE, Blocks, Item
 
 NOW = 100.0

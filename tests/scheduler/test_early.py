@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from bros.core.request import Hints, ServiceClass, Slo
 from bros.scheduler.cost_model import CostModel, StepLoad
-from bros.scheduler.packing import pack
-from bros.scheduler.selection import Bounds, Packing, Rules
+from bros.scheduler.packing import Bounds, Packing, Rules, pack
 from support.packing import MODEL, Blocks, Item, names, predictor, row
 from support.prefix_run import BE, RT, Run
 from support.scheduling import READING

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import Hints
-from bros.scheduler.policies.filler_order import FillerOrder
+from bros.scheduler.policies.best_effort_order import FillerOrder
 from bros.scheduler.state import Rank, RequestState
 from support.scheduling import request
 from support.tier import examples

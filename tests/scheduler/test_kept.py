@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bros.scheduler.kept import Kept
+from bros.scheduler.prefixes import Kept
 from support.tier import examples
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass, Slo
+from bros.kvcache.blocks import Side
 from bros.kvcache.manager import KvCacheManager
-from bros.kvcache.stacks import Side
-from bros.scheduler.counters import ClassCounters
 from bros.scheduler.memory import StepMemory, peak_tokens
+from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.state import RequestState
 from support.scheduling import request

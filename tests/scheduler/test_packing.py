@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.scheduler.packing import pack
-from bros.scheduler.selection import Bounds, Packing, Rules
+from bros.scheduler.packing import Bounds, Packing, Rules, pack
 from support.packing import (
     RARE_SHARE,
     Blocks,

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.scheduler.cost_model import StepLoad
-from bros.scheduler.packing import pack
-from bros.scheduler.selection import Bounds, Packing
+from bros.scheduler.packing import Bounds, Packing, pack
 from support.packing import MODEL, SAFETY, Blocks, Item, predictor, row
 
 COPYING = dataclasses.replace(

@@ -16,10 +16,8 @@ from bros.core.config import EngineConfig
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.scheduler.build import unused_options
 from bros.scheduler.cost_model import StepTimePredictor
-from bros.scheduler.policies.bros import BrosPolicy, BrosSettings
-from bros.scheduler.policies.overload import OverloadGuard, Room
-from bros.scheduler.queues import Queues
-from bros.scheduler.state import RequestState
+from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, OverloadGuard, Room
+from bros.scheduler.state import Queues, RequestState
 from support.scheduling import MODEL, request
 from support.tier import examples
 from support.virtual_time import BE, RT, VirtualRun

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import Hints
-from bros.scheduler.policies.prefix_groups import NUM_GROUPS, PrefixGroups, group_of
+from bros.scheduler.policies.best_effort_order import NUM_GROUPS, PrefixGroups, group_of
 from bros.scheduler.state import RequestState
 from support.prefix_run import Run
 from support.scheduling import request

@@ -15,7 +15,7 @@ from bros.core.config import KV_LAYOUTS, POLICIES, PREFIX_CACHE
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, Hints, RequestOutput, Slo
 from bros.engine.engine import Engine
-from bros.scheduler.record import RequestRecord
+from bros.scheduler.metrics import RequestRecord
 from support.late_executor import LateExecutor
 from support.scheduling import engine_info, make_scheduler, request
 from support.toy_model import ToyModel

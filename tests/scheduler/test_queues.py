@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass, Slo
-from bros.scheduler.queues import Queues, by_deadline
-from bros.scheduler.state import RequestState
+from bros.scheduler.state import Queues, RequestState, by_deadline
 from support.scheduling import request
 
 CLASSES = st.sampled_from(list(ServiceClass))

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from bros.core.config import POLICIES
 from bros.core.interfaces import RequestTrace
 from bros.core.request import FinishReason, Slo
-from bros.scheduler.counters import ClassCounters
-from bros.scheduler.record import RequestRecord
+from bros.scheduler.metrics import ClassCounters, RequestRecord
 from support.virtual_time import BE, RT, VirtualRun, random_run
 
 DEFAULT = Slo(0.4, 0.2)

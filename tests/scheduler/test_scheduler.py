@@ -15,7 +15,7 @@ from bros.core.config import KV_FIND, KV_LAYOUTS, PACKING, POLICIES, PREFIX_CACH
 from bros.core.errors import InvalidRequestError, PromptTooLongError, QueueFullError
 from bros.core.plan import SampledToken, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
-from bros.scheduler.limits import Limits
+from bros.scheduler.admission import Limits
 from bros.scheduler.scheduler import Scheduler
 from support.scheduling import EOS, MODEL, make_scheduler, request
 from support.toy_model import VOCAB, ToyModel

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
-from bros.engine.chat_template import ChatTemplates
-from bros.engine.tokenizer import Tokenizer
 from bros.semantic.prompt import Begun, PieceEncoder, Prompt, Sharing
 from bros.semantic.prompting import off_loop
+from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.tiny_tokenizer import byte_level_backend, sentencepiece_backend, tiny_tokenizer
 
 SHARING = Sharing(model="m", cache_salt="tenant", private_salt="session")

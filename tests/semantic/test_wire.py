@@ -31,9 +31,9 @@ from bros.semantic.errors import (
     UpstreamError,
 )
 from bros.semantic.program import CallSpec, Criteria, Message, Parameter, Perf, Role
-from bros.server.body import validate
 from bros.server.errors import describe
-from bros.server.session_messages import SubmitProgram, to_call
+from bros.server.http import validate
+from bros.server.sessions.messages import SubmitProgram, to_call
 
 NAMES = st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True)
 SECONDS = st.none() | st.integers(1, 10**6).map(lambda ms: ms / 1000)

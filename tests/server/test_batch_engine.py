@@ -12,15 +12,15 @@ import openai
 import pytest
 from openai.types import Batch
 
-from bros.batch import job, runner
-from bros.batch.errors import StoreError
-from bros.batch.objects import DAY_S
+from bros.batch import runner
+from bros.batch import runner as job
+from bros.batch.objects import DAY_S, StoreError
 from bros.core.errors import OverloadedError, QueueFullError
 from bros.core.interfaces import ClassStats, EngineStats
 from bros.core.request import ServiceClass
-from bros.server.calls import CALLS, Call
-from bros.server.protocol import ChatMessage
-from bros.server.rows import RowAnswers
+from bros.server.batches.rows import RowAnswers
+from bros.server.openai.calls import CALLS, Call
+from bros.server.openai.schema import ChatMessage
 from bros.server.state import ServerState
 from support.batch_server import (
     ANSWER,
@@ -197,7 +197,7 @@ async def test_a_row_that_breaks_the_server_is_an_error(
     server.engine.held = "row"
     batch = await server.submit(row(1))
     await until(lambda: server.engine.waiting == 1)
-    monkeypatch.setattr("bros.server.calls.CompletionCall.reply", broken)
+    monkeypatch.setattr("bros.server.openai.calls.CompletionCall.reply", broken)
     server.engine.go_on.set()
     done = await server.wait(batch)
     (line,) = (await server.results(done.error_file_id)).values()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from bros.batch.errors import StoreUnavailableError
-from bros.server.routes import service
+from bros.batch.objects import StoreUnavailableError
+from bros.server.operations import routes as service
 from support.batch_server import BatchServer, batch_server, jsonl, row, until
 from support.scripted_server import assert_envelope
 

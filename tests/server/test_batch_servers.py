@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bros.batch.errors import StoreError
+from bros.batch.objects import StoreError
 from support.batch_server import (
     ANSWER_TOKENS,
     NOW,

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from bros.batch import validation
+from bros.batch import rows as validation
 from bros.batch.objects import DAY_S
 from support.batch_server import (
     CHAT,

@@ -14,9 +14,8 @@ from bros.core.clock import SystemClock
 from bros.core.config import Config, ServerConfig
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass, Slo
-from bros.router.elastic import ElasticSettings
+from bros.router.elastic import ElasticReplicas, ElasticSettings
 from bros.router.member import ReplicaState
-from bros.router.scaling import ElasticReplicas
 from bros.server.cluster import ClusterReplicas, bounds_of, connect, many
 from support.process_engine import TINY_ENGINE, ask, tokens_of
 from support.ray_cluster import connected
@@ -116,6 +115,6 @@ def test_an_address_is_auto_or_host_and_port(address: str) -> None:
 
 def test_a_ray_that_is_broken_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "bros.engine.ray_cluster", None)
+    monkeypatch.setitem(sys.modules, "bros.transport.ray", None)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         connect("auto")

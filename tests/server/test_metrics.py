@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bros.core.clock import ManualClock
 from bros.core.interfaces import Buckets, ClassStats, EngineStats
 from bros.core.request import ServiceClass
-from bros.server.metrics import ServerMetrics
+from bros.server.operations.metrics import ServerMetrics
 from support.scripted_server import Server
 
 FIGURES = EngineStats(

@@ -21,16 +21,15 @@ from bros.core.clock import SystemClock
 from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
 from bros.core.request import EngineRequest, SamplingParams
+from bros.router.balance import PlanReport
 from bros.router.client import RouterClient
-from bros.router.e2 import E2
+from bros.router.e2 import E2, LeastLoaded, RoundRobin
 from bros.router.flags import add_arguments
-from bros.router.planned import PlanReport
-from bros.router.policies import LeastLoaded, RoundRobin
 from bros.server.app import create_app
 from bros.server.errors import describe
-from bros.server.replica_metrics import ReplicaCollector
+from bros.server.operations.metrics import ReplicaCollector
 from bros.server.replicas import new_fleet, with_share_of_cores
-from bros.server.tenants import load_tenants
+from bros.server.state import load_tenants
 from support.mortal_engine import MortalEngine
 from support.scripted_server import Server, assert_envelope
 from support.turn_fleet import TurnFleet

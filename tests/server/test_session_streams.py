@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from bros.semantic.views import VariableView
-from bros.server.value_stream import ValueStream
+from bros.server.sessions.routes import ValueStream
 from support.scripted_server import LiveServer, Server, assert_envelope
 from support.session_server import SOON_S, SessionClient, keeping, ok, stream_events
 

@@ -12,7 +12,7 @@ import pytest
 
 from bros.core.config import ServerConfig
 from bros.core.errors import ConfigError
-from bros.server.tenants import Tenants, load_tenants
+from bros.server.state import Tenants, load_tenants
 from support.batch_server import BatchServer, batch_server, jsonl, openai_client, row, until
 from support.scripted_server import assert_envelope
 

@@ -9,7 +9,7 @@ import pytest
 
 from bros.core.interfaces import RequestTrace
 from bros.core.request import FinishReason, ServiceClass, Slo
-from bros.server.recent import RecentRequests
+from bros.server.state import RecentRequests
 from support.scripted_server import Server, assert_envelope
 
 

@@ -16,13 +16,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from bros.batch.bodies import Bodies
-from bros.batch.errors import StoreFullError
+from bros.batch.files import Bodies
+from bros.batch.objects import StoreFullError
 from bros.core.errors import InvalidRequestError
-from bros.server import uploads
+from bros.server.batches import routes as file_routes
+from bros.server.batches import routes as uploads
+from bros.server.batches.routes import Upload, read_upload
 from bros.server.errors import BodyTooLargeError
-from bros.server.routes import files as file_routes
-from bros.server.uploads import Upload, read_upload
 from support.batch_server import BatchServer, batch_server, until
 from support.scripted_server import assert_envelope
 
@@ -329,7 +329,7 @@ async def test_a_full_disk_is_507_and_nothing_is_kept(
 
     for work in ("write", "finish"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"bros.batch.bodies.BodyWriter.{work}", full)
+            patch.setattr(f"bros.batch.files.BodyWriter.{work}", full)
             reply = await server.http.post(
                 "/v1/files", content=form(PURPOSE, FILE), headers={"content-type": TYPE}
             )

@@ -9,8 +9,13 @@ import pytest
 
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
-from bros.simulator.azure import CODE, CONVERSATIONS, AzureLoad, read_azure_times
-from bros.simulator.prefix_workloads import published
+from bros.simulator.prefix_workloads import (
+    CODE,
+    CONVERSATIONS,
+    AzureLoad,
+    published,
+    read_azure_times,
+)
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from bros.core.request import FinishReason, ServiceClass, Slo
-from bros.simulator.fleet_metrics import fleet_report
-from bros.simulator.fleet_simulation import FleetRecord, FleetResult
+from bros.simulator.fleet import FleetRecord, FleetResult, fleet_report
 from support.fleets import request
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.5)

@@ -15,12 +15,11 @@ from bros.core.errors import ConfigError
 from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest, ServiceClass
 from bros.router.fleet import Fleet
-from bros.router.settings import ROUTERS, Decision
-from bros.simulator import fleet_build
-from bros.simulator.build import build_simulation
-from bros.simulator.fleet_build import FleetScenario, build_fleet_simulation
-from bros.simulator.fleet_simulation import FleetResult
+from bros.router.state import ROUTERS, Decision
+from bros.simulator import fleet as fleet_build
+from bros.simulator.fleet import FleetResult, FleetScenario, build_fleet_simulation
 from bros.simulator.prefix_workloads import published
+from bros.simulator.simulation import build_simulation
 from bros.simulator.workload import Arrival, BeLoad, Size, TraceLoad
 from support.fleets import GivenLoad, fleet_scenario, request
 from support.scenarios import scenario

@@ -10,12 +10,10 @@ from rich.console import Console
 
 from bros.core.config import EngineConfig
 from bros.core.request import FinishReason, ServiceClass, Slo
-from bros.simulator.devices import Device
-from bros.simulator.fleet_build import FleetScenario
-from bros.simulator.fleet_metrics import FleetReport, fleet_report
-from bros.simulator.fleet_simulation import FleetRecord, FleetResult
-from bros.simulator.fleet_tables import print_fleet_reports
+from bros.simulator.fleet import FleetRecord, FleetReport, FleetResult, FleetScenario, fleet_report
 from bros.simulator.prefix_workloads import published
+from bros.simulator.simulation import Device
+from bros.simulator.tables import print_fleet_reports
 from support.fleets import request
 from support.scenarios import STEPS
 

@@ -10,8 +10,12 @@ import pytest
 
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
-from bros.simulator.mooncake import BLOCK_TOKENS, MooncakeLoad, read_mooncake_trace
-from bros.simulator.prefix_requests import prompt_of
+from bros.simulator.prefix_workloads import (
+    BLOCK_TOKENS,
+    MooncakeLoad,
+    prompt_of,
+    read_mooncake_trace,
+)
 
 LINES: list[dict[str, Any]] = [
     {"timestamp": 1000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 7, 8]},

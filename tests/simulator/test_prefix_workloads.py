@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 
 from bros.core.request import ServiceClass
-from bros.simulator.prefix_requests import VOCAB, prompt_of
-from bros.simulator.prefix_workloads import KINDS, POPULARITY, Workload, published
-from bros.simulator.sim_executor import TOKEN
+from bros.simulator.prefix_workloads import KINDS, POPULARITY, VOCAB, Workload, prompt_of, published
+from bros.simulator.simulation import TOKEN
 from support.prefix_tree import Spread, Table, table_of, table_of_tokens
 
 # Preble, Table 1: (mean, deviation) of each column.

@@ -13,8 +13,8 @@ import pytest
 from bros.cli import main
 from bros.core.errors import ConfigError
 from bros.scheduler.profiles import Profile, ProfileKey
-from bros.simulator.devices import read_profile, stored_profiles
 from bros.simulator.flags import DEFAULT_PROFILE
+from bros.simulator.simulation import read_profile, stored_profiles
 from support.scenarios import SLOW, STEPS
 
 KEY = ProfileKey(

@@ -15,10 +15,16 @@ from bros.core.errors import ConfigError
 from bros.core.plan import StepPlan
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.scheduler.cost_model import CostModel, StepLoad
-from bros.simulator.build import Scenario, build_simulation
 from bros.simulator.metrics import report_of
-from bros.simulator.sim_executor import Disturbance, SimExecutor, load_of
-from bros.simulator.simulation import RequestRecord, SimulationResult
+from bros.simulator.simulation import (
+    Disturbance,
+    RequestRecord,
+    Scenario,
+    SimExecutor,
+    SimulationResult,
+    build_simulation,
+    load_of,
+)
 from bros.simulator.workload import BE_SIZES, RT_SIZES, Arrival, BeLoad, Size, TraceLoad, generator
 from support.scenarios import SLOW, STEPS, scenario
 

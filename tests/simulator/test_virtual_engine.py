@@ -16,8 +16,7 @@ from bros.core.interfaces import EngineStats, Notice
 from bros.core.plan import Chunk, StepPlan
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.scheduler.cost_model import CostModel
-from bros.simulator.build import Device
-from bros.simulator.sim_executor import common_context
+from bros.simulator.simulation import Device, common_context
 from bros.simulator.virtual_engine import VirtualEngineClient, virtual_engine
 from bros.simulator.virtual_loop import LoopClock, run_virtual
 from support.tier import examples

@@ -20,7 +20,7 @@ from bros.core.clock import ManualClock
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineClient, EngineStats
 from bros.core.request import EngineRequest, RequestOutput
-from bros.engine.tokenizer import Tokenizer
+from bros.text.tokenizer import Tokenizer
 from support.scripted_server import LiveServer, ScriptedEngine, live_server
 
 T = TypeVar("T")

@@ -18,11 +18,10 @@ from urllib.parse import quote
 
 import sqlalchemy as sa
 
-from bros.batch.bodies import Bodies, BodyWriter
 from bros.batch.database import Database, open_database
-from bros.batch.files import FileStore
-from bros.batch.jobs import BatchStore
+from bros.batch.files import Bodies, BodyWriter, FileStore
 from bros.batch.objects import DAY_S, Batch, BatchStatus, RowRef, StoredFile
+from bros.batch.store import BatchStore
 
 NOW = 1_700_000_000
 """When tests begin, in Unix seconds."""

@@ -6,9 +6,9 @@ import random
 from array import array
 from collections.abc import Sequence
 
+from bros.bench.client import Outcome, Record
 from bros.bench.metrics import Window, measure
 from bros.bench.plan import Piece, Planned
-from bros.bench.records import Outcome, Record
 from bros.bench.results import (
     BenchResult,
     CapacityResult,

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from bros.bench.http import Answer, TransportError
+from bros.bench.client import Answer, TransportError
 from bros.bench.plan import Piece, Planned
 from bros.core.request import ServiceClass, Slo
 

@@ -6,8 +6,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from bros.core.clock import ManualClock
-from bros.engine.chat_template import ChatTemplates
-from bros.engine.tokenizer import Tokenizer
+from bros.text.tokenizer import ChatTemplates, Tokenizer
 
 WORDS = ("river", "stone", "green", "lamp", "south", "quiet", "found", "maybe", "under", "while")
 TRIMMING = (

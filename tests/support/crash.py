@@ -24,17 +24,22 @@ from typing import Any, cast
 
 import sqlalchemy as sa
 
-from bros.batch.bodies import Bodies
 from bros.batch.database import Database
-from bros.batch.errors import RowInterruptedError, RowPostponedError
-from bros.batch.files import FileStore
-from bros.batch.jobs import BatchStore
-from bros.batch.objects import DAY_S, Batch, BatchStatus, TokenUsage
+from bros.batch.files import Bodies, FileStore
+from bros.batch.objects import (
+    DAY_S,
+    Batch,
+    BatchStatus,
+    RowInterruptedError,
+    RowPostponedError,
+    TokenUsage,
+)
 from bros.batch.rows import RowFacts, RowReply
 from bros.batch.runner import BatchRunner, RunnerSettings
+from bros.batch.store import BatchStore
 from bros.core.clock import SystemClock
-from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineStats
+from bros.core.request import IdGenerator
 from support.batch_store import NOW, Store, open_store
 from support.server_process import wait_until
 

@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 
 from bros.core.plan import Chunk, SampleSpec, StepPlan
-from bros.executor.choosing import DeviceChooser
-from bros.executor.cuda_graphs import GraphSizes, StepGraphs
+from bros.executor.cuda.graphs import GraphSizes, StepGraphs
 from bros.executor.feed import InputFeed
 from bros.executor.grouping import grouping_for
 from bros.executor.kv_storage import KvStorage
-from bros.executor.launching import LaunchingRunner
 from bros.executor.models.build import build_decoder
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import ALONE, Ranks
 from bros.executor.parallel.sharding import shards_of
-from bros.executor.random_weights import RandomWeights
-from bros.executor.runner import ModelRunner
-from bros.executor.sampler import Sampler
+from bros.executor.runner import LaunchingRunner, ModelRunner
+from bros.executor.sampler import DeviceChooser, Sampler
 from bros.executor.target import CPU, Target
+from bros.executor.weights import RandomWeights
 from bros.kernels.interface import (
     AttentionBatch,
     GraphBuffers,

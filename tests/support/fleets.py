@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bros.core.config import EngineConfig
-from bros.router.settings import RouterSettings
-from bros.simulator.build import Device
-from bros.simulator.fleet_build import FleetScenario, fleet_config
-from bros.simulator.prefix_requests import Part, PrefixLoad, PrefixRequest
-from bros.simulator.prefix_workloads import published
+from bros.router.state import RouterSettings
+from bros.simulator.fleet import FleetScenario, fleet_config
+from bros.simulator.prefix_workloads import Part, PrefixLoad, PrefixRequest, published
+from bros.simulator.simulation import Device
 from support.scenarios import STEPS
 
 

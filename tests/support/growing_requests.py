@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from bros.core.plan import PENDING, Chunk, SampledToken, SampleSpec, StepPlan
 from bros.core.request import SamplingParams
-from bros.executor.launching import LaunchingRunner
-from bros.executor.runner import ModelRunner
+from bros.executor.runner import LaunchingRunner, ModelRunner
 from support.device_runners import BLOCK, VOCAB
 
 Samples = tuple[SampledToken, ...]

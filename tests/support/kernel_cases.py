@@ -64,7 +64,7 @@ class Backend:
         if not self.is_triton:
             return cpu_kernels(self.name)
         # Late, because Triton need not be installed.
-        from bros.kernels.triton_ops import TritonKernels
+        from bros.kernels.triton.ops import TritonKernels
 
         return TritonKernels(self.device)
 

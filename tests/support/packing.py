@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from bros.scheduler.cost_model import CostModel, StepTimePredictor
-from bros.scheduler.selection import Bounds, Packing
+from bros.scheduler.packing import Bounds, Packing
 
 BLOCK_SIZE = 4
 SAFETY = 1.05

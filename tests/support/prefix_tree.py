@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from bros.simulator.prefix_requests import PrefixRequest
+from bros.simulator.prefix_workloads import PrefixRequest
 
 Piece = tuple[Hashable, int]
 """What it holds, and how many tokens that are."""

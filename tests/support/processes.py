@@ -57,7 +57,7 @@ def ranks_below(pid: int) -> dict[int, int]:
         environment = Path(f"/proc/{child}/environ").read_bytes().decode()
         command = Path(f"/proc/{child}/cmdline").read_bytes().decode()
         rank = re.search(r"(?:^|\0)RANK=(\d+)", environment)
-        if rank and "bros.engine.process" in command:
+        if rank and "bros.transport.process" in command:
             found[int(rank[1])] = child
     return dict(sorted(found.items()))
 

@@ -9,13 +9,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from bros.core.errors import EngineDeadError
-from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
-from bros.engine.generation import TextGenerator
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    IdGenerator,
+    RequestOutput,
+    ServiceClass,
+    Slo,
+)
 from bros.semantic.service import SessionService
 from bros.semantic.settings import SessionSettings
 from bros.simulator.virtual_loop import LoopClock
+from bros.text.generation import TextGenerator
 from support.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

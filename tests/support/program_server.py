@@ -9,9 +9,8 @@ import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from bros.core.ids import IdGenerator
 from bros.core.loop_thread import LoopThread
-from bros.engine.generation import TextGenerator
+from bros.core.request import IdGenerator
 from bros.semantic.backend import Backend
 from bros.semantic.connection import Connection
 from bros.semantic.errors import ServerUnreachableError
@@ -19,8 +18,9 @@ from bros.semantic.local import LocalBackend, serve_locally
 from bros.semantic.program import CallSpec, SubmittedCall
 from bros.server.app import create_app
 from bros.server.serve import HttpServer, bind
-from bros.server.tenants import load_tenants
+from bros.server.state import load_tenants
 from bros.simulator.virtual_loop import LoopClock
+from bros.text.generation import TextGenerator
 from support.program_engine import TOKENIZER, ProgramEngine, make_service
 from support.scripted_server import Server
 

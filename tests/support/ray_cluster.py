@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from support.processes import descendants, wait_until_gone
 
 if TYPE_CHECKING:
-    from bros.engine.ray_cluster import Cluster
+    from bros.transport.ray import Cluster
 
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -65,7 +65,7 @@ def local_ray(num_cpus: int = 2) -> Iterator[str]:
 def connected(address: str) -> Iterator[Cluster]:
     """This process as one that uses the instance."""
     # Late: it imports Ray.
-    from bros.engine.ray_cluster import Cluster
+    from bros.transport.ray import Cluster
 
     cluster = Cluster(address)
     yield cluster

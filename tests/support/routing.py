@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from bros.core.interfaces import Notice, Prices
 from bros.core.request import NO_HINTS, EngineRequest, Hints, SamplingParams, ServiceClass, Slo
-from bros.router.build import make_fleet
-from bros.router.fleet import Fleet
-from bros.router.settings import ReplicaFacts, RouterSettings
+from bros.router.fleet import Fleet, make_fleet
+from bros.router.state import ReplicaFacts, RouterSettings
 
 BLOCK = 4
 NO_SLO = Slo()

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from bros.core.config import EngineConfig
 from bros.scheduler.cost_model import CostModel
-from bros.simulator.build import Device, Scenario
+from bros.simulator.simulation import Device, Scenario
 from bros.simulator.workload import BeLoad, PoissonLoad
 
 STEPS = CostModel(

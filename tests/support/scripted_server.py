@@ -19,26 +19,24 @@ from bros.batch.store import Store
 from bros.core.clock import ManualClock
 from bros.core.config import ServerConfig
 from bros.core.errors import EngineDeadError
-from bros.core.ids import IdGenerator
 from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
 from bros.core.request import (
     EngineRequest,
     FinishReason,
+    IdGenerator,
     RequestOutput,
     ServiceClass,
     Slo,
     TokenLogprobs,
 )
-from bros.engine.chat_template import ChatTemplates
-from bros.engine.generation import TextGenerator
-from bros.engine.tokenizer import Tokenizer
-from bros.scheduler.limits import Limits
+from bros.scheduler.admission import Limits
 from bros.server.app import create_app
 from bros.server.build import with_jobs, with_sessions
-from bros.server.metrics import ServerMetrics
+from bros.server.operations.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
-from bros.server.state import ServerState
-from bros.server.tenants import load_tenants
+from bros.server.state import ServerState, load_tenants
+from bros.text.generation import TextGenerator
+from bros.text.tokenizer import ChatTemplates, Tokenizer
 
 EOS_TEXT = "<|im_end|>"
 CHATML = (

@@ -10,8 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from bros.core.clock import ManualClock
-from bros.engine.chat_template import ChatTemplates
-from bros.engine.tokenizer import Tokenizer
+from bros.text.tokenizer import ChatTemplates, Tokenizer
 
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",

@@ -25,9 +25,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bros.kernels import triton_ops
 from bros.kernels.interface import HeadLayout
 from bros.kernels.triton import attention, elementwise_kernels, sampling
+from bros.kernels.triton import ops as triton_ops
 from bros.kernels.triton.settings import Settings
 from bros.kernels.xformers_self import XformersSelf
 from support.fake_xformers import FakeFmha

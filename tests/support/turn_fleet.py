@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest
+from bros.router.balance import PlanReport
 from bros.router.fleet import Fleet
-from bros.router.planned import PlanReport
-from bros.router.settings import Decision, ReplicaFacts
+from bros.router.state import Decision, ReplicaFacts
 
 
 class TurnFleet(Fleet):

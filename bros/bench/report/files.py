@@ -9,15 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bros.bench.confidence import likely
-from bros.bench.judging import finish_s, judge, output_tokens, prompt_tokens
-from bros.bench.metrics import ATTAINMENTS, ClassMetrics, Window
-from bros.bench.records import Outcome, Record
+from bros.bench.client import Outcome, Record
+from bros.bench.metrics import (
+    ATTAINMENTS,
+    ClassMetrics,
+    Summary,
+    Window,
+    finish_s,
+    judge,
+    likely,
+    output_tokens,
+    prompt_tokens,
+)
 from bros.bench.report.html import page
 from bros.bench.report.plots import LIGHT, figures
 from bros.bench.report.words import file_name, ordered
 from bros.bench.results import BadResultsError, BenchResult, Scenario, ScenarioResult
-from bros.bench.summary import Summary
 from bros.core.request import ServiceClass, Slo
 
 Row = dict[str, Any]

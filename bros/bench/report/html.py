@@ -6,14 +6,12 @@ import base64
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from bros.bench.metrics import ClassMetrics
-from bros.bench.report.cautions import warnings
-from bros.bench.report.made import rows as rows_of_commands
+from bros.bench.metrics import ClassMetrics, Summary
 from bros.bench.report.plots import DARK, LIGHT, figures
-from bros.bench.report.style import STYLE
 from bros.bench.report.terminal import COLUMNS, cells
 from bros.bench.report.words import (
     CLASS_NAMES,
@@ -24,14 +22,120 @@ from bros.bench.report.words import (
     likely_percent,
     ms,
     name_of,
+    objectives,
     ordered,
     percent,
     ratio,
     server_name,
+    short_name,
     verdict,
+    warnings,
 )
-from bros.bench.results import BenchResult, Scenario, ScenarioResult
-from bros.bench.summary import Summary
+from bros.bench.results import BenchResult, Command, Scenario, ScenarioResult
+
+# ---- How the page looks, on light and dark screens, wide and narrow ones.
+
+
+STYLE = """
+:root{--ink:#1c2024;--dim:#5a626b;--paper:#fff;--line:#d9dde2;--soft:#f4f6f8;--warn:#fff4e0;
+--edge:#e69f00}
+@media (prefers-color-scheme:dark){:root{--ink:#e6e8eb;--dim:#a0a8b1;--paper:#16191d;
+--line:#34393f;--soft:#1f242a;--warn:#33290f;--edge:#e69f00}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--paper);color:var(--ink);
+font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:1150px;margin:0 auto;padding:1.2rem}
+h1{font-size:clamp(1.2rem,3.2vw,1.7rem);line-height:1.35;margin:.4rem 0 .8rem}
+h2{font-size:1.15rem;margin:2rem 0 .5rem}
+h4{margin:1rem 0 .2rem}
+p,ul{margin:.3rem 0;max-width:54rem}
+ul{padding-left:1.2rem}
+.lead{font-size:1.05rem}
+.warnings{background:var(--warn);border-left:4px solid var(--edge);padding:.6rem 1rem;
+margin:1rem 0;border-radius:4px;overflow-wrap:anywhere}
+.warnings h2{margin:0 0 .2rem;font-size:1rem}
+.wide{overflow-x:auto;margin:.5rem 0}
+table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
+th,td{padding:.28rem .7rem;text-align:right;border-bottom:1px solid var(--line);
+vertical-align:bottom}
+thead th{color:var(--dim);font-weight:600;min-width:4.2rem}
+tbody th{font-weight:500;white-space:nowrap}
+th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}
+.start th,.start td{border-top:2px solid var(--dim)}
+.figures td{white-space:nowrap}
+.settings td,.settings th{text-align:left;vertical-align:top}
+.settings td{max-width:22rem;overflow-wrap:anywhere}
+.marked td,.marked th{background:var(--soft)}
+.marked td{font-weight:600}
+.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,24rem),1fr));
+gap:1rem;align-items:start}
+.plots img{width:100%;height:auto;border:1px solid var(--line);border-radius:6px;display:block}
+details{border:1px solid var(--line);border-radius:6px;padding:.4rem .8rem;margin:.4rem 0}
+summary{cursor:pointer;font-weight:600}
+"""
+
+
+# ---- How the runs of a report were made: a table with a column for each command.
+
+
+class Row(NamedTuple):
+    """values: one for each command, in their order."""
+
+    name: str
+    values: tuple[str, ...]
+
+    @property
+    def differs(self) -> bool:
+        return len(set(self.values)) > 1
+
+
+def rows_of_commands(bench: BenchResult) -> list[Row]:
+    """Runs first, then where and with what, then the options; nothing is a dash."""
+    columns = [dict(_column(bench, command)) for command in bench.commands]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [Row(name, tuple(column.get(name, NOTHING) for column in columns)) for name in names]
+
+
+def _column(bench: BenchResult, command: Command) -> Iterator[tuple[str, str]]:
+    environment = command.environment
+    memory = environment.memory_bytes
+    runs = [run for run in ordered(bench) if run.command == command]
+    versions = {f"{run.target} {run.server_version}": None for run in runs if run.server_version}
+    yield "runs", _names(bench, runs)
+    yield "date", environment.date
+    yield "server says", ", ".join(versions) or NOTHING
+    yield "client", f"bros {environment.bros}"
+    yield "commit", _short(environment.commit)
+    yield "Python", environment.python
+    yield "packages", ", ".join(" ".join(item) for item in environment.packages.items()) or NOTHING
+    yield "processor", environment.cpu
+    yield "cores", str(environment.cores)
+    yield "memory", NOTHING if memory is None else f"{memory / 2**30:.1f} GiB"
+    yield "objectives", objectives(command.slo)
+    yield "seed", str(command.seed)
+    for name, value in command.settings.items():
+        if name != "--seed":
+            yield name, NOTHING if value is None else str(value)
+
+
+def _names(bench: BenchResult, runs: Sequence[ScenarioResult]) -> str:
+    """`S3 bros at 0.1, 0.2/s; S2 fcfs`."""
+    rates: dict[str, list[float]] = {}
+    for run in runs:
+        found = rates.setdefault(short_name(bench, run), [])
+        found += [] if run.rt_rate is None else [run.rt_rate]
+    return "; ".join(
+        f"{name} at {', '.join(f'{rate:g}' for rate in found)}/s" if found else name
+        for name, found in rates.items()
+    )
+
+
+def _short(commit: str | None) -> str:
+    """As much of it as names it; the plus of a changed tree stays."""
+    if commit is None:
+        return NOTHING
+    return commit.rstrip("+")[:12] + "+" * commit.endswith("+")
+
 
 _DEFINITIONS = """Objectives count as missed for requests that were refused, failed or cut short,
 and for those that were still open and overdue at the end. TTFT: sent to first token. TPOT: mean

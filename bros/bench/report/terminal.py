@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from bros.bench.report.cautions import warnings
+from bros.bench.client import Outcome, Record
+from bros.bench.metrics import Summary, Window, judge, tokens_per_s
 from bros.bench.report.words import (
+    CLASS_NAMES,
     NOTHING,
     all_objectives,
     capacity,
@@ -19,8 +29,11 @@ from bros.bench.report.words import (
     ratio,
     short_name,
     verdict,
+    warnings,
 )
 from bros.bench.results import BenchResult, Scenario, ScenarioResult
+from bros.core.request import ServiceClass, Slo
+from bros.simulator.metrics import Share
 
 COLUMNS = (
     *("both\nmet %", "95 %\nlikely", "TTFT\nmet %", "TPOT\nmet %"),
@@ -72,3 +85,135 @@ def _table(bench: BenchResult) -> Table:
         table.add_row(escape(short_name(bench, result)), *cells(bench, result))
         last = result
     return table
+
+
+# ---- How a run is going, while it does: a panel on a terminal, else a line now and then.
+
+
+LINE_EVERY_S = 10.0
+"""Between two lines where there is no terminal."""
+
+_RECENT_S = 30.0
+"""Rates are of so many seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One class so far. tokens_per_s: prompt and output, of the last seconds."""
+
+    running: int
+    completed: int
+    errors: int
+    ttft_s: Summary
+    tpot_s: Summary
+    both_met: Share
+    tokens_per_s: float
+
+
+def standing(records: Sequence[Record], slo: Slo | None, elapsed_s: float) -> Standing:
+    """Of the records of one class; time grows with their number, not with that of tokens."""
+    judged = [judge(record, slo, elapsed_s) for record in records]
+    completed = sum(record.outcome is Outcome.COMPLETED for record in records)
+    still_open = [record for record in records if record.outcome is Outcome.OPEN]
+    rates = (0.0, 0.0)
+    if elapsed_s > 0:
+        rates = tokens_per_s(records, Window(max(0.0, elapsed_s - _RECENT_S), elapsed_s))
+    return Standing(
+        running=sum(record.sent_s is not None for record in still_open),
+        completed=completed,
+        errors=len(records) - completed - len(still_open),
+        ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
+        tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
+        both_met=Share.of([j.both_met for j in judged]),
+        tokens_per_s=sum(rates),
+    )
+
+
+class LiveView:
+    """A context manager; `update` shows what there is so far.
+
+    It draws only in `update`, in the caller's thread: call it about once a second.
+    """
+
+    def __init__(self, console: Console, title: str, slo: Slo) -> None:
+        self._console = console
+        self._title = title
+        self._slo = slo
+        self._live: Live | None = None
+        self._next_line_s = LINE_EVERY_S
+        if console.is_terminal:
+            self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, elapsed_s: float, duration_s: float, records: Sequence[Record]) -> None:
+        """elapsed_s: of duration_s, since the start of the run."""
+        if self._live is None and elapsed_s < self._next_line_s:
+            return
+        found = {}
+        for service_class in ServiceClass:
+            part = [r for r in records if r.planned.service_class is service_class]
+            held = self._slo if service_class is ServiceClass.RT else None
+            if part:
+                found[service_class] = standing(part, held, elapsed_s)
+        if self._live is not None:
+            panel = _panel(self._title, elapsed_s, duration_s, found)
+            self._live.update(panel, refresh=True)
+            return
+        self._next_line_s = elapsed_s - elapsed_s % LINE_EVERY_S + LINE_EVERY_S
+        text = _line(self._title, elapsed_s, duration_s, found)
+        self._console.print(escape(text), highlight=False, soft_wrap=True)
+
+
+def _panel(
+    title: str, elapsed_s: float, duration_s: float, found: dict[ServiceClass, Standing]
+) -> Panel:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for column in (
+        *("running", "done", "errors", "both\nmet %", "TTFT\np50 ms", "TTFT\np99 ms"),
+        *("TPOT\np50 ms", "TPOT\np99 ms", "tokens\nper s"),
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for service_class, now in found.items():
+        errors = f"[bold red]{now.errors}[/bold red]" if now.errors else "0"
+        table.add_row(
+            CLASS_NAMES[service_class],
+            str(now.running),
+            str(now.completed),
+            errors,
+            percent(now.both_met),
+            *map(ms, (now.ttft_s.p50, now.ttft_s.p99, now.tpot_s.p50, now.tpot_s.p99)),
+            f"{now.tokens_per_s:.0f}",
+        )
+    bar = ProgressBar(total=duration_s, completed=min(elapsed_s, duration_s))
+    clock = f"{elapsed_s:.0f} of {duration_s:.0f} s"
+    return Panel(Group(bar, table), title=escape(title), subtitle=clock, title_align="left")
+
+
+def _line(
+    title: str, elapsed_s: float, duration_s: float, found: dict[ServiceClass, Standing]
+) -> str:
+    parts = [f"{title}: {elapsed_s:.0f} of {duration_s:.0f} s"]
+    for service_class, now in found.items():
+        text = (
+            f"{CLASS_NAMES[service_class]} {now.completed} done, {now.running} running, "
+            f"{now.errors} errors, {now.tokens_per_s:.0f} tokens/s, "
+            f"TTFT {ms(now.ttft_s.p50)} ms, TPOT {ms(now.tpot_s.p50)} ms"
+        )
+        if percent(now.both_met) != NOTHING:
+            text += f", both met {percent(now.both_met)} %"
+        parts.append(text)
+    return "; ".join(parts)

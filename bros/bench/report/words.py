@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
 
-from bros.bench.confidence import likely
-from bros.bench.metrics import ClassMetrics
-from bros.bench.records import Outcome
+from bros.bench.client import Outcome
+from bros.bench.flags import FLAGS
+from bros.bench.metrics import ClassMetrics, likely
 from bros.bench.results import BenchResult, CapacityResult, Scenario, ScenarioResult
 from bros.core.request import ServiceClass, Slo
 from bros.simulator.metrics import Share
@@ -169,3 +170,144 @@ def _kept(bench: BenchResult, result: ScenarioResult) -> str:
 
 def _attainment(result: ScenarioResult) -> float:
     return result.rt.both_met.value or 0.0
+
+
+# ---- Whether the runs of a report were made alike, so that their figures can be compared.
+
+
+_MOST_NAMES = 4
+_COMPARED_ELSEWHERE = ("--slo-ttft", "--slo-tpot", "--seed", "--model")
+
+
+class _Trait(NamedTuple):
+    """words: of a run in which it is another. of: None where a run has no such thing.
+
+    among: runs are only compared with those that have the same.
+    """
+
+    words: str
+    of: Callable[[ScenarioResult], Hashable]
+    among: Callable[[ScenarioResult], Hashable]
+
+
+def _all(run: ScenarioResult) -> Hashable:
+    return None
+
+
+def _server_options(run: ScenarioResult) -> Hashable:
+    """Those that the command passed on to servers."""
+    settings = run.command.settings
+    return frozenset(
+        (flag, value)
+        for flag, value in settings.items()
+        if flag not in FLAGS and flag not in _COMPARED_ELSEWHERE
+    )
+
+
+def _machine(run: ScenarioResult) -> Hashable:
+    environment = run.command.environment
+    return (environment.cpu, environment.cores, environment.memory_bytes)
+
+
+def _versions(run: ScenarioResult) -> Hashable:
+    environment = run.command.environment
+    packages = frozenset(environment.packages.items())
+    return (environment.bros, environment.commit, environment.python, packages)
+
+
+_TRAITS = (
+    _Trait("held to other objectives", lambda r: r.command.slo if r.rt_digest else None, _all),
+    _Trait("sent other real-time requests", lambda r: r.rt_digest or None, lambda r: r.rt_rate),
+    _Trait(
+        "sent other best-effort requests",
+        lambda r: (r.be_digest, r.be_load) if r.be_digest else None,
+        _all,
+    ),
+    _Trait(
+        "measured over another time",
+        lambda r: (r.metrics.window.start_s, r.metrics.window.end_s),
+        _all,
+    ),
+    _Trait("asked at another endpoint", lambda r: r.command.settings.get("--endpoint"), _all),
+    _Trait("made with another model", lambda r: r.command.settings.get("--model", ""), _all),
+    _Trait("made on another machine", _machine, _all),
+    _Trait("made with other versions of bros or its packages", _versions, lambda r: r.target),
+    _Trait("another version of the server", lambda r: r.server_version, lambda r: r.target),
+    _Trait("other options for the server", _server_options, lambda r: r.target),
+)
+
+
+def differences(bench: BenchResult) -> list[str]:
+    """A sentence for everything in which runs differ that their names do not say."""
+    runs = ordered(bench)
+    return [text for trait in _TRAITS for text in _differing(bench, trait, runs)]
+
+
+def _differing(bench: BenchResult, trait: _Trait, runs: Sequence[ScenarioResult]) -> Iterator[str]:
+    """Against the first run of each group."""
+    first: dict[Hashable, ScenarioResult] = {}
+    others: dict[Hashable, list[ScenarioResult]] = {}
+    for run in runs:
+        if trait.of(run) is None:
+            continue
+        group = trait.among(run)
+        if trait.of(run) != trait.of(first.setdefault(group, run)):
+            others.setdefault(group, []).append(run)
+    for group, found in others.items():
+        names = [name_of(bench, run) for run in found]
+        more = f"; and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        yield (
+            f"{'; '.join(names[:_MOST_NAMES])}{more}: {trait.words} than "
+            f"{name_of(bench, first[group])}"
+        )
+
+
+# ---- What makes the figures of a comparison doubtful, in words.
+
+
+MAX_CLIENT_SHARE = 0.05
+"""A client that takes more of the cores than this may slow down a server beside it."""
+MAX_OVERDUE = 0.05
+"""With a larger share of its requests open and overdue, a server is stalled or overloaded."""
+
+
+def warnings(bench: BenchResult) -> list[str]:
+    """What makes the figures doubtful, a sentence each; most of them begin with a run's name."""
+    found = []
+    for result in ordered(bench):
+        name = name_of(bench, result)
+        found += [f"{name}: {text}" for text in _about_client(result)]
+        for service_class, part in result.metrics.by_class.items():
+            kind = CLASS_NAMES[service_class]
+            found += [f"{name}: {text}" for text in _about_class(part, kind)]
+    return found + differences(bench)
+
+
+def _about_client(result: ScenarioResult) -> Iterator[str]:
+    client = result.client
+    if client.fell_behind:
+        yield (
+            "the client fell behind its schedule, so that the load was not what was asked for "
+            f"(sent late by {ms(client.lateness_p50_s)} ms at the median, "
+            f"{ms(client.lateness_p99_s)} ms at p99, {ms(client.lateness_max_s)} ms at most)"
+        )
+    if client.cpu_share > MAX_CLIENT_SHARE:
+        yield f"the client took {100 * client.cpu_share:.0f} % of the processor cores"
+
+
+def _about_class(part: ClassMetrics, kind: str) -> Iterator[str]:
+    if part.errors:
+        why = "; ".join(f"{count} x {reason}" for reason, count in part.reasons.items())
+        yield f"{part.errors} of {part.requests} {kind} requests were not completed: {why}"
+    if part.requests and not part.completed:
+        still_open = part.outcomes[Outcome.OPEN]
+        yield f"not one of {part.requests} {kind} requests was completed; {still_open} are open"
+    if part.overdue > MAX_OVERDUE * part.requests:
+        yield (
+            f"{part.overdue} of {part.requests} {kind} requests were still open and overdue at "
+            "the end; they count as missed, with the time so far"
+        )
+    if part.unsent:
+        yield f"{part.unsent} of {part.requests} {kind} requests came due and were never sent"
+    if part.relegated:
+        yield f"{part.relegated} of {part.requests} {kind} requests were served as best-effort"

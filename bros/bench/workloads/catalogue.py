@@ -12,14 +12,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from bros.bench.workloads.arrivals import RecordedArrivals
-from bros.bench.workloads.content import Content
-from bros.bench.workloads.conversations import Chats
-from bros.bench.workloads.drawn import chats, documents
-from bros.bench.workloads.names import CHATS, FILES, NAMES, SHARED_PREFIX
-from bros.bench.workloads.shared_prefix import preble
-from bros.bench.workloads.sharegpt import Encoder, read_sharegpt
-from bros.bench.workloads.traces import read_azure, read_burstgpt, read_mooncake
+from bros.bench.workloads.contents import (
+    CHATS,
+    FILES,
+    NAMES,
+    SHARED_PREFIX,
+    Chats,
+    Content,
+    chats,
+    documents,
+    preble,
+)
+from bros.bench.workloads.loops import RecordedArrivals
+from bros.bench.workloads.recorded import (
+    Encoder,
+    read_azure,
+    read_burstgpt,
+    read_mooncake,
+    read_sharegpt,
+)
 from bros.core.errors import ConfigError
 from bros.simulator.lengths import Uniform
 from bros.simulator.workload import RT_SIZES

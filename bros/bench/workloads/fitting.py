@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from bros.bench.plan import Backlog, Piece, Planned, Session, Turn
-from bros.bench.workloads.content import cut, texts_of
+from bros.bench.workloads.contents import cut, texts_of
 from bros.core.errors import ConfigError
 
 _MOST_IN_VAIN = 10_000

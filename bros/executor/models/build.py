@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bros.core.errors import ModelError
-from bros.executor.layers.linear import Linear, PlainLinear, load_matrix, make_linear, pack
-from bros.executor.layers.norm import LayerNorm, Norm, RmsNorm
 from bros.executor.models.decoder import (
     Attention,
     Block,
@@ -21,10 +19,19 @@ from bros.executor.models.decoder import (
     Mlp,
     PlainMlp,
 )
+from bros.executor.models.layers import (
+    LayerNorm,
+    Linear,
+    Norm,
+    PlainLinear,
+    RmsNorm,
+    load_matrix,
+    make_linear,
+    pack,
+)
 from bros.executor.models.spec import ModelSpec
-from bros.executor.parallel.layers import embedding, joined, summed
 from bros.executor.parallel.ranks import ALONE, Ranks
-from bros.executor.parallel.sharding import ShardedWeights, shards_of
+from bros.executor.parallel.sharding import ShardedWeights, embedding, joined, shards_of, summed
 from bros.executor.target import Target
 from bros.executor.weights import Weights
 from bros.kernels.interface import HeadLayout, Kernels

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bros.executor.inputs import StepInputs
-from bros.executor.layers.linear import Linear
-from bros.executor.layers.norm import Norm
+from bros.executor.models.layers import Linear, Norm
 from bros.kernels.interface import HeadLayout, Kernels
 
 LayerCache = tuple[Tensor, Tensor]

@@ -24,10 +24,9 @@ from bros.core.interfaces import Executor, Running
 from bros.core.plan import StepPlan, StepResult
 from bros.executor.feed import Pending
 from bros.executor.inputs import build_inputs
-from bros.executor.launching import LaunchingRunner
 from bros.executor.parallel.plan_codec import PlanDecoder, PlanEncoder
 from bros.executor.parallel.ranks import Ranks
-from bros.executor.runner import ModelRunner
+from bros.executor.runner import LaunchingRunner, ModelRunner
 
 _SAFEPOINTS = 8
 """How often a step asks whether to go on, about. Each time all ranks wait for rank 0."""

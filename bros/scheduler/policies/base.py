@@ -8,9 +8,8 @@ from typing import Protocol
 
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
-from bros.scheduler.queues import Queues
-from bros.scheduler.selection import Bounds, Packing
-from bros.scheduler.state import RequestState
+from bros.scheduler.packing import Bounds, Packing
+from bros.scheduler.state import Queues, RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

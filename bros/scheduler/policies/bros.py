@@ -10,20 +10,307 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
-from bros.scheduler.batch_size import AdaptiveBatchSize
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
+from bros.scheduler.packing import Bounds, Packing, Rules
 from bros.scheduler.policies.base import Policy, Turn
-from bros.scheduler.policies.filler_order import FillerOrder, StartOrder
-from bros.scheduler.policies.overload import OverloadGuard
-from bros.scheduler.policies.urgent_order import UrgentOrder
-from bros.scheduler.queues import Queues, section
-from bros.scheduler.selection import Bounds, Packing, Rules
-from bros.scheduler.state import RequestState
+from bros.scheduler.policies.best_effort_order import FillerOrder, StartOrder
+from bros.scheduler.state import (
+    Queues,
+    Rank,
+    RequestState,
+    by_deadline,
+    deadline_key,
+    rank_key,
+    section,
+)
+
+# ---- In what order real-time requests run, and what becomes of a token whose deadline is lost.
+#
+#     waiting   on time | begun | late        sections of the queue, each by deadline
+#     order     on time, begun and all that run, by deadline; then late
+#     turns     one step in _TURN begins with who is late for longest, one with the oldest begun
+#
+# Late first tokens wait behind those that can still be on time. Somebody who has a part of the
+# answer
+# already is reading it: when it was interrupted it gets a new deadline, and one more each time that
+# is lost. But who runs with a pace that cannot be met is always due before it, so it has turns,
+# too.
+
+
+_ON_TIME, _BEGUN, _LATE = 0.0, 1.0, 2.0
+"""Sections of the waiting real-time requests: begun are those that were interrupted, and have lost
+the deadline that they got for that."""
+
+_TURN = 8
+"""Every so many steps, the request that has been late for longest goes before all others; and half
+of that later the oldest of those that have begun."""
+
+
+class UrgentOrder:
+    """mode: renew (a lost deadline is followed by a new one), edf (it stays), or shed (give up
+    requests whose first token is late). rows: most that run at once."""
+
+    def __init__(self, mode: str, predictor: StepTimePredictor, rows: int) -> None:
+        self._mode = mode
+        self._predictor = predictor
+        self._most = rows + 1  # one more, which then says why it waits
+
+    def key(self, state: RequestState, now: float) -> Rank:
+        """Place in the queue of a request that starts, or starts over."""
+        if state.num_outputs and self._mode != "edf":
+            self._give_time(state, now)  # it has lost its memory, and has to start over
+        return (_ON_TIME, state.deadline_s, state.arrival_index)
+
+    def renew(self, running: Sequence[RequestState], queues: Queues, now: float) -> None:
+        """Find tokens whose deadline is lost; give them a new one, or mark them as late.
+
+        The published algorithm ("edf") keeps the old deadline, so that under overload the
+        latest token comes first and everybody is late. A first token that is late waits behind
+        those that can still be on time; a running request gets a full interval anew.
+        """
+        if self._mode == "edf":
+            return
+        for state in running:
+            if state.deadline_s < now:
+                interval_s = state.slo.tpot_s if state.num_outputs else state.slo.ttft_s
+                state.deadline_s = now + (interval_s or 0.0)
+                state.late = True
+        waiting = queues.waiting[ServiceClass.RT]
+        for place in (_ON_TIME, _BEGUN):
+            at = _start_of(place, waiting)
+            while at < len(waiting) and section(waiting[at]) == place:
+                state = waiting[at]
+                if state.deadline_s >= now + self._predictor.prefill_seconds(state.remaining):
+                    break
+                state.late = True
+                if state.num_outputs:
+                    self._give_time(state, now)
+                goes_to = _BEGUN if state.num_outputs else _LATE
+                queues.requeue(state, (goes_to, state.deadline_s, state.arrival_index))
+
+    def given_up(self, queues: Queues) -> Sequence[RequestState]:
+        """Who is not to be served any more; nobody whose answer has begun."""
+        waiting = queues.waiting[ServiceClass.RT]
+        return waiting[_start_of(_LATE, waiting) :] if self._mode == "shed" else ()
+
+    def of(
+        self, running: Sequence[RequestState], queues: Queues, step: int
+    ) -> Iterable[RequestState]:
+        """step: how many there have been."""
+        waiting = queues.waiting[ServiceClass.RT]
+        begins, ends = _start_of(_BEGUN, waiting), _start_of(_LATE, waiting)
+        on_time = waiting[: min(begins, self._most)]
+        begun, late = waiting[begins:ends], waiting[ends:]
+        if self._mode == "shed":
+            late = []
+        first: list[RequestState] = []
+        if late and step % _TURN == 0:
+            first = [late.pop(0)]
+        elif begun and step % _TURN == _TURN // 2:
+            first = [min(begun, key=rank_key)]
+            begun.remove(first[0])
+        order: Iterator[RequestState] = heapq.merge(
+            by_deadline(running), on_time, begun, key=deadline_key
+        )
+        return itertools.chain(first, order, late[: self._most]) if first or late else order
+
+    def _give_time(self, state: RequestState, now: float) -> None:
+        """A deadline anew for a request that was interrupted: somebody is reading its answer.
+
+        It has to compute its prompt again, so it gets what that takes at the least.
+        """
+        least_s = 2.0 * self._predictor.prefill_seconds(state.remaining)
+        state.deadline_s = now + max(state.slo.ttft_s or 0.0, least_s)
+        state.late = True
+
+
+def _start_of(place: float, waiting: Sequence[RequestState]) -> int:
+    return bisect.bisect_left(waiting, place, key=section)
+
+
+# ---- Whether a real-time request can be on time, asked once, when it arrives.
+#
+# backlog   prompts of real-time requests that wait and are still on time
+# share     part of a step that decode rows of real-time requests leave to prompts
+# place     when enough real-time requests have ended to leave a seat and KV memory for the backlog
+#           and this one; best-effort requests do not count, they make way
+#
+# time to first token  ~  the later of (backlog + own prompt) / share and place + own prompt
+
+
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 120.0
+_MIN_SHARE = 0.05
+_REFERENCE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What requests in progress share: seats in the batch, and tokens of KV memory.
+
+    shared_tokens: of one request, that lie in blocks of the prefix cache; all_shared_tokens: in all
+    such blocks.
+    """
+
+    seats: int
+    kv_tokens: int
+    shared_tokens: Callable[[RequestState], int] = lambda state: 0
+    all_shared_tokens: Callable[[], int] = lambda: 0
+
+    def held_by(self, states: Sequence[RequestState]) -> int:
+        """KV tokens of these requests, where what they share counts once."""
+        shared = sum(map(self.shared_tokens, states))
+        own = sum(state.num_cached for state in states) - shared
+        return own + min(shared, self.all_shared_tokens())
+
+
+class OverloadGuard:
+    """mode: late (serve it anyway), relegate (serve it as best-effort), reject (refuse it).
+
+    expected_tokens: how many more tokens a request is likely to produce.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        predictor: StepTimePredictor,
+        room: Room,
+        expected_tokens: Callable[[RequestState], int],
+    ) -> None:
+        self._mode = mode
+        self._predictor = predictor
+        self.room = room
+        self._expected_tokens = expected_tokens
+
+    def classify(
+        self, state: RequestState, queues: Queues, step_s: float, now: float
+    ) -> ServiceClass:
+        """The class to serve a new request as. step_s: usual time of a step.
+
+        Of one that is resumed somebody has read a part already: it goes on as what it was.
+        Raises OverloadedError in mode "reject" if its objectives cannot be met.
+        """
+        if self._mode == "late" or state.service_class is ServiceClass.BE or state.num_outputs:
+            return state.service_class
+        missing_s = self._missing_s(state, queues, step_s, now)
+        if missing_s <= 0.0:
+            return ServiceClass.RT
+        if self._mode == "relegate":
+            return ServiceClass.BE
+        retry_s = min(max(math.ceil(missing_s), _MIN_RETRY_S), _MAX_RETRY_S)
+        raise OverloadedError(
+            "The server is too busy to meet this request's time objectives; "
+            f"retry in {retry_s:.0f} s, or use service_tier 'flex' to wait for a gap.",
+            retry_s,
+        )
+
+    def _missing_s(self, state: RequestState, queues: Queues, step_s: float, now: float) -> float:
+        """By how much the objectives would be missed; not positive if they would be met."""
+        predictor, slo = self._predictor, state.slo
+        decode = StepLoad()
+        running = queues.running_of(ServiceClass.RT)
+        for other in running:
+            decode.add_row(other.num_cached)
+        decode_s = predictor.safe_seconds(decode)
+        if slo.tpot_s is not None:
+            decode.add_row(state.prompt_len)
+            if predictor.safe_seconds(decode) > slo.tpot_s:
+                return predictor.safe_seconds(decode)
+        if slo.ttft_s is None:
+            return -math.inf
+        share = max(1.0 - decode_s / (slo.tpot_s or slo.ttft_s), _MIN_SHARE)
+        ahead = [
+            other
+            for other in queues.waiting[ServiceClass.RT]
+            if not other.late and other.deadline_s <= state.deadline_s
+        ]
+        tokens = sum(other.remaining for other in ahead)
+        tokens += sum(other.remaining for other in running if other.remaining > 1)
+        own_s = predictor.prefill_seconds(state.remaining, state.num_cached)
+        work_s = (self._prompts_s(tokens) + own_s) / share
+        place_s = self._place_s([*ahead, state], running, max(step_s, decode_s))
+        waited_s = now - state.record.arrival_s
+        return waited_s + max(work_s, place_s + own_s) - slo.ttft_s
+
+    def _place_s(
+        self, newcomers: Sequence[RequestState], running: Sequence[RequestState], step_s: float
+    ) -> float:
+        """When the last of the newcomers has a seat and memory, if they get both in their order.
+
+        Requests end when they have as many tokens as is usual; nobody else comes in between.
+        """
+        seats = self.room.seats - len(running)
+        room = self.room
+        tokens = room.kv_tokens - room.held_by(running) - sum(s.remaining for s in running)
+        ends = [
+            (self._expected_tokens(s) * step_s, len(s.token_ids) - room.shared_tokens(s))
+            for s in running
+        ]
+        heapq.heapify(ends)
+        place_s = 0.0
+        for state in newcomers:
+            needed = state.remaining  # what is cached of it is there already
+            while ends and (seats < 1 or tokens < needed):
+                place_s, freed = heapq.heappop(ends)
+                seats, tokens = seats + 1, tokens + freed
+            seats, tokens = seats - 1, tokens - needed
+            end_s = place_s + self._expected_tokens(state) * step_s
+            heapq.heappush(ends, (end_s, needed))
+        return place_s
+
+    def _prompts_s(self, tokens: int) -> float:
+        """Time for prompts that are computed together with others."""
+        added_s = self._predictor.added_prefill_seconds(_REFERENCE_TOKENS)
+        return tokens * added_s / _REFERENCE_TOKENS
+
+
+# ---- How many rows the next step may have: TCP's congestion control, with steps for round trips.
+#
+#     rows
+#       |               x          x  violation: a decode row is late because of the others.
+#       |             _/|        _/|  The batch is halved (multiplicative decrease).
+#       |           _/  |      _/  |
+#       |         _/    |    _/    |  congestion avoidance: one more row per step
+#       |        | first|___/      |_
+#       |       _| violation
+#       |     _|    slow start: doubling until the first violation
+#    B0 |____|
+#       +------------------------------- steps that were full
+#
+# Source: BROS section 3.4, where growth is one row per step throughout and a violation starts over
+# at B0 ("additive"). B grows only when it was what ended the batch, else it would drift up while
+# there is little to do. What a step can hold is first of all decided by its predicted time; B
+# bounds the damage where the prediction is off. Starting over at B0 does more harm than that: with
+# 260 requests running it makes most of them late, which is the next violation.
+
+
+class AdaptiveBatchSize:
+    """`rows` is what the next step may hold: B0 <= rows <= most."""
+
+    def __init__(self, initial: int, most: int, growth: str = "tcp") -> None:
+        """initial: B0. growth: "tcp" or "additive"."""
+        self._initial = min(initial, most)
+        self._most = most
+        self._halves = growth == "tcp"
+        self._slow_start = growth == "tcp"
+        self.rows = self._initial
+        self.resets = 0
+
+    def settle(self, *, violated: bool, was_full: bool) -> None:
+        """Take in what became of a step."""
+        if violated:
+            self._slow_start = False
+            self.rows = max(self.rows // 2, self._initial) if self._halves else self._initial
+            self.resets += 1
+        elif was_full:
+            self.rows = min(self.rows * 2 if self._slow_start else self.rows + 1, self._most)
+
 
 _PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
 """Sections of the waiting best-effort requests; early is what nobody waits for."""

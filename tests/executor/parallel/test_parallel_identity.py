@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from bros.engine.tokenizer import Tokenizer
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.executor.parallel.ranks import Alone
+from bros.text.tokenizer import Tokenizer
 from support.device_runners import VOCAB, tiny_spec
 from support.parallel_engine import Answers, Workload, run_workload
 from support.prompts import FAMILIES, PROMPTS

@@ -17,10 +17,8 @@ from bros.executor.models.build import build_decoder
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import Alone
 from bros.executor.parallel.sharding import ShardedWeights, cut, shards_of
-from bros.executor.quantized import Int4Groups
-from bros.executor.random_weights import RandomWeights
 from bros.executor.target import CPU, Target
-from bros.executor.weights import Part, part_shape
+from bros.executor.weights import Int4Groups, Part, RandomWeights, part_shape
 from bros.kernels.reference import ReferenceKernels
 from support.checkpoints import family_specs
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bros.executor.parallel.wires import Hearer, Listener, Speaker
+from bros.executor.parallel.ranks import Hearer, Listener, Speaker
 from support.tier import examples
 
 HERE = os.getpid()

@@ -1,0 +1,447 @@
+"""KV cache memory on a CUDA device, and copies of it that move while the model computes.
+
+    compute    [upload][gather 1][   chunks 1   ][gather 2][ chunks 2 ...
+    to host              '->[    out 1     ]        '->[ out 2 ]
+    from host  [ in, layers 0-3 ][ in, layers 4-7 ]
+    scatter              '->[ 0-3 ]  '->[ 4-7 ]           chunks wait for these, layer by layer
+
+What is taken away is gathered into pieces at once, in line with the computation and at the speed
+of the device's memory; from then on its slots may be overwritten, however long the bus takes.
+What comes back is put into its slots by a stream of its own, a few layers at a time, so that the
+first ones are computed while later ones are on their way.
+
+Each wait below names the rule it keeps. KvCopies lists them from the scheduler's side.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bros.core.errors import ConfigError
+from bros.core.plan import KvCopies
+from bros.executor.kv_storage import KV_BLOCK_SIZE, bytes_per_block
+from bros.executor.models.spec import ModelSpec
+from bros.kernels.cuda_ops import CudaKvCopier, CupyDriver, Run
+
+# ---- Streams and events of a CUDA device, as an interface that tests can stand in for.
+
+
+StreamT = TypeVar("StreamT")
+EventT = TypeVar("EventT")
+
+
+class Streams(Protocol[StreamT, EventT]):
+    """Orders work on a device. Names are for people who read traces, and for tests.
+
+    Waiting for an event means: for what had been put on its stream when it was recorded last. One
+    that was never recorded has happened.
+    """
+
+    def compute(self) -> StreamT:
+        """Where the model runs; always the same one."""
+        ...
+
+    def stream(self, name: str) -> StreamT: ...
+
+    def event(self, name: str) -> EventT: ...
+
+    def record(self, event: EventT, stream: StreamT) -> None: ...
+
+    def wait(self, stream: StreamT, event: EventT) -> None: ...
+
+    def is_done(self, event: EventT) -> bool:
+        """Without waiting."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until everything is done. Not for use in a step."""
+        ...
+
+
+class CudaStreams:
+    """Streams of one device, by torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def compute(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def stream(self, name: str) -> torch.cuda.Stream:
+        # The little there is of kernels on these is what compute waits for, so it goes first.
+        return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def event(self, name: str) -> torch.cuda.Event:
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        event.record(stream)
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def is_done(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+StreamT_contra = TypeVar("StreamT_contra", contravariant=True)
+Ints = npt.NDArray[np.int32]
+
+
+class KvCopier(Protocol[StreamT_contra]):
+    """What can be put on streams; see kernels.cuda_ops.CudaKvCopier, also for the shapes."""
+
+    def gather(
+        self, cache: Tensor, slots: Tensor, pieces: Tensor, stream: StreamT_contra
+    ) -> None: ...
+
+    def scatter(
+        self, cache: Tensor, slots: Tensor, pieces: Tensor, stream: StreamT_contra
+    ) -> None: ...
+
+    def to_host(
+        self, pieces: Tensor, host: Tensor, runs: Sequence[Run], stream: StreamT_contra
+    ) -> None: ...
+
+    def from_host(
+        self, host: Tensor, pieces: Tensor, runs: Sequence[Run], stream: StreamT_contra
+    ) -> None: ...
+
+    def upload(self, numbers: Tensor, pinned: Tensor, stream: StreamT_contra) -> None: ...
+
+    def pinned(self, num_bytes: int) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """How copies are cut up.
+
+    count, size: pieces wait in so many buffers of so many bytes in each direction. 8 x 32 MiB are
+    5 ms of the bus: only a step that takes away more than that (2,048 tokens of Llama-3-8B) waits
+    for it.
+    group_bytes, groups: what comes back is cut into at most so many groups of layers of at least
+    so many bytes (75 us of the bus), for each costs a launch.
+    run_bytes: and a copy from consecutive host slots has at least so many bytes, on average. They
+    are 9 us of the bus, and asking for a copy takes the host a third of that.
+    """
+
+    count: int = 8
+    size: int = 32 * 2**20
+    group_bytes: int = 4 * 2**20
+    groups: int = 8
+    run_bytes: int = 512 * 2**10
+
+    def tokens(self, spec: ModelSpec, dtype: torch.dtype, num_host_blocks: int) -> int:
+        """Tokens per buffer; no more than the host has room for are ever on their way."""
+        token_bytes = bytes_per_block(spec, dtype) // KV_BLOCK_SIZE
+        most = -(-num_host_blocks * KV_BLOCK_SIZE // self.count)
+        return min(most, max(1, self.size // token_bytes))
+
+    def total_bytes(self, spec: ModelSpec, dtype: torch.dtype, num_host_blocks: int) -> int:
+        """Device memory of all buffers, which is not the cache's."""
+        tokens = 2 * self.count * self.tokens(spec, dtype, num_host_blocks)
+        return tokens * bytes_per_block(spec, dtype) // KV_BLOCK_SIZE
+
+
+class _Buffer(NamedTuple, Generic[EventT]):
+    """values: of some tokens. filled, emptied: by the first and the second stream it is for."""
+
+    values: Tensor
+    filled: EventT
+    emptied: EventT
+
+
+class _Moves(NamedTuple):
+    """Tokens that move, by host slot; slots: theirs on the device. runs: of all of them."""
+
+    slots: Ints
+    host: Ints
+    runs: list[Run]
+
+    @classmethod
+    def of(cls, slots: array[int], host_slots: array[int]) -> _Moves:
+        host = np.array(host_slots, dtype=np.int32)
+        if not len(host):
+            return cls(host, host, [])
+        order = np.argsort(host)
+        host = host[order]
+        starts = [0, *(np.flatnonzero(host[1:] != host[:-1] + 1) + 1).tolist()]
+        ends = [*starts[1:], len(host)]
+        runs = [
+            Run(int(host[low]), low, high - low) for low, high in zip(starts, ends, strict=True)
+        ]
+        return cls(np.array(slots, dtype=np.int32)[order], host, runs)
+
+    def runs_of(self, low: int, high: int) -> list[Run]:
+        """Of tokens low to high; pieces are counted from low."""
+        found, number = [], bisect_right(self.runs, low, key=attrgetter("piece")) - 1
+        while number < len(self.runs) and self.runs[number].piece < high:
+            host, piece, length = self.runs[number]
+            begin, end = max(piece, low), min(piece + length, high)
+            found.append(Run(host + begin - piece, begin - low, end - begin))
+            number += 1
+        return found
+
+
+class _SlotLists(Generic[StreamT, EventT]):
+    """Slots on their way to the device, in memory that is used again when nobody reads it any more.
+
+    Whoever is far ahead of the device gets new memory instead of having to wait; `ahead` copies
+    can be under way before that.
+    """
+
+    def __init__(
+        self, streams: Streams[StreamT, EventT], copier: KvCopier[StreamT], size: int,
+        device: torch.device, ahead: int = 4,
+    ) -> None:  # fmt: skip
+        self._streams = streams
+        self._copier = copier
+        self._size = size
+        self._device = device
+        self._lists = deque(self._make() for _ in range(ahead))
+
+    def upload(self, out: Ints, back: Ints, stream: StreamT) -> tuple[Tensor, Tensor, EventT]:
+        """The same on the device, and an event to record when they have been used."""
+        used = self._lists[0][2]
+        if self._streams.is_done(used):
+            self._lists.rotate(-1)
+        else:
+            self._lists.append(self._make())
+        pinned, numbers, used = self._lists[-1]
+        middle, end = len(out), len(out) + len(back)
+        pinned[:end] = torch.from_numpy(np.concatenate((out, back)))
+        self._copier.upload(numbers[:end], pinned[:end], stream)
+        return numbers[:middle], numbers[middle:end], used
+
+    def _make(self) -> tuple[Tensor, Tensor, EventT]:
+        pinned = self._copier.pinned(4 * self._size).view(torch.int32)
+        numbers = torch.empty(self._size, dtype=torch.int32, device=self._device)
+        return pinned, numbers, self._streams.event("slots used")
+
+
+class _Mover(Generic[StreamT, EventT]):
+    """Moves tokens between a cache and host memory.
+
+    cache: [layers, 2, num_blocks, kv_heads, 16, head_dim]
+    host: [host slots, layers, 2, kv_heads, head_dim]. A token is one piece, so that a range of host
+    slots is one copy; the scheduler hands them out by the block, so ranges are long.
+    pieces: [2, number of buffers, values], for copies out and back
+    """
+
+    def __init__(
+        self, cache: Tensor, host: Tensor, pieces: Tensor, sizes: Buffers,
+        streams: Streams[StreamT, EventT], copier: KvCopier[StreamT],
+    ) -> None:  # fmt: skip
+        self._cache, self._host = cache, host
+        self._sizes = sizes
+        self._streams = streams
+        self._copier = copier
+        self._num_layers = len(cache)
+        self._tokens = pieces.shape[2] // host[0].numel()
+        """That fit a buffer."""
+        self._slot_lists = _SlotLists(streams, copier, 2 * len(host), cache.device)
+        self._to_host = streams.stream("to host")
+        self._from_host = streams.stream("from host")
+        self._scatter = streams.stream("scatter")
+        self._ready = streams.event("ready")
+        self._restored = [streams.event("restored") for _ in range(sizes.groups)]
+        self._coming: deque[tuple[int, EventT]] = deque()
+        """Groups that compute has not waited for: first layer, when they are there."""
+        self._out, self._back = (
+            [_Buffer(row, streams.event(filled), streams.event(emptied)) for row in rows]
+            for rows, filled, emptied in (
+                (pieces[0], "gathered", "copied out"),
+                (pieces[1], "copied in", "scattered"),
+            )
+        )
+        self._num_out = self._num_back = 0
+        self._last_out = np.full(len(host), -1, np.int64)
+        """Number of the last copy to each host slot, -1 if there is none."""
+
+    def copy(self, copies: KvCopies) -> None:
+        streams, compute = self._streams, self._streams.compute()
+        # A step that was given up may not have waited for all layers. Their slots may be robbed
+        # now, and their host slots be written again once that has been gathered.
+        self.wait_for_layer(self._num_layers)
+        out = _Moves.of(copies.out_device, copies.out_host)
+        back = _Moves.of(copies.back_device, copies.back_host)
+        out_slots, back_slots, used = self._slot_lists.upload(out.slots, back.slots, compute)
+        if len(out.slots):
+            self._copy_out(out, out_slots, compute)
+        if len(back.slots):
+            # Steps in order, and writes after gather: all of these come before it on `compute`.
+            streams.record(self._ready, compute)
+            streams.wait(self._scatter, self._ready)
+            self._copy_back(back, back_slots)
+        streams.record(used, self._scatter if len(back.slots) else compute)
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Reads after scatter."""
+        restored = None
+        while self._coming and self._coming[0][0] <= layer:
+            restored = self._coming.popleft()[1]
+        if restored is not None:  # the stream is in order, so the last one will do
+            self._streams.wait(self._streams.compute(), restored)
+
+    def _copy_out(self, out: _Moves, slots: Tensor, compute: StreamT) -> None:
+        """Gather on `compute`, so that nothing later on it can overwrite what is taken away."""
+        streams = self._streams
+        for low in range(0, len(out.host), self._tokens):
+            high = min(low + self._tokens, len(out.host))
+            buffer = self._out[self._num_out % len(self._out)]
+            pieces = self._view(buffer, high - low, range(self._num_layers))
+            streams.wait(compute, buffer.emptied)  # a buffer is filled again when it was copied
+            self._copier.gather(self._cache, slots[low:high], pieces, compute)
+            streams.record(buffer.filled, compute)
+            streams.wait(self._to_host, buffer.filled)  # out after gather
+            # Out after out: one stream makes them all.
+            self._copier.to_host(pieces, self._host, out.runs_of(low, high), self._to_host)
+            streams.record(buffer.emptied, self._to_host)
+            self._last_out[out.host[low:high]] = self._num_out
+            self._num_out += 1
+
+    def _copy_back(self, back: _Moves, slots: Tensor) -> None:
+        streams = self._streams
+        last = int(self._last_out[back.host].max())
+        # In after out. If the buffer has been copied again since, that was later on the same
+        # stream: more than has to be waited for, never less.
+        streams.wait(self._from_host, self._out[last % len(self._out)].emptied)
+        for layers, restored in zip(self._groups(back), self._restored, strict=False):
+            cache = self._cache[layers.start : layers.stop]
+            host = self._host[:, layers.start : layers.stop]
+            step = self._tokens * self._num_layers // len(layers)
+            for low in range(0, len(back.host), step):
+                high = min(low + step, len(back.host))
+                buffer = self._back[self._num_back % len(self._back)]
+                pieces = self._view(buffer, high - low, layers)
+                streams.wait(self._from_host, buffer.emptied)  # filled again when it is empty
+                self._copier.from_host(host, pieces, back.runs_of(low, high), self._from_host)
+                streams.record(buffer.filled, self._from_host)
+                streams.wait(self._scatter, buffer.filled)  # scatter after in
+                self._copier.scatter(cache, slots[low:high], pieces, self._scatter)
+                streams.record(buffer.emptied, self._scatter)
+                self._num_back += 1
+            streams.record(restored, self._scatter)
+            self._coming.append((layers.start, restored))
+
+    def _groups(self, back: _Moves) -> list[range]:
+        """All layers, in groups that are worth a copy for each run and a kernel of their own."""
+        sizes, num_layers = self._sizes, self._num_layers
+        size = len(back.host) * self._host.stride(0) * self._host.itemsize
+        worth = min(size // sizes.group_bytes, size // (len(back.runs) * sizes.run_bytes))
+        count = max(1, min(sizes.groups, num_layers, worth))
+        bounds = [number * num_layers // count for number in range(count + 1)]
+        return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+
+    def _view(self, buffer: _Buffer[EventT], tokens: int, layers: range) -> Tensor:
+        """A buffer as pieces [tokens, layers, 2, kv_heads, head_dim]."""
+        shape = torch.Size((tokens, len(layers), *self._host.shape[2:]))
+        return buffer.values[: shape.numel()].view(shape)
+
+
+class CudaKvStorage(Generic[StreamT, EventT]):
+    """KvMemory on a CUDA device. Nothing waits for the device but `clear`.
+
+    All calls, and all that is computed, are for one stream, Streams.compute(). What a plan brings
+    back must have been copied out before.
+
+    Host memory is pinned as a whole when the server starts. Pinning more when it is needed would
+    stop everything under way for tens of milliseconds per 100 MiB, in the very step in which
+    somebody urgent needs the room; and that there is not so much of it is known at once.
+
+    Raises ConfigError if device or host have less memory than is asked for.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, num_host_blocks: int = 0, *,
+        streams: Streams[StreamT, EventT], copier: KvCopier[StreamT] | None, device: torch.device,
+        buffers: Buffers | None = None,
+    ) -> None:  # fmt: skip
+        """copier: only needed if there are blocks on the host."""
+        self.num_blocks = num_blocks
+        self._streams = streams
+        layers, heads, head_dim = spec.num_layers, spec.num_kv_heads, spec.head_dim
+        shape = (layers, 2, num_blocks, heads, KV_BLOCK_SIZE, head_dim)
+        cache = _allocated(
+            lambda: torch.zeros(shape, dtype=dtype, device=device),
+            *("--kv-memory, --kv-blocks", "this device", num_blocks * bytes_per_block(spec, dtype)),
+        )
+        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple((kv[0], kv[1]) for kv in cache)
+        self._mover: _Mover[StreamT, EventT] | None = None
+        if not num_host_blocks:
+            return
+        assert copier is not None
+        size = num_host_blocks * bytes_per_block(spec, dtype)
+        host = _allocated(
+            lambda: copier.pinned(size),
+            *("--host-kv-memory, --host-kv-blocks", "this machine", size),
+        )
+        host = host.view(dtype).view(-1, layers, 2, heads, head_dim)
+        buffers = buffers or Buffers()
+        values = buffers.tokens(spec, dtype, num_host_blocks) * host[0].numel()
+        pieces = _allocated(
+            lambda: torch.empty(2, buffers.count, values, dtype=dtype, device=device),
+            *("--host-kv-memory", "beside the KV cache this device"),
+            buffers.total_bytes(spec, dtype, num_host_blocks),
+        )
+        self._mover = _Mover(cache, host, pieces, buffers, streams, copier)
+
+    def copy(self, copies: KvCopies) -> None:
+        """Begin a plan's copies; call it before anything of that plan is computed."""
+        if len(copies):
+            assert self._mover is not None, "there is no memory for copies"
+            self._mover.copy(copies)
+
+    def wait_for_layer(self, layer: int) -> None:
+        """What is computed from now on may use this layer, and those before it."""
+        if self._mover is not None:
+            self._mover.wait_for_layer(layer)
+
+    def clear(self) -> None:
+        """Wait for copies under way and give the memory back."""
+        self._streams.synchronize()
+        self.layers = ()
+        self._mover = None
+
+
+def cuda_kv_storage(
+    spec: ModelSpec,
+    num_blocks: int,
+    dtype: torch.dtype,
+    num_host_blocks: int,
+    device: torch.device,
+    buffers: Buffers | None = None,
+) -> CudaKvStorage[torch.cuda.Stream, torch.cuda.Event]:
+    """KV memory on a CUDA device, with copies by CuPy.
+
+    Raises ConfigError if there is not so much memory, or if there are to be copies and CuPy cannot
+    use the device.
+    """
+    copier = CudaKvCopier(CupyDriver(device)) if num_host_blocks else None
+    return CudaKvStorage(
+        spec, num_blocks, dtype, num_host_blocks,
+        streams=CudaStreams(device), copier=copier, device=device, buffers=buffers,
+    )  # fmt: skip
+
+
+def _allocated(allocate: Callable[[], Tensor], flags: str, where: str, size: int) -> Tensor:
+    try:
+        return allocate()
+    except RuntimeError:  # CuPy's and torch's out-of-memory errors are of this kind
+        raise ConfigError(
+            f"{flags}: {where} has no {size / 2**30:.1f} GiB for that; ask for less"
+        ) from None

@@ -1,1 +1,0 @@
-"""Building blocks of the decoders that hold weights."""

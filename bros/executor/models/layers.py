@@ -1,0 +1,236 @@
+"""Linear layers in the formats a CPU runs fast (fp32 and bf16 packed for oneDNN, and int4), and
+as plain matrices for a GPU.
+
+A layer is called with activations [tokens, in_features] and returns [tokens, out_features]. On a
+CPU both are fp32, whatever precision the weights have; on a GPU they have the weights' dtype.
+
+A whole iteration of SmolLM2-135M on 2 cores of a Zen 4 with 500 tokens of context, in ms. MKL's
+packed layout (`_mkl_linear`) took twice as long as oneDNN's at 8 to 32 rows.
+
+            1 row   8 rows   32 rows   prefill 256
+    fp32       28       38        96           285
+    bf16       18       28        74           162
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bros.executor.target import Target
+from bros.executor.weights import GROUP, Int4Groups, Weights
+from bros.kernels.interface import Kernels
+from bros.kernels.rows import ROW_PADDING, with_spare_rows
+
+INT4_MAX_ROWS = 8
+"""Above so many rows reading weights is no longer the cost, and packed bf16 beats int4.
+
+QKV, output and gate-up linears of all layers of SmolLM2-135M, ms: 4 rows int4 4.9, bf16 6.8;
+8 rows 8.7 and 8.8; 12 rows 12.8 and 10.1.
+"""
+
+_INT4_ROW_MULTIPLE = 16
+"""torch's int4 kernel takes weights with a multiple of so many output features."""
+
+
+class Linear(Protocol):
+    """y = x @ weight.T + bias."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class NativeLinear:
+    """F.linear in the weights' dtype; activations that kernels give in another are rounded."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
+
+
+class PlainLinear:
+    """F.linear with fp32 results: logits on a GPU, and all layers where torch lacks oneDNN."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = None if bias is None else bias.to(weight.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = fp32_product(x.to(self._weight.dtype), self._weight)
+        return out if self._bias is None else out.add_(self._bias)
+
+
+def fp32_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in fp32, of two matrices of one type.
+
+    On CUDA the sums of 16-bit products come as they are. A CPU rounds them to 16 bits first: logits
+    of bf16 would be multiples of 1/16 from 8 on, and many of the best ones alike.
+    """
+    if x.is_cuda and weight.dtype != torch.float32 and len(x):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x, weight).float()
+
+
+class PackedLinear:
+    """fp32 or bf16 weights in oneDNN's blocked layout. The packed copy replaces the weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        # The row count is a hint for choosing the layout; any may follow.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+        self._dtype = weight.dtype
+        self._bias = None if bias is None else bias.to(weight.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            with_spare_rows(x).to(self._dtype), self._packed, self._bias, "none", [], ""
+        )
+        return out.float()[:rows]
+
+
+class Int4Linear:
+    """int4 weights for few rows, where reading weights is the cost; `wide` for more.
+
+    Groups of 32 along the input share a scale and a zero point (bf16), activations are bf16.
+    """
+
+    def __init__(self, weight: Int4Groups, wide: Linear, bias: Tensor | None = None) -> None:
+        codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)
+        self._codes = codes
+        # The kernel computes (code - 8) * scale + zero.
+        zeros = weight.minimum + 8 * weight.scale
+        self._scales_and_zeros = (
+            torch.stack((weight.scale, zeros), dim=2).transpose(0, 1).contiguous().bfloat16()
+        )
+        self._wide = wide
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] > INT4_MAX_ROWS:
+            return self._wide(x)
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x.bfloat16(), self._codes, GROUP, self._scales_and_zeros
+        ).float()
+        return out if self._bias is None else out.add_(self._bias)
+
+
+def make_linear(
+    source: Weights,
+    parts: Sequence[tuple[str, int]],
+    columns: int,
+    bias: Sequence[Tensor] | None,
+    target: Target,
+) -> Linear:
+    """One layer from matrices stacked on top of each other.
+
+    parts: (tensor name, rows) in order; columns: input features of all of them.
+    A shape that int4 cannot hold is kept in bf16.
+    """
+    stacked_bias = None if bias is None else torch.cat(list(bias))
+    if not target.packed:
+        return NativeLinear(load_matrix(source, parts, columns, target), stacked_bias)
+    rows = sum(count for _, count in parts)
+    if target.weights == "int4" and columns % GROUP == 0 and rows % _INT4_ROW_MULTIPLE == 0:
+        groups = Int4Groups.concatenate([source.int4(name, (n, columns)) for name, n in parts])
+        wide = groups.dequantize().to(_wide_dtype())
+        return Int4Linear(groups, pack(wide, stacked_bias), stacked_bias)
+    weight = torch.cat([source.dense(name, (n, columns)) for name, n in parts])
+    return pack(weight if target.weights == "fp32" else weight.bfloat16(), stacked_bias)
+
+
+def load_matrix(
+    source: Weights, parts: Sequence[tuple[str, int]], columns: int, target: Target
+) -> Tensor:
+    """Matrices stacked on top of each other, each read straight to its place on the device."""
+    rows = sum(count for _, count in parts)
+    weight = torch.empty(rows, columns, dtype=target.dtype, device=target.device)
+    at = 0
+    for name, count in parts:
+        source.copy_into(weight[at : at + count], name, (count, columns))
+        at += count
+    return weight
+
+
+def token_padding(device: str = "cpu") -> tuple[tuple[int, int], ...]:
+    """How the layers round the tokens of a step, as `padding` of scheduler.cost_model.CostModel.
+
+    Empty if they do not: on a GPU and without oneDNN. device: as in EngineInfo.
+    """
+    return ROW_PADDING if device == "cpu" and _has_onednn() else ()
+
+
+def _wide_dtype() -> torch.dtype:
+    """bf16 where the CPU multiplies it natively; elsewhere it is slower than fp32."""
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The fastest exact form of an fp32 or bf16 weight [rows, columns] on this machine.
+
+    oneDNN has bf16 products only for CPUs with AVX-512 or newer; on others bf16 weights are kept as
+    the fp32 numbers that they are, which takes the time and the memory of fp32.
+    """
+    if not _has_onednn():
+        return PlainLinear(weight, bias)
+    return PackedLinear(weight if _has_packed(weight.dtype) else weight.float(), bias)
+
+
+def _has_packed(dtype: torch.dtype) -> bool:
+    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+# ---- Normalisation layers, alone and fused with the residual sum before them.
+
+
+class Norm(Protocol):
+    """Normalises the last axis of [tokens, hidden]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normalised x, in a new tensor."""
+        ...
+
+    def add_(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x in place; returns the normalised residual in a new tensor."""
+        ...
+
+
+class RmsNorm:
+    """weight: fp32 [hidden]."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, eps: float) -> None:
+        self._kernels = kernels
+        self._weight = weight
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._kernels.rms_norm(x, self._weight, self._eps)
+
+    def add_(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._kernels.add_rms_norm_(residual, x, self._weight, self._eps)
+
+
+class LayerNorm:
+    """weight, bias: [hidden] in the dtype of activations, or None both."""
+
+    def __init__(self, size: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+        self._shape = (size,)
+        self._weight = weight
+        self._bias = bias
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
+
+    def add_(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self(residual.add_(x))

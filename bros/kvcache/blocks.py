@@ -1,0 +1,222 @@
+"""Blocks that two requests share: one grows from the left, the other from the right.
+
+    slot     0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15
+    block  [ a0  a1  a2  a3  a4   .   .   .   .   .   .   .   .  b2  b1  b0 ]
+             left, height 5 ->                             <- right, height 3
+
+Each side is a stack with one owner. Attention does not depend on the order of tokens in memory,
+so a kernel reads a side as one range (block, lo, hi) of slots, whichever way it has grown. What
+one side grows over is the top of the other, the tokens pushed last (BROS section 5.1).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+CACHE = 0
+"""Owner of the blocks that belong to the prefix cache; requests have higher numbers."""
+
+
+class Side(IntEnum):
+    LEFT = 0
+    RIGHT = 1
+
+    @property
+    def other(self) -> Side:
+        return Side.RIGHT if self is Side.LEFT else Side.LEFT
+
+
+class Stacks:
+    """Heights and owners of all blocks; every operation takes the same time for any number.
+
+    Owners are any numbers that are not negative. A block is free when both stacks are empty;
+    most recently freed ones are taken first (warm in cache).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or not 1 <= block_size <= 255:
+            raise ValueError(f"need blocks of 1 to 255 slots: {num_blocks=}, {block_size=}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._heights = (bytearray(num_blocks), bytearray(num_blocks))
+        self._owners = ([-1] * num_blocks, [-1] * num_blocks)
+        self._free = list(range(num_blocks - 1, -1, -1))
+        # Slot s is at s + 1, so that a slice may go down to slot 0. Cutting slots out of this
+        # takes a tenth of the time of counting them out.
+        self._numbers = array("i", range(-1, num_blocks * block_size))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def height(self, block: int, side: Side) -> int:
+        """Tokens on a side."""
+        return self._heights[side][block]
+
+    def owner(self, block: int, side: Side) -> int:
+        """Whose tokens they are; -1 if there are none."""
+        return self._owners[side][block]
+
+    def room(self, block: int) -> int:
+        """Slots between the stacks."""
+        return self.block_size - self._heights[0][block] - self._heights[1][block]
+
+    def look(self, block: int, side: Side) -> tuple[int, int, int, int]:
+        """Height and owner of a side, then of the other one."""
+        mine, other = int(side), 1 - side
+        heights, owners = self._heights, self._owners
+        return (
+            heights[mine][block],
+            owners[mine][block],
+            heights[other][block],
+            owners[other][block],
+        )
+
+    def slots(self, block: int, side: Side, low: int, high: int) -> array[int]:
+        """Of the tokens number low .. high - 1 of a stack, in the order of pushing."""
+        if side is Side.LEFT:
+            first = block * self.block_size + 1
+            return self._numbers[first + low : first + high]
+        last = (block + 1) * self.block_size
+        return self._numbers[last - low : last - high : -1]
+
+    def range_of(self, block: int, side: Side) -> tuple[int, int, int]:
+        """(block, lo, hi): the slots of a side; lo == hi if it is empty."""
+        height = self._heights[side][block]
+        if side is Side.LEFT:
+            return block, 0, height
+        return block, self.block_size - height, self.block_size
+
+    def take(self, side: Side, owner: int, count: int) -> int:
+        """Put `count` tokens into a free block; which one.
+
+        Raises IndexError if no block is free; ValueError unless 1 <= count <= block_size.
+        """
+        if not 1 <= count <= self.block_size:
+            raise ValueError(f"{count} tokens into a block of {self.block_size} slots")
+        block = self._free.pop()
+        self._owners[side][block] = owner
+        self._heights[side][block] = count
+        return block
+
+    def fill(self, side: Side, owner: int, count: int) -> tuple[list[int], array[int]]:
+        """Fill `count` >= 1 free blocks: which ones, and their slots in the order of pushing.
+
+        Raises ValueError if fewer are free.
+        """
+        if not 1 <= count <= len(self._free):
+            raise ValueError(f"{count} blocks of {len(self._free)} free ones")
+        blocks = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        heights, owners, size = self._heights[side], self._owners[side], self.block_size
+        slots = array("i")
+        for block in blocks:
+            owners[block] = owner
+            heights[block] = size
+            slots += self.slots(block, side, 0, size)
+        return blocks, slots
+
+    def push(self, block: int, side: Side, owner: int, count: int) -> array[int]:
+        """Put `count` >= 1 tokens on a side of the owner's, or of nobody's, in a block in use.
+
+        Returns their slots in the order of pushing. Raises ValueError if there is no room, the
+        side is another's, or the block is free.
+        """
+        height, other = self._heights[side][block], self._heights[1 - side][block]
+        if not 1 <= count <= self.block_size - height - other:
+            raise ValueError(f"{count} tokens into {self.room(block)} free slots of {block=}")
+        if height == 0:
+            if other == 0:
+                raise ValueError(f"{block=} is free, and not for pushing")
+            self._owners[side][block] = owner
+        elif self._owners[side][block] != owner:
+            raise ValueError(f"the {side.name} side of {block=} is not {owner}'s")
+        self._heights[side][block] = height + count
+        return self.slots(block, side, height, height + count)
+
+    def grow(self, block: int, side: Side, count: int) -> array[int] | None:
+        """`push` for the owner of a side that is not empty; None if there is no room."""
+        mine = self._heights[side]
+        low, high = mine[block], mine[block] + count
+        if high + self._heights[1 - side][block] > self.block_size:
+            return None
+        mine[block] = high
+        return self.slots(block, side, low, high)
+
+    def pop(self, block: int, side: Side, count: int) -> int:
+        """Take away the `count` >= 1 tokens pushed last on a side; how many are left.
+
+        Raises ValueError if there are fewer.
+        """
+        height = self._heights[side][block]
+        if not 1 <= count <= height:
+            raise ValueError(f"{count} tokens from a stack of {height} in {block=}")
+        left = self._heights[side][block] = height - count
+        if not left:
+            self._owners[side][block] = -1
+            if self._heights[1 - side][block] == 0:
+                self._free.append(block)
+        return left
+
+    def clear(self, blocks: Sequence[int], side: Side) -> array[int]:
+        """Take away all tokens of blocks in which the other side is empty; their slots.
+
+        Those of the last block come first, each stack's in the order of pushing.
+        """
+        heights, others, owners = self._heights[side], self._heights[1 - side], self._owners[side]
+        slots = array("i")
+        for block in reversed(blocks):
+            assert heights[block] and not others[block], f"{block=} is not one stack's alone"
+            slots += self.slots(block, side, 0, heights[block])
+            heights[block] = 0
+            owners[block] = -1
+        self._free += blocks
+        return slots
+
+    def hand_over(self, block: int, side: Side, owner: int) -> None:
+        """Its tokens belong to another owner from now on."""
+        assert self._heights[side][block], "nothing to hand over"
+        self._owners[side][block] = owner
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless heights, owners and the free list agree."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is in the free list twice"
+        for block in range(self.num_blocks):
+            heights = [self._heights[side][block] for side in Side]
+            assert sum(heights) <= self.block_size, f"the stacks of {block=} overlap"
+            for side in Side:
+                assert (self._owners[side][block] >= 0) == (heights[side] > 0), f"{block=} {side=}"
+            assert (block in free) == (sum(heights) == 0), f"{block=} in the free list"
+
+
+# ---- A full block of the prefix cache; the tree that these form is in prefix_cache.py.
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A full block. depth: blocks before it. holders: numbers of the requests that have it.
+
+    origin: id of the request that computed it first. shared: the block belongs to the cache and
+    not to its only holder. real_time: a real-time request has used it. priority: the lowest is
+    evicted first. turn: of its valid entry in the heap of evictable nodes, -1 if it has none;
+    entries are not removed while somebody has it.
+    """
+
+    key: bytes
+    parent: Node | None
+    block: int
+    side: Side
+    depth: int
+    real_time: bool
+    origin: str
+    shared: bool = False
+    alive: bool = True
+    children: int = 0
+    hits: int = 0
+    priority: float = 0.0
+    turn: int = -1
+    holders: set[int] = field(default_factory=set)

@@ -1,0 +1,411 @@
+"""/v1/batches: jobs of many requests, done in the time that is left"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+import anyio.to_thread
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from bros.batch.files import BodyWriter, Page
+from bros.batch.objects import (
+    FILE_LIFE_S,
+    MAX_INPUT_BYTES,
+    Batch,
+    BatchStatus,
+    StoredFile,
+    parse_window,
+)
+from bros.batch.rows import ENDPOINTS, KNOWN_ENDPOINTS
+from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.server.batches.schema import (
+    BatchList,
+    BatchObject,
+    CreateBatch,
+    DeletedFile,
+    ExpiresAfter,
+    FileList,
+    FileObject,
+    FilePurpose,
+)
+from bros.server.errors import BodyTooLargeError
+from bros.server.http import query_choice, query_int, read_object, validate
+from bros.server.openai.schema import WireModel
+from bros.server.state import Jobs, ServerState
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
+
+
+_PAGE, _MAX_PAGE = 20, 100
+
+
+async def create_batch(request: Request) -> Response:
+    """Begin a job; its input is checked later."""
+    jobs = Jobs.of(request)
+    state = ServerState.of(request)
+    wanted = validate(CreateBatch, await read_object(request, state.max_body_bytes))
+    _check_endpoint(wanted.endpoint)
+    window_s = parse_window(wanted.completion_window)
+    now, tenant = state.clock.unix_time(), state.tenant(request)
+    try:
+        file = await jobs.io(jobs.files.get, tenant, wanted.input_file_id, now)
+    except NotFoundError as error:
+        raise NotFoundError(str(error), "input_file_id", error.code) from None
+    if file.purpose != "batch":
+        raise InvalidRequestError(
+            f"The file {file.id!r} was uploaded for {file.purpose!r}; upload it with the "
+            "purpose 'batch'.",
+            param="input_file_id",
+            code="invalid_file_purpose",
+        )
+    expires = wanted.output_expires_after
+    batch = Batch(
+        id=state.ids.new("batch", "_"),
+        tenant=tenant,
+        served_model=state.model_name,
+        endpoint=wanted.endpoint,
+        input_file_id=file.id,
+        input_digest=file.digest,
+        window=wanted.completion_window,
+        status=BatchStatus.VALIDATING,
+        created_at=int(now),
+        expires_at=int(now) + window_s,
+        metadata=wanted.metadata,
+        output_life_s=None if expires is None else expires.seconds,
+    )
+    await jobs.io(jobs.batches.create, batch, jobs.max_open)
+    jobs.runner.wake()
+    return _json(BatchObject.of(batch))
+
+
+async def list_batches(request: Request) -> Response:
+    """A page of the tenant's batches, the newest first."""
+    jobs = Jobs.of(request)
+    query = request.query_params
+    limit = query_int(query, "limit", _PAGE, low=1, high=_MAX_PAGE)
+    page = Page(limit=limit, after=query.get("after"))
+    tenant = ServerState.of(request).tenant(request)
+    batches, has_more = await jobs.io(jobs.batches.page, tenant, page)
+    return _json(
+        BatchList(
+            data=[BatchObject.of(batch) for batch in batches],
+            first_id=batches[0].id if batches else None,
+            last_id=batches[-1].id if batches else None,
+            has_more=has_more,
+        )
+    )
+
+
+async def retrieve_batch(request: Request) -> Response:
+    """How far a job is."""
+    jobs = Jobs.of(request)
+    tenant = ServerState.of(request).tenant(request)
+    batch = await jobs.io(jobs.batches.get, tenant, request.path_params["id"])
+    return _json(BatchObject.of(batch))
+
+
+async def cancel_batch(request: Request) -> Response:
+    """End a job early; what is done by then is in its output file."""
+    jobs = Jobs.of(request)
+    state = ServerState.of(request)
+    tenant, now = state.tenant(request), state.clock.unix_time()
+    batch = await jobs.io(jobs.batches.cancel, tenant, request.path_params["id"], now)
+    jobs.runner.wake()
+    return _json(BatchObject.of(batch))
+
+
+def _check_endpoint(endpoint: str) -> None:
+    if endpoint in ENDPOINTS:
+        return
+    served = " and ".join(ENDPOINTS)
+    known = endpoint in KNOWN_ENDPOINTS
+    reason = "is not served here" if known else "does not exist"
+    raise InvalidRequestError(
+        f"The endpoint {endpoint[:100]!r} {reason}; batches can use {served}.",
+        param="endpoint",
+        code="unsupported_endpoint" if known else "invalid_value",
+    )
+
+
+def _json(reply: BatchObject | BatchList) -> Response:
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+_BATCHES = (
+    Route("/v1/batches", create_batch, methods=["POST"]),
+    Route("/v1/batches", list_batches, methods=["GET"]),
+    Route("/v1/batches/{id}", retrieve_batch, methods=["GET"]),
+    Route("/v1/batches/{id}/cancel", cancel_batch, methods=["POST"]),
+)
+
+
+# ---- Uploads as multipart/form-data: the file goes to the disk as it comes, fields are kept.
+
+
+MAX_UPLOAD_BYTES = 512 * 2**20
+_WRITTEN_AT_ONCE = 2**20
+_MAX_FIELD_BYTES = 4096
+_MAX_FIELDS = 16
+_MAX_NAME_CHARS = 50
+_FRAME_BYTES = 2**16
+"""Room for everything in an upload that is not the file."""
+
+
+@dataclass(slots=True)
+class Upload:
+    """filename: None if there was no file."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    filename: str | None = None
+
+
+async def read_upload(request: Request, body: BodyWriter) -> Upload:
+    """Write the part called `file` to `body`, which is not finished here, and collect the others.
+
+    Raises BodyTooLargeError, StoreFullError, or InvalidRequestError for what is no such form.
+    """
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise InvalidRequestError(
+            "Send the file as multipart/form-data, with the fields 'file' and 'purpose'.",
+            code="invalid_content_type",
+        )
+    parts = _Parts()
+    too_large = BodyTooLargeError(f"A file has at most {MAX_UPLOAD_BYTES} bytes.")
+    total = 0
+    try:
+        parser = MultipartParser(options[b"boundary"], parts.callbacks())
+        async for chunk in request.stream():
+            total += len(chunk)
+            if total > MAX_UPLOAD_BYTES + _FRAME_BYTES:
+                raise too_large
+            parser.write(chunk)
+            if len(parts.content) >= _WRITTEN_AT_ONCE:
+                await _write(body, parts)
+        parser.finalize()
+    except FormParserError as error:
+        raise InvalidRequestError(f"The form is broken: {error}.", code="invalid_form") from None
+    await _write(body, parts)
+    if body.num_bytes > MAX_UPLOAD_BYTES:
+        raise too_large
+    if not parts.ended:
+        raise InvalidRequestError("The form ends too early.", code="invalid_form")
+    return parts.upload
+
+
+async def _write(body: BodyWriter, parts: _Parts) -> None:
+    content, parts.content = bytes(parts.content), bytearray()
+    if content:
+        await anyio.to_thread.run_sync(body.write, content)
+
+
+class _Parts:
+    """What the parser has found so far. content: of the file, not written yet."""
+
+    def __init__(self) -> None:
+        self.upload = Upload()
+        self.content = bytearray()
+        self.ended = False
+        self._header, self._value = b"", b""
+        self._disposition = b""
+        self._name: str | None = None
+        self._is_file = False
+        self._text = bytearray()
+
+    def callbacks(self) -> MultipartCallbacks:
+        return {
+            "on_part_begin": self._on_part_begin,
+            "on_header_field": self._on_header_field,
+            "on_header_value": self._on_header_value,
+            "on_header_end": self._on_header_end,
+            "on_headers_finished": self._on_headers_finished,
+            "on_part_data": self._on_part_data,
+            "on_part_end": self._on_part_end,
+            "on_end": self._on_end,
+        }
+
+    def _on_part_begin(self) -> None:
+        self._disposition, self._name, self._is_file = b"", None, False
+        self._text.clear()
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header, self._value = b"", b""
+
+    def _on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        name = options.get(b"name", b"").decode("utf-8", "replace")[:_MAX_NAME_CHARS]
+        filename = options.get(b"filename")
+        if name == "file":
+            if filename is None or self.upload.filename is not None:
+                _refuse("Send one part called 'file', with a file name.", "file")
+            self._is_file = True
+            self.upload.filename = filename.decode("utf-8", "replace").replace("\0", "")[:255]
+        elif name in self.upload.fields or len(self.upload.fields) >= _MAX_FIELDS:
+            _refuse(f"The field {name!r} is one too many.", name)
+        else:
+            self._name = name
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._is_file:
+            self.content += data[start:end]
+            return
+        self._text += data[start:end]
+        if len(self._text) > _MAX_FIELD_BYTES:
+            _refuse(f"The field {self._name!r} is too long.", self._name)
+
+    def _on_part_end(self) -> None:
+        if self._name is not None:
+            self.upload.fields[self._name] = self._text.decode("utf-8", "replace")
+
+    def _on_end(self) -> None:
+        self.ended = True
+
+
+def _refuse(message: str, param: str | None) -> NoReturn:
+    raise InvalidRequestError(message, param=param, code="invalid_form")
+
+
+# ---- /v1/files: uploads, and what batches came to
+
+
+MAX_PAGE = 10_000
+_ORDERS = ("desc", "asc")
+
+
+class _UploadFields(WireModel):
+    purpose: FilePurpose
+    expires_after: ExpiresAfter | None = None
+
+
+async def create_file(request: Request) -> Response:
+    """Keep an upload."""
+    jobs = Jobs.of(request)
+    state = ServerState.of(request)
+    with jobs.files.bodies.new() as body:
+        upload = await read_upload(request, body)
+        fields = validate(_UploadFields, _fields(upload))
+        if upload.filename is None:
+            raise InvalidRequestError(
+                "Missing required parameter: 'file'.", "file", "missing_required_parameter"
+            )
+        if fields.purpose == "batch" and body.num_bytes > MAX_INPUT_BYTES:
+            raise InvalidRequestError(
+                f"The input of a batch has at most {MAX_INPUT_BYTES} bytes; this file has "
+                f"{body.num_bytes}.",
+                param="file",
+                code="file_too_large",
+            )
+        await jobs.io(body.finish)
+        created_at = int(state.clock.unix_time())
+        life_s = FILE_LIFE_S if fields.purpose == "batch" else None
+        if fields.expires_after is not None:
+            life_s = fields.expires_after.seconds
+        file = StoredFile(
+            id=state.ids.new("file"),
+            tenant=state.tenant(request),
+            digest=body.digest,
+            num_bytes=body.num_bytes,
+            filename=upload.filename,
+            purpose=fields.purpose,
+            created_at=created_at,
+            expires_at=None if life_s is None else created_at + life_s,
+        )
+        return _file_json(FileObject.of(await jobs.io(jobs.files.add, body, file)))
+
+
+async def list_files(request: Request) -> Response:
+    """A page of the tenant's files."""
+    jobs = Jobs.of(request)
+    state, query = ServerState.of(request), request.query_params
+    page = Page(
+        limit=query_int(query, "limit", MAX_PAGE, low=1, high=MAX_PAGE),
+        after=query.get("after"),
+        newest_first=query_choice(query, "order", _ORDERS) == "desc",
+    )
+    files, has_more = await jobs.io(
+        jobs.files.page,
+        state.tenant(request),
+        page,
+        state.clock.unix_time(),
+        query.get("purpose"),
+    )
+    return _file_json(
+        FileList(
+            data=[FileObject.of(file) for file in files],
+            first_id=files[0].id if files else None,
+            last_id=files[-1].id if files else None,
+            has_more=has_more,
+        )
+    )
+
+
+async def retrieve_file(request: Request) -> Response:
+    """What is known of a file."""
+    return _file_json(FileObject.of(await _file(request)))
+
+
+async def file_content(request: Request) -> Response:
+    """The file itself."""
+    jobs = Jobs.of(request)
+    file = await _file(request)
+    path = await jobs.io(jobs.files.body, file)
+    return FileResponse(path, filename=file.filename, media_type="application/octet-stream")
+
+
+async def delete_file(request: Request) -> Response:
+    """Forget a file; a batch that reads it goes on."""
+    jobs = Jobs.of(request)
+    state, file_id = ServerState.of(request), request.path_params["id"]
+    now = state.clock.unix_time()
+    await jobs.io(jobs.files.delete, state.tenant(request), file_id, now)
+    return _file_json(DeletedFile(id=file_id))
+
+
+async def _file(request: Request) -> StoredFile:
+    state, jobs = ServerState.of(request), Jobs.of(request)
+    tenant, now = state.tenant(request), state.clock.unix_time()
+    return await jobs.io(jobs.files.get, tenant, request.path_params["id"], now)
+
+
+def _fields(upload: Upload) -> dict[str, object]:
+    """As JSON would have them: `expires_after[seconds]` is a field of `expires_after`."""
+    fields: dict[str, object] = dict(upload.fields)
+    anchor = fields.pop("expires_after[anchor]", None)
+    seconds = fields.pop("expires_after[seconds]", None)
+    if anchor is not None or seconds is not None:
+        digits = isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 10
+        fields["expires_after"] = {
+            "anchor": anchor,
+            "seconds": int(str(seconds)) if digits else seconds,
+        }
+    return fields
+
+
+def _file_json(reply: FileObject | FileList | DeletedFile) -> Response:
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+_FILES = (
+    Route("/v1/files", create_file, methods=["POST"]),
+    Route("/v1/files", list_files, methods=["GET"]),
+    Route("/v1/files/{id}", retrieve_file, methods=["GET"]),
+    Route("/v1/files/{id}", delete_file, methods=["DELETE"]),
+    Route("/v1/files/{id}/content", file_content, methods=["GET"]),
+)
+
+
+ROUTES = (*_FILES, *_BATCHES)

@@ -1,0 +1,88 @@
+"""Rows of batches, answered like requests that come over HTTP, as best-effort work."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from bros.batch.objects import RowInterruptedError, RowPostponedError, TokenUsage
+from bros.batch.rows import RowFacts, RowReply
+from bros.core.errors import BrosError, EngineDeadError, OverloadedError, QueueFullError
+from bros.core.request import Slo
+from bros.server.errors import GenerationFailedError, describe
+from bros.server.openai.calls import BEST_EFFORT, CALLS
+from bros.server.openai.exchange import Exchange
+from bros.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+_UNTIL_BACK_S = 1.0
+"""How soon to look for an engine that is not there."""
+
+
+class RowAnswers:
+    """A RowHandler."""
+
+    def __init__(self, state: ServerState) -> None:
+        # With a thread of their own for long prompts, for which live requests never wait, and one
+        # for checks: those of a row of some megabytes take longer than a stream should wait.
+        self._state = replace(state, threads=anyio.CapacityLimiter(1))
+        self._checks = anyio.CapacityLimiter(1)
+
+    def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
+        call = CALLS[endpoint](self._state, body)
+        model = call.body.model or self._state.model_name
+        return RowFacts(model, call.beginning(), call.num_chars())
+
+    async def answer(
+        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
+    ) -> RowReply:
+        state = self._state
+        if not state.engine.alive:
+            raise RowPostponedError("The engine is not running.", _UNTIL_BACK_S)
+        try:
+            call = await anyio.to_thread.run_sync(
+                CALLS[endpoint], state, body, abandon_on_cancel=True, limiter=self._checks
+            )
+            exchange = Exchange(
+                state,
+                call,
+                tier=BEST_EFFORT,
+                slo=Slo(deadline_s=due_in_s),
+                tenant=call.body.safety_identifier or call.body.user or tenant,
+                arrival_s=state.clock.now(),
+            )
+            return await self._run(exchange)
+        except (RowPostponedError, RowInterruptedError):
+            raise
+        except Exception as error:
+            if not isinstance(error, BrosError):  # else it is what the client did wrong
+                logger.exception("a row of a batch failed")
+            described = describe(error)
+            return RowReply(described.status, described.to_json())
+
+    async def _run(self, exchange: Exchange) -> RowReply:
+        """One attempt. The engine's failures are not the row's."""
+        try:
+            await exchange.start()
+        except (QueueFullError, OverloadedError) as error:
+            raise RowPostponedError(str(error), error.retry_after_s) from error
+        except EngineDeadError as error:
+            raise RowPostponedError(str(error), _UNTIL_BACK_S) from error
+        try:
+            reply = await exchange.complete()
+        except OverloadedError as error:
+            raise RowPostponedError(str(error), error.retry_after_s) from error
+        except (EngineDeadError, GenerationFailedError) as error:
+            raise RowInterruptedError(str(error)) from error
+        finally:
+            await exchange.aclose()
+        usage = exchange.answer.usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        return RowReply(
+            200, reply, TokenUsage(usage.prompt_tokens, cached, usage.completion_tokens)
+        )

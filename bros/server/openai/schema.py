@@ -1,0 +1,459 @@
+"""What clients may send: OpenAI's requests, and the sampling fields of vLLM.
+
+Wrong types are refused; fields that are not declared here are ignored, as OpenAI-compatible
+servers do, unless ignoring them would give a wrong answer (unsupported.py). Ranges of sampling
+parameters are checked by SamplingParams. `null` means not given, everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from bros.core.request import MAX_LOGPROBS, FinishReason, ServiceClass
+
+_INT32_MAX = 2**31 - 1
+
+Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+MaxTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
+Milliseconds = Annotated[float, Field(gt=0, le=1e12)]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+
+
+def _wrong(kind: str, message: str) -> PydanticCustomError:
+    # The message goes through a placeholder because braces in it would be taken for one.
+    return PydanticCustomError(kind, "{reason}", {"reason": message})
+
+
+def _check_stop(value: object) -> list[str]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
+        raise _wrong("stop_type", "must be a string or a list of strings")
+    return values
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item <= _INT32_MAX for item in value
+    )
+
+
+def _check_prompts(value: object) -> list[str | list[int]]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if type(value[0]) is int and _is_token_ids(value):
+            return [value]
+        if all(isinstance(item, str) for item in value) or all(map(_is_token_ids, value)):
+            return value
+    raise _wrong(
+        "prompt_type",
+        "must be a string, a list of strings, a list of token ids or a list of those; not empty",
+    )
+
+
+def _check_content(value: object) -> str | None:
+    """The text of a message; its parts, if it has several, are lines."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong("content_type", "must be a string or a list of content parts")
+    return "\n".join(_part_text(i, part) for i, part in enumerate(value))
+
+
+def _part_text(index: int, part: object) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise _wrong("content_type", f"part {index} must be an object with a type")
+    if part["type"] != "text":
+        kind = part["type"][:50]
+        raise _wrong("content_value", f"part {index} is a {kind!r}; this model takes text only")
+    if not isinstance(part.get("text"), str):
+        raise _wrong("content_type", f"part {index} must have a text that is a string")
+    text: str = part["text"]
+    return text
+
+
+_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXT_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+
+Stop = Annotated[
+    Any,
+    PlainValidator(_check_stop),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+Prompts = Annotated[
+    Any,
+    PlainValidator(_check_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                _TOKEN_IDS_SCHEMA,
+                {"type": "array", "items": _TOKEN_IDS_SCHEMA},
+            ]
+        }
+    ),
+]
+Content = Annotated[
+    Any,
+    PlainValidator(_check_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": _TEXT_PART_SCHEMA},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class WireModel(BaseModel):
+    """Strict: a string is not a number, and neither is true. NaN and infinity are refused."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class SloFields(WireModel):
+    """Objectives of one request in milliseconds; they win over the x-slo-* headers.
+
+    Ours alone, so a name that is not known is a mistake and not another server's field.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    ttft_ms: Milliseconds | None = Field(
+        default=None,
+        description="Arrival to first token. Left out: the server's objective, half of it for "
+        "service_tier priority",
+    )
+    tpot_ms: Milliseconds | None = Field(
+        default=None,
+        description="Each further token after the one before; left out: as for ttft_ms",
+    )
+    deadline_ms: Milliseconds | None = Field(
+        default=None,
+        description="Arrival to last token; left out: no deadline. A best-effort request is "
+        "started in time if there is time; a real-time one gets ttft_ms and tpot_ms "
+        "scaled down until all of max_tokens would be there in time",
+    )
+
+
+class StreamOptions(WireModel):
+    include_usage: bool | None = None
+
+
+class ModelRequest(WireModel):
+    """What every request to a model has."""
+
+    model: str | None = None
+
+
+class SamplingWords(WireModel):
+    """How tokens are chosen and when to stop, wherever that is said; see SamplingParams."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = Field(None, description="0 or -1: off")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Int | None = None
+    stop: Stop | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: Int | None = None
+    max_tokens: MaxTokens | None = None
+    ignore_eos: bool | None = None
+
+
+class GenerationRequest(SamplingWords, ModelRequest):
+    """What chat and text completions have in common."""
+
+    n: Int | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    service_tier: ServiceTier | None = Field(
+        None,
+        description="flex is best-effort; all others are real-time, priority and its other name "
+        "fast with objectives half as long. The response says what was used: flex also for "
+        "a real-time request that had to be served as best-effort",
+    )
+    slo: SloFields | None = None
+    user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
+    cache_salt: str | None = Field(
+        None,
+        max_length=512,
+        description="A prompt finds only what requests with the same salt have left in the prefix "
+        "cache; left out or empty: what requests without one have left",
+    )
+
+
+class ChatMessage(WireModel):
+    """One message. Further fields (name, tool_calls, ...) are given to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Content = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions"""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions"""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+
+class TokenizeRequest(ModelRequest):
+    """POST /tokenize: a prompt or the messages of a chat, one of the two."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(ModelRequest):
+    """POST /detokenize"""
+
+    tokens: list[TokenId]
+
+
+class DrainRequest(WireModel):
+    """What becomes of a replica that is drained. A name that is not known is a mistake."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    move: bool = Field(default=False, description="What is open there goes on elsewhere at once")
+    restart: bool = Field(
+        default=False, description="When it is empty, its engine is started anew and used again"
+    )
+
+
+# ---- What clients get: OpenAI's responses, complete ones. Stream chunks are written in stream.py.
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(BaseModel):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    service_tier: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    service_tier: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "bros"
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeReply(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(BaseModel):
+    prompt: str
+
+
+class Objectives(BaseModel):
+    """Milliseconds; null is no objective."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+    deadline_ms: float | None
+
+
+class TraceEvent(BaseModel):
+    at_ms: float = Field(description="After the arrival of the request")
+    event: str
+
+
+class ChoiceTrace(BaseModel):
+    """What became of one choice, and why it waited. Times are milliseconds."""
+
+    index: int
+    request_id: str = Field(description="What the engine calls it, as in the log")
+    service_class: ServiceClass = Field(description="What it is served as")
+    requested_class: ServiceClass = Field(description="What it came in as")
+    slo: Objectives = Field(description="What it is held to")
+    prompt_tokens: int
+    output_tokens: int
+    late_tokens: int = Field(description="Tokens that came after their deadline")
+    preemptions: int = Field(description="How often it was interrupted for others")
+    ttft_ms: float | None = Field(description="Arrival to first token; null until there is one")
+    tpot_ms: float | None = Field(description="Mean between tokens; null before the second")
+    waits_ms: dict[str, float] = Field(
+        description="How long it could have run and did not, by reason: time (no time was left "
+        "in the iteration), rows (the batch was full), tokens (the token budget was used up), "
+        "memory (no KV blocks), turn (others went first), made way (it ran, but the iteration "
+        "was given up for somebody's first token)"
+    )
+    events: list[TraceEvent]
+    finish_reason: FinishReason | None = Field(description="null while it is not finished")
+
+
+class RequestTraceReply(BaseModel):
+    id: str
+    object: Literal["request.trace"] = "request.trace"
+    choices: list[ChoiceTrace] = Field(description="Without those the engine no longer knows")
+
+
+class Health(BaseModel):
+    status: Literal["ok", "engine down"]
+    replicas_up: int | None = Field(default=None, description="Of several engines, those that run")
+    replicas: int | None = Field(default=None, description="How many there are")
+
+
+class ReplicaReply(BaseModel):
+    number: int
+    name: str
+    state: Literal["up", "draining", "drained", "restarting", "down", "gone"]
+    open: int = Field(description="Requests that are there")
+    running: int
+    waiting: int
+    used_blocks: int = Field(description="KV blocks that requests have")
+    cached_blocks: int = Field(description="Those that nobody has, but that can be found")
+    total_blocks: int
+    prompt_tokens: int = Field(description="Of requests that began there")
+    cached_tokens: int = Field(description="Those of them that were cached")
+    lost: int = Field(description="How often its engine was")
+    routed: dict[str, int] = Field(description="Requests that were sent there, by reason")
+
+
+class PlanReply(BaseModel):
+    """Of --router-plan; seconds and loads of the requests whose prefixes were planned."""
+
+    requests: int
+    prefill_s: float = Field(description="What their prompts took to compute")
+    planned_s: float = Field(description="What they would have taken by the plan")
+    balance: float = Field(description="The most that a replica had to do, over the mean")
+    planned_balance: float
+
+
+class ReplicaList(BaseModel):
+    object: Literal["list"] = "list"
+    router: str
+    continued: int = Field(description="Requests that went on elsewhere, as theirs was lost")
+    moved: int = Field(description="Those that did so because theirs was drained, or one came up")
+    plan: PlanReply | None = None
+    data: list[ReplicaReply]
+
+
+class Version(BaseModel):
+    version: str

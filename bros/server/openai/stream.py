@@ -1,0 +1,496 @@
+"""The generations of one HTTP request, seen as one."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from bros.core.errors import BrosError, EngineDeadError, OverloadedError
+from bros.core.request import FinishReason, ServiceClass, TokenLogprobs
+from bros.server.errors import ApiError, GenerationFailedError, describe
+from bros.server.interrupts import run_interruptible
+from bros.server.openai.schema import (
+    CompletionLogprobs,
+    PromptTokensDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from bros.text.generation import Generation, TextDelta
+from bros.text.tokenizer import Tokenizer
+
+
+class Observer(Protocol):
+    """Is told what becomes of a request; see RequestObserver."""
+
+    def on_delta(self, delta: TextDelta) -> None: ...
+
+    def on_error(self, message: str) -> None:
+        """The engine died."""
+        ...
+
+    def close(self) -> None:
+        """Nothing follows."""
+        ...
+
+
+Observe = Callable[[Sequence[ServiceClass]], Observer]
+
+
+@dataclass(slots=True)
+class FinishedChoice:
+    """One choice when nothing more follows. logprobs: of the tokens that are part of the text."""
+
+    index: int
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+
+
+class Answer:
+    """Choice c of prompt p has index p * n + c. Use `deltas` or `collect` once; always close.
+
+    best_effort: whether any choice is served as that, asked for or relegated.
+    """
+
+    def __init__(self, generations: Sequence[Generation], n: int, observe: Observe) -> None:
+        """observe: given what each choice is served as, makes who is told about its deltas."""
+        self._generations = generations
+        self._n = n
+        classes = [cls for generation in generations for cls in generation.service_classes]
+        self.best_effort = ServiceClass.BE in classes
+        self._observer = observe(classes)
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls,
+        starts: Sequence[Coroutine[Any, Any, Generation]],
+        n: int,
+        observe: Observe,
+    ) -> Self:
+        """Await the generations of all prompts; if one is refused, none is left running."""
+        tasks = [asyncio.ensure_future(start) for start in starts]
+        try:
+            return cls(await asyncio.gather(*tasks), n, observe)
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(_close_all(tasks)))
+            raise
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        prompt = sum(generation.prompt_tokens for generation in self._generations)
+        completion = sum(generation.num_output_tokens for generation in self._generations)
+        cached = sum(generation.cached_tokens for generation in self._generations)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
+
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
+        """What happens, as it happens.
+
+        Raises OverloadedError if a choice was given up for want of capacity,
+        GenerationFailedError if it ends without a proper finish for any other reason, and
+        EngineDeadError if the engine dies.
+        """
+        try:
+            if len(self._generations) == 1:
+                async for delta in self._generations[0]:
+                    self._take(delta)
+                    yield delta
+                return
+            async with contextlib.aclosing(self._merged()) as merged:
+                async for delta in merged:
+                    self._take(delta)
+                    yield delta
+        except EngineDeadError as error:
+            self._observer.on_error(str(error))
+            raise
+
+    async def collect(self) -> list[FinishedChoice]:
+        """Wait for everything; the choices in the order of their index. Raises as `deltas`."""
+        choices = [FinishedChoice(i) for i in range(len(self._generations) * self._n)]
+        async for delta in self.deltas():
+            choice = choices[delta.index]
+            choice.text += delta.text
+            choice.logprobs += visible_logprobs(delta)
+            if delta.finish_reason is not None:
+                choice.finish_reason = delta.finish_reason.value
+                choice.stop_reason = delta.stop_reason
+        return choices
+
+    async def aclose(self) -> None:
+        """Abort what is unfinished. Completed in the background if the caller is cancelled."""
+        if self._closed:
+            return
+        self._closed = True
+        self._observer.close()
+        closing = asyncio.gather(*(generation.aclose() for generation in self._generations))
+        await asyncio.shield(closing)
+
+    def _take(self, delta: TextDelta) -> None:
+        self._observer.on_delta(delta)
+        if delta.finish_reason is None or delta.finish_reason.complete:
+            return
+        message = delta.error or "The engine ended the request before it was complete."
+        if delta.retry_after_s is not None:
+            raise OverloadedError(message, delta.retry_after_s)
+        raise GenerationFailedError(message)
+
+    async def _merged(self) -> AsyncGenerator[TextDelta, None]:
+        queue: asyncio.Queue[TextDelta | Exception | None] = asyncio.Queue()
+
+        async def pump(position: int, generation: Generation) -> None:
+            first = position * self._n
+            try:
+                async for delta in generation:
+                    queue.put_nowait(dataclasses.replace(delta, index=first + delta.index))
+                queue.put_nowait(None)
+            except Exception as error:
+                queue.put_nowait(error)  # raised to whoever iterates
+
+        tasks = [asyncio.create_task(pump(*item)) for item in enumerate(self._generations)]
+        open_generations = len(tasks)
+        try:
+            while open_generations:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    open_generations -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def visible_logprobs(delta: TextDelta) -> tuple[TokenLogprobs, ...]:
+    """Without the stop token, which is not part of the text; a stop string has none."""
+    if delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str):
+        return delta.logprobs[:-1]
+    return delta.logprobs
+
+
+async def _close_all(tasks: Sequence[asyncio.Future[Generation]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Generation):
+            await result.aclose()
+
+
+# ---- Log-probabilities in the two forms OpenAI has for them.
+
+
+_LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot express, as it does at OpenAI."""
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
+    """The `content` list of chat logprobs."""
+    return [
+        TokenLogprob(
+            token=tokenizer.token_text(entry.token_id),
+            logprob=_finite(entry.logprob),
+            bytes=list(tokenizer.token_bytes(entry.token_id)),
+            top_logprobs=[
+                TopLogprob(
+                    token=tokenizer.token_text(token_id),
+                    logprob=_finite(logprob),
+                    bytes=list(tokenizer.token_bytes(token_id)),
+                )
+                for token_id, logprob in entry.top
+            ],
+        )
+        for entry in entries
+    ]
+
+
+class CompletionLogprobsWriter:
+    """The four parallel lists of text completions; one writer per choice, in token order.
+
+    text_offset counts characters from the start of the text to
+    where a token begins; tokens inside one character share its offset.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, with_top: bool) -> None:
+        self._tokenizer = tokenizer
+        self._with_top = with_top
+        self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, entries: Iterable[TokenLogprobs]) -> CompletionLogprobs:
+        """The lists for the next tokens."""
+        lists = CompletionLogprobs(
+            tokens=[],
+            token_logprobs=[],
+            top_logprobs=[] if self._with_top else None,
+            text_offset=[],
+        )
+        for entry in entries:
+            lists.tokens.append(self._name(entry.token_id))
+            lists.token_logprobs.append(_finite(entry.logprob))
+            lists.text_offset.append(self._offset)
+            if lists.top_logprobs is not None:
+                lists.top_logprobs.append(
+                    {self._name(token_id): _finite(logprob) for token_id, logprob in entry.top}
+                )
+            self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(entry.token_id)))
+        return lists
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; parts of characters as `bytes:\\xe2\\x80`, so that names differ."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)
+
+
+# ---- Stream chunks as bytes. One delta per token passes here, so constant parts are written once.
+
+
+# Non-ASCII stays escaped: some clients split lines at U+0085 and U+2028, which JSON allows.
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ChunkFrame:
+    """The parts of a chunk that are the same for the whole stream."""
+
+    def __init__(self, kind: str, header: Mapping[str, object], *, include_usage: bool) -> None:
+        """kind: the chunk's `object`. header: the fields it shares with whole responses."""
+        fields = {"id": header["id"], "object": kind, **header}
+        self._head = f'data: {_to_json(fields)[:-1]},"choices":['
+        self._tail = '],"usage":null}\n\n' if include_usage else "]}\n\n"
+        self.include_usage = include_usage
+
+    def chunk(self, choice: str) -> str:
+        """One event with one choice, given as JSON."""
+        return f"{self._head}{choice}{self._tail}"
+
+    def usage(self, usage: Usage) -> str:
+        """The event that ends a stream with include_usage."""
+        return f'{self._head}],"usage":{usage.model_dump_json()}}}\n\n'
+
+
+class ChunkWriter(Protocol):
+    """Writes the deltas of one request as events."""
+
+    def write(self, delta: TextDelta) -> bytes:
+        """The events for a delta; empty if there is nothing to tell yet."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """What follows the last delta."""
+        ...
+
+
+class ChatChunkWriter:
+    """chat.completion.chunk: the role first, then text, then the finish reason on its own."""
+
+    def __init__(self, frame: ChunkFrame, tokenizer: Tokenizer, with_logprobs: bool) -> None:
+        self._frame = frame
+        self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
+        self._begun: set[int] = set()
+
+    def write(self, delta: TextDelta) -> bytes:
+        frame, index = self._frame, delta.index
+        events = ""
+        if index not in self._begun:
+            self._begun.add(index)
+            events = frame.chunk(
+                f'{{"index":{index},"delta":{{"role":"assistant","content":"","refusal":null}},'
+                '"logprobs":null,"finish_reason":null}'
+            )
+        logprobs = self._logprobs(delta) if self._with_logprobs else "null"
+        if delta.text or logprobs != "null":
+            events += frame.chunk(
+                f'{{"index":{index},"delta":{{"content":{_to_json(delta.text)}}},'
+                f'"logprobs":{logprobs},"finish_reason":null}}'
+            )
+        if delta.finish_reason is not None:
+            events += frame.chunk(
+                f'{{"index":{index},"delta":{{}},"logprobs":null,'
+                f'"finish_reason":"{delta.finish_reason.value}",'
+                f'"stop_reason":{_to_json(delta.stop_reason)}}}'
+            )
+        return events.encode("ascii")
+
+    def end(self, usage: Usage) -> bytes:
+        return self._frame.usage(usage).encode() if self._frame.include_usage else b""
+
+    def _logprobs(self, delta: TextDelta) -> str:
+        entries = chat_logprobs(self._tokenizer, visible_logprobs(delta))
+        if not entries:
+            return "null"
+        return _to_json({"content": [entry.model_dump() for entry in entries], "refusal": None})
+
+
+class CompletionChunkWriter:
+    """text_completion chunks. echoes: what goes before the text of each choice, by index."""
+
+    def __init__(
+        self,
+        frame: ChunkFrame,
+        tokenizer: Tokenizer,
+        logprobs: int | None,
+        echoes: Mapping[int, str],
+    ) -> None:
+        self._frame = frame
+        self._tokenizer = tokenizer
+        self._top = logprobs
+        self._echoes = echoes
+        self._echoed: set[int] = set()
+        self._writers: dict[int, CompletionLogprobsWriter] = {}
+
+    def write(self, delta: TextDelta) -> bytes:
+        index = delta.index
+        text = delta.text
+        if index not in self._echoed:
+            self._echoed.add(index)
+            text = self._echoes.get(index, "") + text
+        logprobs = self._logprobs(delta)
+        reason, stop = "null", ""
+        if delta.finish_reason is not None:
+            reason = f'"{delta.finish_reason.value}"'
+            stop = f',"stop_reason":{_to_json(delta.stop_reason)}'
+        elif not text and logprobs == "null":
+            return b""
+        choice = (
+            f'{{"index":{index},"text":{_to_json(text)},"logprobs":{logprobs},'
+            f'"finish_reason":{reason}{stop}}}'
+        )
+        return self._frame.chunk(choice).encode("ascii")
+
+    def end(self, usage: Usage) -> bytes:
+        return self._frame.usage(usage).encode() if self._frame.include_usage else b""
+
+    def _logprobs(self, delta: TextDelta) -> str:
+        if self._top is None:
+            return "null"
+        entries = visible_logprobs(delta)
+        if not entries:
+            return "null"
+        writer = self._writers.get(delta.index)
+        if writer is None:
+            writer = CompletionLogprobsWriter(self._tokenizer, self._top > 0)
+            self._writers[delta.index] = writer
+        return _to_json(writer.write(entries).model_dump())
+
+
+# ---- Answers as server-sent events.
+
+
+logger = logging.getLogger(__name__)
+
+_HEADERS = {
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # tells nginx to pass on every chunk at once
+}
+
+
+class EventStream(Response):
+    """Sends events as they come. What they come from is closed however the stream ends.
+
+    The status line goes out with the first event, so an error before it has a status of its
+    own. A later one is sent as an event with the error envelope, and no [DONE] follows.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stopping: asyncio.Event) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(_HEADERS)
+        self._stopping = stopping
+        self._begun = False
+
+    async def send_all(self, send: Send) -> None:
+        """`send_events` with everything but what `ending` gives."""
+        raise NotImplementedError
+
+    def ending(self) -> bytes:
+        """The last events, before [DONE]."""
+        return b""
+
+    async def close(self) -> None:
+        """Called in any case, once nothing is sent any more but the end."""
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        failure: ApiError | None = None
+        try:
+            await run_interruptible(self.send_all(send), receive, self._stopping)
+        except (ClientDisconnect, OSError):
+            raise ClientDisconnect() from None
+        except Exception as error:
+            if not isinstance(error, BrosError):
+                logger.exception("a stream failed")
+            failure = describe(error)
+        finally:
+            await self.close()
+        if failure is None:
+            await self.send_events(send, self.ending() + DONE, more=False)
+        elif self._begun:
+            await self.send_events(send, failure.to_event(), more=False)
+        else:
+            await failure.to_response()(scope, receive, send)
+
+    async def send_events(self, send: Send, events: bytes, *, more: bool = True) -> None:
+        """For send_all."""
+        if not self._begun:
+            self._begun = True
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+        await send({"type": "http.response.body", "body": events, "more_body": more})
+
+
+class AnswerStream(EventStream):
+    """The deltas of an answer."""
+
+    def __init__(self, answer: Answer, writer: ChunkWriter, stopping: asyncio.Event) -> None:
+        super().__init__(stopping)
+        self._answer = answer
+        self._writer = writer
+
+    async def send_all(self, send: Send) -> None:
+        write = self._writer.write
+        async with contextlib.aclosing(self._answer.deltas()) as deltas:
+            async for delta in deltas:
+                events = write(delta)
+                if events:
+                    await self.send_events(send, events)
+
+    def ending(self) -> bytes:
+        return self._writer.end(self._answer.usage())
+
+    async def close(self) -> None:
+        await self._answer.aclose()

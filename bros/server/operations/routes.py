@@ -1,0 +1,246 @@
+"""What operators and browsers ask for: health, metrics, version, API description, a page."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.resources
+import json
+from collections.abc import Mapping
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import bros
+from bros.core.errors import BrosError, EngineDeadError, NotFoundError
+from bros.core.interfaces import EngineStats, RequestTrace
+from bros.core.request import Slo
+from bros.router.client import RouterClient
+from bros.router.member import RUNNING
+from bros.server.http import read_object, validate
+from bros.server.openai.schema import (
+    ChoiceTrace,
+    DrainRequest,
+    Health,
+    Objectives,
+    PlanReply,
+    ReplicaList,
+    ReplicaReply,
+    RequestTraceReply,
+    TraceEvent,
+    Version,
+)
+from bros.server.operations.metrics import BatchFigures
+from bros.server.operations.openapi import describe_api
+from bros.server.state import ServerState
+
+_STATS_TIMEOUT_S = 5.0
+"""A scrape must not hang because a step takes long, or the database of batches does."""
+
+_PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+}
+
+
+async def health(request: Request) -> Response:
+    """200 if the engine runs and takes requests, else 503."""
+    state = ServerState.of(request)
+    alive = state.engine.alive if state.replicas is None else state.replicas.takes
+    reply = Health(status="ok" if alive else "engine down")
+    if state.replicas is not None:
+        replicas = state.replicas.replicas()
+        reply.replicas = len(replicas)
+        reply.replicas_up = sum(replica.state in RUNNING for replica in replicas)
+    body = reply.model_dump_json(exclude_none=True)
+    return Response(body, 200 if alive else 503, media_type="application/json")
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    state = ServerState.of(request)
+    return Response(
+        state.metrics.render(
+            await _stats(state),
+            await _batches(state),
+            None if state.sessions is None else state.sessions.figures(),
+            state.replicas,
+        ),
+        headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
+    )
+
+
+async def version(request: Request) -> Response:
+    """The version of bros."""
+    reply = Version(version=bros.__version__)
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+async def _stats(state: ServerState) -> EngineStats | None:
+    try:
+        return await asyncio.wait_for(state.engine.stats(), _STATS_TIMEOUT_S)
+    except (EngineDeadError, TimeoutError):
+        return None
+
+
+async def _batches(state: ServerState) -> BatchFigures | None:
+    jobs = state.jobs
+    if jobs is None:
+        return None
+    try:
+        asking = jobs.counts.by_status(jobs.batches)
+        by_status: Mapping[str, int] | None = await asyncio.wait_for(asking, _STATS_TIMEOUT_S)
+    except (BrosError, TimeoutError):
+        by_status = None
+    return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
+
+
+def service_routes(
+    *, has_jobs: bool, has_sessions: bool, has_replicas: bool = False
+) -> tuple[Route, ...]:
+    """The page and the API description are made once, here."""
+    page = importlib.resources.files("bros.server").joinpath("static/index.html").read_bytes()
+    api = json.dumps(
+        describe_api(
+            bros.__version__,
+            has_jobs=has_jobs,
+            has_sessions=has_sessions,
+            has_replicas=has_replicas,
+        )
+    )
+
+    async def index(request: Request) -> Response:
+        return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
+
+    async def openapi(request: Request) -> Response:
+        return Response(api, media_type="application/json")
+
+    return (
+        Route("/", index, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+    )
+
+
+# ---- What operators do with replicas: look at them, empty one, use it again.
+
+
+_MAX_BODY_BYTES = 4096
+
+
+async def list_replicas(request: Request) -> Response:
+    """All there are and what they do."""
+    return _reply(request, _replicas(request))
+
+
+async def drain_replica(request: Request) -> Response:
+    """Send nothing new there. Returns at once; the state is `drained` when nothing is open."""
+    replicas = _replicas(request)
+    body = DrainRequest()
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        body = validate(DrainRequest, await read_object(request, _MAX_BODY_BYTES))
+    replicas.drain(request.path_params["number"], move=body.move, restart=body.restart)
+    return _reply(request, replicas)
+
+
+async def resume_replica(request: Request) -> Response:
+    """Send requests there again."""
+    replicas = _replicas(request)
+    replicas.resume(request.path_params["number"])
+    return _reply(request, replicas)
+
+
+def _replicas(request: Request) -> RouterClient:
+    """Raises HTTPException if they are not for whoever asks."""
+    if ServerState.tenant(request):
+        raise HTTPException(403, "Replicas are for the operator, whose key is that of --api-key.")
+    replicas = ServerState.of(request).replicas
+    assert replicas is not None, "without any there are no such routes"
+    return replicas
+
+
+def _reply(request: Request, replicas: RouterClient) -> Response:
+    plan = replicas.plan_report
+    reply = ReplicaList(
+        router=ServerState.of(request).config.router,
+        continued=replicas.continued,
+        moved=replicas.moved,
+        plan=PlanReply(**dataclasses.asdict(plan)) if plan is not None else None,
+        data=[ReplicaReply(**dataclasses.asdict(status)) for status in replicas.replicas()],
+    )
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+ADMIN_ROUTES = (
+    Route("/admin/replicas", list_replicas, methods=["GET"]),
+    Route("/admin/replicas/{number:int}/drain", drain_replica, methods=["POST"]),
+    Route("/admin/replicas/{number:int}/resume", resume_replica, methods=["POST"]),
+)
+
+
+# ---- GET /v1/requests/{id}/trace: what became of a request, and what it waited for
+
+
+async def retrieve_trace(request: Request) -> Response:
+    """All choices of a running or recent request, under the id its response has."""
+    state = ServerState.of(request)
+    request_id = request.path_params["id"]
+    parts = state.recent.parts(request_id)
+    # All at once: the engine answers between two steps, so one by one would cost a step each.
+    traces = await asyncio.gather(*(state.engine.trace(part) for part in parts))
+    choices = [_choice(i, trace) for i, trace in enumerate(traces) if trace is not None]
+    if not choices:
+        raise NotFoundError(
+            f"Nothing is known of a request {request_id[:200]!r}; only running and recent ones "
+            "are remembered.",
+            param="id",
+            code="request_not_found",
+        )
+    reply = RequestTraceReply(id=request_id, choices=choices)
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+def _choice(index: int, trace: RequestTrace) -> ChoiceTrace:
+    return ChoiceTrace(
+        index=index,
+        request_id=trace.request_id,
+        service_class=trace.service_class,
+        requested_class=trace.requested_class,
+        slo=_objectives(trace.slo),
+        prompt_tokens=trace.prompt_tokens,
+        output_tokens=trace.output_tokens,
+        late_tokens=trace.late_tokens,
+        preemptions=trace.preemptions,
+        ttft_ms=_ms_or_none(trace.ttft_s),
+        tpot_ms=_ms_or_none(trace.tpot_s),
+        waits_ms={reason: _ms(seconds) for reason, seconds in trace.waits.items()},
+        events=[TraceEvent(at_ms=_ms(at_s), event=event) for at_s, event in trace.events],
+        finish_reason=trace.finish_reason,
+    )
+
+
+def _objectives(slo: Slo) -> Objectives:
+    return Objectives(
+        ttft_ms=_ms_or_none(slo.ttft_s),
+        tpot_ms=_ms_or_none(slo.tpot_s),
+        deadline_ms=_ms_or_none(slo.deadline_s),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def _ms_or_none(seconds: float | None) -> float | None:
+    return None if seconds is None else _ms(seconds)
+
+
+TRACE_ROUTES = (Route("/v1/requests/{id}/trace", retrieve_trace, methods=["GET"]),)

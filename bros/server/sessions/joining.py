@@ -1,0 +1,120 @@
+"""Plain OpenAI clients in a session: their requests are recorded as calls of its graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from bros.core.errors import InvalidRequestError
+from bros.core.request import FinishReason
+from bros.semantic.joining import Joined
+from bros.server.openai.calls import to_milliseconds
+from bros.server.operations.metrics import RequestObserver
+from bros.server.sessions.messages import MAX_NAME_CHARS
+from bros.server.state import ServerState
+from bros.text.generation import TextDelta
+
+_SESSION_HEADERS = ("x-bros-session", "x-dynamo-session-id")
+_NODE_HEADERS = ("x-bros-node",)
+_SESSION_FIELD, _NODE_FIELD = "bros_session", "bros_node"
+_DEADLINE_FIELD = "bros_deadline_ms"
+_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@~-]{0,127}")
+
+
+def join(request: Request, fields: Mapping[str, Any]) -> Joined | None:
+    """The session a request says it belongs to, by header or in the metadata of its body; None
+    if it says nothing.
+
+    Raises InvalidRequestError for what cannot be an id or a name, and what SessionService.join
+    raises.
+    """
+    state = ServerState.of(request)
+    if state.sessions is None:
+        return None
+    session_id, param = _find(request, fields, _SESSION_HEADERS, _SESSION_FIELD)
+    if session_id is None:
+        return None
+    if not _ID.fullmatch(session_id):
+        message = f"'{param}' must match {_ID.pattern}."
+        raise InvalidRequestError(message, param=param, code="invalid_value")
+    node, param = _find(request, fields, _NODE_HEADERS, _NODE_FIELD)
+    if node is not None and len(node) > MAX_NAME_CHARS:
+        message = f"'{param}' must have at most {MAX_NAME_CHARS} characters."
+        raise InvalidRequestError(message, param=param, code="invalid_value")
+    deadline_ms(fields)  # a wrong one is refused before the session comes into being
+    return state.sessions.join(state.tenant(request), session_id, node or "")
+
+
+def _find(
+    request: Request, fields: Mapping[str, Any], headers: Sequence[str], field: str
+) -> tuple[str | None, str]:
+    """A value and where it was; headers win."""
+    for header in headers:
+        if header in request.headers:
+            return request.headers[header], header
+    return _metadata(fields, field), f"metadata.{field}"
+
+
+def _metadata(fields: Mapping[str, Any], field: str) -> str | None:
+    metadata, param = fields.get("metadata"), f"metadata.{field}"
+    value = metadata.get(field) if isinstance(metadata, dict) else None
+    if value is not None and not isinstance(value, str):
+        message = f"'{param}' must be a string."
+        raise InvalidRequestError(message, param=param, code="invalid_type")
+    return value
+
+
+def deadline_ms(fields: Mapping[str, Any]) -> float | None:
+    """What the metadata of a body says of it. Raises InvalidRequestError."""
+    text = _metadata(fields, _DEADLINE_FIELD)
+    param = f"metadata.{_DEADLINE_FIELD}"
+    return None if text is None else to_milliseconds(text, f"'{param}'", param)
+
+
+class JoinedObserver:
+    """Tells the session about the deltas of a request, beside the metrics. The value of several
+    choices is the first one."""
+
+    def __init__(
+        self, joined: Joined, observer: RequestObserver, *, num_choices: int, prompt_tokens: int
+    ) -> None:
+        self._joined = joined
+        self._observer = observer
+        self._prompt_tokens = prompt_tokens
+        self._open = num_choices
+        self._begun = False
+        self._texts: list[str] = []
+        self._output_tokens = 0
+        self._cached_tokens = 0
+
+    def on_delta(self, delta: TextDelta) -> None:
+        self._observer.on_delta(delta)
+        self._output_tokens += len(delta.token_ids)
+        if delta.index == 0:
+            self._texts.append(delta.text)
+            self._cached_tokens = delta.cached_tokens
+        if not self._begun and delta.token_ids:
+            self._begun = True
+            self._joined.first_token()
+        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self._joined.failed(delta.error or "The engine ended the request.")
+        elif delta.finish_reason is not None:
+            self._open -= 1
+            if not self._open:
+                self._joined.finished(
+                    "".join(self._texts),
+                    prompt_tokens=self._prompt_tokens,
+                    cached_tokens=self._cached_tokens,
+                    output_tokens=self._output_tokens,
+                )
+
+    def on_error(self, message: str) -> None:
+        self._observer.on_error(message)
+        self._joined.failed(message)
+
+    def close(self) -> None:
+        self._observer.close()
+        self._joined.cancelled()

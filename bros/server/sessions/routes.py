@@ -1,0 +1,563 @@
+"""/v1/sessions: programs of many calls, and pictures of them"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Send
+
+from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.semantic.errors import ConflictError, GetTimeoutError, UpstreamError
+from bros.semantic.picture import draw
+from bros.semantic.program import CallSpec, Criteria, Perf, SubmittedCall
+from bros.semantic.service import SessionService
+from bros.semantic.views import SessionView, VariableView
+from bros.server import http as offload
+from bros.server.errors import describe
+from bros.server.http import query_flag, query_names, query_number, read_object, validate
+from bros.server.interrupts import run_interruptible
+from bros.server.openai.stream import EventStream
+from bros.server.sessions.messages import (
+    MAX_WAIT_S,
+    CreateSession,
+    CreateVariable,
+    CriteriaFields,
+    FailCall,
+    PaperGet,
+    PaperSubmit,
+    SetVariable,
+    SubmitCall,
+    SubmitProgram,
+    WantVariable,
+    checked_sampling,
+    criteria_or_none,
+    parse_perf,
+    to_call,
+)
+from bros.server.sessions.replies import (
+    CancelledRequest,
+    DeletedSession,
+    FailedRequest,
+    PaperSubmitted,
+    PaperValue,
+    SessionList,
+    SessionObject,
+    SessionSummary,
+    SubmittedRequest,
+    SubmittedRequests,
+    VariableList,
+    VariableObject,
+)
+from bros.server.state import ServerState
+
+# ---- What the routes of sessions have in common.
+
+
+DEFAULT_WAIT_S = 60.0
+
+
+class Place(NamedTuple):
+    """Where a request is about: the session in its path, as its tenant's."""
+
+    service: SessionService
+    tenant: str
+    session_id: str
+
+    @classmethod
+    def of(cls, request: Request) -> Place:
+        return cls(sessions_of(request), ServerState.tenant(request), request.path_params["sid"])
+
+
+def sessions_of(request: Request) -> SessionService:
+    """The sessions of the app that serves `request`."""
+    sessions = ServerState.of(request).sessions
+    assert sessions is not None
+    return sessions
+
+
+def json_reply(reply: BaseModel) -> Response:
+    return Response(reply.model_dump_json(), media_type="application/json")
+
+
+_CHARS_PER_CALL = 100
+"""What showing a call costs, in characters of a text."""
+
+_PICTURE_HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+}
+_REFRESH_S = 2
+
+
+async def create_session(request: Request) -> Response:
+    """Open a session."""
+    state = ServerState.of(request)
+    wanted = validate(CreateSession, await read_object(request, state.max_body_bytes))
+    sampling = checked_sampling(wanted.sampling, "sampling")
+    view = sessions_of(request).create(
+        state.tenant(request),
+        criteria=criteria_or_none(wanted.criteria),
+        ttl_s=wanted.ttl_s,
+        scope=wanted.tenant,
+        session_id=wanted.id,
+        metadata=wanted.metadata,
+        sampling=sampling or None,
+    )
+    return json_reply(SessionSummary.of(view))
+
+
+async def list_sessions(request: Request) -> Response:
+    """The tenant's sessions, the oldest first."""
+    views = sessions_of(request).sessions(ServerState.tenant(request))
+    return json_reply(SessionList(data=[SessionSummary.of(view) for view in views]))
+
+
+async def retrieve_session(request: Request) -> Response:
+    """A session with its graph."""
+    view = _inspect(request)
+
+    def render() -> str:
+        return SessionObject.of(view).model_dump_json()
+
+    text = await offload.run(ServerState.of(request), render, _size(view))
+    return Response(text, media_type="application/json")
+
+
+async def delete_session(request: Request) -> Response:
+    """End a session, with all that runs in it."""
+    service, tenant, session_id = Place.of(request)
+    await service.delete(tenant, session_id)
+    return json_reply(DeletedSession(id=session_id))
+
+
+async def picture(request: Request) -> Response:
+    """The graph as SVG."""
+    return Response(await _draw(request), headers=_PICTURE_HEADERS, media_type="image/svg+xml")
+
+
+async def graph_page(request: Request) -> Response:
+    """The picture as a page that keeps itself up to date."""
+    svg = await _draw(request)
+    title = html.escape(request.path_params["sid"])
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta http-equiv="refresh" content="{_REFRESH_S}"></head>'
+        f'<body style="margin:0">{svg}</body></html>'
+    )
+    return Response(page, headers=_PICTURE_HEADERS, media_type="text/html")
+
+
+async def _draw(request: Request) -> str:
+    view = _inspect(request)
+    return await offload.run(ServerState.of(request), lambda: draw(view), _size(view))
+
+
+def _inspect(request: Request) -> SessionView:
+    service, tenant, session_id = Place.of(request)
+    return service.inspect(tenant, session_id)
+
+
+def _size(view: SessionView) -> int:
+    return _CHARS_PER_CALL * (len(view.calls) + len(view.variables))
+
+
+_SESSIONS = (
+    Route("/v1/sessions", create_session, methods=["POST"]),
+    Route("/v1/sessions", list_sessions, methods=["GET"]),
+    Route("/v1/sessions/{sid}", retrieve_session, methods=["GET"]),
+    Route("/v1/sessions/{sid}", delete_session, methods=["DELETE"]),
+    Route("/v1/sessions/{sid}/graph.svg", picture, methods=["GET"]),
+    Route("/v1/sessions/{sid}/graph", graph_page, methods=["GET"]),
+)
+
+
+# ---- Submitting calls and waiting for what they give, in one request.
+
+
+_IN_PASSING = Criteria(perf=Perf.THROUGHPUT)
+"""For values that are there, or are hurried up already by what needs them."""
+
+
+class _Output(NamedTuple):
+    """call: index of its call. is_final: no other call of the program needs it."""
+
+    call: int
+    placeholder: str
+    variable: str
+    criteria: Criteria | None
+    is_final: bool
+
+
+async def wait_for_outputs(
+    place: Place,
+    calls: Sequence[CallSpec],
+    submitted: Sequence[SubmittedCall],
+    timeout_s: float,
+) -> list[dict[str, str]]:
+    """By call, placeholder -> value: the outputs with criteria; if none has any, all of the model.
+
+    Only what the program ends with is asked for then, for the rest would count as wanted for
+    itself; it is there when that is. Raises what SessionService.get raises, the first time.
+    """
+    outputs = _outputs(place, calls, submitted)
+    if any(output.criteria is not None for output in outputs):
+        outputs = [output for output in outputs if output.criteria is not None]
+    ends = [output for output in outputs if output.criteria is not None or output.is_final]
+    values: list[dict[str, str]] = [{} for _ in calls]
+    for output, view in zip(ends, await _get_all(place, ends, timeout_s), strict=True):
+        values[output.call][output.placeholder] = view.value or ""
+    for output in outputs:
+        if output.placeholder not in values[output.call]:
+            view = await place.service.get(
+                place.tenant, place.session_id, output.variable, _IN_PASSING, timeout_s
+            )
+            values[output.call][output.placeholder] = view.value or ""
+    return values
+
+
+def _outputs(
+    place: Place, calls: Sequence[CallSpec], submitted: Sequence[SubmittedCall]
+) -> list[_Output]:
+    ids = {call.request_id for call in submitted}
+    found = []
+    for index, (spec, call) in enumerate(zip(calls, submitted, strict=True)):
+        criteria = {parameter.name: parameter.criteria for parameter in spec.parameters}
+        for placeholder, variable_id in call.variables.items():
+            view = place.service.variable(place.tenant, place.session_id, variable_id)
+            wanted = criteria.get(placeholder)
+            if view.producer != call.request_id or (spec.native and wanted is None):
+                continue
+            is_final = ids.isdisjoint(view.consumers)
+            found.append(_Output(index, placeholder, variable_id, wanted, is_final))
+    return found
+
+
+async def _get_all(
+    place: Place, outputs: Sequence[_Output], timeout_s: float
+) -> list[VariableView]:
+    """All at once, so that all are begun; the first that fails ends the waiting for the others."""
+    gets = [
+        asyncio.ensure_future(
+            place.service.get(
+                place.tenant, place.session_id, output.variable, output.criteria, timeout_s
+            )
+        )
+        for output in outputs
+    ]
+    try:
+        return await asyncio.gather(*gets)
+    finally:
+        for get in gets:
+            get.cancel()
+        await asyncio.gather(*gets, return_exceptions=True)
+
+
+# ---- /v1/sessions/{sid}/requests: calls with placeholders, one or a whole program
+
+
+_ONE = "requests[0]."
+
+
+class _Program(NamedTuple):
+    calls: Sequence[CallSpec]
+    wait: bool
+    timeout_s: float
+    key: str | None = None
+
+
+async def submit(request: Request) -> Response:
+    """Add calls to a session; with wait, answer when their values are there."""
+    state, place = ServerState.of(request), Place.of(request)
+    fields = await read_object(request, state.max_body_bytes)
+    is_program = "requests" in fields
+    program = _program(fields) if is_program else _one_call(fields)
+    try:
+        submitted = place.service.submit(place.tenant, place.session_id, program.calls, program.key)
+    except (InvalidRequestError, ConflictError, NotFoundError) as error:
+        if not is_program and error.param is not None:
+            error.param = error.param.removeprefix(_ONE)
+        raise
+    values: Sequence[Mapping[str, str] | None] = [None] * len(submitted)
+    if program.wait:
+        waiting = wait_for_outputs(place, program.calls, submitted, program.timeout_s)
+        try:
+            values = await run_interruptible(waiting, request.receive, state.stopping)
+        except (UpstreamError, GetTimeoutError) as error:
+            # The calls are there all the same, and what does not need the failed one goes on.
+            taken = [reply.model_dump(exclude_none=True) for reply in _replies(submitted, values)]
+            failed = describe(error)
+            return replace(failed, more={**failed.more, "requests": taken}).to_response()
+    replies = _replies(submitted, values)
+    text = SubmittedRequests(requests=replies).model_dump_json(exclude_none=True)
+    return Response(text, media_type="application/json")
+
+
+def _replies(
+    submitted: Sequence[SubmittedCall], values: Sequence[Mapping[str, str] | None]
+) -> list[SubmittedRequest]:
+    return [
+        SubmittedRequest(
+            id=call.request_id,
+            variables=dict(call.variables),
+            values=None if found is None else dict(found),
+        )
+        for call, found in zip(submitted, values, strict=True)
+    ]
+
+
+async def cancel(request: Request) -> Response:
+    """Stop a call."""
+    place, request_id = Place.of(request), request.path_params["rid"]
+    place.service.cancel(place.tenant, place.session_id, request_id)
+    return json_reply(CancelledRequest(id=request_id))
+
+
+async def fail(request: Request) -> Response:
+    """A function of the client's has failed."""
+    place, request_id = Place.of(request), request.path_params["rid"]
+    body = await read_object(request, ServerState.of(request).max_body_bytes)
+    message = validate(FailCall, body).message
+    place.service.fail(place.tenant, place.session_id, request_id, message)
+    return json_reply(FailedRequest(id=request_id))
+
+
+def _one_call(fields: Mapping[str, Any]) -> _Program:
+    body = validate(SubmitCall, fields)
+    return _Program([to_call(body, "")], body.wait, body.timeout_s or DEFAULT_WAIT_S)
+
+
+def _program(fields: Mapping[str, Any]) -> _Program:
+    body = validate(SubmitProgram, fields)
+    calls = [to_call(call, f"requests[{i}].") for i, call in enumerate(body.requests)]
+    return _Program(calls, body.wait, body.timeout_s or DEFAULT_WAIT_S, body.key)
+
+
+_REQUESTS = (
+    Route("/v1/sessions/{sid}/requests", submit, methods=["POST"]),
+    Route("/v1/sessions/{sid}/requests/{rid}", cancel, methods=["DELETE"]),
+    Route("/v1/sessions/{sid}/requests/{rid}/fail", fail, methods=["POST"]),
+)
+
+
+# ---- The value of a semantic variable as server-sent events, while it is being made.
+
+
+HEARTBEAT_S = 15.0
+"""Proxies close connections that are silent for a minute or so."""
+
+_HEARTBEAT = b": waiting\n\n"
+
+# Non-ASCII stays escaped: some clients split lines at U+0085 and U+2028, which JSON allows.
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class ValueStream(EventStream):
+    """{"delta"} for each piece, then {"value", "state"}; comments while nothing comes."""
+
+    def __init__(
+        self,
+        pieces: AsyncGenerator[str, None],
+        result: Callable[[], VariableView],
+        stopping: asyncio.Event,
+        *,
+        timeout_s: float,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """result: the variable, once all pieces have come. timeout_s: longest wait for a piece,
+        GetTimeoutError after that."""
+        super().__init__(stopping)
+        self._pieces = pieces
+        self._result = result
+        self._timeout_s = timeout_s
+        self._heartbeat_s = heartbeat_s
+
+    async def send_all(self, send: Send) -> None:
+        while (piece := await self._next(send)) is not None:
+            await self.send_events(send, _event({"delta": piece}))
+        view = self._result()
+        await self.send_events(send, _event({"value": view.value, "state": view.state.value}))
+
+    async def close(self) -> None:
+        await self._pieces.aclose()
+
+    async def _next(self, send: Send) -> str | None:
+        """The next piece, None after the last one. Sends comments until then."""
+        asking = asyncio.ensure_future(anext(self._pieces, None))
+        left_s = self._timeout_s
+        try:
+            while True:
+                pause_s = min(left_s, self._heartbeat_s)
+                await asyncio.wait((asking,), timeout=pause_s)
+                if asking.done():
+                    return asking.result()
+                left_s -= pause_s
+                if left_s <= 0:
+                    raise GetTimeoutError(
+                        f"Nothing came within {self._timeout_s:g} s; asking again is fine."
+                    )
+                await self.send_events(send, _HEARTBEAT)
+        finally:
+            if not asking.done():
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+
+
+def _event(fields: dict[str, object]) -> bytes:
+    return f"data: {_to_json(fields)}\n\n".encode("ascii")
+
+
+# ---- /v1/sessions/{sid}/variables: what calls read and write
+
+
+_TIMES_MS = ("ttft_ms", "tpot_ms", "deadline_ms")
+_CRITERIA = ("criteria", *_TIMES_MS)
+_WAITING = ("wait", "stream", "timeout", *_CRITERIA)
+_MAX_MS = 1e12
+
+
+async def create_variable(request: Request) -> Response:
+    """A new variable, with a value or to be set later."""
+    place = Place.of(request)
+    body = validate(CreateVariable, await _body(request))
+    view = place.service.declare(place.tenant, place.session_id, body.name, body.value, body.id)
+    return json_reply(VariableObject.of(view))
+
+
+async def list_variables(request: Request) -> Response:
+    """All variables of a session."""
+    service, tenant, session_id = Place.of(request)
+    views = service.variables(tenant, session_id)
+    return json_reply(VariableList(data=[VariableObject.of(view) for view in views]))
+
+
+async def retrieve_variable(request: Request) -> Response:
+    """A variable as it is; with wait, once its value is there; with stream, as it comes."""
+    state, place, query = ServerState.of(request), Place.of(request), request.query_params
+    query_names(query, _WAITING)
+    wait, stream = query_flag(query, "wait"), query_flag(query, "stream")
+    criteria, timeout_s = _criteria(query), query_number(query, "timeout", most=MAX_WAIT_S)
+    service, variable = place.service, (*place[1:], request.path_params["vid"])
+    if stream:
+        pieces = service.stream(*variable, criteria)
+        return ValueStream(
+            pieces,
+            lambda: service.variable(*variable),
+            state.stopping,
+            timeout_s=timeout_s or MAX_WAIT_S,
+        )
+    if wait:
+        waiting = service.get(*variable, criteria, timeout_s or DEFAULT_WAIT_S)
+        view = await run_interruptible(waiting, request.receive, state.stopping)
+        return json_reply(VariableObject.of(view))
+    for name in (*_CRITERIA, "timeout"):
+        if name in query:
+            message = f"'{name}' needs wait=true or stream=true."
+            raise InvalidRequestError(message, param=name, code="invalid_value")
+    return json_reply(VariableObject.of(service.variable(*variable)))
+
+
+async def set_variable(request: Request) -> Response:
+    """Give a variable its value, once."""
+    place = Place.of(request)
+    value = validate(SetVariable, await _body(request)).value
+    view = place.service.set(place.tenant, place.session_id, request.path_params["vid"], value)
+    return json_reply(VariableObject.of(view))
+
+
+async def want_variable(request: Request) -> Response:
+    """Begin what a variable needs, or hurry it up."""
+    place = Place.of(request)
+    criteria = validate(WantVariable, await _body(request)).criteria.to_criteria()
+    view = place.service.want(place.tenant, place.session_id, request.path_params["vid"], criteria)
+    return json_reply(VariableObject.of(view))
+
+
+def _criteria(query: QueryParams) -> Criteria | None:
+    ttft_ms, tpot_ms, deadline_ms = (query_number(query, name, most=_MAX_MS) for name in _TIMES_MS)
+    if "criteria" not in query and ttft_ms is tpot_ms is deadline_ms is None:
+        return None
+    perf = parse_perf(query.get("criteria", Perf.LATENCY.value), "criteria")
+    return CriteriaFields(
+        perf=perf, ttft_ms=ttft_ms, tpot_ms=tpot_ms, deadline_ms=deadline_ms
+    ).to_criteria()
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    return await read_object(request, ServerState.of(request).max_body_bytes)
+
+
+_VARIABLES = (
+    Route("/v1/sessions/{sid}/variables", create_variable, methods=["POST"]),
+    Route("/v1/sessions/{sid}/variables", list_variables, methods=["GET"]),
+    Route("/v1/sessions/{sid}/variables/{vid}", retrieve_variable, methods=["GET"]),
+    Route("/v1/sessions/{sid}/variables/{vid}", set_variable, methods=["PUT"]),
+    Route("/v1/sessions/{sid}/variables/{vid}", want_variable, methods=["PATCH"]),
+)
+
+
+# ---- POST /v1/submit and /v1/get: the two bodies of the Parrot paper (section 7), as printed
+
+
+# What is called otherwise in the paper's body.
+_NAMES = (
+    ("requests[0].", ""),
+    ("template", "prompt"),
+    ("parameters[", "placeholders["),
+    ("].variable", "].semantic_var_id"),
+    ("].role", "].in_out"),
+)
+
+
+async def paper_submit(request: Request) -> Response:
+    """A prompt with placeholders; its session and its variables come into being if they are not
+    there."""
+    state, service = ServerState.of(request), sessions_of(request)
+    body = validate(PaperSubmit, await read_object(request, state.max_body_bytes))
+    tenant = state.tenant(request)
+    service.ensure(tenant, body.session_id)
+    try:
+        (call,) = service.submit(tenant, body.session_id, [body.to_call()])
+    except (InvalidRequestError, ConflictError, NotFoundError) as error:
+        if error.param is not None:
+            for ours, theirs in _NAMES:
+                error.param = error.param.replace(ours, theirs, 1)
+        raise
+    return json_reply(PaperSubmitted(request_id=call.request_id))
+
+
+async def get(request: Request) -> Response:
+    """The value of a variable, once it is there."""
+    state, service = ServerState.of(request), sessions_of(request)
+    body = validate(PaperGet, await read_object(request, state.max_body_bytes))
+    criteria = None if body.criteria is None else Criteria(perf=body.criteria)
+    waiting = service.get(
+        state.tenant(request),
+        body.session_id,
+        body.semantic_var_id,
+        criteria,
+        body.timeout_s or DEFAULT_WAIT_S,
+    )
+    view = await run_interruptible(waiting, request.receive, state.stopping)
+    return json_reply(PaperValue(semantic_var_id=view.id, content=view.value or ""))
+
+
+_PAPER = (
+    Route("/v1/submit", paper_submit, methods=["POST"]),
+    Route("/v1/get", get, methods=["POST"]),
+)
+
+
+ROUTES = (*_SESSIONS, *_REQUESTS, *_VARIABLES, *_PAPER)

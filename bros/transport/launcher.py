@@ -1,0 +1,48 @@
+"""Starts the ranks of an engine: `python -m bros.transport.launcher FOLDER`.
+
+    server ──▶ launcher (torch.distributed's) ──▶ rank 0 = engine process ◀══ ZeroMQ ══▶ server
+                                              ├─▶ rank 1      ▲ plans, sums
+                                              └─▶ rank 2 ...  ▼
+
+FOLDER and stdin are those of process.py, which every rank runs. If a rank ends in whatever way,
+the launcher ends the others; if the launcher does, the kernel kills its ranks.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from bros.engine.parent import end_with_server
+from bros.transport.process import Launch
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # These reach the whole process group; when to end is the server's business. Not ignored,
+        # which the ranks would inherit.
+        signal.signal(number, lambda number, frame: None)
+    end_with_server(folder)
+    config = Launch.read(folder).config
+    # Late, so that the watch on the server is up before the seconds this import takes.
+    from bros.core.errors import RanksLostError
+    from bros.executor.parallel.launch import launch_ranks
+    from bros.transport.ipc import send_last_words
+
+    try:
+        # The launcher insists on handling something.
+        launch_ranks(config.tp, "bros.transport.process", [str(folder)], signals=("SIGHUP",))
+        return 0
+    except RanksLostError as error:
+        print(f"ERROR bros.engine: {error}", file=sys.stderr)
+        send_last_words(folder, f"The engine ended: {error}.")
+    except Exception as error:
+        send_last_words(folder, f"The engine's ranks could not be started: {error}")
+        raise
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,650 @@
+"""TextGenerator over an engine whose every word is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.clock import ManualClock
+from bros.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+)
+from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
+from bros.core.request import (
+    MAX_SEED,
+    EngineRequest,
+    FinishReason,
+    IdGenerator,
+    RequestOutput,
+    SamplingParams,
+    ServiceClass,
+    Slo,
+    TokenLogprobs,
+)
+from bros.text.generation import (
+    ChoiceResult,
+    Generation,
+    TextDelta,
+    TextGenerator,
+    collect,
+    numbered,
+)
+from support.tiny_tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+EOS = 1
+PROMPT = [5, 6, 7]
+
+
+class ScriptedStream:
+    """The outputs of one request."""
+
+    def __init__(self, service_class: ServiceClass, outputs: AsyncIterator[RequestOutput]) -> None:
+        self.service_class = service_class
+        self._outputs = outputs
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self._outputs
+
+
+class ScriptedEngine:
+    """Streams say what the test puts in; submissions and aborts wait while `gate` is closed."""
+
+    alive = True
+
+    def __init__(self, *, max_model_len: int = 1000, max_queue: int = 1000) -> None:
+        self.info = EngineInfo(
+            model="m", weights="w", kernels="k", kv_dtype="d", device="none",
+            max_model_len=max_model_len, vocab_size=1000, block_size=16, num_kv_blocks=100,
+            policy="fcfs", max_queue=max_queue,
+        )  # fmt: skip
+        self.submitted: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.refusals: dict[str, Exception] = {}
+        self.relegated: set[str] = set()
+        self.queues: dict[str, asyncio.Queue[RequestOutput | Exception | None]] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.closed_streams = 0
+
+    async def submit(self, request: EngineRequest) -> ScriptedStream:
+        self.submitted.append(request)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted.append(request.request_id)  # as EngineClient.submit promises
+            raise
+        if request.request_id in self.refusals:
+            raise self.refusals[request.request_id]
+        self.queues[request.request_id] = asyncio.Queue()
+        relegated = request.request_id in self.relegated
+        service_class = ServiceClass.BE if relegated else request.service_class
+        return ScriptedStream(service_class, self._stream(request.request_id))
+
+    async def _stream(self, request_id: str) -> AsyncIterator[RequestOutput]:
+        try:
+            while (item := await self.queues[request_id].get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.closed_streams += 1
+
+    async def abort(self, request_id: str) -> None:
+        await self.gate.wait()
+        self.aborted.append(request_id)
+
+    async def promote(self, request_id: str, slo: Slo) -> None:
+        pass
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def trace(self, request_id: str) -> RequestTrace | None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+    def say(
+        self,
+        text: str | Sequence[int],
+        finish: FinishReason | None = None,
+        *,
+        to: str = "r",
+        logprobs: bool = False,
+        cached: int = 0,
+        error: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        token_ids = one_by_one(text) if isinstance(text, str) else tuple(text)
+        entries = tuple(TokenLogprobs(i, -0.5) for i in token_ids) if logprobs else ()
+        output = RequestOutput(
+            request_id=to,
+            token_ids=token_ids,
+            logprobs=entries,
+            finish_reason=finish,
+            cached_tokens=cached,
+            error=error,
+            retry_after_s=retry_after_s,
+        )
+        self.queues[to].put_nowait(output)
+
+
+def one_by_one(text: str) -> tuple[int, ...]:
+    """A token (or, beyond ASCII, several) per character."""
+    return tuple(token_id for char in text for token_id in TOKENIZER.encode(char))
+
+
+def generator(engine: ScriptedEngine, clock: ManualClock | None = None) -> TextGenerator:
+    return TextGenerator(engine, TOKENIZER, clock or ManualClock(), IdGenerator(random.Random(0)))
+
+
+async def start(engine: ScriptedEngine, **sampling: object) -> Generation:
+    params = SamplingParams(**sampling)  # type: ignore[arg-type]
+    return await generator(engine).start(PROMPT, params, request_id="r")
+
+
+async def settled() -> None:
+    """Let every task run until it waits for something from outside."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# ---- Requests
+
+
+async def test_request_carries_what_was_asked() -> None:
+    engine, clock = ScriptedEngine(), ManualClock(start_s=12.5)
+    sampling = SamplingParams(seed=4, stop=("x",), max_tokens=9)
+    slo = Slo(ttft_s=0.1)
+    generation = await generator(engine, clock).start(
+        PROMPT, sampling, request_id="id", service_class=ServiceClass.BE, slo=slo, tenant="t"
+    )
+    assert engine.submitted == [
+        EngineRequest(
+            request_id="id",
+            prompt_token_ids=PROMPT,
+            sampling=SamplingParams(seed=4, max_tokens=9),
+            service_class=ServiceClass.BE,
+            slo=slo,
+            arrival_s=12.5,
+            tenant="t",
+        )
+    ]
+    assert (generation.request_id, generation.prompt_tokens) == ("id", 3)
+    await generation.aclose()
+
+
+async def test_without_an_id_one_is_made() -> None:
+    engine = ScriptedEngine()
+    first = await generator(engine).start(PROMPT, SamplingParams())
+    assert first.request_id == engine.submitted[0].request_id
+    assert first.request_id.startswith("req-")
+    await first.aclose()
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [(None, [None] * 3), (7, [7, 8, 9]), (MAX_SEED - 1, [MAX_SEED - 1, MAX_SEED, -MAX_SEED - 1])],
+)
+async def test_each_choice_has_its_own_id_and_seed(
+    seed: int | None, expected: list[int | None]
+) -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, n=3, seed=seed)
+    assert [r.request_id for r in engine.submitted] == ["r-0", "r-1", "r-2"]
+    assert [r.sampling.seed for r in engine.submitted] == expected
+    assert {r.sampling.n for r in engine.submitted} == {1}
+    await generation.aclose()
+
+
+async def test_all_choices_are_submitted_before_the_first_is_accepted() -> None:
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    starting = asyncio.create_task(start(engine, n=3))
+    await settled()
+    assert len(engine.submitted) == 3
+    assert not starting.done()
+    engine.gate.set()
+    await (await starting).aclose()
+
+
+@pytest.mark.parametrize("asked", ServiceClass)
+async def test_each_choice_says_what_the_engine_serves_it_as(asked: ServiceClass) -> None:
+    engine = ScriptedEngine()
+    engine.relegated = {"r-1"}
+    generation = await generator(engine).start(
+        PROMPT, SamplingParams(n=3), request_id="r", service_class=asked
+    )
+    assert generation.service_classes == (asked, ServiceClass.BE, asked)
+    await generation.aclose()
+
+
+@pytest.mark.parametrize(("count", "ids"), [(1, ("a",)), (3, ("a-0", "a-1", "a-2"))])
+def test_parts_of_a_whole_are_numbered_if_there_are_several(
+    count: int, ids: tuple[str, ...]
+) -> None:
+    assert numbered("a", count) == ids
+
+
+# ---- Refusals
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+async def test_one_refused_choice_withdraws_the_others(refused: int) -> None:
+    engine = ScriptedEngine()
+    engine.refusals[f"r-{refused}"] = QueueFullError(5, 1.0)
+    with pytest.raises(QueueFullError):
+        await start(engine, n=3)
+    assert {f"r-{i}" for i in range(3)} - {f"r-{refused}"} <= set(engine.aborted)
+
+
+async def test_a_refused_id_does_not_abort_the_request_that_has_it() -> None:
+    engine = ScriptedEngine()
+    first = await start(engine, n=1)
+    engine.refusals["r"] = InvalidRequestError("in use", "request_id")
+    with pytest.raises(InvalidRequestError):
+        await start(engine, n=1)
+    assert engine.aborted == []
+    await first.aclose()
+
+
+async def test_what_can_never_be_served_is_refused_before_the_engine_sees_it() -> None:
+    engine = ScriptedEngine(max_model_len=len(PROMPT), max_queue=4)
+    with pytest.raises(PromptTooLongError) as caught:
+        await start(engine, n=3)
+    assert (caught.value.prompt_tokens, caught.value.max_model_len) == (len(PROMPT), len(PROMPT))
+    engine = ScriptedEngine(max_queue=4)
+    with pytest.raises(InvalidRequestError, match="n must be at most 4"):
+        await start(engine, n=5)
+    assert engine.submitted == []
+
+
+async def test_prompt_too_long_names_the_callers_field() -> None:
+    engine = ScriptedEngine()
+    engine.refusals["r"] = PromptTooLongError(300, 200)
+    with pytest.raises(PromptTooLongError) as caught:
+        await generator(engine).start(PROMPT, SamplingParams(), request_id="r", param="prompt")
+    error = caught.value
+    assert (error.param, error.prompt_tokens, error.max_model_len) == ("prompt", 300, 200)
+
+
+async def test_cancelled_while_starting_leaves_nothing_running() -> None:
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    starting = asyncio.create_task(start(engine, n=2))
+    await settled()
+    starting.cancel()
+    engine.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert set(engine.aborted) == {"r-0", "r-1"}
+
+
+# ---- Text
+
+
+async def test_deltas_arrive_as_the_engine_gives_them() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    engine.say("H", cached=2)
+    assert await anext(generation) == TextDelta(
+        index=0, text="H", token_ids=one_by_one("H"), num_output_tokens=1, cached_tokens=2
+    )
+    engine.say("e")
+    assert (await anext(generation)).text == "e"
+    engine.say("y", FinishReason.LENGTH)
+    assert await anext(generation) == TextDelta(
+        index=0,
+        text="y",
+        token_ids=one_by_one("y"),
+        finish_reason=FinishReason.LENGTH,
+        num_output_tokens=3,
+        cached_tokens=2,
+    )
+    with pytest.raises(StopAsyncIteration):
+        await anext(generation)
+    assert (generation.num_output_tokens, generation.cached_tokens) == (3, 2)
+    assert engine.aborted == []
+
+
+async def test_what_one_choice_computes_for_the_others_was_not_cached_before() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, n=3)
+    assert generation.cached_tokens == 0
+    for choice, cached, expected in (("r-1", 32, 32), ("r-0", 16, 16), ("r-2", 32, 16)):
+        engine.say("H", FinishReason.LENGTH, to=choice, cached=cached)
+        assert (await anext(generation)).cached_tokens == cached
+        assert generation.cached_tokens == expected
+    await generation.aclose()
+
+
+async def test_half_a_character_waits_for_the_rest() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    smile = TOKENIZER.encode("\U0001f680")  # not in the training text: four bytes, four tokens
+    assert len(smile) > 1
+    for token_id in smile[:-1]:
+        engine.say([token_id])
+        assert (await anext(generation)).text == ""
+    engine.say(smile[-1:])
+    assert (await anext(generation)).text == "\U0001f680"
+    engine.say(smile[:2], FinishReason.LENGTH)
+    assert (await anext(generation)).text == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("token_id", "stop_token_ids", "reason"), [(EOS, (), None), (40, (40,), 40), (EOS, (40,), None)]
+)
+async def test_the_final_stop_token_is_counted_but_not_shown(
+    token_id: int, stop_token_ids: tuple[int, ...], reason: int | None
+) -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop_token_ids=stop_token_ids, logprobs=0)
+    engine.say("ab", logprobs=True)
+    engine.say([token_id], FinishReason.STOP, logprobs=True)
+    [result] = await collect(generation)
+    assert result.text == "ab"
+    assert result.token_ids == (*one_by_one("ab"), token_id)
+    assert [entry.token_id for entry in result.logprobs] == list(result.token_ids)
+    assert (result.finish_reason, result.stop_reason) == (FinishReason.STOP, reason)
+    assert result.num_output_tokens == 3
+
+
+async def test_an_empty_answer_is_an_answer() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("x",))
+    engine.say([EOS], FinishReason.STOP)
+    [result] = await collect(generation)
+    assert (result.text, result.num_output_tokens) == ("", 1)
+
+
+async def test_an_answer_without_a_token() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    engine.say([], FinishReason.ABORT)
+    [result] = await collect(generation)
+    assert (result.text, result.token_ids) == ("", ())
+    assert result.finish_reason is FinishReason.ABORT
+
+
+async def test_a_failed_request_says_why() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    engine.say("a", FinishReason.ERROR, error="out of memory")
+    [result] = await collect(generation)
+    assert (result.finish_reason, result.error) == (FinishReason.ERROR, "out of memory")
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 4.5])
+async def test_a_request_that_was_given_up_says_when_to_come_back(
+    retry_after_s: float | None,
+) -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    engine.say("", FinishReason.ERROR, error="busy", retry_after_s=retry_after_s)
+    (delta,) = [delta async for delta in generation]
+    assert (delta.error, delta.retry_after_s) == ("busy", retry_after_s)
+
+
+async def test_choices_are_merged_as_they_arrive() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, n=3)
+    arrivals = []
+    for index, text in [(2, "x"), (0, "a"), (2, "y"), (1, "m")]:
+        engine.say(text, to=f"r-{index}")
+        delta = await anext(generation)
+        arrivals.append((delta.index, delta.text))
+    assert arrivals == [(2, "x"), (0, "a"), (2, "y"), (1, "m")]
+    for index in (1, 0, 2):
+        engine.say("!", FinishReason.LENGTH, to=f"r-{index}")
+    last = [delta async for delta in generation]
+    assert [delta.index for delta in last] == [1, 0, 2]
+    assert generation.num_output_tokens == 7
+
+
+async def test_collect_sorts_choices() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, n=2)
+    engine.say("late", FinishReason.LENGTH, to="r-1")
+    engine.say("first", FinishReason.LENGTH, to="r-0")
+    assert [(r.index, r.text) for r in await collect(generation)] == [(0, "first"), (1, "late")]
+
+
+# ---- Stop strings
+
+
+async def test_stop_string_across_tokens_ends_the_choice_and_aborts_it() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("END",), logprobs=0)
+    engine.say("one E", logprobs=True)
+    delta = await anext(generation)
+    assert (delta.text, len(delta.token_ids), len(delta.logprobs)) == ("one ", 5, 5)
+    engine.say("NDtail", logprobs=True)
+    delta = await anext(generation)
+    assert delta.text == ""
+    assert delta.token_ids == one_by_one("ND")
+    assert [entry.token_id for entry in delta.logprobs] == list(one_by_one("ND"))
+    assert (delta.finish_reason, delta.stop_reason) == (FinishReason.STOP, "END")
+    assert delta.num_output_tokens == 7
+    with pytest.raises(StopAsyncIteration):
+        await anext(generation)
+    await settled()
+    assert engine.aborted == ["r"]
+    assert engine.closed_streams == 1
+
+
+async def test_stop_string_inside_a_token() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("to",))
+    token_ids = TOKENIZER.encode("stop")
+    assert len(token_ids) < 4
+    engine.say(token_ids)
+    delta = await anext(generation)
+    assert (delta.text, delta.stop_reason) == ("s", "to")
+
+
+async def test_stop_string_completed_by_the_last_token_wins_over_length() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("b",))
+    engine.say("ab", FinishReason.LENGTH)
+    [result] = await collect(generation)
+    assert (result.text, result.finish_reason, result.stop_reason) == ("a", FinishReason.STOP, "b")
+    assert engine.aborted == []  # the engine is through with it
+
+
+async def test_text_held_for_a_stop_string_is_given_at_the_end() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("abc",))
+    engine.say("xab")
+    assert (await anext(generation)).text == "x"
+    engine.say([EOS], FinishReason.STOP)
+    delta = await anext(generation)
+    assert (delta.text, delta.stop_reason) == ("ab", None)
+
+
+async def test_stop_strings_do_not_count_within_min_tokens() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("aa",), min_tokens=3)
+    engine.say("aaaaxa")
+    assert (await anext(generation)).text == "aaaax"
+    engine.say("ab")
+    delta = await anext(generation)
+    assert (delta.text, delta.stop_reason, delta.num_output_tokens) == ("", "aa", 7)
+
+
+async def test_one_choice_may_stop_while_others_go_on() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, n=2, stop=(".",))
+    engine.say("a.b", to="r-0")
+    assert (await anext(generation)).finish_reason is FinishReason.STOP
+    engine.say("cd", to="r-1")
+    assert (await anext(generation)).text == "cd"
+    engine.say("e", FinishReason.LENGTH, to="r-1")
+    assert (await anext(generation)).finish_reason is FinishReason.LENGTH
+    assert engine.aborted == ["r-0"]
+
+
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first match ends."""
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    return min(ends, default=None)
+
+
+@given(
+    text=st.text(st.sampled_from("abé"), min_size=1, max_size=20),
+    sizes=st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    stops=st.lists(st.text(st.sampled_from("abé"), min_size=1, max_size=3), max_size=3),
+    min_tokens=st.integers(0, 6),
+)
+def test_result_does_not_depend_on_how_tokens_arrive(
+    text: str, sizes: list[int], stops: list[str], min_tokens: int
+) -> None:
+    token_ids = one_by_one(text)
+
+    async def run() -> list[ChoiceResult]:
+        engine = ScriptedEngine()
+        generation = await start(engine, stop=stops, min_tokens=min_tokens, logprobs=0)
+        position = 0
+        while position < len(token_ids):
+            size = sizes.pop()
+            part = token_ids[position : position + size]
+            position += size
+            last = FinishReason.LENGTH if position >= len(token_ids) else None
+            engine.say(part, last, logprobs=True)
+        return await collect(generation)
+
+    [result] = asyncio.run(run())
+    exempt = TOKENIZER.decode(token_ids[:min_tokens]).rstrip("\ufffd")
+    end = first_stop(text[len(exempt) :], stops)
+    shown = text if end is None else text[: len(exempt) + end]
+    assert result.token_ids == token_ids[: len(one_by_one(shown))]
+    assert tuple(entry.token_id for entry in result.logprobs) == result.token_ids
+    assert result.num_output_tokens == len(result.token_ids)
+    if end is None:
+        assert (result.text, result.stop_reason) == (text, None)
+    else:
+        assert result.stop_reason in stops
+        assert result.text + str(result.stop_reason) == shown
+
+
+# ---- Leaving early, cancelling, dying
+
+
+async def test_closing_aborts_what_is_unfinished_and_nothing_else() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, n=3)
+    engine.say("a", FinishReason.LENGTH, to="r-1")
+    await anext(generation)
+    await generation.aclose()
+    assert engine.aborted == ["r-0", "r-2"]
+    assert engine.closed_streams == 3
+    with pytest.raises(StopAsyncIteration):
+        await anext(generation)
+    await generation.aclose()
+    assert engine.aborted == ["r-0", "r-2"]
+
+
+async def test_closing_a_finished_generation_aborts_nothing() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    engine.say("a", FinishReason.LENGTH)
+    async with aclosing(generation):
+        assert [delta.text async for delta in generation] == ["a"]
+    assert engine.aborted == []
+
+
+async def test_closing_wakes_a_waiting_reader() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    reader = asyncio.create_task(collect(generation))
+    await settled()
+    await generation.aclose()
+    assert await reader == []
+
+
+async def test_a_cancelled_reader_aborts_in_its_finally() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, n=2)
+    reader = asyncio.create_task(collect(generation))
+    await settled()
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert engine.aborted == ["r-0", "r-1"]
+
+
+async def test_closing_is_completed_even_if_it_is_cancelled() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, n=2)
+    closer = asyncio.create_task(generation.aclose())
+    await asyncio.sleep(0)
+    closer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closer
+    await settled()
+    assert engine.aborted == ["r-0", "r-1"]
+
+
+async def test_closing_does_not_cut_off_the_abort_after_a_stop_string() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("b",))
+    engine.gate.clear()
+    engine.say("ab")
+    assert (await anext(generation)).finish_reason is FinishReason.STOP
+    closer = asyncio.create_task(generation.aclose())
+    await settled()
+    engine.gate.set()
+    await closer
+    assert engine.aborted == ["r"]
+
+
+async def test_a_step_that_was_cancelled_loses_nothing() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(generation), timeout=0.001)
+    engine.say("ab", FinishReason.LENGTH)
+    assert [delta.text async for delta in generation] == ["ab"]
+
+
+async def test_engine_death_is_raised_once_after_what_came_before() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, n=2)
+    engine.say("a", to="r-0")
+    for queue in engine.queues.values():
+        queue.put_nowait(EngineDeadError("gone"))
+    assert (await anext(generation)).text == "a"
+    with pytest.raises(EngineDeadError, match="gone"):
+        await anext(generation)
+    assert engine.closed_streams == 2
+    with pytest.raises(StopAsyncIteration):
+        await anext(generation)
+
+
+async def test_engine_death_after_the_end_does_not_matter() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("b",))
+    engine.say("ab")
+    engine.queues["r"].put_nowait(EngineDeadError("gone"))
+    [result] = await collect(generation)
+    assert result.text == "a"
+
+
+async def test_a_stream_that_just_ends_is_a_dead_engine() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    engine.queues["r"].put_nowait(None)
+    with pytest.raises(EngineDeadError, match="without a finish reason"):
+        await anext(generation)

@@ -1,0 +1,76 @@
+"""What all clients of engines in other processes do, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from bros.core.errors import EngineDeadError
+from bros.engine.messages import Ready
+from bros.transport.ipc import Wire
+from bros.transport.process_client import SupervisedClient
+from support.mortal_engine import INFO
+
+
+class EndlessClient(SupervisedClient):
+    """Of an engine that is up at once and stays so until it is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(restart=True, on_final_death=lambda reason: None, grace_s=1.0)
+        self._folder = folder
+        self._killed = asyncio.Event()
+
+    async def _run_once(self) -> str:
+        async with AsyncExitStack() as stack:
+            self._listen(stack, Wire.of(self._folder))
+            self.on_reply(Ready(INFO))
+            await self._killed.wait()
+        return "killed"
+
+    def _kill(self) -> None:
+        self._killed.set()
+
+
+async def test_it_closes_well_after_its_tasks_were_cancelled(tmp_path: Path) -> None:
+    """As they are when the loop is ended by an exception in a signal handler."""
+    client = EndlessClient(tmp_path)
+    await client.start()
+    (task,) = [each for each in asyncio.all_tasks() if each.get_name() == "engine-supervisor"]
+    task.cancel()
+    await asyncio.wait([task])
+    with pytest.raises(EngineDeadError):
+        await client.stats()  # nobody is left to answer
+    await client.close()
+    assert not client.alive
+
+
+class HomelessClient(EndlessClient):
+    """Of an engine that dies, and then finds no room for so many times."""
+
+    def __init__(self, folder: Path, homeless: int) -> None:
+        super().__init__(folder)
+        self.homeless, self.lives = homeless, 0
+
+    async def _run_once(self) -> str:
+        self.lives += 1
+        if self.lives == 1:
+            self._came_up = True
+            self.on_reply(Ready(INFO))
+            return "lost"
+        if self.lives <= 1 + self.homeless:
+            self._no_fault = True
+            return "no room"
+        return await super()._run_once()
+
+
+async def test_want_of_room_is_no_reason_to_give_up(tmp_path: Path) -> None:
+    client = HomelessClient(tmp_path, homeless=7)
+    await client.start()
+    async with asyncio.timeout(10):
+        while client.lives < 9:
+            await asyncio.sleep(0)
+    assert client.alive
+    await client.close()

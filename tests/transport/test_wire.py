@@ -1,0 +1,107 @@
+"""The connection of an engine on another machine: encrypted, and nobody goes on without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from bros.engine.messages import Abort, AskStats, Failed
+from bros.transport.ipc import Wire, ZmqTransport, command_codec, open_socket, reply_codec
+
+WAIT_MS = 10_000
+
+
+class Server:
+    """The server's end, at ports of the loopback device."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        public, secret = zmq.curve_keypair()
+        self.commands = open_socket(context, zmq.PUSH)
+        self.replies = open_socket(context, zmq.PULL)
+        for socket in (self.commands, self.replies):
+            socket.curve_server, socket.curve_secretkey = True, secret
+            socket.bind("tcp://127.0.0.1:*")
+        addresses = [s.get_string(zmq.LAST_ENDPOINT) for s in (self.commands, self.replies)]
+        self.wire = Wire(addresses[0], addresses[1], public.decode())
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with zmq.Context() as context:
+        server = Server(context)
+        yield server
+        context.destroy(linger=0)
+
+
+def test_messages_pass_in_both_directions(server: Server, tmp_path: Path) -> None:
+    server.wire.write(tmp_path)
+    assert Wire.of(tmp_path) == server.wire
+    transport = ZmqTransport(tmp_path)
+    server.commands.send_multipart(command_codec().encode(Abort("a")))
+    server.commands.send_multipart(command_codec().encode(AskStats()))
+    [first, *_] = transport.receive(wait=True)
+    assert first == Abort("a")
+    transport.send(Failed("why"))
+    assert server.replies.poll(WAIT_MS)
+    assert reply_codec().decode(server.replies.recv_multipart()) == Failed("why")
+    transport.close()
+
+
+@pytest.mark.parametrize("key", ["none", "other"])
+def test_who_does_not_know_the_key_neither_hears_nor_says_anything(
+    server: Server, tmp_path: Path, key: str
+) -> None:
+    other = zmq.curve_keypair()[0].decode() if key == "other" else ""
+    wire = Wire(server.wire.commands, server.wire.replies, other)
+    with zmq.Context() as context:
+        thief = wire.connect(context, zmq.PULL, wire.commands)
+        liar = wire.connect(context, zmq.PUSH, wire.replies)
+        liar.send_multipart(reply_codec().encode(Failed("a lie")))
+        # Whoever knows it comes later, and is the only one all the same.
+        server.wire.write(tmp_path)
+        transport = ZmqTransport(tmp_path)
+        transport.send(Failed("why"))
+        assert server.replies.poll(WAIT_MS)
+        assert reply_codec().decode(server.replies.recv_multipart()) == Failed("why")
+        for name in ("a", "b", "c"):
+            server.commands.send_multipart(command_codec().encode(Abort(name)))
+        names: list[str] = []
+        while len(names) < 3:
+            names += [c.request_id for c in transport.receive(wait=True) if isinstance(c, Abort)]
+        assert names == ["a", "b", "c"]
+        assert not server.replies.poll(0) and not thief.poll(0)
+        transport.close()
+        context.destroy(linger=0)
+
+
+_ENGINE = """
+import sys
+from pathlib import Path
+from bros.transport.ipc import ZmqTransport
+from bros.engine.messages import Failed
+
+transport = ZmqTransport(Path(sys.argv[1]))
+transport.send(Failed("here"))
+list(transport.receive(wait=True))
+list(transport.receive(wait=True))
+print("went on", flush=True)
+"""
+
+
+def test_an_engine_ends_when_its_connection_breaks(server: Server, tmp_path: Path) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    server.wire.write(folder)
+    command = [sys.executable, "-c", _ENGINE, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as engine:
+        assert server.replies.poll(WAIT_MS)
+        server.commands.send_multipart(command_codec().encode(AskStats()))
+        server.commands.close(linger=WAIT_MS)
+        assert engine.wait(20) == 1
+        assert engine.stdout is not None and engine.stdout.read() == b""
+    assert not folder.exists(), "its key is of no use any more"
