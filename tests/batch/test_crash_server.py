@@ -17,10 +17,11 @@ import pytest
 from bros.executor.model_store import default_cache_dir, resolve_model
 from support.batch_store import PostgresServer
 from support.server_process import ServerProcess, running_server, wait_until
+from support.tier import by_tier, seed
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
-ROWS, KILLS = 500, 20
+ROWS, KILLS = by_tier(fast=(120, 3), long=(500, 20))
 COMPLETIONS = "/v1/completions"
 LEASE_S = 1.0
 
@@ -106,13 +107,13 @@ def url(request: pytest.FixtureRequest) -> str | None:
 
 
 def test_a_job_outlives_its_engine_and_its_server(url: str | None, tmp_path: Path) -> None:
-    rng = random.Random(4)
+    rng = random.Random(seed(4))
     options = ["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", str(LEASE_S)]
     job = Job([*options, "--store", url] if url else options)
     with job.ends:
         job.submit(ROWS)
         killed, before = {"engine": 0, "server": 0, "both": 0}, 0
-        for moment in sorted(rng.sample(range(ROWS - 100), KILLS)):
+        for moment in sorted(rng.sample(range(ROWS * 4 // 5), KILLS)):
             # In between there is some progress, however far the job is.
             done = max(moment, before + 1)
             wait_until(lambda done=done: job.done() >= done, 120, f"{done} rows are done")

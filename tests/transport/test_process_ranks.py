@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from bros.core.errors import EngineDeadError
 from bros.executor.model_store import ModelFiles
@@ -26,9 +27,10 @@ from support.processes import (
     ranks_below,
     wait_until_gone,
 )
+from support.tier import by_tier
 from support.tiny_models import save_tiny_llama
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 RANKS = dataclasses.replace(TINY_ENGINE, tp=2, tp_timeout=4.0)
 GONE_S = 20.0
@@ -42,12 +44,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return ModelFiles(folder=folder, name="tiny")
 
 
-@pytest.fixture
-async def client(files: ModelFiles) -> AsyncIterator[ProcessEngineClient]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(files: ModelFiles) -> AsyncIterator[ProcessEngineClient]:
+    """For tests that leave it as it was, or wait until it is back."""
     client = ProcessEngineClient(RANKS, files, log_level="error")
     await client.start()
     yield client
     await client.close()
+
+
+@pytest.fixture
+async def client(shared: ProcessEngineClient) -> ProcessEngineClient:
+    async with asyncio.timeout(60):
+        await shared.wait_ready()
+    return shared
 
 
 def processes_of(client: ProcessEngineClient) -> list[int]:
@@ -107,13 +117,14 @@ async def test_whatever_happens_to_a_rank_ends_the_group_and_a_new_one_comes(
     client: ProcessEngineClient,
 ) -> None:
     before = await tokens_of(client, ask("before", max_tokens=24))
-    for rank, number, idle in (
-        (0, signal.SIGKILL, False),
-        (1, signal.SIGKILL, False),
-        (1, signal.SIGKILL, True),
-        (1, signal.SIGSTOP, False),
+    events = [
         (0, signal.SIGSTOP, True),
-    ):
+        (1, signal.SIGKILL, False),
+        (1, signal.SIGSTOP, False),
+        (0, signal.SIGKILL, False),
+        (1, signal.SIGKILL, True),
+    ]
+    for rank, number, idle in events[: by_tier(fast=2, long=5)]:
         group, ranks = processes_of(client), ranks_below(os.getpid())
         if idle:
             os.kill(ranks[rank], number)
@@ -126,6 +137,7 @@ async def test_whatever_happens_to_a_rank_ends_the_group_and_a_new_one_comes(
         assert await tokens_of(client, ask("after", max_tokens=24)) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [1, 2])
 async def test_a_rank_among_three_that_is_killed_in_a_stream_ends_all(
     files: ModelFiles, rank: int
@@ -142,6 +154,7 @@ async def test_a_rank_among_three_that_is_killed_in_a_stream_ends_all(
     await client.close()
 
 
+@pytest.mark.long
 async def test_a_rank_that_hangs_as_soon_as_it_is_ready_is_noticed(
     client: ProcessEngineClient,
 ) -> None:
@@ -186,7 +199,10 @@ async def test_closing_ends_all_ranks_quietly(
     assert (output.out, output.err) == ("", "")
 
 
-async def test_closing_does_not_wait_for_a_rank_that_hangs(client: ProcessEngineClient) -> None:
+@pytest.mark.long
+async def test_closing_does_not_wait_for_a_rank_that_hangs(files: ModelFiles) -> None:
+    client = ProcessEngineClient(RANKS, files, log_level="error")
+    await client.start()
     group = processes_of(client)
     os.kill(ranks_below(os.getpid())[1], signal.SIGSTOP)
     async with asyncio.timeout(GONE_S):
@@ -223,7 +239,11 @@ asyncio.run(main())
 """
 
 
-def test_the_ranks_end_when_their_server_is_gone(files: ModelFiles) -> None:
+async def test_the_ranks_end_when_their_server_is_gone(files: ModelFiles) -> None:
+    await asyncio.to_thread(_kill_an_owner, files)
+
+
+def _kill_an_owner(files: ModelFiles) -> None:
     """Kill a process that owns ranks without giving it a chance to clean up."""
     command = [sys.executable, "-c", OWNER, str(files.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
