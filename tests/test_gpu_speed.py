@@ -46,6 +46,7 @@ def line(**fields: Any) -> Any:
     return module("timing").Line(part="decode", name="1 x 2", **fields)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_part_runs(
     speed: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -70,6 +71,7 @@ def test_every_part_runs(
     assert "MISSED" not in out and " met" not in out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
 def test_tile_sizes_are_found_and_stored(speed: ModuleType, tmp_path: Path) -> None:

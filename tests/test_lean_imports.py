@@ -114,6 +114,7 @@ def test_the_doctor_looks_and_tests_in_plain_text() -> None:
     assert any(line.startswith("reference") for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tests_of_what_computes_can_be_collected() -> None:
     """Also without the plugin for coroutines, whose options pytest would not know; and without one

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bros.bench.plan import Piece
@@ -17,6 +17,7 @@ from bros.core.errors import ConfigError
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.text.tokenizer import Tokenizer
 from support.bench_tokenizers import joining, llama_like
+from support.tier import examples
 from support.tiny_tokenizer import tiny_tokenizer
 
 TEXT = "Größe matters: 今日は、世界! Is  it 😀 true?\n\nYes — <|im_end|> of course, naïvely. " * 3
@@ -51,6 +52,7 @@ some_pieces = st.lists(
 )
 
 
+@settings(max_examples=examples(20, long=500))
 @given(pieces=some_pieces)
 def test_ids_and_text_have_exactly_the_planned_tokens(
     tokenizer: Tokenizer, prompts: Prompts, pieces: list[Piece]

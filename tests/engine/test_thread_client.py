@@ -94,7 +94,7 @@ async def tokens_of(client: EngineClient, request: EngineRequest) -> list[int]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -63,7 +63,7 @@ def check_same(plain: Assembled, recorded: Assembled, plans: list[StepPlan]) -> 
             torch.testing.assert_close(left, right, **TOLERANCE)
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(5))
 @given(
     count=st.integers(1, 14),
     groups=st.booleans(),

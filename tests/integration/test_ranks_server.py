@@ -117,7 +117,7 @@ def test_all_ways_give_the_same_answer(model: Path) -> None:
     wait_until_gone(group, GONE_S)
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_stream_ends_with_an_error_and_the_group_comes_back(model: Path, rank: int) -> None:
     with shared_server(model, "--tp") as server:
         before = complete(server)
@@ -131,6 +131,7 @@ def test_a_stream_ends_with_an_error_and_the_group_comes_back(model: Path, rank:
         assert set(ranks_below(server.pid).values()).isdisjoint(group.values())
 
 
+@pytest.mark.long
 def test_a_job_goes_on_when_a_rank_is_killed(model: Path) -> None:
     rows = [
         {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": PROMPT}
@@ -153,6 +154,7 @@ def test_a_job_goes_on_when_a_rank_is_killed(model: Path) -> None:
         assert look()["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["server", "engine", "follower", "torchrun"])
 def test_under_torchrun_everything_ends_with_any_of_it(model: Path, victim: str) -> None:
     with shared_server(model, "torchrun") as server:
@@ -166,6 +168,7 @@ def test_under_torchrun_everything_ends_with_any_of_it(model: Path, victim: str)
         wait_until_gone([*group, server.pid], GONE_S)
 
 
+@pytest.mark.long
 def test_torchrun_starts_everything_again_if_it_is_told_to(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -183,6 +186,7 @@ def test_torchrun_starts_everything_again_if_it_is_told_to(model: Path) -> None:
     wait_until_gone(group, GONE_S)
 
 
+@pytest.mark.long
 def test_a_profile_of_ranks_is_measured_and_found_by_as_many(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
     limits = ("--max-model-len", "128", "--kv-blocks", "40", "--max-num-seqs", "8")

@@ -65,6 +65,7 @@ def by_turns() -> tuple[list[str], int]:
         return answers(server)
 
 
+@pytest.mark.long
 def test_more_is_cached_than_by_turns_and_nothing_is_lost_with_an_engine(
     by_turns: tuple[list[str], int],
 ) -> None:
@@ -77,6 +78,7 @@ def test_more_is_cached_than_by_turns_and_nothing_is_lost_with_an_engine(
     assert cached >= 1.6 * by_turns[1]
 
 
+@pytest.mark.long
 def test_the_same_on_a_cluster(by_turns: tuple[list[str], int], ray_address: str) -> None:
     options = (*OPTIONS, "--cluster", ray_address)
     with running_server(*options) as server:

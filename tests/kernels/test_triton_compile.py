@@ -38,10 +38,19 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in program.stdout.splitlines()]
 
 
-def test_kernels_compile_for_hopper_without_spilled_registers() -> None:
-    kernels = compiled()
-    names = {each["kernel"] for each in kernels}
-    assert names == {"attend", "merge", "rms_norm", "rope_and_cache", "silu_and_mul", "choose"}
+LAYER = {"attend", "merge", "rms_norm", "rope_and_cache", "silu_and_mul"}
+
+
+@pytest.mark.parametrize(
+    ("models", "names"),
+    [
+        pytest.param("one", LAYER, id="one"),
+        pytest.param("all", {*LAYER, "choose"}, marks=pytest.mark.long, id="all"),
+    ],
+)
+def test_kernels_compile_for_hopper_without_spilled_registers(models: str, names: set[str]) -> None:
+    kernels = compiled(models)
+    assert {each["kernel"] for each in kernels} == names
     for each in kernels:
         # The logarithm in double precision has a stack frame of its own.
         assert each["LOCAL"] == 0 and each["STACK"] <= 32 * (each["kernel"] == "choose"), each
@@ -53,6 +62,7 @@ def test_kernels_compile_for_hopper_without_spilled_registers() -> None:
         assert each["wide_copies"] > 0, each  # 16 bytes per copy to shared memory
 
 
+@pytest.mark.long
 def test_the_smallest_and_the_largest_heads_fit_into_shared_memory() -> None:
     kernels = compiled("odd")
     attends = [each for each in kernels if each["kernel"] == "attend"]

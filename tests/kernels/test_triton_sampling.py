@@ -137,12 +137,13 @@ def test_any_bounds_leave_the_tokens_they_should(
 
 
 @needs_triton
-@pytest.mark.parametrize("top_k", [2, 9])
+@pytest.mark.parametrize("top_k", [2, pytest.param(9, marks=pytest.mark.long)])
 def test_every_allowed_token_is_drawn_and_no_other(top_k: int) -> None:
     """They are about as likely as each other, so that one more or less would show."""
-    logits = random_logits(1, 8, 1e-3).expand(64, VOCAB).contiguous()
+    rows = 12 if top_k == 2 else 64
+    logits = random_logits(1, 8, 1e-3).expand(rows, VOCAB).contiguous()
     params = SamplingParams(top_k=top_k)
-    specs = [SampleSpec(params, seed=9, output_index=i) for i in range(64)]
+    specs = [SampleSpec(params, seed=9, output_index=i) for i in range(rows)]
     assert set(on_device(logits, specs)) == set(logits[0].topk(top_k).indices.tolist())
 
 

@@ -221,7 +221,7 @@ class OriginsMachine(RuleBasedStateMachine):
 
 
 OriginsMachine.TestCase.settings = settings(
-    max_examples=examples(200), stateful_step_count=40, deadline=None
+    max_examples=examples(60, long=2000), stateful_step_count=40, deadline=None
 )
 TestOriginsMachine = OriginsMachine.TestCase
 

@@ -93,7 +93,7 @@ class KeptMachine(RuleBasedStateMachine):
 
 
 KeptMachine.TestCase.settings = settings(
-    max_examples=examples(200), stateful_step_count=40, deadline=None
+    max_examples=examples(60, long=2000), stateful_step_count=40, deadline=None
 )
 TestKept: Any = KeptMachine.TestCase
 

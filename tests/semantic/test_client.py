@@ -383,7 +383,7 @@ class TestLostConnections:
             answer.get()
         if late:
             question.set("one")
-        assert answer.get(timeout=20) == answer_to("one")
+        assert answer.get(timeout=60) == answer_to("one")
 
     def test_a_variable_that_is_asked_for_is_declared(self, lossy: LossyBackend, half: str) -> None:
         question = P.SemanticVariable(name="question")
@@ -392,7 +392,7 @@ class TestLostConnections:
             question.want()
         question.want()
         question.set("one")
-        assert ask(question).get(timeout=20) == answer_to("one")
+        assert ask(question).get(timeout=60) == answer_to("one")
 
 
 class TestHttp:

@@ -30,6 +30,7 @@ async def until_up(replicas: ElasticReplicas, number: int) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.multiprocess
 async def test_deadlines_bring_an_actor_and_calm_takes_it_away(

@@ -135,7 +135,7 @@ async def test_a_replica_is_drained_and_used_again(server: Replicated) -> None:
     assert len(server.engines[1].submitted) == 3
     assert await server.http.post(f"{ADMIN}/0/resume") and await server.states() == ["up", "up"]
     assert (await server.http.post(f"{ADMIN}/0/drain", json={"restart": True})).status_code == 200
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while await server.states() != ["up", "up"]:
             await asyncio.sleep(0)
     assert server.engines[0].deaths == 1

@@ -201,7 +201,7 @@ async def test_tenants_outlive_the_server(tmp_path: Path, keys: str) -> None:
         new = batch_server(tmp_path, key="bob-key", api_keys=keys, seed=1)
         server = await stack.enter_async_context(new)
         ann = await stack.enter_async_context(openai_client(server.live.url, "ann-key"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (done := await ann.batches.retrieve(batch.id)).status != "completed":
                 await asyncio.sleep(0)
         assert (await ann.files.content(done.output_file_id or "")).content

@@ -337,7 +337,13 @@ def test_a_device_that_takes_no_time_is_refused() -> None:
         run(scenario("fcfs", steps=nothing))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policy if policy in ("bros", "fcfs") else pytest.param(policy, marks=pytest.mark.long)
+        for policy in POLICIES
+    ],
+)
 def test_a_warm_up_counts_what_a_run_of_that_length_counts(policy: str) -> None:
     # So little memory that requests are preempted all the time.
     common = {"rate": 8.0, "be": BeLoad(8), "kv_blocks": 260, "duration_s": 20.0}

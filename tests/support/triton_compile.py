@@ -3,7 +3,7 @@
 Run as a program (Triton must not interpret in that process): prints one JSON object per launch of
 the typical models below.
 
-    python tests/support/triton_compile.py [odd]
+    python tests/support/triton_compile.py [odd|one]
 """
 
 from __future__ import annotations
@@ -201,8 +201,11 @@ def launches_of_sampling() -> list[Launched]:
 
 
 def main() -> None:
-    """Of odd models only, if that is the argument."""
-    if "odd" in sys.argv[1:]:
+    """Of odd models only, or one launch of each kernel, if that is the argument."""
+    if "one" in sys.argv[1:]:
+        launches = launches_of_a_layer(*MODELS[0])
+        everything = [list({launch[0]: launch for launch in launches}.values())]
+    elif "odd" in sys.argv[1:]:
         everything = [launches_of_a_layer(*model) for model in ODD_MODELS]
     else:
         everything = [launches_of_a_layer(*model) for model in MODELS]

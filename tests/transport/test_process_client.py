@@ -207,7 +207,7 @@ async def test_an_engine_that_cannot_even_be_started_says_why(
     client = ProcessEngineClient(
         TINY_ENGINE, files, log_level="error", on_final_death=deaths.append
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(EngineDeadError, match="could not be started"):
             await client.start()
     assert len(deaths) == 1

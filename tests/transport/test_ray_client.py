@@ -119,7 +119,7 @@ async def test_what_is_killed_fails_open_requests_at_once_and_comes_back(
     question = asyncio.create_task(client.stats())
     await asyncio.sleep(0)
     os.kill(actor, signal.SIGKILL)
-    async with asyncio.timeout(10):  # it takes 0.2 s
+    async with asyncio.timeout(60):  # it takes 0.2 s
         for open_call in (submission, question):
             with pytest.raises(EngineDeadError, match="actor ended"):
                 await open_call
@@ -144,6 +144,7 @@ async def test_what_is_killed_fails_open_requests_at_once_and_comes_back(
     await asyncio.to_thread(wait_until_gone, [actor], GONE_S)
 
 
+@pytest.mark.long
 async def test_silence_is_taken_for_death(cluster: Cluster, files: ModelFiles) -> None:
     """A node that is cut off: what runs there may go on, but nobody hears of it."""
     client = make_client(cluster, files, silence_s=1.0)
@@ -155,7 +156,7 @@ async def test_silence_is_taken_for_death(cluster: Cluster, files: ModelFiles) -
         for pid in everything:
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="has not answered for 1 s"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await client.stats()
         assert not client.alive
         for pid in everything:
@@ -165,6 +166,7 @@ async def test_silence_is_taken_for_death(cluster: Cluster, files: ModelFiles) -
         await client.close()
 
 
+@pytest.mark.long
 async def test_ranks_share_a_replica(cluster: Cluster, files: ModelFiles) -> None:
     client = make_client(cluster, files, tp=2)
     await client.start()
@@ -179,6 +181,7 @@ async def test_ranks_share_a_replica(cluster: Cluster, files: ModelFiles) -> Non
     await asyncio.to_thread(wait_until_gone, everything, GONE_S)
 
 
+@pytest.mark.long
 async def test_a_model_that_cannot_be_loaded_says_why(cluster: Cluster, tmp_path: Path) -> None:
     client = make_client(cluster, ModelFiles(folder=tmp_path / "none", name="none"))
     with pytest.raises(EngineDeadError, match="none"):

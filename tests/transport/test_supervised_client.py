@@ -69,7 +69,7 @@ class HomelessClient(EndlessClient):
 async def test_want_of_room_is_no_reason_to_give_up(tmp_path: Path) -> None:
     client = HomelessClient(tmp_path, homeless=7)
     await client.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while client.lives < 9:
             await asyncio.sleep(0)
     assert client.alive

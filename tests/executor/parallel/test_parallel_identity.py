@@ -48,6 +48,7 @@ def check_alike(expected: Answers, found: Answers, most_near_ties: int) -> None:
     assert compared > 0.9 * sum(map(len, expected.tokens))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_embedded_model_over_three_ranks() -> None:

@@ -131,7 +131,7 @@ def check(step: Step | None, plan: StepPlan) -> None:
     assert step.copies == plan.copies
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(50, long=1500))
 @given(steps=st.integers(1, 25), rng=st.randoms(use_true_random=False))
 def test_any_sequence_of_plans_comes_out_as_it_went_in(steps: int, rng: random.Random) -> None:
     encoder, decoder = PlanEncoder(), PlanDecoder()
