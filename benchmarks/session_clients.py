@@ -17,9 +17,9 @@ from session_programs import Program
 
 from bros.core.clock import Clock
 from bros.core.request import SamplingParams, ServiceClass
-from bros.semantic.program import CallSpec, Criteria, Perf, Role
-from bros.semantic.service import SessionService
-from bros.semantic.template import Text, parse_template
+from bros.semantic.core.template import Text, parse_template
+from bros.semantic.schema import CallSpec, Criteria, Perf, Role
+from bros.semantic.service.service import SessionService
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 

@@ -41,8 +41,8 @@ from bros.core.config import EngineConfig
 from bros.core.plan import Chunk
 from bros.core.request import IdGenerator, SamplingParams
 from bros.executor.model_store import default_cache_dir, resolve_model
-from bros.semantic.service import SessionService
-from bros.semantic.settings import SessionSettings
+from bros.semantic.service.live import SessionSettings
+from bros.semantic.service.service import SessionService
 from bros.simulator.simulation import BLOCK_SIZE, device_of, read_profile
 from bros.simulator.virtual_engine import virtual_engine
 from bros.simulator.virtual_loop import LoopClock, run_virtual

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bros.semantic.program import CallSpec, Parameter
+from bros.semantic.schema import CallSpec, Parameter
 
 
 class Encoding(Protocol):

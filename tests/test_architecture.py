@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -33,6 +34,11 @@ LEVELS: Sequence[tuple[str, ...]] = (
         *("profile_plot", "terminal", "langchain", "simulate_replicas"),
     ),
 )
+# Inside a package the same holds of its parts; a module that is not listed stands above them all.
+PARTS: Mapping[str, Sequence[tuple[str, ...]]] = MappingProxyType(
+    {"semantic": (("errors",), ("schema", "transforms"), ("core",), ("service", "client"))}
+)
+MAY_IMPORT_PART = frozenset({("bros/semantic/client/local.py", "service")})  # both in one process
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 TOP = len(LEVELS) - 1
 
@@ -70,7 +76,7 @@ FOREIGN_INTERFACES = frozenset(
     {
         ("bros/text/tokenizer.py", "tags"),  # jinja2 wants a set in the class
         # The Parrot paper's `get` names no session: it is that of the `with` block around it.
-        ("bros/semantic/current.py", "CURRENT"),
+        ("bros/semantic/client/program.py", "CURRENT"),
     }
 )
 
@@ -92,6 +98,7 @@ def check(path: str, source: str) -> list[str]:
     tree = ast.parse(source)
     found = [
         *_layers(path, tree),
+        *_parts(path, tree),
         *_libraries(path, tree),
         *_ambient(path, tree),
         *_module_state(path, tree),
@@ -136,6 +143,21 @@ def _layers(path: str, tree: ast.Module) -> Breaches:
             yield line, f"{there} has no place in LEVELS; give it one"
         elif LEVEL[there] > level or (LEVEL[there] == level and level != TOP):
             yield line, f"{here} must not import {there}: see LEVELS"
+
+
+def _parts(path: str, tree: ast.Module) -> Breaches:
+    """The order of the parts of one package."""
+    package, *rest = path.removesuffix(".py").split("/")[1:]
+    levels = PARTS.get(package, ())
+    level_of = {name: level for level, names in enumerate(levels) for name in names}
+    here = rest[0] if rest else ""
+    for line, dotted in _imports(path, tree):
+        there = dotted.split(".")[2:3] if dotted.startswith(f"bros.{package}.") else []
+        if not there or there[0] == here or here not in level_of:
+            continue
+        if level_of.get(there[0], len(levels)) >= level_of[here]:
+            if (path, there[0]) not in MAY_IMPORT_PART:
+                yield line, f"{package}.{here} must not import {package}.{there[0]}: see PARTS"
 
 
 def _libraries(path: str, tree: ast.Module) -> Breaches:
@@ -269,6 +291,11 @@ def test_every_package_is_seen() -> None:
         ("bros/engine/x.py", "def f():\n  import bros.server", "engine must not import server"),
         ("bros/engine/x.py", "import bros.novelty", "novelty has no place in LEVELS"),
         ("bros/novelty/x.py", "", "novelty has no place in LEVELS"),
+        ("bros/semantic/core/x.py", "from bros.semantic.service import y", "must not import"),
+        ("bros/semantic/core/x.py", "from bros.semantic.picture import y", "must not import"),
+        ("bros/semantic/client/x.py", "import bros.semantic.service.y", "must not import"),
+        ("bros/semantic/service/x.py", "from bros.semantic import client", "must not import"),
+        ("bros/semantic/schema.py", "from bros.semantic.core import nodes", "must not import"),
         ("bros/core/x.py", "import numpy", "numpy is not of the standard library"),
         ("bros/engine/x.py", "import torch.nn as nn", "torch may be imported only in"),
         ("bros/server/app.py", "from torch import nn", "torch may be imported only in"),
@@ -310,6 +337,9 @@ def test_breach_is_found(path: str, source: str, rule: str) -> None:
     ("path", "source"),
     [
         ("bros/server/x.py", "from bros.engine.client import EngineClient\nimport starlette"),
+        ("bros/semantic/client/local.py", "from bros.semantic.service.service import y"),
+        ("bros/semantic/service/x.py", "from bros.semantic.core import y"),
+        ("bros/semantic/picture.py", "from bros.semantic.service import y"),
         ("bros/server/x.py", "from . import app\nfrom .routes import chat"),
         ("bros/chat.py", "from bros.cli import main\nfrom bros.server.build import serve"),
         ("bros/core/x.py", "from bros import __version__\nimport json"),

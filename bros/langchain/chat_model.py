@@ -23,7 +23,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from pydantic import SecretStr
 
 from bros.core.errors import BrosError
-from bros.semantic.client import read_error, read_events, read_refusal
+from bros.semantic.client.http_backend import read_error, read_events, read_refusal
 from bros.semantic.errors import ServerUnreachableError
 
 _CONNECT_TIMEOUT_S = 10.0

@@ -11,10 +11,9 @@ from langchain_core.messages import BaseMessage, convert_to_openai_messages
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import Runnable, RunnableConfig
 
-from bros.semantic.calls import Form, make_call
-from bros.semantic.program import Perf, Role
-from bros.semantic.template import Piece, Placeholder, Text
-from bros.semantic.variables import SemanticVariable, agather, gather
+from bros.semantic.client.program import Form, SemanticVariable, agather, gather, make_call
+from bros.semantic.core.template import Piece, Placeholder, Text
+from bros.semantic.schema import Perf, Role
 
 _MUSTACHE = re.compile(r"\{\{\s*([^\W\d]\w*)\s*\}\}")
 

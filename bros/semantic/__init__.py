@@ -14,8 +14,10 @@ What is listed here is for programs that use bros:
 
 from __future__ import annotations
 
-from bros.semantic.client_session import Session
-from bros.semantic.connection import Connection, connect
+from bros.semantic.client.connection import Connection
+from bros.semantic.client.functions import native_function, semantic_function
+from bros.semantic.client.program import SemanticVariable, agather, gather
+from bros.semantic.client.session import Session, connect
 from bros.semantic.errors import (
     Cause,
     ConflictError,
@@ -26,9 +28,7 @@ from bros.semantic.errors import (
     SessionLimitError,
     UpstreamError,
 )
-from bros.semantic.functions import native_function, semantic_function
-from bros.semantic.program import Criteria, Perf
-from bros.semantic.variables import SemanticVariable, agather, gather
+from bros.semantic.schema import Criteria, Perf
 
 SemanticFunction = semantic_function
 """As the paper spells it."""

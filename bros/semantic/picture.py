@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from bros.semantic.layout import Flow, Layout, arrange
-from bros.semantic.views import CallView, SessionView, VariableView
+from bros.semantic.schema import CallView, SessionView, VariableView
 
 MAX_CALLS = 400
 """A picture of more would be none; those that come after are left out, and it says so."""

@@ -26,8 +26,8 @@ from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
 from bros.router.client import RouterClient
 from bros.router.elastic import ElasticReplicas
 from bros.scheduler.profiles import profile_folders
-from bros.semantic.service import SessionService
-from bros.semantic.settings import SessionSettings
+from bros.semantic.service.live import SessionSettings
+from bros.semantic.service.service import SessionService
 from bros.server.app import create_app
 from bros.server.batches.rows import RowAnswers
 from bros.server.cluster import ClusterReplicas, bounds_of, connect, elastic_here, is_elastic, many

@@ -24,7 +24,7 @@ from bros.core.errors import ConfigError, NotFoundError
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
 from bros.router.client import RouterClient
-from bros.semantic.service import SessionService
+from bros.semantic.service.service import SessionService
 from bros.server.operations.metrics import ServerMetrics
 from bros.text.generation import TextGenerator, numbered
 from bros.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import bros.semantic as P
 from bros.core.errors import AuthenticationError, ConfigError, InvalidRequestError, NotFoundError
 from bros.core.request import ServiceClass
-from bros.semantic.program import CallSpec, Role
+from bros.semantic.schema import CallSpec, Role
 from support.program_engine import ProgramEngine, echo
 from support.program_server import (
     LossyBackend,

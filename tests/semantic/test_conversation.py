@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.errors import InvalidRequestError
-from bros.semantic.conversation import ANSWER, ChatFormat, lay_out
-from bros.semantic.program import CallSpec, Message, Parameter, Role
-from bros.semantic.template import Piece, Placeholder, Text, escape
+from bros.semantic.core.submission import ANSWER, ChatFormat, lay_out
+from bros.semantic.core.template import Piece, Placeholder, Text, escape
+from bros.semantic.schema import CallSpec, Message, Parameter, Role
 from support.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 # As in SmolLM2-Instruct: a system message unless there is one.

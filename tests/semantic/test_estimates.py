@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.semantic.estimates import FIRST_GUESS_TOKENS, MAX_NAMES, Estimates
-from bros.semantic.laxity import COMPACT_FROM, Watch
-from bros.semantic.nodes import TaskGroup, Variable
+from bros.semantic.core.nodes import TaskGroup, Variable
+from bros.semantic.core.objectives import (
+    COMPACT_FROM,
+    FIRST_GUESS_TOKENS,
+    MAX_NAMES,
+    DeadlineWatch,
+    Estimates,
+)
 
 
 def test_nothing_known_is_a_guess_within_max_tokens() -> None:
@@ -62,7 +67,7 @@ def group() -> TaskGroup:
 def test_watch_gives_each_active_group_once_when_it_is_time(
     steps: list[tuple[str, int]],
 ) -> None:
-    watch = Watch()
+    watch = DeadlineWatch()
     naive: list[tuple[float, int, TaskGroup]] = []
     now = 0.0
     for number, (step, value) in enumerate(steps):
@@ -82,7 +87,7 @@ def test_watch_gives_each_active_group_once_when_it_is_time(
 
 
 def test_groups_made_anew_again_and_again_do_not_pile_up() -> None:
-    watch = Watch()
+    watch = DeadlineWatch()
     kept = [group() for _ in range(10)]
     for one in kept:
         watch.add(one, 1.0)

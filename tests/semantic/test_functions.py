@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import bros.semantic as P
 from bros.core.errors import InvalidRequestError, OverloadedError
-from bros.semantic.program import Role
+from bros.semantic.schema import Role
 from support.fake_sessions import FakeBackend, fake_connection, refuse, shout
 
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bros.semantic.core.graph import Graph
+from bros.semantic.core.nodes import NewCall, open_ancestors
 from bros.semantic.errors import ConflictError
-from bros.semantic.graph import Graph
-from bros.semantic.nodes import NewCall, VariableState, open_ancestors
+from bros.semantic.schema import VariableState
 from support.naive_programs import (
     NaiveGraph,
     llm,

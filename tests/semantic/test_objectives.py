@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass, Slo
-from bros.semantic.labels import Label, Level
-from bros.semantic.nodes import NewCall, Turn
-from bros.semantic.objectives import Terms, terms
-from bros.semantic.program import Criteria, Perf
-from bros.semantic.retention import SessionLimits
-from bros.semantic.session import SessionCore
+from bros.semantic.core.nodes import Label, Level, NewCall, Turn
+from bros.semantic.core.objectives import Terms, terms
+from bros.semantic.core.retention import SessionLimits
+from bros.semantic.core.session import SessionStateMachine
+from bros.semantic.schema import Criteria, Perf
 from support.naive_programs import (
     NaiveObjectives,
     TurnId,
@@ -31,13 +30,13 @@ THROUGHPUT = Criteria(perf=Perf.THROUGHPUT)
 RT, GROUP, BATCH = Level.RT, Level.GROUP, Level.THROUGHPUT
 
 
-def core_of(*calls: NewCall, seconds: float = 1.0) -> SessionCore:
-    core = SessionCore("s", estimate=lambda turn: seconds)
+def core_of(*calls: NewCall, seconds: float = 1.0) -> SessionStateMachine:
+    core = SessionStateMachine("s", estimate=lambda turn: seconds)
     core.submit(calls, 0.0)
     return core
 
 
-def levels(core: SessionCore) -> dict[str, tuple[Level, int | None]]:
+def levels(core: SessionStateMachine) -> dict[str, tuple[Level, int | None]]:
     """Level and stage of the first turn of each call of the model."""
     return {
         call: (turn.label.level, turn.stage)
@@ -46,7 +45,7 @@ def levels(core: SessionCore) -> dict[str, tuple[Level, int | None]]:
     }
 
 
-def groups(core: SessionCore) -> dict[str, set[str]]:
+def groups(core: SessionStateMachine) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for (call, _), turn in turns(core).items():
         for group in turn.groups:
@@ -54,12 +53,12 @@ def groups(core: SessionCore) -> dict[str, set[str]]:
     return found
 
 
-def finish(core: SessionCore, *calls: str, now: float = 1.0) -> None:
+def finish(core: SessionStateMachine, *calls: str, now: float = 1.0) -> None:
     for call in calls:
         core.finished(turns(core)[call, 0], "done", None, now)
 
 
-def promoted(core: SessionCore) -> set[str]:
+def promoted(core: SessionStateMachine) -> set[str]:
     return {a.turn.call.id for a in core.take_actions() if type(a).__name__ == "Promote"}
 
 
@@ -200,7 +199,7 @@ def test_groups_of_two_sinks_take_the_earlier_deadline() -> None:
 @pytest.mark.parametrize("inputs", ["vfast vslow", "vslow vfast"])
 def test_latest_finish_is_that_of_the_slowest_way_to_the_sink(inputs: str) -> None:
     seconds = {"slow": 10.0}
-    core = SessionCore("s", estimate=lambda turn: seconds.get(turn.call.id, 1.0))
+    core = SessionStateMachine("s", estimate=lambda turn: seconds.get(turn.call.id, 1.0))
     core.submit(
         [
             llm("first", ("x", "v")),
@@ -236,7 +235,7 @@ def test_asking_again_only_makes_it_stricter() -> None:
 
 
 def test_a_want_before_the_program_is_there() -> None:
-    core = SessionCore("s", estimate=lambda turn: 1.0)
+    core = SessionStateMachine("s", estimate=lambda turn: 1.0)
     core.declare("out")
     core.want("out", LATENCY, 0.0)
     *maps, reduce = map_reduce(2)
@@ -258,7 +257,7 @@ def test_groups_are_made_anew_when_a_longer_way_comes() -> None:
     assert [len(turns(core)[call, 0].groups) for call in ("m1", "detour")] == [1, 1]
 
 
-def same(core: SessionCore, naive: NaiveObjectives) -> None:
+def same(core: SessionStateMachine, naive: NaiveObjectives) -> None:
     found = turns(core)
     labels = {turn: t.label for turn, t in found.items() if not t.native}
     assert labels == {turn: naive.labels[turn] for turn in labels}
@@ -281,7 +280,7 @@ def test_incremental_is_from_scratch_in_any_order(
     """Calls come in batches in any order, between wants; labels are joined with earlier ones."""
     estimates = {call.id: float(1 + i % 4) for i, call in enumerate(calls)}
     limits = SessionLimits(label_steps=10**9)
-    core = SessionCore("s", estimate=lambda turn: estimates[turn.call.id], limits=limits)
+    core = SessionStateMachine("s", estimate=lambda turn: estimates[turn.call.id], limits=limits)
     naive = NaiveObjectives(estimates)
     for name in variables(calls):
         core.declare(name)

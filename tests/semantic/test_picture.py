@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass
 from bros.semantic.errors import Cause, FailedStage
-from bros.semantic.nodes import CallKind, TurnState
 from bros.semantic.picture import MAX_CALLS, draw
-from bros.semantic.views import SessionView
+from bros.semantic.schema import CallKind, SessionView, TurnState
 from support.session_views import make_call, make_session
 
 SVG = "{http://www.w3.org/2000/svg}"

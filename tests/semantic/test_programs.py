@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bros.core.errors import OverloadedError, QueueFullError
 from bros.core.request import FinishReason, RequestOutput
 from bros.semantic.errors import UpstreamError
-from bros.semantic.program import CallSpec, Criteria, Perf
+from bros.semantic.schema import CallSpec, Criteria, Perf
 from bros.simulator.virtual_loop import run_virtual
 from support.program_engine import echo
 from support.programs import TENANT, Desk, call, native

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
-from bros.semantic.prompt import Begun, PieceEncoder, Prompt, Sharing
-from bros.semantic.prompting import off_loop
+from bros.semantic.core.prompt import Begun, PieceEncoder, Prompt, Sharing
+from bros.semantic.service.prompting import off_loop
 from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.tiny_tokenizer import byte_level_backend, sentencepiece_backend, tiny_tokenizer
 

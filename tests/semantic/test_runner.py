@@ -8,7 +8,7 @@ import pytest
 
 from bros.core.errors import QueueFullError
 from bros.core.request import EngineRequest, ServiceClass
-from bros.semantic.program import CallSpec, Criteria, Message, Parameter, Perf
+from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf
 from support.program_engine import (
     BLOCK,
     STEP_S,

@@ -243,7 +243,7 @@ async def test_a_bug_fails_one_turn_and_is_logged(caplog: pytest.LogCaptureFixtu
     bad, *_ = desk.submit(
         call("Bad {{output:a}}"), call("{{a}}{{output:b}}"), call("Good {{output:c}}")
     )
-    with caplog.at_level(logging.ERROR, "bros.semantic.runner"):
+    with caplog.at_level(logging.ERROR, "bros.semantic.service.runner"):
         failed, stage, message = await desk.cause("b")
     assert (failed, stage) == (bad, "generate")
     assert "a bug" in caplog.text and "a bug" not in message

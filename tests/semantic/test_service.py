@@ -12,8 +12,8 @@ import pytest
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.request import ServiceClass
 from bros.semantic.errors import ConflictError, SessionGoneError, SessionLimitError
-from bros.semantic.program import CallSpec, Criteria, Parameter, Perf, Role
-from bros.semantic.service import SessionService
+from bros.semantic.schema import CallSpec, Criteria, Parameter, Perf, Role
+from bros.semantic.service.service import SessionService
 from support.program_engine import ProgramEngine, echo, make_service
 from support.programs import TENANT, Desk, call, native, soon, virtually
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from bros.core.errors import InvalidRequestError, NotFoundError
-from bros.semantic.actions import Abort, Action, Prefill, Promote, Settled, Start
+from bros.semantic.core.nodes import Level, NewCall, OutputPiece
+from bros.semantic.core.retention import SessionLimits
+from bros.semantic.core.session import (
+    Abort,
+    Action,
+    Prefill,
+    Promote,
+    SessionStateMachine,
+    Settled,
+    Start,
+)
 from bros.semantic.errors import (
     Cause,
     ConflictError,
@@ -14,11 +24,7 @@ from bros.semantic.errors import (
     SessionLimitError,
     UpstreamError,
 )
-from bros.semantic.labels import Level
-from bros.semantic.nodes import CallKind, NewCall, OutputPiece, TurnState, VariableState
-from bros.semantic.program import Criteria, Perf
-from bros.semantic.retention import SessionLimits
-from bros.semantic.session import SessionCore
+from bros.semantic.schema import CallKind, Criteria, Perf, TurnState, VariableState
 from support.naive_programs import llm, native, turns
 
 LATENCY = Criteria()
@@ -26,8 +32,8 @@ PENDING, READY = VariableState.PENDING, VariableState.READY
 FAILED, CANCELLED = VariableState.FAILED, VariableState.CANCELLED
 
 
-def core_of(*calls: NewCall, limits: SessionLimits | None = None) -> SessionCore:
-    core = SessionCore("s", estimate=lambda turn: 1.0, limits=limits or SessionLimits())
+def core_of(*calls: NewCall, limits: SessionLimits | None = None) -> SessionStateMachine:
+    core = SessionStateMachine("s", estimate=lambda turn: 1.0, limits=limits or SessionLimits())
     core.submit(calls, 0.0)
     return core
 
@@ -51,16 +57,16 @@ def shown(actions: list[Action]) -> list[str]:
     return [words(action) for action in actions]
 
 
-def take(core: SessionCore) -> list[str]:
+def take(core: SessionStateMachine) -> list[str]:
     core.check_integrity()
     return shown(core.take_actions())
 
 
-def states(core: SessionCore) -> dict[str, VariableState]:
+def states(core: SessionStateMachine) -> dict[str, VariableState]:
     return {v.id: v.state for v in core.graph.variables.values()}
 
 
-def finish(core: SessionCore, call: str, index: int = 0, text: str = "done") -> None:
+def finish(core: SessionStateMachine, call: str, index: int = 0, text: str = "done") -> None:
     core.finished(turns(core)[call, index], text, (1, 2), 1.0)
 
 

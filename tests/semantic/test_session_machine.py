@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bros.core.errors import NotFoundError
-from bros.semantic.actions import Abort, Prefill, Promote, Settled, Start
+from bros.semantic.core.nodes import InputPiece, Label, Level, NewCall, OutputPiece, Turn
+from bros.semantic.core.retention import SessionLimits
+from bros.semantic.core.session import Abort, Prefill, Promote, SessionStateMachine, Settled, Start
 from bros.semantic.errors import Cause, ConflictError, FailedStage, SessionGoneError
-from bros.semantic.labels import Label, Level
-from bros.semantic.nodes import InputPiece, NewCall, OutputPiece, Turn
-from bros.semantic.program import Criteria
-from bros.semantic.retention import SessionLimits
-from bros.semantic.session import SessionCore
+from bros.semantic.schema import Criteria
 from support.naive_programs import (
     NaiveGraph,
     PlainTurn,
@@ -139,7 +137,7 @@ class SessionMachine(RuleBasedStateMachine):
     @initialize(kept=st.sampled_from([0, 1, 1000]), seconds=st.sampled_from([0.5, 20.0]))
     def begin(self, kept: int, seconds: float) -> None:
         limits = SessionLimits(kept_calls=kept)
-        self.core = SessionCore("s", estimate=lambda turn: seconds, limits=limits)
+        self.core = SessionStateMachine("s", estimate=lambda turn: seconds, limits=limits)
 
     @precondition(lambda self: not self.closed and len(self.model.calls) < 12)
     @rule(data=st.data())

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bros.core.errors import InvalidRequestError
-from bros.semantic.program import CallSpec, Message, Parameter, Role
-from bros.semantic.submission import Submitter
+from bros.semantic.core.submission import Submitter
+from bros.semantic.schema import CallSpec, Message, Parameter, Role
 from support.program_engine import TOKENIZER
 
 

@@ -11,8 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bros.core.errors import InvalidRequestError
-from bros.semantic.program import Role
-from bros.semantic.template import (
+from bros.semantic.core.template import (
     Piece,
     Placeholder,
     Text,
@@ -22,6 +21,7 @@ from bros.semantic.template import (
     render_template,
     with_roles,
 )
+from bros.semantic.schema import Role
 
 NAMES = st.from_regex(r"[a-zA-Z_é][a-zA-Z0-9_é]{0,5}", fullmatch=True)
 # Mostly the marks of the grammar, so that they meet in all ways.

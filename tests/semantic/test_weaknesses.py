@@ -30,7 +30,7 @@ import pytest
 from bros.core.errors import NotFoundError, QueueFullError
 from bros.core.request import ServiceClass
 from bros.semantic.errors import SessionGoneError, UpstreamError
-from bros.semantic.program import Criteria, Perf
+from bros.semantic.schema import Criteria, Perf
 from support.program_engine import ProgramEngine, echo
 from support.programs import LATENCY, TENANT, THROUGHPUT, Desk, call, native, soon, virtually
 from support.scripted_server import Server
@@ -101,7 +101,7 @@ async def test_w04_sessions_outlive_the_engine_and_bugs(caplog: pytest.LogCaptur
         call("bug {{output:b}}"),
         call("C {{output:c}} D {{output:d}}", sampling=GREEDY),
     )
-    with caplog.at_level(logging.CRITICAL, "bros.semantic.runner"):
+    with caplog.at_level(logging.CRITICAL, "bros.semantic.service.runner"):
         waits = [asyncio.create_task(desk.value(name)) for name in "abd"]
         await asyncio.sleep(0.25)
         desk.engine.die()  # with what it has kept of the first turn

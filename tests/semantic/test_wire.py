@@ -19,7 +19,7 @@ from bros.core.errors import (
     NotFoundError,
     OverloadedError,
 )
-from bros.semantic.client import HttpBackend
+from bros.semantic.client.http_backend import HttpBackend
 from bros.semantic.errors import (
     Cause,
     ConflictError,
@@ -30,7 +30,7 @@ from bros.semantic.errors import (
     SessionLimitError,
     UpstreamError,
 )
-from bros.semantic.program import CallSpec, Criteria, Message, Parameter, Perf, Role
+from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, Role
 from bros.server.errors import describe
 from bros.server.http import validate
 from bros.server.sessions.messages import SubmitProgram, to_call

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bros.semantic.views import VariableView
+from bros.semantic.schema import VariableView
 from bros.server.sessions.routes import ValueStream
 from support.scripted_server import LiveServer, Server, assert_envelope
 from support.session_server import SOON_S, SessionClient, keeping, ok, stream_events
@@ -154,7 +154,7 @@ class Slow:
             self.closed = True
 
     def _result(self) -> VariableView:
-        from bros.semantic.nodes import VariableState
+        from bros.semantic.schema import VariableState
 
         return VariableView(id="v", name="", state=VariableState.READY, value="ab")
 

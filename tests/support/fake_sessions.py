@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bros.core.errors import InvalidRequestError, NotFoundError
-from bros.semantic.connection import Connection
+from bros.semantic.client.connection import Connection
+from bros.semantic.core.template import Placeholder, Text, parse_template
 from bros.semantic.errors import (
     Cause,
     FailedStage,
@@ -17,8 +18,7 @@ from bros.semantic.errors import (
     SessionGoneError,
     UpstreamError,
 )
-from bros.semantic.program import CallSpec, Criteria, Role, SubmittedCall
-from bros.semantic.template import Placeholder, Text, parse_template
+from bros.semantic.schema import CallSpec, Criteria, Role, SubmittedCall
 
 
 def shout(name: str, placeholder: str, prompt: str) -> str:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from bros.semantic.labels import Label, Level
-from bros.semantic.nodes import CallKind, InputPiece, NewCall, OutputPiece, Piece, Turn
-from bros.semantic.program import Criteria, Perf
-from bros.semantic.session import SessionCore
-from bros.semantic.template import Text
+from bros.semantic.core.nodes import InputPiece, Label, Level, NewCall, OutputPiece, Piece, Turn
+from bros.semantic.core.session import SessionStateMachine
+from bros.semantic.core.template import Text
+from bros.semantic.schema import CallKind, Criteria, Perf
 
 TurnId = tuple[str, int]
 """Id of the call, and which of its turns."""
@@ -37,7 +36,7 @@ def turn_id(turn: Turn) -> TurnId:
     return turn.call.id, turn.index
 
 
-def turns(core: SessionCore) -> dict[TurnId, Turn]:
+def turns(core: SessionStateMachine) -> dict[TurnId, Turn]:
     return {turn_id(t): t for call in core.graph.calls.values() for t in call.turns}
 
 

@@ -18,8 +18,8 @@ from bros.core.request import (
     ServiceClass,
     Slo,
 )
-from bros.semantic.service import SessionService
-from bros.semantic.settings import SessionSettings
+from bros.semantic.service.live import SessionSettings
+from bros.semantic.service.service import SessionService
 from bros.simulator.virtual_loop import LoopClock
 from bros.text.generation import TextGenerator
 from support.tiny_tokenizer import tiny_tokenizer

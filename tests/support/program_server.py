@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 from bros.core.loop_thread import LoopThread
 from bros.core.request import IdGenerator
-from bros.semantic.backend import Backend
-from bros.semantic.connection import Connection
+from bros.semantic.client.connection import Backend, Connection
+from bros.semantic.client.local import LocalBackend, serve_locally
 from bros.semantic.errors import ServerUnreachableError
-from bros.semantic.local import LocalBackend, serve_locally
-from bros.semantic.program import CallSpec, SubmittedCall
+from bros.semantic.schema import CallSpec, SubmittedCall
 from bros.server.app import create_app
 from bros.server.serve import HttpServer, bind
 from bros.server.state import load_tenants

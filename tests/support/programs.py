@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from bros.semantic.errors import UpstreamError
-from bros.semantic.program import CallSpec, Criteria, Parameter, Perf, Role
-from bros.semantic.service import SessionService
+from bros.semantic.schema import CallSpec, Criteria, Parameter, Perf, Role
+from bros.semantic.service.service import SessionService
 from bros.simulator.virtual_loop import run_virtual
 from support.program_engine import ProgramEngine, make_service
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from bros.semantic.service import SessionService
+from bros.semantic.service.service import SessionService
 from support.scripted_server import LiveServer, Server, events
 
 SOON_S = 5.0

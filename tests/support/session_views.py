@@ -6,9 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bros.core.request import ServiceClass
-from bros.semantic.nodes import CallKind, TurnState, VariableState
-from bros.semantic.program import Criteria
-from bros.semantic.views import CallView, SessionView, VariableView
+from bros.semantic.schema import (
+    CallKind,
+    CallView,
+    Criteria,
+    SessionView,
+    TurnState,
+    VariableState,
+    VariableView,
+)
 
 
 def make_call(

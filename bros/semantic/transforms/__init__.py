@@ -4,8 +4,7 @@
 table of all transforms is in docs/semantic.md.
 """
 
-from bros.semantic.transforms.pipeline import Transforms, parse_transforms
-from bros.semantic.transforms.registry import REGISTRY
-from bros.semantic.transforms.values import TransformError
+from bros.semantic.transforms.pipeline import REGISTRY, Transforms, parse_transforms
+from bros.semantic.transforms.steps import TransformError
 
 __all__ = ["REGISTRY", "TransformError", "Transforms", "parse_transforms"]

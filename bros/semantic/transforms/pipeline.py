@@ -1,4 +1,4 @@
-"""Transforms one after another, as they are written: `strip | json_path($.a) | upper`.
+"""All transforms by name, and several of them one after another: `strip | json_path($.a) | upper`.
 
     transforms = transform ("|" transform)*
     transform  = name ["(" argument ("," argument)* ")"] ["[" place or low:high "]"]
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NoReturn
 
 from bros.core.errors import InvalidRequestError
-from bros.semantic.transforms.registry import REGISTRY, Entry
-from bros.semantic.transforms.values import (
+from bros.semantic.transforms import documents, steps
+from bros.semantic.transforms.steps import (
     ArgumentError,
     Function,
     TransformError,
@@ -28,6 +29,49 @@ from bros.semantic.transforms.values import (
     shown,
     to_text,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """make: of the arguments, raises ArgumentError. usage: how it is written. Between `least`
+    and `most` arguments are taken. gives_list: one part can be taken with [i], some with [i:j]."""
+
+    usage: str
+    make: Callable[..., Function]
+    least: int = 0
+    most: int = 0
+    gives_list: bool = False
+
+
+_MANY = 100
+
+REGISTRY: Mapping[str, Entry] = MappingProxyType(
+    {
+        "strip": Entry("strip", steps.strip),
+        "lower": Entry("lower", steps.lower),
+        "upper": Entry("upper", steps.upper),
+        "truncate": Entry("truncate(n)", steps.truncate, 1, 1),
+        "template": Entry('template("..{}..")', steps.template, 1, 1),
+        "lines": Entry("lines[i]", steps.lines, gives_list=True),
+        "split": Entry("split(sep)[i]", steps.split, 1, 1, gives_list=True),
+        "comma_list": Entry("comma_list", steps.comma_list, gives_list=True),
+        "numbered_list": Entry("numbered_list", steps.numbered_list, gives_list=True),
+        "markdown_list": Entry("markdown_list", steps.markdown_list, gives_list=True),
+        "join": Entry("join(sep)", steps.join, 1, 1),
+        "regex": Entry("regex(pattern, group)", steps.regex, 1, 2),
+        "xml_tag": Entry("xml_tag(name)", steps.xml_tag, 1, 1),
+        "code_block": Entry("code_block(language)", steps.code_block, 0, 1),
+        "json": Entry("json", documents.json),
+        "json_path": Entry("json_path(path)", documents.json_path, 1, 1),
+        "yaml_path": Entry("yaml_path(path)", documents.yaml_path, 1, 1),
+        "bool": Entry("bool", steps.boolean),
+        "int": Entry("int", steps.integer),
+        "float": Entry("float", steps.number),
+        "enum": Entry("enum(a|b)", steps.enum, 1, _MANY),
+        "datetime": Entry("datetime(format)", steps.date_and_time, 0, 1),
+    }
+)
+
 
 MAX_SOURCE_CHARS = 4096
 MAX_STEPS = 16

@@ -12,7 +12,7 @@ from starlette.responses import Response
 import bros
 from bros.core.errors import BrosError
 from bros.core.request import NO_HINTS, ServiceClass, Slo
-from bros.semantic.joining import Joined
+from bros.semantic.service.runner import Joined
 from bros.server import http as offload
 from bros.server.interrupts import run_interruptible
 from bros.server.openai.calls import Call, Tier, slo_of, tier_of, tier_used

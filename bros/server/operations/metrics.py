@@ -25,7 +25,7 @@ from bros.core.request import FinishReason, ServiceClass
 from bros.router.balance import PlanReport
 from bros.router.client import RouterClient
 from bros.router.member import RUNNING, ReplicaState, ReplicaStatus
-from bros.semantic.views import SessionFigures
+from bros.semantic.schema import SessionFigures
 from bros.text.generation import TextDelta
 
 # ---- Engine statistics as Prometheus metrics. Help texts say what an operator does with them.

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from bros.core.errors import InvalidRequestError
 from bros.core.request import FinishReason
-from bros.semantic.joining import Joined
+from bros.semantic.service.runner import Joined
 from bros.server.openai.calls import to_milliseconds
 from bros.server.operations.metrics import RequestObserver
 from bros.server.sessions.messages import MAX_NAME_CHARS

@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from bros.core.errors import InvalidRequestError
 from bros.core.request import SamplingParams
-from bros.semantic.program import CallSpec, Criteria, Message, Parameter, Perf, Role
+from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, Role
 from bros.server.batches.schema import Metadata
 from bros.server.openai.schema import Milliseconds, SamplingWords, WireModel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bros.semantic.program import Perf
+from bros.semantic.schema import Perf
 from bros.server.operations.operation import Operation, path_parameter, query_parameter
 from bros.server.sessions import messages, replies
 from bros.server.sessions.messages import MAX_WAIT_S

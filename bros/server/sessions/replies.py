@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from bros.semantic.errors import Cause
-from bros.semantic.program import Criteria
-from bros.semantic.views import CallView, SessionView, TurnView, VariableView
+from bros.semantic.schema import CallView, Criteria, SessionView, TurnView, VariableView
 
 
 class CauseObject(BaseModel):

@@ -19,9 +19,8 @@ from starlette.types import Send
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.errors import ConflictError, GetTimeoutError, UpstreamError
 from bros.semantic.picture import draw
-from bros.semantic.program import CallSpec, Criteria, Perf, SubmittedCall
-from bros.semantic.service import SessionService
-from bros.semantic.views import SessionView, VariableView
+from bros.semantic.schema import CallSpec, Criteria, Perf, SessionView, SubmittedCall, VariableView
+from bros.semantic.service.service import SessionService
 from bros.server import http as offload
 from bros.server.errors import describe
 from bros.server.http import query_flag, query_names, query_number, read_object, validate

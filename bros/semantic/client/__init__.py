@@ -1,0 +1,1 @@
+"""The front end: functions whose bodies are prompts, semantic variables, and sessions."""

@@ -1,0 +1,214 @@
+r"""The grammar of templates: text with placeholders between double braces.
+
+    template    = (text | placeholder)*
+    placeholder = "{{" ["input:" | "output:"] name [":" sampling] "}}"
+
+Names are identifiers; white space between the parts of a placeholder means nothing. Everything
+else is text as it stands, single braces and "}}" too, so that examples in JSON need no care:
+
+    \{{       the text {{
+    \\{{x}}   a backslash, and then a placeholder; only right before {{ do backslashes count
+    {{{x}}}   a brace, a placeholder, a brace: of many open braces the last two open it
+
+A name without a role is what the call's parameters say it is, or else an input.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bros.core.errors import InvalidRequestError
+from bros.semantic.schema import Role
+
+# Runs of backslashes are looked at from their first one only: texts may be long.
+_OPEN = re.compile(r"(?<!\\)(\\*)(\{{2,})")
+_LITERAL_OPEN = re.compile(r"(?<!\\)(\\*)\{\{")
+_NAME = r"[^\W\d]\w*"
+_INSIDE = re.compile(
+    rf"\s*(?:(?P<role>input|output)\s*:\s*)?(?P<name>{_NAME})\s*(?::\s*(?P<sampling>{_NAME})\s*)?\}}\}}"
+)
+_BACKSLASHES_AT_END = re.compile(r"(?<!\\)(\\+)(\{?)\Z")
+_SHOWN_CHARS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What stands in a template as it is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A hole in a template. role: None if the template does not say. sampling: name of a set of
+    sampling parameters, of outputs only."""
+
+    name: str
+    role: Role | None = None
+    sampling: str | None = None
+
+
+Piece = Text | Placeholder
+
+
+def parse_template(source: str, param: str = "template") -> tuple[Piece, ...]:
+    """The pieces of a template in order; no Text is empty, and none follows another.
+
+    Raises InvalidRequestError (`param`) with line and column of a placeholder that is not closed
+    or is not written as one. What placeholders there may be together is checked by `with_roles`.
+    """
+    pieces: list[Piece] = []
+    text: list[str] = []
+    at = 0
+    while opening := _OPEN.search(source, at):
+        backslashes, braces = opening.groups()
+        text += source[at : opening.start()], "\\" * (len(backslashes) // 2)
+        if len(backslashes) % 2:
+            text.append("{{")
+            at = opening.start(2) + 2
+            continue
+        text.append(braces[2:])
+        placeholder, at = _placeholder(source, opening.end(), param)
+        _add_text(pieces, text)
+        pieces.append(placeholder)
+        text = []
+    text.append(source[at:])
+    _add_text(pieces, text)
+    return tuple(pieces)
+
+
+def render_template(pieces: Sequence[Piece]) -> str:
+    """A template that `parse_template` makes these pieces of, if they keep its rules."""
+    parts: list[str] = []
+    for piece, following in itertools.zip_longest(pieces, pieces[1:]):
+        if isinstance(piece, Placeholder):
+            parts.append(_written(piece))
+            continue
+        text = _LITERAL_OPEN.sub(r"\1\1\\{{", piece.text)
+        if isinstance(following, Placeholder):
+            text = _BACKSLASHES_AT_END.sub(r"\1\1\2", text)
+        parts.append(text)
+    return "".join(parts)
+
+
+def escape(text: str) -> str:
+    """A template of nothing but this text. To put it before a placeholder, use
+    `render_template`, because it may end with a backslash."""
+    return render_template([Text(text)])
+
+
+def dedent(source: str) -> str:
+    """The text of a docstring: without its indentation and the blank lines around it."""
+    return inspect.cleandoc(source)
+
+
+def with_roles(
+    pieces: Sequence[Piece], roles: Mapping[str, Role | None], param: str = "template"
+) -> tuple[Piece, ...]:
+    """The same pieces with a role in each placeholder; `roles`: what the parameters say.
+
+    Raises InvalidRequestError (`param`) if a name has two roles, an output occurs twice or right
+    after another, or an input has sampling parameters.
+    """
+    known = _roles(pieces, roles, param)
+    resolved = tuple(
+        replace(piece, role=known[piece.name]) if isinstance(piece, Placeholder) else piece
+        for piece in pieces
+    )
+    seen: set[str] = set()
+    before: Piece | None = None
+    for piece in resolved:
+        if isinstance(piece, Placeholder):
+            if piece.role is Role.OUTPUT:
+                _check_output(piece, before, seen, param)
+                seen.add(piece.name)
+            elif piece.sampling is not None:
+                message = f"The input {piece.name!r} cannot have sampling parameters."
+                raise InvalidRequestError(message, param=param)
+        before = piece
+    return resolved
+
+
+def is_output(piece: Piece | None) -> bool:
+    """Whether it is a placeholder for what the model says; its role must be known."""
+    return isinstance(piece, Placeholder) and piece.role is Role.OUTPUT
+
+
+def _placeholder(source: str, start: int, param: str) -> tuple[Placeholder, int]:
+    """The placeholder whose inside begins at `start`, and where it ends."""
+    found = _INSIDE.match(source, start)
+    if found is None:
+        raise InvalidRequestError(_what_is_wrong(source, start), param=param)
+    role = found["role"] and Role(found["role"])
+    if role is Role.INPUT and found["sampling"]:
+        message = f"{_place(source, start)}: an input cannot have sampling parameters."
+        raise InvalidRequestError(message, param=param)
+    return Placeholder(found["name"], role or None, found["sampling"]), found.end()
+
+
+def _what_is_wrong(source: str, start: int) -> str:
+    place = _place(source, start)
+    end = source.find("}}", start)
+    following = source.find("{{", start)
+    if end < 0 or 0 <= following < end:
+        return f"{place}: {{{{ is not closed by }}}}. Write \\{{{{ for two braces that are text."
+    inside = source[start:end].strip()
+    if len(inside) > _SHOWN_CHARS:
+        inside = inside[:_SHOWN_CHARS] + "..."
+    return (
+        f"{place}: {inside!r} is not a placeholder, which is written {{{{name}}}}, "
+        "{{input:name}}, {{output:name}} or {{output:name:sampling}} with names of letters, digits "
+        "and underscores. Write \\{{ for two braces that are text."
+    )
+
+
+def _place(source: str, start: int) -> str:
+    """Line and column, from 1 on, of the two braces before `start`."""
+    braces = start - 2
+    line = source.count("\n", 0, braces) + 1
+    column = braces - (source.rfind("\n", 0, braces) + 1) + 1
+    return f"Line {line}, column {column}"
+
+
+def _add_text(pieces: list[Piece], parts: list[str]) -> None:
+    if text := "".join(parts):
+        pieces.append(Text(text))
+
+
+def _written(placeholder: Placeholder) -> str:
+    parts = (placeholder.role, placeholder.name, placeholder.sampling)
+    return "{{" + ":".join(part for part in parts if part is not None) + "}}"
+
+
+def _roles(
+    pieces: Sequence[Piece], roles: Mapping[str, Role | None], param: str
+) -> dict[str, Role]:
+    """Name -> role: what the template or the parameters say, or else an input."""
+    known = {name: role for name, role in roles.items() if role is not None}
+    for piece in pieces:
+        if isinstance(piece, Placeholder) and piece.role is not None:
+            if known.setdefault(piece.name, piece.role) is not piece.role:
+                other = known[piece.name]
+                message = (
+                    f"The placeholder {piece.name!r} is an {piece.role} here and an {other} in "
+                    "the parameters or elsewhere in the template."
+                )
+                raise InvalidRequestError(message, param=param)
+    names = (piece.name for piece in pieces if isinstance(piece, Placeholder))
+    return {name: known.get(name, Role.INPUT) for name in names}
+
+
+def _check_output(output: Placeholder, before: Piece | None, seen: set[str], param: str) -> None:
+    if output.name in seen:
+        message = f"The output {output.name!r} occurs twice; each is generated once."
+        raise InvalidRequestError(message, param=param)
+    if is_output(before):
+        message = (
+            f"The output {output.name!r} follows another output directly; there must be text or an "
+            "input between them."
+        )
+        raise InvalidRequestError(message, param=param)

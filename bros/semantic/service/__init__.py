@@ -1,0 +1,1 @@
+"""Sessions on the server: what runs the calls of programs on the engine."""

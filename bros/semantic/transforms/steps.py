@@ -1,0 +1,417 @@
+"""The single transforms over text, lists, numbers and patterns, and what all transforms share."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import regex as regex_library
+
+from bros.core.errors import BrosError
+
+MAX_CHARS = 4 * 1024 * 1024
+"""Of a text before and after each transform."""
+MAX_PARTS = 100_000
+"""Of a list."""
+_SHOWN_CHARS = 60
+
+Function = Callable[[str], str | list[Any]]
+"""One transform with its arguments. Raises TransformError."""
+
+
+class TransformError(BrosError):
+    """A text is not what a transform takes; the message says what was expected and found."""
+
+
+class ArgumentError(ValueError):
+    """A transform is written with arguments that it does not take."""
+
+
+def shown(text: str) -> str:
+    """A text as an error message quotes it: shortened, on one line."""
+    if len(text) > _SHOWN_CHARS:
+        text = text[:_SHOWN_CHARS] + "..."
+    return repr(text)
+
+
+def to_text(value: Any) -> str:
+    """A text as it is, everything else as JSON. Raises TransformError if JSON has no such value."""
+    return value if isinstance(value, str) else json_text(value)
+
+
+def json_text(value: Any) -> str:
+    """Everything as JSON, texts too. Raises TransformError if JSON has no such value."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TransformError(f"the value cannot be written as JSON: {error}") from error
+
+
+def whole_number(argument: str, least: int | None = None) -> int:
+    """An argument as a number. Raises ArgumentError unless it is one of at most 9 digits."""
+    digits = argument.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 9):
+        raise ArgumentError(f"{shown(argument)} is not a whole number")
+    number = int(argument)
+    if least is not None and number < least:
+        raise ArgumentError(f"{argument} is less than {least}")
+    return number
+
+
+def check_size(text: str) -> None:
+    """Raises TransformError for a text that is too long or cannot be written as UTF-8."""
+    if len(text) > MAX_CHARS:
+        raise TransformError(f"the text has {len(text)} characters, more than {MAX_CHARS}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TransformError("the text holds half a character (a lone surrogate)") from error
+
+
+def check_parts(count: int) -> None:
+    """Raises TransformError for a list that is too long."""
+    if count > MAX_PARTS:
+        raise TransformError(f"the list has {count} parts, more than {MAX_PARTS}")
+
+
+def at_place(parts: Sequence[Any], place: int) -> Any:
+    """One part, counted from the end if negative. Raises TransformError if there is none."""
+    if not -len(parts) <= place < len(parts):
+        raise TransformError(f"there is no part [{place}] in a list of {len(parts)}")
+    return parts[place]
+
+
+_HOLE = "{}"
+
+
+def strip() -> Function:
+    return str.strip
+
+
+def lower() -> Function:
+    return str.lower
+
+
+def upper() -> Function:
+    return str.upper
+
+
+def truncate(length: str) -> Function:
+    """The first so many characters."""
+    kept = whole_number(length, least=0)
+    return lambda text: text[:kept]
+
+
+def template(form: str) -> Function:
+    """The form with the text in place of each {}."""
+    holes = form.count(_HOLE)
+    if not holes:
+        raise ArgumentError("the text around needs a {} where the value goes")
+
+    def fill(text: str) -> str:
+        if len(form) + holes * len(text) > MAX_CHARS:
+            raise TransformError(f"the text would have more than {MAX_CHARS} characters")
+        return form.replace(_HOLE, text)
+
+    return fill
+
+
+_NUMBERED = re.compile(r"\s*\(?[0-9]{1,9}[.):]\s+(\S.*)")
+_BULLET = re.compile(r"\s*[-*+•]\s+(\S.*)")
+
+
+def lines() -> Function:
+    """The lines that are not blank, without the white space around them."""
+    return lambda text: _not_empty(text.split("\n"))
+
+
+def split(separator: str) -> Function:
+    """What stands between separators, as it is."""
+    if not separator:
+        raise ArgumentError("the separator is empty")
+
+    def parts(text: str) -> list[str]:
+        check_parts(text.count(separator) + 1)
+        return text.split(separator)
+
+    return parts
+
+
+def comma_list() -> Function:
+    """What stands between commas, without the white space around it and without empty parts."""
+    return lambda text: _not_empty(text.split(","))
+
+
+def numbered_list() -> Function:
+    """The items of "1. ..." or "1) ...", a line each; other lines are left out."""
+    return lambda text: _items(text, _NUMBERED, "numbered item such as '1. ...'")
+
+
+def markdown_list() -> Function:
+    """The items of "- ...", a line each, with any of Markdown's marks; other lines are left out."""
+    return lambda text: _items(text, _BULLET, "item such as '- ...'")
+
+
+def join(separator: str) -> Function:
+    """The parts of a list with the separator between them."""
+
+    def joined(text: str) -> str:
+        try:
+            value: Any = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, list):
+            raise TransformError(f"{shown(text)} is not a list")
+        return separator.join(map(to_text, value))
+
+    return joined
+
+
+def _not_empty(parts: list[str]) -> list[str]:
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _items(text: str, pattern: re.Pattern[str], what: str) -> list[str]:
+    found = [match[1].rstrip() for line in text.split("\n") if (match := pattern.match(line))]
+    if not found:
+        raise TransformError(f"there is no {what} in {shown(text)}")
+    return found
+
+
+_TRUE = frozenset({"true", "yes", "y", "1", "on"})
+_FALSE = frozenset({"false", "no", "n", "0", "off"})
+_AROUND = " \t\r\n\"'`*.,!"  # what models like to put around a word
+_INTEGER = re.compile(r"([+-]?)([0-9]{1,1000}|[0-9]{1,3}(?:,[0-9]{3}){1,300})\.?")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_MAX_CHARS = 2000  # of a number or a date; nobody means longer ones
+
+
+def boolean() -> Function:
+    """true or false, for yes, no, 1, 0, on, off and the like."""
+
+    def checked(text: str) -> str:
+        word = _bare(text).lower()
+        if word not in _TRUE | _FALSE:
+            raise TransformError(f"{shown(text)} is neither true nor false")
+        return "true" if word in _TRUE else "false"
+
+    return checked
+
+
+def integer() -> Function:
+    """A whole number in decimal digits; commas between thousands and a full stop are dropped."""
+
+    def checked(text: str) -> str:
+        match = _INTEGER.fullmatch(text.strip())
+        if match is None:
+            raise TransformError(f"{shown(text)} is not a whole number")
+        digits = match[2].replace(",", "").lstrip("0") or "0"
+        return "-" + digits if match[1] == "-" and digits != "0" else digits
+
+    return checked
+
+
+def number() -> Function:
+    """A number in decimal digits, as the double next to it is written."""
+
+    def checked(text: str) -> str:
+        word = text.strip()
+        if len(word) > _MAX_CHARS or not _NUMBER.fullmatch(word):
+            raise TransformError(f"{shown(text)} is not a number")
+        value = float(word)
+        if not math.isfinite(value):
+            raise TransformError(f"{shown(text)} is too large a number")
+        return repr(value)
+
+    return checked
+
+
+def enum(*options: str) -> Function:
+    """One of the options, as it is written there; case, quotes and full stops do not matter."""
+    names = [name.strip() for option in options for name in option.split("|")]
+    if not all(names):
+        raise ArgumentError("an option is empty")
+    known = {name.casefold(): name for name in names}
+    if len(known) < len(names):
+        raise ArgumentError("two options are the same")
+
+    def checked(text: str) -> str:
+        for word in (text.strip(), _bare(text)):
+            if word.casefold() in known:
+                return known[word.casefold()]
+        raise TransformError(f"{shown(text)} is none of {', '.join(names)}")
+
+    return checked
+
+
+def date_and_time(form: str = "") -> Function:
+    """A date in a format of strftime (or ISO 8601), as ISO 8601."""
+    if form:
+        _check_format(form)
+
+    def checked(text: str) -> str:
+        word = text.strip()
+        try:
+            if len(word) > _MAX_CHARS:
+                raise ValueError("too long")
+            moment = datetime.strptime(word, form) if form else datetime.fromisoformat(word)
+        except ValueError as error:
+            expected = f"in the format {form}" if form else "as in 2001-02-03T04:05:06"
+            raise TransformError(f"{shown(text)} is not a date {expected}") from error
+        return moment.isoformat()
+
+    return checked
+
+
+def _check_format(form: str) -> None:
+    """Raises ArgumentError if strptime does not know it."""
+    if len(form) > _MAX_CHARS:
+        raise ArgumentError("the format is too long")
+    try:
+        datetime.strptime("", form)
+    except ValueError as error:
+        if "does not match" not in str(error):
+            raise ArgumentError(f"{shown(form)} is not a format of dates: {error}") from error
+    except (re.error, IndexError) as error:
+        raise ArgumentError(f"{shown(form)} has a directive twice") from error
+
+
+def _bare(text: str) -> str:
+    """Without what models like to put around an answer of one word."""
+    return text.strip(_AROUND)
+
+
+REGEX_TIMEOUT_S = 0.25
+_MAX_PATTERN_CHARS = 1000
+_MAX_PATTERN_SIZE = 50_000
+_COUNTED = re.compile(r"\{[^{}]*\}")  # a{2,5}, and some that mean other things
+_RECURSION = re.compile(r"\(\?(?:R|[+-]?[0-9]|&|P>)")
+_TAG_NAME = re.compile(r"[A-Za-z_][\w.:-]*")
+
+
+def regex(pattern: str, group: str = "0") -> Function:
+    """The first match of a pattern, or one group of it by number or name."""
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        raise ArgumentError(f"the pattern has more than {_MAX_PATTERN_CHARS} characters")
+    if _RECURSION.search(pattern):
+        raise ArgumentError("patterns that contain themselves are not supported")
+    if _expanded_size(pattern) > _MAX_PATTERN_SIZE:
+        raise ArgumentError(f"{shown(pattern)} has too large numbers of repetitions")
+    try:
+        compiled = regex_library.compile(pattern)
+    except Exception as error:  # the library lets errors of its own code through, too
+        raise ArgumentError(f"{shown(pattern)} is not a regular expression: {error}") from error
+    key: str | int = int(group) if group.isascii() and group.isdigit() else group
+    if key not in compiled.groupindex and key not in range(compiled.groups + 1):
+        raise ArgumentError(f"the pattern has no group {shown(group)}")
+
+    def search(text: str) -> str:
+        try:
+            match = compiled.search(text, timeout=REGEX_TIMEOUT_S, concurrent=True)
+        except TimeoutError as error:
+            raise TransformError(
+                f"{shown(pattern)} took longer than {REGEX_TIMEOUT_S:g} s"
+            ) from error
+        except MemoryError as error:
+            raise TransformError(f"{shown(pattern)} took too much memory") from error
+        found: str | None = None if match is None else match[key]
+        if found is None:
+            what = shown(pattern) if match is None else f"group {shown(group)}"
+            raise TransformError(f"{what} does not match {shown(text)}")
+        return found
+
+    return search
+
+
+def _expanded_size(pattern: str) -> int:
+    """Not less than the atoms of a pattern once the library has written out all a{n}, which it
+    does before it matches anything: at most everything so far is repeated."""
+    size, at = 0, 0
+    for counted in _COUNTED.finditer(pattern):
+        times = [int(digits[:9]) for digits in re.findall(r"[0-9]+", counted[0])]
+        size = (size + counted.end() - at) * max([1, *times])
+        at = counted.end()
+    return size + len(pattern) - at
+
+
+def xml_tag(name: str) -> Function:
+    """What stands between the first <name> and the </name> that closes it."""
+    if not _TAG_NAME.fullmatch(name):
+        raise ArgumentError(f"{shown(name)} is not the name of a tag")
+    tag = re.compile(rf"<{re.escape(name)}(?:\s[^<>]*)?>|</{re.escape(name)}\s*>|<{name}/>")
+
+    def inside(text: str) -> str:
+        depth, start = 0, 0
+        for mark in tag.finditer(text):
+            if mark[0].endswith("/>"):
+                if not depth:
+                    return ""
+            elif mark[0].startswith("</"):
+                depth -= depth > 0
+                if not depth and start:
+                    return text[start : mark.start()]
+            else:
+                start = start or mark.end()
+                depth += 1
+        missing = f"</{name}>" if start else f"<{name}>"
+        raise TransformError(f"there is no {missing} in {shown(text)}")
+
+    return inside
+
+
+def code_block(language: str = "") -> Function:
+    """The first block between fences (``` or ~~~), of a language if one is given."""
+
+    def inside(text: str) -> str:
+        found = find_code_block(text, (language.lower(),) if language else ())
+        if found is None:
+            kind = f" of {language}" if language else ""
+            raise TransformError(f"there is no block of code{kind} in {shown(text)}")
+        return found
+
+    return inside
+
+
+class _Fence(NamedTuple):
+    mark: str  # ` or ~
+    length: int
+    language: str
+
+    def is_closed_by(self, other: _Fence) -> bool:
+        is_long_enough = other.mark == self.mark and other.length >= self.length
+        return is_long_enough and not other.language
+
+
+def find_code_block(text: str, languages: tuple[str, ...]) -> str | None:
+    """The first fenced block in one of these languages, () for any; one may end with the text."""
+    opened: _Fence | None = None
+    block: list[str] = []
+    for line in text.split("\n"):
+        fence = _fence(line)
+        if opened is None:
+            opened, block = fence, []
+        elif fence is None or not opened.is_closed_by(fence):
+            block.append(line)
+        elif not languages or opened.language in languages:
+            return "\n".join(block)
+        else:
+            opened = None
+    if opened is not None and (not languages or opened.language in languages):
+        return "\n".join(block)
+    return None
+
+
+def _fence(line: str) -> _Fence | None:
+    """A line as CommonMark's fences are: three marks or more, and the language after them."""
+    rest = line.strip()
+    if not rest.startswith(("```", "~~~")):
+        return None
+    after = rest.lstrip(rest[0])
+    if rest[0] == "`" and "`" in after:
+        return None
+    language = after.split(maxsplit=1)[0].lower() if after else ""
+    return _Fence(rest[0], len(rest) - len(after), language)
