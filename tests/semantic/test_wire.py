@@ -30,10 +30,9 @@ from bros.semantic.errors import (
     SessionLimitError,
     UpstreamError,
 )
-from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, Role
+from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, Role, SubmitProgram
 from bros.server.errors import describe
-from bros.server.http import validate
-from bros.server.sessions.messages import SubmitProgram, to_call
+from bros.server.sessions.wire import check_call, read
 
 NAMES = st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True)
 SECONDS = st.none() | st.integers(1, 10**6).map(lambda ms: ms / 1000)
@@ -95,9 +94,11 @@ async def test_calls_survive_the_wire(program: list[CallSpec]) -> None:
 
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.url.path == "/v1/sessions/sess-1/requests"
-        fields = validate(SubmitProgram, json.loads(request.content))
+        fields = read(SubmitProgram, json.loads(request.content))
         assert fields.key == "key"
-        received.extend(to_call(call, "") for call in fields.requests)
+        for call in fields.requests:
+            check_call(call, "")
+        received.extend(fields.requests)
         answers = [{"id": str(i), "variables": {"a": "b"}} for i in range(len(received))]
         return httpx.Response(200, json={"requests": answers})
 

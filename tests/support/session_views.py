@@ -58,12 +58,11 @@ def make_session(calls: Sequence[CallView], names: Mapping[str, str] | None = No
             consumers.setdefault(variable, []).append(call.id)
     return SessionView(
         id="sess-1",
-        tenant="",
         state="open",
-        created_s=1_700_000_000.0,
+        created_at=1_700_000_000,
         expires_in_s=None,
         ttl_s=600.0,
-        scope="",
+        tenant="",
         criteria=Criteria(),
         metadata={},
         calls=tuple(calls),

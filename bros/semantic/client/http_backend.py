@@ -24,14 +24,27 @@ from bros.semantic.client.connection import Backend
 from bros.semantic.errors import (
     Cause,
     ConflictError,
-    FailedStage,
     GetTimeoutError,
     ServerUnreachableError,
     SessionGoneError,
     SessionLimitError,
     UpstreamError,
 )
-from bros.semantic.schema import CallSpec, Criteria, Parameter, SubmittedCall
+from bros.semantic.schema import (
+    CallSpec,
+    CreateSession,
+    CreateVariable,
+    Criteria,
+    FailCall,
+    SessionSummary,
+    SetVariable,
+    SubmitProgram,
+    SubmittedCall,
+    SubmittedProgram,
+    WantVariable,
+    from_json,
+    to_json,
+)
 
 _CONNECT_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 60.0
@@ -51,40 +64,35 @@ class HttpBackend:
         tenant: str,
         metadata: Mapping[str, str],
     ) -> str:
-        wanted = {
-            "criteria": None if criteria is None else _criteria(criteria),
-            "ttl_s": ttl_s,
-            "tenant": tenant or None,
-            "metadata": dict(metadata) or None,
-        }
-        return str((await self._ask("POST", "sessions", _given(wanted)))["id"])
+        body = CreateSession(
+            criteria=criteria, ttl_s=ttl_s, tenant=tenant, metadata=metadata or None
+        )
+        answer = await self._ask("POST", "sessions", _body(body))
+        return from_json(SessionSummary, answer).id
 
     async def submit(
         self, session_id: str, calls: Sequence[CallSpec], key: str
     ) -> Sequence[SubmittedCall]:
-        body = {"requests": [_call(call) for call in calls], "key": key}
-        answer = await self._ask("POST", f"sessions/{session_id}/requests", body)
-        return [
-            SubmittedCall(request_id=str(request["id"]), variables=dict(request["variables"]))
-            for request in answer["requests"]
-        ]
+        body = SubmitProgram(requests=calls, key=key)
+        answer = await self._ask("POST", f"sessions/{session_id}/requests", _body(body))
+        return from_json(SubmittedProgram, answer).requests
 
     async def declare(
         self, session_id: str, variable_id: str, name: str, value: str | None
     ) -> None:
-        wanted = {"id": variable_id, "name": name, "value": value}
-        await self._ask("POST", f"sessions/{session_id}/variables", _given(wanted))
+        body = CreateVariable(id=variable_id, name=name, value=value)
+        await self._ask("POST", f"sessions/{session_id}/variables", _body(body))
 
     async def set(self, session_id: str, variable_id: str, value: str) -> None:
-        await self._ask("PUT", _variable(session_id, variable_id), {"value": value})
+        await self._ask("PUT", _variable(session_id, variable_id), _body(SetVariable(value=value)))
 
     async def fail(self, session_id: str, request_id: str, message: str) -> None:
         path = f"sessions/{session_id}/requests/{quote(request_id, safe='')}/fail"
-        await self._ask("POST", path, {"message": message})
+        await self._ask("POST", path, _body(FailCall(message=message)))
 
     async def want(self, session_id: str, variable_id: str, criteria: Criteria) -> None:
-        body = {"criteria": _criteria(criteria)}
-        await self._ask("PATCH", _variable(session_id, variable_id), body)
+        body = WantVariable(criteria=criteria)
+        await self._ask("PATCH", _variable(session_id, variable_id), _body(body))
 
     async def get(
         self, session_id: str, variable_id: str, criteria: Criteria, timeout_s: float
@@ -195,64 +203,15 @@ def open_http(
     return opening
 
 
-def _call(call: CallSpec) -> dict[str, Any]:
-    messages = None
-    if call.messages is not None:
-        messages = [{"role": part.role, "content": part.content} for part in call.messages]
-    wanted = {
-        "name": call.name or None,
-        "template": call.template,
-        "messages": messages,
-        "chat": call.chat or None,
-        "native": call.native or None,
-        "parameters": [_parameter(parameter) for parameter in call.parameters],
-        "sampling": _sampling(call.sampling),
-    }
-    return _given(wanted)
-
-
-def _parameter(parameter: Parameter) -> dict[str, Any]:
-    wanted = {
-        "name": parameter.name,
-        "role": None if parameter.role is None else parameter.role.value,
-        "variable": parameter.variable,
-        "value": parameter.value,
-        "transforms": parameter.transforms,
-        "sampling": None if parameter.sampling is None else _sampling(parameter.sampling),
-        "criteria": None if parameter.criteria is None else _criteria(parameter.criteria),
-    }
-    return _given(wanted)
-
-
-def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no numbers as keys, and no way to say that there is no seed but leaving it out."""
-    given = _given(fields)
-    if "logit_bias" in given:
-        given["logit_bias"] = {str(key): bias for key, bias in given["logit_bias"].items()}
-    return given
-
-
-def _criteria(criteria: Criteria) -> dict[str, Any]:
-    wanted = {
-        "perf": criteria.perf.value,
-        "ttft_ms": _ms(criteria.ttft_s),
-        "tpot_ms": _ms(criteria.tpot_s),
-        "deadline_ms": _ms(criteria.deadline_s),
-    }
-    return _given(wanted)
+def _body(record: Any) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = to_json(record, defaults=False)
+    return fields
 
 
 def _query(criteria: Criteria) -> dict[str, str]:
-    fields = _criteria(criteria)
-    return {"criteria": fields.pop("perf"), **{name: f"{ms:g}" for name, ms in fields.items()}}
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000
-
-
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+    fields = to_json(criteria)
+    perf = fields.pop("perf")
+    return {"criteria": perf, **{name: f"{ms:g}" for name, ms in fields.items() if ms is not None}}
 
 
 def _variable(session_id: str, variable_id: str) -> str:
@@ -288,16 +247,7 @@ def read_error(
     message, code, param = str(error["message"]), error.get("code"), error.get("param")
     cause = error.get("cause")
     if cause is not None:
-        stage = FailedStage(cause["stage"])
-        return UpstreamError(
-            Cause(
-                cause["request_id"],
-                stage,
-                cause["message"],
-                cause.get("variable"),
-                cause.get("name", ""),
-            )
-        )
+        return UpstreamError(from_json(Cause, cause))
     if code == "session_limit_exceeded":
         return SessionLimitError(message)
     if code == "session_gone":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -14,7 +13,7 @@ from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.executor.model_store import default_cache_dir
 from bros.semantic.client.connection import Backend
-from bros.semantic.schema import CallSpec, Criteria, SubmittedCall
+from bros.semantic.schema import CallSpec, Criteria, SubmittedCall, to_json
 from bros.semantic.service.live import SessionSettings
 from bros.semantic.service.service import SessionService
 from bros.transport.local import open_local
@@ -81,8 +80,8 @@ class LocalBackend:
         self._service.cancel(_TENANT, session_id, request_id)
 
     async def inspect(self, session_id: str) -> Mapping[str, Any]:
-        fields = dataclasses.asdict(self._service.inspect(_TENANT, session_id))
-        return {**fields, "requests": fields.pop("calls")}
+        found: Mapping[str, Any] = to_json(self._service.inspect(_TENANT, session_id))
+        return found
 
     async def delete(self, session_id: str) -> None:
         await self._service.delete(_TENANT, session_id)

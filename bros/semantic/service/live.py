@@ -20,6 +20,7 @@ from bros.semantic.schema import (
     Criteria,
     Perf,
     PrefixView,
+    SessionSummary,
     SessionView,
     SubmittedCall,
     TurnState,
@@ -231,27 +232,37 @@ class ServedSession:
             self.text_chars = sum(record.text_chars for record in self.records.values())
 
 
+_DIGITS = 6
 _BY_STRICTNESS = (Perf.TTFT, Perf.TPOT, Perf.LATENCY)
 
 
-def view_session(session: ServedSession, now: float, *, graph: bool = True) -> SessionView:
-    """graph: with its calls and variables."""
-    expires_s = session.expires_s()
-    calls = session.machine.graph.calls.values() if graph else ()
-    variables = session.machine.graph.variables.values() if graph else ()
+def view_summary(session: ServedSession, now: float) -> SessionSummary:
+    """A session without its graph."""
+    return SessionSummary(**_summary(session, now))
+
+
+def view_session(session: ServedSession, now: float) -> SessionView:
+    """A session with its graph."""
+    graph = session.machine.graph
     return SessionView(
-        id=session.id,
-        tenant=session.tenant,
-        state="closed" if session.machine.closed else "open",
-        created_s=session.created_unix_s,
-        expires_in_s=None if expires_s is None else max(0.0, expires_s - now),
-        ttl_s=session.ttl_s,
-        scope=session.scope,
-        criteria=session.criteria,
-        metadata=dict(session.metadata),
-        calls=tuple(view_call(session, call) for call in calls),
-        variables=tuple(view_variable(variable) for variable in variables),
+        **_summary(session, now),
+        calls=tuple(view_call(session, call) for call in graph.calls.values()),
+        variables=tuple(view_variable(variable) for variable in graph.variables.values()),
     )
+
+
+def _summary(session: ServedSession, now: float) -> dict[str, Any]:
+    expires_s = session.expires_s()
+    return {
+        "id": session.id,
+        "state": "closed" if session.machine.closed else "open",
+        "created_at": int(session.created_unix_s),
+        "expires_in_s": None if expires_s is None else round(max(0.0, expires_s - now), 3),
+        "ttl_s": session.ttl_s,
+        "criteria": session.criteria,
+        "tenant": session.scope,
+        "metadata": dict(session.metadata),
+    }
 
 
 def view_variable(variable: Variable) -> VariableView:
@@ -290,7 +301,7 @@ def view_call(session: ServedSession, call: Call) -> CallView:
         deadline_s=current.deadline_s,
         inputs=tuple(dict.fromkeys(name for turn in turns for name in turn.inputs)),
         outputs=tuple(name for turn in turns for name in turn.outputs),
-        submitted_s=call.created_s - session.created_s,
+        submitted_s=round(call.created_s - session.created_s, _DIGITS),
         queued_s=_first(turn.queued_s for turn in turns),
         first_token_s=_first(turn.first_token_s for turn in turns),
         end_s=None if call.open else current.end_s,
@@ -356,7 +367,7 @@ def _perf(variable: Variable) -> str | None:
 
 
 def _after(session: ServedSession, time_s: float | None) -> float | None:
-    return None if time_s is None else time_s - session.created_s
+    return None if time_s is None else round(time_s - session.created_s, _DIGITS)
 
 
 def _first(times: Iterable[float | None]) -> float | None:

@@ -30,6 +30,7 @@ from bros.semantic.schema import (
     CallSpec,
     Criteria,
     SessionFigures,
+    SessionSummary,
     SessionView,
     SubmittedCall,
     VariableView,
@@ -40,6 +41,7 @@ from bros.semantic.service.live import (
     ServedSession,
     SessionSettings,
     view_session,
+    view_summary,
     view_variable,
 )
 from bros.semantic.service.runner import Joined, Runner
@@ -324,7 +326,7 @@ class SessionService:
         session_id: str | None = None,
         metadata: Mapping[str, str] | None = None,
         sampling: Mapping[str, Any] | None = None,
-    ) -> SessionView:
+    ) -> SessionSummary:
         """Open a session.
 
         Where there is no room, the longest idle session of plain clients (see `join`) makes way.
@@ -348,7 +350,7 @@ class SessionService:
             metadata=dict(metadata or {}),
             sampling=dict(sampling or {}),
         )
-        return view_session(session, self._clock.now())
+        return view_summary(session, self._clock.now())
 
     def ensure(self, tenant: str, session_id: str) -> None:
         """Like `join`: what begins with "sess-" must be there, others come into being.
@@ -357,11 +359,11 @@ class SessionService:
         """
         self._found_or_opened(tenant, session_id)
 
-    def sessions(self, tenant: str) -> list[SessionView]:
+    def sessions(self, tenant: str) -> list[SessionSummary]:
         """Those of a tenant, oldest first, without calls and variables."""
         now = self._clock.now()
         return [
-            view_session(session, now, graph=False)
+            view_summary(session, now)
             for session in self._registry.of_tenant(tenant)
             if not self._has_expired(session)
         ]
@@ -370,12 +372,12 @@ class SessionService:
         """With its graph. Does not count as activity."""
         return view_session(self._find(tenant, session_id), self._clock.now())
 
-    async def delete(self, tenant: str, session_id: str) -> SessionView:
+    async def delete(self, tenant: str, session_id: str) -> SessionSummary:
         """End it: what runs is stopped, who waits gets SessionGoneError, its KV is given back.
         Returns when all of that has happened, with what it was."""
         session = self._find(tenant, session_id)
         await asyncio.shield(self._close(session, _DELETED))
-        return view_session(session, self._clock.now())
+        return view_summary(session, self._clock.now())
 
     def submit(
         self, tenant: str, session_id: str, calls: Sequence[CallSpec], key: str | None = None

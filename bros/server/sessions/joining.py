@@ -10,10 +10,10 @@ from starlette.requests import Request
 
 from bros.core.errors import InvalidRequestError
 from bros.core.request import FinishReason
+from bros.semantic.schema import MAX_NAME_CHARS
 from bros.semantic.service.runner import Joined
 from bros.server.openai.calls import to_milliseconds
 from bros.server.operations.metrics import RequestObserver
-from bros.server.sessions.messages import MAX_NAME_CHARS
 from bros.server.state import ServerState
 from bros.text.generation import TextDelta
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from bros.semantic.schema import Perf
+from bros.semantic import schema
+from bros.semantic.schema import MAX_WAIT_S, Perf
 from bros.server.operations.operation import Operation, path_parameter, query_parameter
-from bros.server.sessions import messages, replies
-from bros.server.sessions.messages import MAX_WAIT_S
+from bros.server.sessions.wire import BODIES, REPLIES
 
 _SESSION = (path_parameter("sid", "The id of the session"),)
 _REQUEST = (*_SESSION, path_parameter("rid", "The id of the request"))
 _VARIABLE = (*_SESSION, path_parameter("vid", "The id of the variable"))
-_UPSTREAM = ((424, replies.UpstreamErrorEnvelope),)
+_UPSTREAM = ((424, REPLIES[schema.UpstreamErrorEnvelope]),)
 
 _FLAG: Any = {"type": "boolean", "default": False}
 _MS: Any = {"type": "number", "exclusiveMinimum": 0}
@@ -39,15 +39,15 @@ _OF_SESSIONS = (
         "post",
         "/v1/sessions",
         "Open a session: a place for a program of many calls",
-        replies.SessionSummary,
-        messages.CreateSession,
+        REPLIES[schema.SessionSummary],
+        BODIES[schema.CreateSession],
     ),
-    Operation("get", "/v1/sessions", "The sessions there are", replies.SessionList),
+    Operation("get", "/v1/sessions", "The sessions there are", REPLIES[schema.SessionList]),
     Operation(
         "get",
         "/v1/sessions/{sid}",
         "A session with the graph of its requests and variables",
-        replies.SessionObject,
+        REPLIES[schema.SessionView],
         None,
         _SESSION,
     ),
@@ -55,7 +55,7 @@ _OF_SESSIONS = (
         "delete",
         "/v1/sessions/{sid}",
         "End a session: what runs in it is stopped, who waits for a value gets status 410",
-        replies.DeletedSession,
+        REPLIES[schema.DeletedSession],
         None,
         _SESSION,
     ),
@@ -83,8 +83,8 @@ _OF_REQUESTS = (
         "/v1/sessions/{sid}/requests",
         "Add a request, or a whole program of them. They run when a value is wanted that needs "
         "them",
-        replies.SubmittedRequests,
-        (messages.SubmitCall, messages.SubmitProgram),
+        REPLIES[schema.SubmittedProgram],
+        (BODIES[schema.SubmitCall], BODIES[schema.SubmitProgram]),
         _SESSION,
         failures=_UPSTREAM,
     ),
@@ -92,7 +92,7 @@ _OF_REQUESTS = (
         "delete",
         "/v1/sessions/{sid}/requests/{rid}",
         "Cancel a request; what needs its outputs fails",
-        replies.CancelledRequest,
+        REPLIES[schema.CancelledRequest],
         None,
         _REQUEST,
     ),
@@ -100,8 +100,8 @@ _OF_REQUESTS = (
         "post",
         "/v1/sessions/{sid}/requests/{rid}/fail",
         "Say that a native function has failed",
-        replies.FailedRequest,
-        messages.FailCall,
+        REPLIES[schema.FailedRequest],
+        BODIES[schema.FailCall],
         _REQUEST,
     ),
 )
@@ -111,15 +111,15 @@ _OF_VARIABLES = (
         "post",
         "/v1/sessions/{sid}/variables",
         "Make a variable, with its value or without",
-        replies.VariableObject,
-        messages.CreateVariable,
+        REPLIES[schema.VariableView],
+        BODIES[schema.CreateVariable],
         _SESSION,
     ),
     Operation(
         "get",
         "/v1/sessions/{sid}/variables",
         "The variables of a session",
-        replies.VariableList,
+        REPLIES[schema.VariableList],
         None,
         _SESSION,
     ),
@@ -127,7 +127,7 @@ _OF_VARIABLES = (
         "get",
         "/v1/sessions/{sid}/variables/{vid}",
         "A variable as it is, or once its value is there",
-        replies.VariableObject,
+        REPLIES[schema.VariableView],
         None,
         (*_VARIABLE, *_WAITING),
         may_stream=True,
@@ -137,16 +137,16 @@ _OF_VARIABLES = (
         "put",
         "/v1/sessions/{sid}/variables/{vid}",
         "Give a variable its value, once",
-        replies.VariableObject,
-        messages.SetVariable,
+        REPLIES[schema.VariableView],
+        BODIES[schema.SetVariable],
         _VARIABLE,
     ),
     Operation(
         "patch",
         "/v1/sessions/{sid}/variables/{vid}",
         "Begin what a variable needs, or hurry it up",
-        replies.VariableObject,
-        messages.WantVariable,
+        REPLIES[schema.VariableView],
+        BODIES[schema.WantVariable],
         _VARIABLE,
     ),
 )
@@ -156,15 +156,15 @@ _OF_THE_PAPER = (
         "post",
         "/v1/submit",
         "As in the Parrot paper: a prompt with placeholders",
-        replies.PaperSubmitted,
-        messages.PaperSubmit,
+        REPLIES[schema.PaperSubmitted],
+        BODIES[schema.PaperSubmit],
     ),
     Operation(
         "post",
         "/v1/get",
         "As in the Parrot paper: the value of a variable",
-        replies.PaperValue,
-        messages.PaperGet,
+        REPLIES[schema.PaperValue],
+        BODIES[schema.PaperGet],
         failures=_UPSTREAM,
     ),
 )

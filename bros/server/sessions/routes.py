@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,44 +18,40 @@ from starlette.types import Send
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.errors import ConflictError, GetTimeoutError, UpstreamError
 from bros.semantic.picture import draw
-from bros.semantic.schema import CallSpec, Criteria, Perf, SessionView, SubmittedCall, VariableView
-from bros.semantic.service.service import SessionService
-from bros.server import http as offload
-from bros.server.errors import describe
-from bros.server.http import query_flag, query_names, query_number, read_object, validate
-from bros.server.interrupts import run_interruptible
-from bros.server.openai.stream import EventStream
-from bros.server.sessions.messages import (
+from bros.semantic.schema import (
     MAX_WAIT_S,
+    CallSpec,
+    CancelledRequest,
     CreateSession,
     CreateVariable,
-    CriteriaFields,
+    Criteria,
+    DeletedSession,
     FailCall,
+    FailedRequest,
     PaperGet,
     PaperSubmit,
+    PaperSubmitted,
+    PaperValue,
+    Perf,
+    SessionList,
+    SessionView,
     SetVariable,
     SubmitCall,
     SubmitProgram,
-    WantVariable,
-    checked_sampling,
-    criteria_or_none,
-    parse_perf,
-    to_call,
-)
-from bros.server.sessions.replies import (
-    CancelledRequest,
-    DeletedSession,
-    FailedRequest,
-    PaperSubmitted,
-    PaperValue,
-    SessionList,
-    SessionObject,
-    SessionSummary,
-    SubmittedRequest,
-    SubmittedRequests,
+    SubmittedCall,
+    SubmittedProgram,
     VariableList,
-    VariableObject,
+    VariableView,
+    WantVariable,
+    to_json,
 )
+from bros.semantic.service.service import SessionService
+from bros.server import http as offload
+from bros.server.errors import describe
+from bros.server.http import query_flag, query_names, query_number, read_object
+from bros.server.interrupts import run_interruptible
+from bros.server.openai.stream import EventStream
+from bros.server.sessions.wire import check_call, check_sampling, parse_perf, read, reply
 from bros.server.state import ServerState
 
 # ---- What the routes of sessions have in common.
@@ -84,10 +79,6 @@ def sessions_of(request: Request) -> SessionService:
     return sessions
 
 
-def json_reply(reply: BaseModel) -> Response:
-    return Response(reply.model_dump_json(), media_type="application/json")
-
-
 _CHARS_PER_CALL = 100
 """What showing a call costs, in characters of a text."""
 
@@ -104,42 +95,36 @@ _REFRESH_S = 2
 async def create_session(request: Request) -> Response:
     """Open a session."""
     state = ServerState.of(request)
-    wanted = validate(CreateSession, await read_object(request, state.max_body_bytes))
-    sampling = checked_sampling(wanted.sampling, "sampling")
+    wanted = read(CreateSession, await read_object(request, state.max_body_bytes))
+    check_sampling(wanted.sampling or {}, "sampling")
     view = sessions_of(request).create(
         state.tenant(request),
-        criteria=criteria_or_none(wanted.criteria),
+        criteria=wanted.criteria,
         ttl_s=wanted.ttl_s,
         scope=wanted.tenant,
         session_id=wanted.id,
         metadata=wanted.metadata,
-        sampling=sampling or None,
+        sampling=wanted.sampling,
     )
-    return json_reply(SessionSummary.of(view))
+    return reply(view)
 
 
 async def list_sessions(request: Request) -> Response:
     """The tenant's sessions, the oldest first."""
-    views = sessions_of(request).sessions(ServerState.tenant(request))
-    return json_reply(SessionList(data=[SessionSummary.of(view) for view in views]))
+    return reply(SessionList(data=sessions_of(request).sessions(ServerState.tenant(request))))
 
 
 async def retrieve_session(request: Request) -> Response:
     """A session with its graph."""
     view = _inspect(request)
-
-    def render() -> str:
-        return SessionObject.of(view).model_dump_json()
-
-    text = await offload.run(ServerState.of(request), render, _size(view))
-    return Response(text, media_type="application/json")
+    return await offload.run(ServerState.of(request), lambda: reply(view), _size(view))
 
 
 async def delete_session(request: Request) -> Response:
     """End a session, with all that runs in it."""
     service, tenant, session_id = Place.of(request)
     await service.delete(tenant, session_id)
-    return json_reply(DeletedSession(id=session_id))
+    return reply(DeletedSession(id=session_id))
 
 
 async def picture(request: Request) -> Response:
@@ -296,52 +281,46 @@ async def submit(request: Request) -> Response:
             values = await run_interruptible(waiting, request.receive, state.stopping)
         except (UpstreamError, GetTimeoutError) as error:
             # The calls are there all the same, and what does not need the failed one goes on.
-            taken = [reply.model_dump(exclude_none=True) for reply in _replies(submitted, values)]
             failed = describe(error)
-            return replace(failed, more={**failed.more, "requests": taken}).to_response()
-    replies = _replies(submitted, values)
-    text = SubmittedRequests(requests=replies).model_dump_json(exclude_none=True)
-    return Response(text, media_type="application/json")
+            taken = to_json(_program_of(submitted, values), defaults=False)
+            return replace(failed, more={**failed.more, **taken}).to_response()
+    return reply(_program_of(submitted, values), defaults=False)
 
 
-def _replies(
+def _program_of(
     submitted: Sequence[SubmittedCall], values: Sequence[Mapping[str, str] | None]
-) -> list[SubmittedRequest]:
-    return [
-        SubmittedRequest(
-            id=call.request_id,
-            variables=dict(call.variables),
-            values=None if found is None else dict(found),
-        )
-        for call, found in zip(submitted, values, strict=True)
-    ]
+) -> SubmittedProgram:
+    pairs = zip(submitted, values, strict=True)
+    return SubmittedProgram(requests=[replace(call, values=found) for call, found in pairs])
 
 
 async def cancel(request: Request) -> Response:
     """Stop a call."""
     place, request_id = Place.of(request), request.path_params["rid"]
     place.service.cancel(place.tenant, place.session_id, request_id)
-    return json_reply(CancelledRequest(id=request_id))
+    return reply(CancelledRequest(id=request_id))
 
 
 async def fail(request: Request) -> Response:
     """A function of the client's has failed."""
     place, request_id = Place.of(request), request.path_params["rid"]
     body = await read_object(request, ServerState.of(request).max_body_bytes)
-    message = validate(FailCall, body).message
+    message = read(FailCall, body).message
     place.service.fail(place.tenant, place.session_id, request_id, message)
-    return json_reply(FailedRequest(id=request_id))
+    return reply(FailedRequest(id=request_id))
 
 
 def _one_call(fields: Mapping[str, Any]) -> _Program:
-    body = validate(SubmitCall, fields)
-    return _Program([to_call(body, "")], body.wait, body.timeout_s or DEFAULT_WAIT_S)
+    body = read(SubmitCall, fields)
+    check_call(body, "")
+    return _Program([body], body.wait, body.timeout_s or DEFAULT_WAIT_S)
 
 
 def _program(fields: Mapping[str, Any]) -> _Program:
-    body = validate(SubmitProgram, fields)
-    calls = [to_call(call, f"requests[{i}].") for i, call in enumerate(body.requests)]
-    return _Program(calls, body.wait, body.timeout_s or DEFAULT_WAIT_S, body.key)
+    body = read(SubmitProgram, fields)
+    for i, call in enumerate(body.requests):
+        check_call(call, f"requests[{i}].")
+    return _Program(body.requests, body.wait, body.timeout_s or DEFAULT_WAIT_S, body.key)
 
 
 _REQUESTS = (
@@ -430,16 +409,16 @@ _MAX_MS = 1e12
 async def create_variable(request: Request) -> Response:
     """A new variable, with a value or to be set later."""
     place = Place.of(request)
-    body = validate(CreateVariable, await _body(request))
+    body = read(CreateVariable, await _body(request))
     view = place.service.declare(place.tenant, place.session_id, body.name, body.value, body.id)
-    return json_reply(VariableObject.of(view))
+    return reply(view)
 
 
 async def list_variables(request: Request) -> Response:
     """All variables of a session."""
     service, tenant, session_id = Place.of(request)
     views = service.variables(tenant, session_id)
-    return json_reply(VariableList(data=[VariableObject.of(view) for view in views]))
+    return reply(VariableList(data=views))
 
 
 async def retrieve_variable(request: Request) -> Response:
@@ -460,28 +439,28 @@ async def retrieve_variable(request: Request) -> Response:
     if wait:
         waiting = service.get(*variable, criteria, timeout_s or DEFAULT_WAIT_S)
         view = await run_interruptible(waiting, request.receive, state.stopping)
-        return json_reply(VariableObject.of(view))
+        return reply(view)
     for name in (*_CRITERIA, "timeout"):
         if name in query:
             message = f"'{name}' needs wait=true or stream=true."
             raise InvalidRequestError(message, param=name, code="invalid_value")
-    return json_reply(VariableObject.of(service.variable(*variable)))
+    return reply(service.variable(*variable))
 
 
 async def set_variable(request: Request) -> Response:
     """Give a variable its value, once."""
     place = Place.of(request)
-    value = validate(SetVariable, await _body(request)).value
+    value = read(SetVariable, await _body(request)).value
     view = place.service.set(place.tenant, place.session_id, request.path_params["vid"], value)
-    return json_reply(VariableObject.of(view))
+    return reply(view)
 
 
 async def want_variable(request: Request) -> Response:
     """Begin what a variable needs, or hurry it up."""
     place = Place.of(request)
-    criteria = validate(WantVariable, await _body(request)).criteria.to_criteria()
+    criteria = read(WantVariable, await _body(request)).criteria
     view = place.service.want(place.tenant, place.session_id, request.path_params["vid"], criteria)
-    return json_reply(VariableObject.of(view))
+    return reply(view)
 
 
 def _criteria(query: QueryParams) -> Criteria | None:
@@ -489,9 +468,16 @@ def _criteria(query: QueryParams) -> Criteria | None:
     if "criteria" not in query and ttft_ms is tpot_ms is deadline_ms is None:
         return None
     perf = parse_perf(query.get("criteria", Perf.LATENCY.value), "criteria")
-    return CriteriaFields(
-        perf=perf, ttft_ms=ttft_ms, tpot_ms=tpot_ms, deadline_ms=deadline_ms
-    ).to_criteria()
+    return Criteria(
+        perf=perf,
+        ttft_s=_seconds(ttft_ms),
+        tpot_s=_seconds(tpot_ms),
+        deadline_s=_seconds(deadline_ms),
+    )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -524,7 +510,7 @@ async def paper_submit(request: Request) -> Response:
     """A prompt with placeholders; its session and its variables come into being if they are not
     there."""
     state, service = ServerState.of(request), sessions_of(request)
-    body = validate(PaperSubmit, await read_object(request, state.max_body_bytes))
+    body = read(PaperSubmit, await read_object(request, state.max_body_bytes))
     tenant = state.tenant(request)
     service.ensure(tenant, body.session_id)
     try:
@@ -534,13 +520,13 @@ async def paper_submit(request: Request) -> Response:
             for ours, theirs in _NAMES:
                 error.param = error.param.replace(ours, theirs, 1)
         raise
-    return json_reply(PaperSubmitted(request_id=call.request_id))
+    return reply(PaperSubmitted(request_id=call.request_id))
 
 
 async def get(request: Request) -> Response:
     """The value of a variable, once it is there."""
     state, service = ServerState.of(request), sessions_of(request)
-    body = validate(PaperGet, await read_object(request, state.max_body_bytes))
+    body = read(PaperGet, await read_object(request, state.max_body_bytes))
     criteria = None if body.criteria is None else Criteria(perf=body.criteria)
     waiting = service.get(
         state.tenant(request),
@@ -550,7 +536,7 @@ async def get(request: Request) -> Response:
         body.timeout_s or DEFAULT_WAIT_S,
     )
     view = await run_interruptible(waiting, request.receive, state.stopping)
-    return json_reply(PaperValue(semantic_var_id=view.id, content=view.value or ""))
+    return reply(PaperValue(semantic_var_id=view.id, content=view.value or ""))
 
 
 _PAPER = (

@@ -1,0 +1,295 @@
+"""Sessions on the wire: bodies are checked by models derived from bros.semantic.schema.
+
+`read(CreateSession, fields)` gives the record, or raises InvalidRequestError with the name of the
+first wrong field. A field that is not known is a mistake and is refused. The same models describe
+the API: `BODIES[CreateSession]`, `REPLIES[SessionView]`.
+
+Pydantic does not check the records themselves: in strict mode, where a string is no number, it
+takes instances of dataclasses only, and no objects of JSON that has been parsed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    create_model,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, to_json
+from starlette.responses import Response
+
+from bros.core.errors import InvalidRequestError
+from bros.core.request import SamplingParams
+from bros.semantic import schema
+from bros.semantic.schema import Bounds, CallSpec, Criteria, Perf, Sampling, wire_form
+from bros.server.batches.schema import Metadata
+from bros.server.http import validate
+from bros.server.openai.schema import SamplingWords, WireModel
+
+T = TypeVar("T")
+
+NO_FIELDS: Mapping[tuple[type, str], Any] = MappingProxyType({})
+_PERFS = tuple(perf.value for perf in Perf)
+
+
+def _check_perf(value: object) -> Perf:
+    """The name of a criterion in any case, as the paper has LATENCY."""
+    if isinstance(value, str) and value.lower() in _PERFS:
+        return Perf(value.lower())
+    kind = "perf_value" if isinstance(value, str) else "perf_type"
+    raise PydanticCustomError(kind, "{reason}", {"reason": f"must be one of {', '.join(_PERFS)}"})
+
+
+def _widen_criteria(value: object) -> object:
+    """A name is criteria with nothing else."""
+    return value if isinstance(value, Mapping) else {"perf": _check_perf(value)}
+
+
+def _check_paper_criteria(value: object) -> Perf | None:
+    return None if value == "" else _check_perf(value)
+
+
+class _OrName:
+    """Shows that the name of a criterion will do."""
+
+    def __get_pydantic_json_schema__(
+        self, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string", "enum": list(_PERFS)}, handler(core)]}
+
+
+class _Strict(WireModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SamplingFields(SamplingWords, _Strict):
+    """How the tokens of an output are chosen; the fields of /v1/completions."""
+
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], float] | None = Field(
+        None, description="token id -> added to its logit"
+    )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """What is given, as fields of SamplingParams."""
+        given = {name: getattr(self, name) for name in type(self).model_fields}
+        if self.top_k == -1:
+            given["top_k"] = 0
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class _Derived(_Strict):
+    """The wire form of one record."""
+
+    record: ClassVar[type]
+
+    def to_record(self) -> Any:
+        values = {}
+        for spec in dataclasses.fields(self.record):
+            name, form = wire_form(spec)
+            value = None if form.hidden else _to_value(getattr(self, name))
+            if value is not None and form.scale is not None:
+                value = value / form.scale
+            if value is not None or spec.default_factory is dataclasses.MISSING:
+                values[spec.name] = value
+        return self.record(**values)
+
+
+def _to_value(value: Any) -> Any:
+    if isinstance(value, _Derived):
+        return value.to_record()
+    if isinstance(value, SamplingFields):
+        return value.to_mapping()
+    if isinstance(value, list | tuple):
+        return [_to_value(part) for part in value]
+    return value
+
+
+class _Deriver:
+    """Derives models from records, one from each.
+
+    widened: what stands for a type, where clients may write it in several ways.
+    fields: what stands for the type of one field, by record and name.
+    """
+
+    def __init__(
+        self, widened: Mapping[Any, Any], fields: Mapping[tuple[type, str], Any] = NO_FIELDS
+    ) -> None:
+        self._widened = widened
+        self._fields = fields
+        self._models: dict[type, type[_Derived]] = {}
+
+    def models(self, *records: type) -> Mapping[type, type[_Derived]]:
+        """The models of these records, by record."""
+        return MappingProxyType({record: self._model(record) for record in records})
+
+    def _model(self, record: type) -> type[_Derived]:
+        if record not in self._models:
+            hints = typing.get_type_hints(record, include_extras=True)
+            fields: dict[str, Any] = {}
+            for spec in dataclasses.fields(record):
+                name, form = wire_form(spec)
+                if not form.hidden:
+                    kind = self._fields.get((record, spec.name)) or self._type(hints[spec.name])
+                    fields[name] = (kind, _field_info(spec, hints[spec.name]))
+            derived = create_model(
+                record.__name__, __base__=_Derived, __doc__=record.__doc__, **fields
+            )
+            derived.record = record
+            self._models[record] = derived
+        return self._models[record]
+
+    def _type(self, kind: Any) -> Any:
+        """What the model has for the type of a field, or of a part of it."""
+        origin, inner = typing.get_origin(kind), typing.get_args(kind)
+        if kind in self._widened:
+            return self._widened[kind]
+        if origin is Annotated:
+            return _bounded(self._type(inner[0]), inner[1:])
+        if origin in (Union, types.UnionType):
+            return Union[tuple(self._type(part) for part in inner)]  # noqa: UP007
+        if origin in (tuple, Sequence):
+            return types.GenericAlias(list, (self._type(inner[0]),))
+        if origin is Mapping:
+            return types.GenericAlias(dict, tuple(self._type(part) for part in inner))
+        if isinstance(kind, type) and issubclass(kind, enum.Enum):
+            values = tuple(member.value for member in kind)
+            return Annotated[Literal[values], AfterValidator(kind)]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return self._model(kind)
+        return kind
+
+
+def _bounded(kind: Any, metadata: Sequence[Any]) -> Any:
+    for bounds in metadata:
+        if isinstance(bounds, Bounds):
+            given = {k: v for k, v in dataclasses.asdict(bounds).items() if v is not None}
+            one_of = given.pop("one_of", None)
+            kind = Annotated[kind, Field(**given)] if one_of is None else Literal[one_of]
+    return kind
+
+
+def _field_info(spec: dataclasses.Field[Any], hint: Any) -> Any:
+    """Default and description; the latter is the string in the annotation."""
+    texts = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
+    info: dict[str, Any] = {"description": texts[0]} if texts else {}
+    if spec.default is not dataclasses.MISSING:
+        info["default"] = spec.default
+    elif spec.default_factory is not dataclasses.MISSING:
+        info["default_factory"] = spec.default_factory
+    return Field(**info)
+
+
+_PERF = Annotated[Perf, BeforeValidator(_check_perf), WithJsonSchema({"enum": list(_PERFS)})]
+_CRITERIA = _Deriver({Perf: _PERF}).models(Criteria)[Criteria]
+
+BODIES = _Deriver(
+    {
+        Criteria: Annotated[_CRITERIA, BeforeValidator(_widen_criteria), _OrName()],
+        Sampling: SamplingFields | None,
+    },
+    {
+        (schema.CreateSession, "metadata"): Metadata | None,
+        (schema.PaperGet, "criteria"): Annotated[
+            Perf | None,
+            BeforeValidator(_check_paper_criteria),
+            WithJsonSchema({"type": "string"}),
+        ],
+    },
+).models(
+    schema.CreateSession,
+    schema.SubmitCall,
+    schema.SubmitProgram,
+    schema.FailCall,
+    schema.CreateVariable,
+    schema.SetVariable,
+    schema.WantVariable,
+    schema.PaperSubmit,
+    schema.PaperGet,
+)
+"""The models of what clients send."""
+
+REPLIES = _Deriver({}).models(
+    schema.SessionSummary,
+    schema.SessionView,
+    schema.SessionList,
+    schema.DeletedSession,
+    schema.SubmittedProgram,
+    schema.CancelledRequest,
+    schema.FailedRequest,
+    schema.VariableView,
+    schema.VariableList,
+    schema.PaperSubmitted,
+    schema.PaperValue,
+    schema.UpstreamErrorEnvelope,
+)
+"""The models of what clients get. They describe it only; `reply` writes it."""
+
+
+def read(record: type[T], fields: Mapping[str, Any]) -> T:
+    """The body of a request as a record. Raises InvalidRequestError."""
+    found: T = validate(BODIES[record], fields).to_record()
+    return found
+
+
+def reply(record: Any, *, defaults: bool = True) -> Response:
+    """An answer with a record. defaults: with fields that equal their default."""
+    content = to_json(schema.to_json(record, defaults=defaults))
+    return Response(content, media_type="application/json")
+
+
+def check_call(call: CallSpec, place: str) -> None:
+    """Check what models cannot. place: of the call in its body, as in `requests[2].`, or empty.
+
+    Raises InvalidRequestError for sampling that cannot be, and for not exactly one kind of call.
+    """
+    kinds = {
+        "template": call.template is not None,
+        "messages": call.messages is not None,
+        "native": call.native,
+    }
+    given = [name for name, is_given in kinds.items() if is_given]
+    if len(given) != 1:
+        found = "none of them" if not given else " and ".join(given)
+        raise InvalidRequestError(
+            f"A request has either a template, or messages, or native; this one has {found}.",
+            param=f"{place}{given[1] if given else 'template'}",
+            code="invalid_value" if given else "missing_required_parameter",
+        )
+    check_sampling(call.sampling, f"{place}sampling")
+    for i, parameter in enumerate(call.parameters):
+        if parameter.sampling is not None:
+            own = f"{place}parameters[{i}].sampling"
+            check_sampling(parameter.sampling, own, base=call.sampling)
+
+
+def check_sampling(
+    given: Mapping[str, Any], param: str, base: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Raises InvalidRequestError if there are no such SamplingParams. base: what `given` is on
+    top of."""
+    try:
+        SamplingParams(**{**base, **given})
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, f"{param}.{error.param}", error.code) from None
+
+
+def parse_perf(name: str, param: str) -> Perf:
+    """A criterion by its name, in any case. Raises InvalidRequestError."""
+    if name.lower() in _PERFS:
+        return Perf(name.lower())
+    message = f"'{param}' must be one of {', '.join(_PERFS)}."
+    raise InvalidRequestError(message, param=param, code="invalid_value")
