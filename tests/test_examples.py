@@ -57,7 +57,7 @@ def test_help_is_short(name: str) -> None:
 def test_example_makes_its_calls_in_one_session(name: str, server: ProgramServer) -> None:
     calls, turns = CALLS[name]
     assert f"\n{calls} calls:\n" in run(name, "--url", server.url)
-    assert len(server.engine.turns()) == turns
+    assert len(server.engine.llm_calls()) == turns
 
 
 def test_the_papers_example_gives_code_and_test(server: ProgramServer) -> None:

@@ -410,10 +410,10 @@ class VariableState(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-class TurnState(enum.StrEnum):
-    """How far a turn is."""
+class CallState(enum.StrEnum):
+    """How far an LLM call is."""
 
-    WAITING = "waiting"  # for inputs, for the turn before it, or until its output is wanted
+    WAITING = "waiting"  # for inputs, for the LLM call before it, or until its output is wanted
     READY = "ready"  # in the engine's queue; a native one: the client can run it
     RUNNING = "running"  # its first token is there
     FINISHED = "finished"
@@ -482,14 +482,14 @@ class PrefixView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnView:
+class LlmCallView:
     """One output of a call, and the inputs that are new in it: what is scheduled.
 
     attempts: how often it was submitted to the engine.
     prefilled_tokens: computed while an input was still being generated.
     """
 
-    state: TurnState
+    state: CallState
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     level: Annotated[str | None, "rt, group or throughput; null while it is not wanted"] = None
@@ -514,15 +514,16 @@ class TurnView:
 class CallView:
     """A request of a session: one call.
 
-    state, level, service_class, stage, group and deadline_s are those of its current turn;
-    prompt_tokens is that of the last turn that was begun; cached_tokens and output_tokens are sums.
+    state, level, service_class, stage, group and deadline_s are those of its current LLM call;
+    prompt_tokens is that of the last LLM call that was started; cached_tokens and output_tokens are
+    sums.
     """
 
     id: str
     object: Literal["session.request"] = "session.request"
     name: str
     kind: CallKind
-    state: TurnState
+    state: CallState
     service_class: Annotated[ServiceClass | None, "What the engine serves it as"]
     level: Annotated[str | None, "rt, group or throughput; null while it is not wanted"]
     stage: Annotated[int | None, "Requests between it and the end of the program"]
@@ -539,8 +540,8 @@ class CallView:
     cached_tokens: int
     output_tokens: int
     error: Cause | None
-    turns: Annotated[tuple[TurnView, ...], "One for each output, if there are several"] = field(
-        metadata=wire(shown_from=2)
+    llm_calls: Annotated[tuple[LlmCallView, ...], "One for each output, if there are several"] = (
+        field(metadata=wire(name="turns", shown_from=2))
     )
     prefixes: tuple[PrefixView, ...] = ()
 

@@ -120,7 +120,7 @@ def test_a_get_that_makes_no_sense_harms_nothing_else(
 def test_only_what_is_wanted_runs(place: Place, session: P.Session) -> None:
     wanted, unwanted = ask("one"), ask("two")
     wanted.get()
-    ran = len(place.engine.turns())
+    ran = len(place.engine.llm_calls())
     assert ran == 1
     assert unwanted.value is None
 
@@ -128,15 +128,15 @@ def test_only_what_is_wanted_runs(place: Place, session: P.Session) -> None:
 def test_criteria_decide_the_class(place: Place, session: P.Session) -> None:
     ask("one").get(perf=P.THROUGHPUT)
     ask("two").get(perf=P.LATENCY, deadline=60)
-    classes = [request.service_class for request in place.engine.turns()]
+    classes = [request.service_class for request in place.engine.llm_calls()]
     assert classes == [ServiceClass.BE, ServiceClass.RT]
-    assert place.engine.turns()[1].slo.deadline_s == pytest.approx(60, abs=50)
+    assert place.engine.llm_calls()[1].slo.deadline_s == pytest.approx(60, abs=50)
 
 
 def test_sampling_reaches_the_engine_by_output(place: Place, session: P.Session) -> None:
     steps, risk = plan("a")
     risk.get()
-    assert [turn.sampling.max_tokens for turn in place.engine.turns()] == [30, 256]
+    assert [llm_call.sampling.max_tokens for llm_call in place.engine.llm_calls()] == [30, 256]
 
 
 def test_values_arrive_in_pieces(session: P.Session) -> None:

@@ -89,7 +89,7 @@ def test_several_outputs_read_what_the_whole_conversation_would(template: str) -
     assert filled(to_first, values) == chat.render_chat(plain[:1]) + "Sure: "
 
 
-def test_each_turn_begins_with_what_the_format_writes_before_an_answer() -> None:
+def test_each_llm_call_begins_with_what_the_format_writes_before_an_answer() -> None:
     """Although this format writes past answers without it."""
     pieces = lay_out(
         CallSpec(template="Do {{x}} {{output:a}} then {{output:b}}", chat=True),
@@ -100,7 +100,7 @@ def test_each_turn_begins_with_what_the_format_writes_before_an_answer() -> None
     )
 
 
-def test_a_chat_template_makes_turns_of_the_outputs() -> None:
+def test_a_chat_template_makes_llm_calls_of_the_outputs() -> None:
     spec = CallSpec(
         template="  Write {{input:x}}.\n {{output:a}}\nShorter, {{input:x}}! {{output:b:fast}} end",
         chat=True,

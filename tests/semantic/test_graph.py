@@ -15,10 +15,10 @@ from bros.semantic.schema import VariableState
 from support.naive_programs import (
     NaiveGraph,
     llm,
+    llm_call_id,
     native,
-    plain_turns,
+    plain_llm_calls,
     programs,
-    turn_id,
     variables,
 )
 
@@ -31,7 +31,7 @@ def snapshot(graph: Graph) -> object:
             v.id: (v.state, v.text, v.depth, v.producer, list(v.consumers))
             for v in graph.variables.values()
         },
-        {turn_id(t): (t.missing, t.depth) for c in graph.calls.values() for t in c.turns},
+        {llm_call_id(t): (t.missing, t.depth) for c in graph.calls.values() for t in c.llm_calls},
     )
 
 
@@ -39,16 +39,19 @@ def test_producer_and_consumers_are_linked_through_the_variable() -> None:
     graph = Graph()
     graph.add([llm("code", ("task", "code")), llm("test", ("task code", "test"))], 0.0)
     producer = graph.producer("code")
-    assert producer is not None and turn_id(producer) == ("code", 0)
+    assert producer is not None and llm_call_id(producer) == ("code", 0)
     assert graph.producer("task") is None
-    assert [turn_id(turn) for turn in graph.consumers("task")] == [("code", 0), ("test", 0)]
-    assert [turn_id(turn) for turn in graph.consumers("code")] == [("test", 0)]
+    assert [llm_call_id(llm_call) for llm_call in graph.consumers("task")] == [
+        ("code", 0),
+        ("test", 0),
+    ]
+    assert [llm_call_id(llm_call) for llm_call in graph.consumers("code")] == [("test", 0)]
 
 
-def test_outputs_of_one_call_are_turns_in_a_row() -> None:
+def test_outputs_of_one_call_are_llm_calls_in_a_row() -> None:
     graph = Graph()
     [call] = graph.add([llm("c", ("a b", "o1"), ("a o1 d", "o2"))], 0.0)
-    first, second = call.turns
+    first, second = call.llm_calls
     assert [v.id for v in first.inputs] == ["a", "b"]
     assert [v.id for v in second.inputs] == ["o1", "d"], "a was in the prompt already"
     assert second.previous is first and first.next is second
@@ -62,7 +65,7 @@ def test_constants_are_there_at_once() -> None:
     [added] = graph.add([call], 0.0)
     assert graph.variables["k"].state is VariableState.READY
     assert graph.variables["k"].text == "7"
-    assert added.turns[0].missing == 0
+    assert added.llm_calls[0].missing == 0
 
 
 @given(programs(), st.randoms(use_true_random=False))
@@ -79,17 +82,19 @@ def test_edges_depths_and_ancestors_are_those_of_the_program(
         graph.check_integrity()
     naive = NaiveGraph(calls)
     for call in graph.calls.values():
-        for turn in call.turns:
-            assert turn.depth == naive.depth(naive.turns[turn_id(turn)])
+        for llm_call in call.llm_calls:
+            assert llm_call.depth == naive.depth(naive.llm_calls[llm_call_id(llm_call)])
     for name in variables(calls):
         made_by = graph.producer(name)
         expected = naive.producer.get(name)
-        assert (made_by and turn_id(made_by)) == (expected and expected.id)
+        assert (made_by and llm_call_id(made_by)) == (expected and expected.id)
         found = open_ancestors(graph.variables[name])
-        assert {turn_id(turn) for turn in found} == {turn.id for turn in naive.ancestors(name)}
-        position = {turn: i for i, turn in enumerate(found)}
-        for turn in found:
-            assert all(position[b] > position[turn] for b in turn.open_predecessors())
+        assert {llm_call_id(llm_call) for llm_call in found} == {
+            llm_call.id for llm_call in naive.ancestors(name)
+        }
+        position = {llm_call: i for i, llm_call in enumerate(found)}
+        for llm_call in found:
+            assert all(position[b] > position[llm_call] for b in llm_call.open_predecessors())
 
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e", "f"])
@@ -119,7 +124,7 @@ def test_cycles_and_second_producers_are_refused_and_nothing_is_added(
     accepted: list[NewCall] = []
     for start in range(0, len(calls), size):
         batch = calls[start : start + size]
-        outputs = [v for c in [*accepted, *batch] for t in plain_turns(c) for v in t.outputs]
+        outputs = [v for c in [*accepted, *batch] for t in plain_llm_calls(c) for v in t.outputs]
         twice = len(set(outputs)) < len(outputs)
         wrong = twice or NaiveGraph([*accepted, *batch]).cyclic()
         before = snapshot(graph)
@@ -157,7 +162,7 @@ def test_who_makes_a_variable_already_is_named() -> None:
         graph.add([llm("b", ("", "w")), llm("c", ("", "v")), llm("d", ("", "v"))], 0.0)
 
 
-def test_a_later_turn_may_need_what_the_first_one_leads_to() -> None:
+def test_a_later_llm_call_may_need_what_the_first_one_leads_to() -> None:
     graph = Graph()
     graph.add(
         [llm("talk", ("", "question"), ("answer", "thanks")), native("n", "question", "answer")],
@@ -194,6 +199,6 @@ def test_a_chain_of_ten_thousand_is_no_deeper_than_the_stack() -> None:
     graph = Graph()
     graph.add(calls[::-1], 0.0)
     assert len(open_ancestors(graph.variables["v10000"])) == 10_000
-    assert graph.calls["c9999"].turns[0].depth == 9_999
+    assert graph.calls["c9999"].llm_calls[0].depth == 9_999
     with pytest.raises(ConflictError):
         graph.add([llm("back", ("v10000", "v0"))], 0.0)

@@ -187,7 +187,7 @@ class TestChatModel:
     def test_stop_and_other_fields_reach_the_engine(self, server: ProgramServer) -> None:
         model = BrosChat(url=server.url, api_key="key", temperature=0.0, extra_body={"top_k": 3})
         model.invoke("How many?", stop=["!"], seed=4)
-        sampling = server.engine.turns()[-1].sampling
+        sampling = server.engine.llm_calls()[-1].sampling
         assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.0, 3, 4)
 
     @pytest.mark.parametrize("stream", [False, True])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass, Slo
-from bros.semantic.core.nodes import Label, Level, NewCall, Turn
+from bros.semantic.core.nodes import Label, Level, LlmCall, NewCall
 from bros.semantic.core.objectives import Terms, terms
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import SessionStateMachine
@@ -17,10 +17,10 @@ from support.naive_programs import (
     TurnId,
     criteria,
     llm,
+    llm_call_id,
+    llm_calls,
     native,
     programs,
-    turn_id,
-    turns,
     variables,
 )
 from support.tier import examples
@@ -31,35 +31,35 @@ RT, GROUP, BATCH = Level.RT, Level.GROUP, Level.THROUGHPUT
 
 
 def core_of(*calls: NewCall, seconds: float = 1.0) -> SessionStateMachine:
-    core = SessionStateMachine("s", estimate=lambda turn: seconds)
+    core = SessionStateMachine("s", estimate=lambda llm_call: seconds)
     core.submit(calls, 0.0)
     return core
 
 
 def levels(core: SessionStateMachine) -> dict[str, tuple[Level, int | None]]:
-    """Level and stage of the first turn of each call of the model."""
+    """Level and stage of the first LLM call of each call of the model."""
     return {
-        call: (turn.label.level, turn.stage)
-        for (call, index), turn in turns(core).items()
-        if not index and not turn.native
+        call: (llm_call.label.level, llm_call.stage)
+        for (call, index), llm_call in llm_calls(core).items()
+        if not index and not llm_call.native
     }
 
 
 def groups(core: SessionStateMachine) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for (call, _), turn in turns(core).items():
-        for group in turn.groups:
+    for (call, _), llm_call in llm_calls(core).items():
+        for group in llm_call.groups:
             found.setdefault(group.id, set()).add(call)
     return found
 
 
 def finish(core: SessionStateMachine, *calls: str, now: float = 1.0) -> None:
     for call in calls:
-        core.finished(turns(core)[call, 0], "done", None, now)
+        core.finished(llm_calls(core)[call, 0], "done", None, now)
 
 
 def promoted(core: SessionStateMachine) -> set[str]:
-    return {a.turn.call.id for a in core.take_actions() if type(a).__name__ == "Promote"}
+    return {a.llm_call.call.id for a in core.take_actions() if type(a).__name__ == "Promote"}
 
 
 FIGURE_9 = (
@@ -146,15 +146,15 @@ def test_what_feeds_a_native_sink_is_at_its_own_stage_not_read_by_the_caller() -
     assert groups(core) == {"out:1": {"a", "b"}}
     one = core_of(llm("a", ("x", "va")), native("n", "va", "out"))
     one.want("out", Criteria(perf=Perf.TTFT, ttft_s=0.1), 0.0)
-    label = turns(one)["a", 0].label
+    label = llm_calls(one)["a", 0].label
     assert label == Label(level=RT, objectives=frozenset({Perf.LATENCY}))
 
 
-def test_turns_of_one_call_are_one_request() -> None:
+def test_llm_calls_of_one_call_are_one_request() -> None:
     core = core_of(llm("talk", ("x", "a"), ("", "b")), llm("end", ("b", "out")))
     core.want("out", LATENCY, 0.0)
-    both = [turns(core)["talk", i] for i in range(2)]
-    assert [(turn.label.level, turn.stage) for turn in both] == [(RT, 1), (RT, 1)]
+    both = [llm_calls(core)["talk", i] for i in range(2)]
+    assert [(llm_call.label.level, llm_call.stage) for llm_call in both] == [(RT, 1), (RT, 1)]
 
 
 def test_throughput_raises_nothing_above_it() -> None:
@@ -162,7 +162,7 @@ def test_throughput_raises_nothing_above_it() -> None:
     core.want("out", THROUGHPUT, 0.0)
     assert {level for level, _ in levels(core).values()} == {BATCH}
     assert groups(core) == {}
-    assert turns(core)["m0", 0].label.objectives == {Perf.THROUGHPUT}
+    assert llm_calls(core)["m0", 0].label.objectives == {Perf.THROUGHPUT}
 
 
 def test_two_sinks_share_what_both_need() -> None:
@@ -191,15 +191,15 @@ def test_groups_of_two_sinks_take_the_earlier_deadline() -> None:
     )
     core.want("out1", Criteria(deadline_s=100.0), 0.0)
     core.want("out2", Criteria(deadline_s=90.0), 0.0)
-    deadlines = {name: turns(core)[name, 0].label.deadline_s for name in "abc"}
+    deadlines = {name: llm_calls(core)[name, 0].label.deadline_s for name in "abc"}
     assert deadlines == {"a": 97.0, "b": 87.0, "c": 87.0}
-    assert {g.id for g in turns(core)["b", 0].groups} == {"out1:1", "out2:1"}
+    assert {g.id for g in llm_calls(core)["b", 0].groups} == {"out1:1", "out2:1"}
 
 
 @pytest.mark.parametrize("inputs", ["vfast vslow", "vslow vfast"])
 def test_latest_finish_is_that_of_the_slowest_way_to_the_sink(inputs: str) -> None:
     seconds = {"slow": 10.0}
-    core = SessionStateMachine("s", estimate=lambda turn: seconds.get(turn.call.id, 1.0))
+    core = SessionStateMachine("s", estimate=lambda llm_call: seconds.get(llm_call.call.id, 1.0))
     core.submit(
         [
             llm("first", ("x", "v")),
@@ -209,7 +209,7 @@ def test_latest_finish_is_that_of_the_slowest_way_to_the_sink(inputs: str) -> No
         0.0,
     )
     core.want("out", Criteria(deadline_s=100.0), 0.0)
-    deadlines = {call: turn.label.deadline_s for (call, _), turn in turns(core).items()}
+    deadlines = {call: llm_call.label.deadline_s for (call, _), llm_call in llm_calls(core).items()}
     assert deadlines == {"first": 89.0, "fast": 99.0, "slow": 99.0, "last": 100.0}
 
 
@@ -226,7 +226,7 @@ def test_asking_again_only_makes_it_stricter() -> None:
     core.want("v1", Criteria(perf=Perf.TPOT, tpot_s=0.05, ttft_s=0.3), 3.0)
     assert promoted(core) == {"m1"}
     core.want("v1", Criteria(perf=Perf.TTFT, ttft_s=0.1), 4.0)
-    assert turns(core)["m1", 0].label == Label(
+    assert llm_calls(core)["m1", 0].label == Label(
         level=RT,
         objectives=frozenset({Perf.THROUGHPUT, Perf.TPOT, Perf.TTFT}),
         ttft_s=0.1,
@@ -235,7 +235,7 @@ def test_asking_again_only_makes_it_stricter() -> None:
 
 
 def test_a_want_before_the_program_is_there() -> None:
-    core = SessionStateMachine("s", estimate=lambda turn: 1.0)
+    core = SessionStateMachine("s", estimate=lambda llm_call: 1.0)
     core.declare("out")
     core.want("out", LATENCY, 0.0)
     *maps, reduce = map_reduce(2)
@@ -254,21 +254,23 @@ def test_groups_are_made_anew_when_a_longer_way_comes() -> None:
     core.submit([llm("detour", ("v0", "z"))], 0.0)
     assert groups(core) == {"out:1": {"detour", "m1"}}
     assert levels(core)["m0"] == (RT, 2)
-    assert [len(turns(core)[call, 0].groups) for call in ("m1", "detour")] == [1, 1]
+    assert [len(llm_calls(core)[call, 0].groups) for call in ("m1", "detour")] == [1, 1]
 
 
 def same(core: SessionStateMachine, naive: NaiveObjectives) -> None:
-    found = turns(core)
-    labels = {turn: t.label for turn, t in found.items() if not t.native}
-    assert labels == {turn: naive.labels[turn] for turn in labels}
-    stages = {turn: {sink.id: n for sink, n in t.stages.items()} for turn, t in found.items()}
+    found = llm_calls(core)
+    labels = {llm_call: t.label for llm_call, t in found.items() if not t.native}
+    assert labels == {llm_call: naive.labels[llm_call] for llm_call in labels}
+    stages = {
+        llm_call: {sink.id: n for sink, n in t.stages.items()} for llm_call, t in found.items()
+    }
     assert stages == naive.stages
     made: dict[tuple[str, int], tuple[set[TurnId], float | None]] = {}
-    for turn, t in found.items():
+    for llm_call, t in found.items():
         for group in t.groups:
             members, _ = made.setdefault((group.sink.id, group.stage), (set(), group.deadline_s))
-            members.add(turn)
-            assert {turn_id(member) for member in group.members} >= members
+            members.add(llm_call)
+            assert {llm_call_id(member) for member in group.members} >= members
     assert made == naive.groups
 
 
@@ -280,7 +282,9 @@ def test_incremental_is_from_scratch_in_any_order(
     """Calls come in batches in any order, between wants; labels are joined with earlier ones."""
     estimates = {call.id: float(1 + i % 4) for i, call in enumerate(calls)}
     limits = SessionLimits(label_steps=10**9)
-    core = SessionStateMachine("s", estimate=lambda turn: estimates[turn.call.id], limits=limits)
+    core = SessionStateMachine(
+        "s", estimate=lambda llm_call: estimates[llm_call.call.id], limits=limits
+    )
     naive = NaiveObjectives(estimates)
     for name in variables(calls):
         core.declare(name)
@@ -300,8 +304,10 @@ def test_incremental_is_from_scratch_in_any_order(
         naive.update()
         same(core, naive)
         core.check_integrity()
-        now = {turn: t.label for turn, t in turns(core).items()}
-        assert all(label.joined(now[turn]) == now[turn] for turn, label in before.items())
+        now = {llm_call: t.label for llm_call, t in llm_calls(core).items()}
+        assert all(
+            label.joined(now[llm_call]) == now[llm_call] for llm_call, label in before.items()
+        )
         before = now
 
 
@@ -328,7 +334,7 @@ def test_stragglers_that_have_not_started_start_real_time() -> None:
     core.want("out", LATENCY, 0.0)
     core.set("x0", "text", 0.0)
     finish(core, "m0")
-    assert turns(core)["m1", 0].label.level is RT
+    assert llm_calls(core)["m1", 0].label.level is RT
     core.take_actions()
     core.set("x1", "text", 2.0)
     assert [type(action).__name__ for action in core.take_actions()] == ["Settled", "Start"]
@@ -382,12 +388,12 @@ def test_nobody_watches_the_deadline_of_what_is_settled() -> None:
 DEFAULT = Slo(ttft_s=0.4, tpot_s=0.2)
 
 
-def labelled(label: Label, stage: int) -> Turn:
+def labelled(label: Label, stage: int) -> LlmCall:
     core = core_of(llm("c", ("x", "out")))
-    turn = turns(core)["c", 0]
-    turn.label = label
-    turn.stages[core.graph.variables["out"]] = stage
-    return turn
+    llm_call = llm_calls(core)["c", 0]
+    llm_call.label = label
+    llm_call.stages[core.graph.variables["out"]] = stage
+    return llm_call
 
 
 def rt(**times: float) -> Label:

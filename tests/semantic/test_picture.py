@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bros.core.request import ServiceClass
 from bros.semantic.errors import Cause, FailedStage
 from bros.semantic.picture import MAX_CALLS, draw
-from bros.semantic.schema import CallKind, SessionView, TurnState
+from bros.semantic.schema import CallKind, CallState, SessionView
 from support.session_views import make_call, make_session
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -51,7 +51,7 @@ def test_a_call_says_what_became_of_it() -> None:
         group="summary-12:2",
         stage=2,
         depth=13,
-        state=TurnState.RUNNING,
+        state=CallState.RUNNING,
         end_s=None,
     )
     shown = texts(make_session([call]))
@@ -64,7 +64,7 @@ def test_a_call_says_what_became_of_it() -> None:
 
 def test_a_failure_is_shown_instead_of_times() -> None:
     cause = Cause("req-1", FailedStage.TRANSFORM, "no such line")
-    shown = texts(make_session([make_call("a", state=TurnState.FAILED, error=cause)]))
+    shown = texts(make_session([make_call("a", state=CallState.FAILED, error=cause)]))
     assert "no such line" in shown
     assert not any(text.startswith("queued") for text in shown)
 
@@ -101,7 +101,7 @@ def test_a_variable_of_several_readers_is_named_once_and_drawn_to_each() -> None
     assert len(paths) == 3
 
 
-def test_calls_that_take_turns_with_each_other() -> None:
+def test_calls_that_take_llm_calls_with_each_other() -> None:
     view = make_session([make_call("a", ["x"], ["y", "z"]), make_call("b", ["y"], ["x"])])
     assert len(boxes(view)) == 2
     assert len(ET.fromstring(draw(view)).findall(f".//{SVG}path")) == 2

@@ -54,7 +54,7 @@ async def test_values_are_what_the_model_says_to_the_tokens_before(cache: str) -
 
 
 @virtually
-async def test_later_turns_find_all_of_the_turns_before() -> None:
+async def test_later_llm_calls_find_all_of_the_llm_calls_before() -> None:
     async with toy_engine() as engine:
         desk = Desk(engine)
         (request,) = desk.submit(
@@ -63,7 +63,7 @@ async def test_later_turns_find_all_of_the_turns_before() -> None:
         await desk.value("a")
         await asyncio.sleep(1.0)
         await desk.value("b")
-        first, second = desk.view(request).turns
+        first, second = desk.view(request).llm_calls
         before = first.prompt_tokens + first.output_tokens
         assert second.cached_tokens >= before - 2 * BLOCK  # the last token and half a block
         await desk.close()
@@ -81,7 +81,7 @@ async def test_the_beginning_was_computed_while_the_value_was_made() -> None:
         await desk.value("b")
         view = desk.view(request)
         known = len(encoded(SYSTEM)) // BLOCK * BLOCK
-        assert view.turns[0].prefilled_tokens == known
+        assert view.llm_calls[0].prefilled_tokens == known
         assert view.cached_tokens >= known
         await desk.close()
         await engine.check_empty()
@@ -97,9 +97,9 @@ async def test_where_that_would_cost_as_much_as_it_spares_it_is_computed_in_a_pa
         )
         wanted = asyncio.ensure_future(desk.value("b"))
         await desk.value("a")
-        assert desk.view(request).turns[0].prefilled_tokens == 0
+        assert desk.view(request).llm_calls[0].prefilled_tokens == 0
         await asyncio.sleep(1.0)
-        known = desk.view(request).turns[0].prefilled_tokens
+        known = desk.view(request).llm_calls[0].prefilled_tokens
         assert known >= len(encoded(SYSTEM)) // BLOCK * BLOCK
         desk.set("x", "here")
         await wanted

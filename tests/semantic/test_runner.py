@@ -31,7 +31,7 @@ async def test_nothing_runs_until_a_value_is_wanted() -> None:
     assert not desk.engine.submitted
 
     await desk.value("b")
-    prompts = [text_of(request.prompt_token_ids) for request in desk.engine.turns()]
+    prompts = [text_of(request.prompt_token_ids) for request in desk.engine.llm_calls()]
     a = echo("Say ")
     assert prompts == ["Say ", f"Do {a} "]
 
@@ -58,7 +58,7 @@ async def test_generated_tokens_are_passed_on_as_they_are() -> None:
     generated = byte_ids("the quick brown fox")
     assert TOKENIZER.encode("the quick brown fox") != list(generated)
     expected = [*TOKENIZER.encode("Do "), *generated, *TOKENIZER.encode(" now ")]
-    assert list(engine.turns()[1].prompt_token_ids) == expected
+    assert list(engine.llm_calls()[1].prompt_token_ids) == expected
 
 
 @virtually
@@ -74,7 +74,7 @@ async def test_changed_values_are_encoded() -> None:
     assert await desk.value("a") == "THE QUICK BROWN FOX"
     await desk.value("b")
     await desk.value("d")
-    prompts = [list(request.prompt_token_ids) for request in engine.turns()]
+    prompts = [list(request.prompt_token_ids) for request in engine.llm_calls()]
     assert TOKENIZER.encode("Do ") + TOKENIZER.encode("THE QUICK BROWN FOX") in prompts
     assert TOKENIZER.encode("Do ") + TOKENIZER.encode("the") in prompts
 
@@ -91,10 +91,10 @@ async def test_after_a_stop_string_the_text_stands_for_the_tokens() -> None:
     await desk.value("b")
     await desk.value("c")
     encoded = TOKENIZER.encode("fox and dog. ")
-    prompts = [list(request.prompt_token_ids) for request in engine.turns()]
+    prompts = [list(request.prompt_token_ids) for request in engine.llm_calls()]
     assert TOKENIZER.encode("Say ") + encoded + TOKENIZER.encode(" so ") in prompts
     assert TOKENIZER.encode("Do ") + encoded in prompts
-    assert all(request.sampling.stop == () for request in engine.turns())
+    assert all(request.sampling.stop == () for request in engine.llm_calls())
 
 
 @virtually
@@ -106,23 +106,23 @@ async def test_tokens_that_do_not_show_are_not_passed_on() -> None:
     desk = Desk(engine)
     desk.submit(call("Say {{output:a}}"), call("Do {{a}}{{output:b}}"))
     await desk.value("b")
-    prompt = engine.turns()[1].prompt_token_ids
+    prompt = engine.llm_calls()[1].prompt_token_ids
     assert start not in prompt
     assert text_of(prompt) == "Do foxdog"
 
 
 @virtually
 async def test_several_outputs_of_a_call_are_one_sequence() -> None:
-    """Each turn's prompt goes on where the one before ended: with its raw tokens, even if the
+    """Each LLM call's prompt goes on where the one before ended: with its raw tokens, even if the
     variable has been transformed."""
     desk = Desk()
     (request,) = desk.submit(
         call("A {{output:x}} B {{output:y}} C {{output:z}}", transforms={"x": "upper"})
     )
     await desk.value("z")
-    turns = desk.engine.turns()
-    assert [turn.request_id for turn in turns] == [f"{request}.{i}" for i in range(3)]
-    for before, after in zip(turns, turns[1:], strict=False):
+    llm_calls = desk.engine.llm_calls()
+    assert [llm_call.request_id for llm_call in llm_calls] == [f"{request}.{i}" for i in range(3)]
+    for before, after in zip(llm_calls, llm_calls[1:], strict=False):
         answer = byte_ids(echo(text_of(before.prompt_token_ids)))
         start = [*before.prompt_token_ids, *answer]
         assert list(after.prompt_token_ids[: len(start)]) == start
@@ -130,15 +130,15 @@ async def test_several_outputs_of_a_call_are_one_sequence() -> None:
 
 
 @virtually
-async def test_kv_is_kept_between_turns_and_given_back() -> None:
+async def test_kv_is_kept_between_llm_calls_and_given_back() -> None:
     desk = Desk(park_s=33.0)
     desk.submit(call("A {{output:x}} B {{output:y}}"))
     await desk.value("x")
-    (first,) = desk.engine.turns()
+    (first,) = desk.engine.llm_calls()
     assert first.hints.keep_s == 33.0
     assert desk.engine.kept == {first.request_id}
     await desk.value("y")
-    assert desk.engine.turns()[1].hints.keep_s == 0.0
+    assert desk.engine.llm_calls()[1].hints.keep_s == 0.0
     await asyncio.sleep(0.1)
     assert not desk.engine.kept
 
@@ -244,7 +244,7 @@ async def test_map_reduce_is_served_as_its_objectives_say() -> None:
     *_, reduce = desk.submit(*maps, call(f"All {inputs} {{{{output:r}}}}"))
     desk.want("r", Criteria(perf=Perf.LATENCY, deadline_s=60.0))
     await desk.value("r")
-    *mapped, reduced = desk.engine.turns()
+    *mapped, reduced = desk.engine.llm_calls()
     assert {request.service_class for request in mapped} == {ServiceClass.BE}
     assert all(request.hints.grouped for request in mapped)
     assert {request.hints.depth for request in mapped} == {0}
@@ -292,7 +292,7 @@ async def test_an_upgrade_promotes_what_runs_and_what_waits_for_room() -> None:
     await asyncio.sleep(0.01)
     assert desk.engine.promoted[running].ttft_s == 0.125
     await desk.value("b")
-    served = {request.request_id: request.service_class for request in desk.engine.turns()}
+    served = {request.request_id: request.service_class for request in desk.engine.llm_calls()}
     assert served[running] is ServiceClass.BE
     assert served[f"{refused}~2"] is ServiceClass.RT
 
@@ -316,8 +316,8 @@ async def test_an_upgrade_while_the_engine_is_being_asked_is_not_lost() -> None:
     assert not engine.promoted
     door.set()
     await desk.value("a")
-    (turn,) = engine.turns()
-    assert turn.service_class is ServiceClass.BE
+    (llm_call,) = engine.llm_calls()
+    assert llm_call.service_class is ServiceClass.BE
     assert set(engine.promoted) == {request}
     assert desk.view(request).service_class is ServiceClass.RT
 
@@ -330,8 +330,8 @@ async def test_a_deadline_at_risk_promotes() -> None:
     desk.want("a", Criteria(perf=Perf.THROUGHPUT, deadline_s=5.0))
     await asyncio.sleep(0.1)
     assert not desk.engine.promoted
-    (turn,) = desk.engine.turns()
-    assert (turn.service_class, turn.slo.deadline_s) == (ServiceClass.BE, 5.0)
+    (llm_call,) = desk.engine.llm_calls()
+    assert (llm_call.service_class, llm_call.slo.deadline_s) == (ServiceClass.BE, 5.0)
     desk.engine.answer = lambda prompt: ""
     await asyncio.sleep(2.3)
     assert set(desk.engine.promoted) == {request}
@@ -346,7 +346,7 @@ async def test_lengths_are_learnt_by_name() -> None:
         await desk.value(f"a{i}")
     desk.submit(call("B {{output:b}}", name="other"))
     await desk.value("b")
-    expected = [request.hints.expected_tokens for request in desk.engine.turns()]
+    expected = [request.hints.expected_tokens for request in desk.engine.llm_calls()]
     assert expected[1:3] == [6, 6]  # five and the end
     assert expected[0] == expected[3] != 6
 
@@ -376,7 +376,7 @@ async def test_sampling_of_an_output_over_that_of_the_call_over_that_of_the_sess
     )
     desk.service.submit(TENANT, session.id, [spec])
     await desk.service.get(TENANT, session.id, "b")
-    a, b = (request.sampling for request in desk.engine.turns())
+    a, b = (request.sampling for request in desk.engine.llm_calls())
     assert (a.temperature, a.top_k, a.seed, a.max_tokens) == (0.5, 8, 2, 99)
     assert (b.temperature, b.top_k, b.seed, b.max_tokens) == (0.5, 8, 3, 4)
 
@@ -394,7 +394,7 @@ async def test_conversations_are_written_in_the_models_format() -> None:
     desk.submit(spec, call("Cats {{output:p}}", chat=True))
     await desk.value("o")
     await desk.value("p")
-    first, second = (text_of(request.prompt_token_ids) for request in desk.engine.turns())
+    first, second = (text_of(request.prompt_token_ids) for request in desk.engine.llm_calls())
     assert first == (
         "<|start|>system\nBe brief.<|end|>\n<|start|>user\nAbout dogs?<|end|>\n<|start|>assistant\n"
     )
@@ -413,9 +413,11 @@ async def test_who_may_share_what() -> None:
             tenant, session, [call("Long {{x}} text {{output:a}}", values={"x": "v"})]
         )
         await desk.service.get(tenant, session, "a")
-    turns = desk.engine.turns()
-    assert {turn.hints.private_from for turn in turns} == {len(TOKENIZER.encode("Long "))}
-    salts = [(turn.cache_salt, turn.hints.private_salt) for turn in turns]
+    llm_calls = desk.engine.llm_calls()
+    assert {llm_call.hints.private_from for llm_call in llm_calls} == {
+        len(TOKENIZER.encode("Long "))
+    }
+    salts = [(llm_call.cache_salt, llm_call.hints.private_salt) for llm_call in llm_calls]
     assert [salt for salt, _ in salts] == [TENANT, TENANT, TENANT, "other"]
     private = [salt for _, salt in salts]
     assert private[1] == private[2]
@@ -441,10 +443,10 @@ async def test_what_is_seen_of_a_call_adds_up() -> None:
         "finished",
         ("x", "y"),
     )
-    assert view.output_tokens == sum(turn.output_tokens for turn in view.turns) == 22
-    assert view.prompt_tokens == len(desk.engine.turns()[1].prompt_token_ids)
-    assert [turn.attempts for turn in view.turns] == [1, 1]
-    first, second = view.turns
+    assert view.output_tokens == sum(llm_call.output_tokens for llm_call in view.llm_calls) == 22
+    assert view.prompt_tokens == len(desk.engine.llm_calls()[1].prompt_token_ids)
+    assert [llm_call.attempts for llm_call in view.llm_calls] == [1, 1]
+    first, second = view.llm_calls
     assert 0 == first.queued_s < first.first_token_s < first.end_s <= second.queued_s
     assert first.first_token_s == pytest.approx(STEP_S * (1 + first.prompt_tokens // BLOCK))
     assert (view.queued_s, view.end_s) == (first.queued_s, second.end_s)

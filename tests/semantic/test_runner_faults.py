@@ -1,4 +1,4 @@
-"""What becomes of turns when the engine, a transform or the server itself fails."""
+"""What becomes of LLM calls when the engine, a transform or the server itself fails."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ async def test_what_gives_the_same_again_survives_the_engine(sampling: dict[str,
         await asyncio.sleep(5.0)
         desk.engine.revive()
     assert await desk.value("a") == echo("Say ")
-    attempts = [turn.request_id for turn in desk.engine.turns()]
+    attempts = [llm_call.request_id for llm_call in desk.engine.llm_calls()]
     assert attempts == [request, f"{request}~2", f"{request}~3"]
-    assert desk.view(request).turns[0].attempts == 3
+    assert desk.view(request).llm_calls[0].attempts == 3
 
 
 @virtually
@@ -65,7 +65,7 @@ async def test_an_engine_that_dies_too_often_is_given_up() -> None:
         desk.engine.die()
         desk.engine.revive()
     assert await soon(desk.cause("a"), 1.0) == (request, "engine", "The engine died.")
-    assert len(desk.engine.turns()) == 3
+    assert len(desk.engine.llm_calls()) == 3
 
 
 @virtually
@@ -135,7 +135,7 @@ async def test_an_engine_without_room_is_asked_again(refusal: Exception) -> None
     assert await desk.value("a") == echo("Say ")
     late = desk.engine.submitted_s[f"{request}~4"] - 5000.0
     assert 7.5 <= late < 7.6
-    assert desk.view(request).turns[0].attempts == 1
+    assert desk.view(request).llm_calls[0].attempts == 1
     assert other in desk.engine.submitted_s
 
 
@@ -233,7 +233,7 @@ async def test_a_failing_native_function() -> None:
 
 
 @virtually
-async def test_a_bug_fails_one_turn_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_fails_one_llm_call_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def answer(prompt: str) -> str | Sequence[int]:
         if prompt.startswith("Bad"):
             raise ZeroDivisionError("a bug")

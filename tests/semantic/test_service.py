@@ -160,7 +160,7 @@ async def test_names_may_be_used_again_and_nothing_of_the_past_comes_back() -> N
         desk.service.submit(TENANT, "mine", [call("A {{x}}{{output:a}}", values={"x": "1"})])
         views.append(await desk.service.get(TENANT, "mine", "a"))
         await desk.service.delete(TENANT, "mine")
-    first, second = desk.engine.turns()
+    first, second = desk.engine.llm_calls()
     assert first.hints.program != second.hints.program
     assert first.hints.private_salt != second.hints.private_salt
     with pytest.raises(InvalidRequestError):
@@ -265,7 +265,7 @@ async def test_a_program_that_comes_again_with_its_key_is_taken_once() -> None:
     assert submit(TENANT, desk.session, program, "first") == answer
     await desk.value(answer[1].variables["b"])
     assert submit(TENANT, desk.session, program, "first") == answer
-    assert len(desk.engine.turns()) == 2
+    assert len(desk.engine.llm_calls()) == 2
     with pytest.raises(ConflictError):
         submit(TENANT, desk.session, [call("A {{output:a}}")], "second")
     with pytest.raises(ConflictError):  # what was refused has no answer
@@ -308,8 +308,8 @@ async def test_criteria_with_an_output_start_it_at_once() -> None:
     desk = Desk()
     desk.submit(call("A {{output:a}}", criteria={"a": Criteria(perf=Perf.THROUGHPUT)}))
     await asyncio.sleep(0.01)
-    (turn,) = desk.engine.turns()
-    assert turn.service_class is ServiceClass.BE
+    (llm_call,) = desk.engine.llm_calls()
+    assert llm_call.service_class is ServiceClass.BE
     assert desk.service.variable(TENANT, desk.session, "a").perf == "throughput"
     await desk.close()
 
@@ -322,7 +322,7 @@ async def test_variables_that_clients_set() -> None:
     desk.submit(call("Answer {{q}} {{output:a}}"))
     desk.want("a")
     await asyncio.sleep(1.0)
-    assert not desk.engine.turns()
+    assert not desk.engine.llm_calls()
     desk.set("q", "why?")
     with pytest.raises(ConflictError):
         desk.set("q", "again")
@@ -455,7 +455,7 @@ async def test_a_value_without_room_is_not_declared() -> None:
 
 
 @virtually
-async def test_turns_that_start_together_do_so_one_after_the_other() -> None:
+async def test_llm_calls_that_start_together_do_so_one_after_the_other() -> None:
     """Each makes its prompt in a round of the event loop of its own."""
     desk = Desk()
     names = [f"v{i}" for i in range(50)]

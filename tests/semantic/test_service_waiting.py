@@ -32,7 +32,7 @@ async def test_a_get_that_gives_up_changes_nothing() -> None:
     with pytest.raises(GetTimeoutError):
         await desk.value("a", timeout_s=0.05)
     assert await desk.value("a") == echo("A ")
-    assert len(desk.engine.turns()) == 1
+    assert len(desk.engine.llm_calls()) == 1
 
 
 @virtually

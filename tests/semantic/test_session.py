@@ -24,8 +24,8 @@ from bros.semantic.errors import (
     SessionLimitError,
     UpstreamError,
 )
-from bros.semantic.schema import CallKind, Criteria, Perf, TurnState, VariableState
-from support.naive_programs import llm, native, turns
+from bros.semantic.schema import CallKind, CallState, Criteria, Perf, VariableState
+from support.naive_programs import llm, llm_calls, native
 
 LATENCY = Criteria()
 PENDING, READY = VariableState.PENDING, VariableState.READY
@@ -33,17 +33,17 @@ FAILED, CANCELLED = VariableState.FAILED, VariableState.CANCELLED
 
 
 def core_of(*calls: NewCall, limits: SessionLimits | None = None) -> SessionStateMachine:
-    core = SessionStateMachine("s", estimate=lambda turn: 1.0, limits=limits or SessionLimits())
+    core = SessionStateMachine("s", estimate=lambda llm_call: 1.0, limits=limits or SessionLimits())
     core.submit(calls, 0.0)
     return core
 
 
 def shown(actions: list[Action]) -> list[str]:
-    """As 'start c', 'prefill c 2', 'ready v'; the second turn of a call as c/1."""
+    """As 'start c', 'prefill c 2', 'ready v'; the second LLM call of a call as c/1."""
 
     def name(action: Start | Promote | Abort | Prefill) -> str:
-        turn = action.turn
-        return turn.call.id + (f"/{turn.index}" if turn.index else "")
+        llm_call = action.llm_call
+        return llm_call.call.id + (f"/{llm_call.index}" if llm_call.index else "")
 
     def words(action: Action) -> str:
         match action:
@@ -67,7 +67,7 @@ def states(core: SessionStateMachine) -> dict[str, VariableState]:
 
 
 def finish(core: SessionStateMachine, call: str, index: int = 0, text: str = "done") -> None:
-    core.finished(turns(core)[call, index], text, (1, 2), 1.0)
+    core.finished(llm_calls(core)[call, index], text, (1, 2), 1.0)
 
 
 def test_nothing_runs_until_it_is_wanted_and_then_only_what_is_needed() -> None:
@@ -102,7 +102,7 @@ def test_a_call_with_two_outputs_goes_on_where_it_was() -> None:
     assert take(core) == ["ready question", "start talk/1"]
 
 
-def test_only_the_first_turn_runs_if_nobody_wants_the_second() -> None:
+def test_only_the_first_llm_call_runs_if_nobody_wants_the_second() -> None:
     core = core_of(llm("talk", ("", "a"), ("", "b")))
     core.want("a", LATENCY, 0.0)
     finish(core, "talk")
@@ -124,7 +124,7 @@ def test_a_program_that_comes_after_the_want_runs_at_once() -> None:
 def test_what_only_a_failed_call_would_have_needed_does_not_run() -> None:
     core = core_of(llm("bad", ("", "u")), llm("both", ("u z", "out")), llm("other", ("z", "w")))
     core.want("out", LATENCY, 0.0)
-    core.failed(turns(core)["bad", 0], Cause("bad", FailedStage.GENERATE, "it broke"), 1.0)
+    core.failed(llm_calls(core)["bad", 0], Cause("bad", FailedStage.GENERATE, "it broke"), 1.0)
     take(core)
     core.submit([llm("late", ("", "z"))], 2.0)
     assert take(core) == []
@@ -136,14 +136,14 @@ def test_native_calls_are_run_by_the_client_and_what_follows_goes_on() -> None:
     core = core_of(llm("a", ("", "u")), native("f", "u", "p q"), llm("b", ("p", "out")))
     core.want("out", LATENCY, 0.0)
     assert take(core) == ["start a"]
-    assert turns(core)["f", 0].state is TurnState.WAITING
+    assert llm_calls(core)["f", 0].state is CallState.WAITING
     finish(core, "a")
     assert take(core) == ["ready u"]
-    assert turns(core)["f", 0].state is TurnState.READY
+    assert llm_calls(core)["f", 0].state is CallState.READY
     core.set("p", "1", 0.0)
     assert take(core) == ["ready p", "start b"]
     core.set("q", "2", 0.0)
-    assert turns(core)["f", 0].state is TurnState.FINISHED
+    assert llm_calls(core)["f", 0].state is CallState.FINISHED
 
 
 def test_a_native_function_that_fails_says_so_to_all_that_need_it() -> None:
@@ -174,7 +174,7 @@ def test_a_failure_reaches_what_needs_it_and_nothing_else() -> None:
         core.want(name, LATENCY, 0.0)
     take(core)
     cause = Cause("bad", FailedStage.GENERATE, "out of memory", "u")
-    core.failed(turns(core)["bad", 0], cause, 1.0)
+    core.failed(llm_calls(core)["bad", 0], cause, 1.0)
     told = take(core)
     assert sorted(told) == sorted(
         f"failed {name}" for name in ("u", "v", "out", "more", "h2", "h3")
@@ -190,7 +190,7 @@ def test_calls_that_come_after_the_failure_have_failed_too() -> None:
     core = core_of(llm("bad", ("", "u")))
     core.want("u", LATENCY, 0.0)
     cause = Cause("bad", FailedStage.TRANSFORM, "no JSON", "u")
-    core.failed(turns(core)["bad", 0], cause, 1.0)
+    core.failed(llm_calls(core)["bad", 0], cause, 1.0)
     core.submit([llm("late", ("u", "v")), llm("later", ("v", "w"))], 2.0)
     take(core)
     assert core.variable("w").cause is cause
@@ -208,8 +208,8 @@ def test_cancelling_aborts_what_runs_and_ends_what_needs_it() -> None:
     assert cause == Cause("a", FailedStage.CANCELLED, "A client asked for that.")
     assert str(UpstreamError(cause)) == "The request a was cancelled: A client asked for that."
     finish(core, "a", 1)
-    core.failed(turns(core)["a", 1], Cause("a", FailedStage.GENERATE, "late"), 3.0)
-    core.first_token(turns(core)["a", 1], 3.0)
+    core.failed(llm_calls(core)["a", 1], Cause("a", FailedStage.GENERATE, "late"), 3.0)
+    core.first_token(llm_calls(core)["a", 1], 3.0)
     core.cancel("a", 3.0)
     assert take(core) == [], "it was over"
     finish(core, "c")
@@ -225,14 +225,14 @@ def test_what_was_never_handed_out_is_not_aborted_either() -> None:
     assert take(core) == ["cancelled u"]
 
 
-def test_nothing_is_done_for_a_turn_that_was_over_in_the_meantime() -> None:
+def test_nothing_is_done_for_a_llm_call_that_was_over_in_the_meantime() -> None:
     core = core_of(llm("a", ("", "u")), llm("b", ("u", "v")), llm("c", ("", "w")))
     for name in ("v", "w"):
         core.want(name, Criteria(perf=Perf.THROUGHPUT), 0.0)
     assert take(core) == ["start a", "start c"]
     core.want("v", LATENCY, 1.0)
     core.want("w", LATENCY, 1.0)
-    core.first_token(turns(core)["a", 0], 1.0)
+    core.first_token(llm_calls(core)["a", 0], 1.0)
     finish(core, "a")
     core.cancel("b", 1.0)
     assert take(core) == ["promote c", "ready u", "cancelled v"]
@@ -243,9 +243,9 @@ def test_known_beginnings_are_computed_while_the_rest_is_generated() -> None:
     core.set("x", "text", 0.0)
     core.want("out", LATENCY, 0.0)
     assert take(core) == ["ready x", "start a", "start b"]
-    core.first_token(turns(core)["b", 0], 1.0)
+    core.first_token(llm_calls(core)["b", 0], 1.0)
     assert take(core) == [], "v is being generated, but u is missing before that"
-    core.first_token(turns(core)["a", 0], 1.0)
+    core.first_token(llm_calls(core)["a", 0], 1.0)
     assert take(core) == ["prefill both 3"], "its name, x, and what is between"
     finish(core, "a")
     assert take(core) == ["ready u", "prefill both 5", "promote b"], "b is the last of its group"
@@ -253,13 +253,13 @@ def test_known_beginnings_are_computed_while_the_rest_is_generated() -> None:
     assert take(core) == ["ready v", "start both"]
 
 
-def test_no_beginning_of_what_nobody_wants_or_of_a_turn_to_come() -> None:
+def test_no_beginning_of_what_nobody_wants_or_of_a_llm_call_to_come() -> None:
     core = core_of(
         llm("a", ("", "u")), llm("idle", ("u", "w")), llm("talk", ("", "q"), ("u", "thanks"))
     )
     core.want("thanks", LATENCY, 0.0)
     take(core)
-    core.first_token(turns(core)["a", 0], 1.0)
+    core.first_token(llm_calls(core)["a", 0], 1.0)
     assert take(core) == []
     finish(core, "talk")
     assert take(core) == ["ready q", "prefill talk/1 3"]
@@ -287,20 +287,20 @@ def test_plain_requests_are_watched_only() -> None:
     core.want("out", LATENCY, 0.0)
     core.submit([plain], 1.0)
     assert take(core) == []
-    core.first_token(turns(core)["p", 0], 2.0)
+    core.first_token(llm_calls(core)["p", 0], 2.0)
     assert take(core) == ["prefill b 1"]
     finish(core, "p")
     assert take(core) == ["ready u", "start b"]
 
 
-def test_times_of_a_turn() -> None:
+def test_times_of_a_llm_call() -> None:
     core = core_of(llm("a", ("", "u")))
-    turn = turns(core)["a", 0]
+    llm_call = llm_calls(core)["a", 0]
     core.want("u", LATENCY, 1.0)
-    core.first_token(turn, 2.0)
-    core.first_token(turn, 2.5)
-    core.finished(turn, "x", None, 3.0)
-    assert (turn.ready_s, turn.first_token_s, turn.end_s) == (1.0, 2.0, 3.0)
+    core.first_token(llm_call, 2.0)
+    core.first_token(llm_call, 2.5)
+    core.finished(llm_call, "x", None, 3.0)
+    assert (llm_call.ready_s, llm_call.first_token_s, llm_call.end_s) == (1.0, 2.0, 3.0)
 
 
 def test_closing_ends_everything_and_refuses_more() -> None:
@@ -463,18 +463,18 @@ def test_asking_for_every_value_of_a_long_chain_is_done_in_slices() -> None:
         core.want(f"v{i}", criteria, 0.0)
         atonce.want(f"v{i}", criteria, 0.0)
     core.check_integrity()
-    assert sum(len(turn.stages) for turn in turns(core).values()) <= 500 + 2 * 100
-    assert {turn.label.level for turn in turns(core).values()} == {Level.RT}
+    assert sum(len(llm_call.stages) for llm_call in llm_calls(core).values()) <= 500 + 2 * 100
+    assert {llm_call.label.level for llm_call in llm_calls(core).values()} == {Level.RT}
     slices = 0
     while (due_s := core.due()) is not None and due_s < 100.0:
         core.tick(due_s)
         slices += 1
     core.check_integrity()
     assert slices >= 15
-    for key, turn in turns(core).items():
-        expected = turns(atonce)[key]
-        assert (turn.label, turn.stage) == (expected.label, expected.stage)
-        assert len(turn.stages) == len(expected.stages)
+    for key, llm_call in llm_calls(core).items():
+        expected = llm_calls(atonce)[key]
+        assert (llm_call.label, llm_call.stage) == (expected.label, expected.stage)
+        assert len(llm_call.stages) == len(expected.stages)
 
 
 def test_labels_beyond_the_limit_wait_until_others_are_not_needed_any_more() -> None:
@@ -484,15 +484,15 @@ def test_labels_beyond_the_limit_wait_until_others_are_not_needed_any_more() -> 
     core.want("v19", LATENCY, 0.0)
     core.want("v1", LATENCY, 0.0)
     assert core.due() is None
-    assert len(turns(core)["c0", 0].stages) == 3, "c0 makes v1"
-    assert len(turns(core)["c1", 0].stages) == 2
+    assert len(llm_calls(core)["c0", 0].stages) == 3, "c0 makes v1"
+    assert len(llm_calls(core)["c1", 0].stages) == 2
     core.want("v3", LATENCY, 0.0)
-    assert len(turns(core)["c1", 0].stages) == 2
+    assert len(llm_calls(core)["c1", 0].stages) == 2
     core.cancel("c18", 0.0)
     due_s = core.due()
     assert due_s is not None
     core.tick(due_s)
-    assert len(turns(core)["c1", 0].stages) == 3
+    assert len(llm_calls(core)["c1", 0].stages) == 3
     assert core.due() is None
     core.check_integrity()
 
@@ -510,7 +510,7 @@ def test_what_a_client_makes_itself_is_not_cancelled_here() -> None:
     core = core_of(plain)
     with pytest.raises(InvalidRequestError, match="closes its connection"):
         core.cancel("p", 0.0)
-    assert turns(core)["p", 0].open
+    assert llm_calls(core)["p", 0].open
     finish(core, "p")
     core.cancel("p", 1.0)
     assert core.variable("v").state is READY

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bros.core.errors import NotFoundError
-from bros.semantic.core.nodes import InputPiece, Label, Level, NewCall, OutputPiece, Turn
+from bros.semantic.core.nodes import InputPiece, Label, Level, LlmCall, NewCall, OutputPiece
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import Abort, Prefill, Promote, SessionStateMachine, Settled, Start
 from bros.semantic.errors import Cause, ConflictError, FailedStage, SessionGoneError
@@ -22,10 +22,10 @@ from support.naive_programs import (
     TurnId,
     criteria,
     llm,
+    llm_call_id,
+    llm_calls,
     native,
-    plain_turns,
-    turn_id,
-    turns,
+    plain_llm_calls,
 )
 from support.tier import examples
 
@@ -34,13 +34,13 @@ from support.tier import examples
 class Model:
     """What should be: states are worked out by going over everything until nothing changes.
 
-    variables, turns: name or id -> state. causes: ids of requests, one of which is the root.
-    active: turns that have been wanted; they run even if nobody waits for them any more.
+    variables, LLM calls: name or id -> state. causes: ids of requests, one of which is the root.
+    active: LLM calls that have been wanted; they run even if nobody waits for them any more.
     """
 
     calls: list[NewCall] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
-    turns: dict[TurnId, str] = field(default_factory=dict)
+    llm_calls: dict[TurnId, str] = field(default_factory=dict)
     causes: dict[str, set[str]] = field(default_factory=dict)
     wanted: set[str] = field(default_factory=set)
     active: set[TurnId] = field(default_factory=set)
@@ -48,24 +48,30 @@ class Model:
     def add(self, calls: list[NewCall]) -> None:
         self.calls += calls
         for call in calls:
-            for turn in plain_turns(call):
-                self.turns[turn.id] = "waiting"
+            for llm_call in plain_llm_calls(call):
+                self.llm_calls[llm_call.id] = "waiting"
             for piece in call.pieces:
                 if isinstance(piece, InputPiece | OutputPiece):
                     self.variables.setdefault(piece.variable_id, "pending")
         self.settle()
 
     def refuses(self, calls: list[NewCall]) -> bool:
-        made = [v for call in [*self.calls, *calls] for t in plain_turns(call) for v in t.outputs]
-        new = [v for call in calls for t in plain_turns(call) for v in t.outputs]
+        made = [
+            v for call in [*self.calls, *calls] for t in plain_llm_calls(call) for v in t.outputs
+        ]
+        new = [v for call in calls for t in plain_llm_calls(call) for v in t.outputs]
         set_already = any(self.variables.get(v, "pending") != "pending" for v in new)
         twice = len(set(made)) < len(made)
-        over = {turn for turn, state in self.turns.items() if state not in ("waiting", "started")}
+        over = {
+            llm_call
+            for llm_call, state in self.llm_calls.items()
+            if state not in ("waiting", "started")
+        }
         return set_already or twice or NaiveGraph([*self.calls, *calls], over).cyclic()
 
-    def end(self, turn: PlainTurn, state: str, causes: set[str]) -> None:
-        self.turns[turn.id] = state
-        for name in turn.outputs:
+    def end(self, llm_call: PlainTurn, state: str, causes: set[str]) -> None:
+        self.llm_calls[llm_call.id] = state
+        for name in llm_call.outputs:
             if self.variables[name] == "pending":
                 self.variables[name] = state
                 self.causes[name] = causes
@@ -76,46 +82,50 @@ class Model:
             pass
         while self._wake(graph):
             pass
-        for turn in graph.turns.values():
-            before = [self.turns[b.id] for b, same in graph.before(turn) if same]
-            there = all(self.variables[v] == "ready" for v in turn.inputs)
+        for llm_call in graph.llm_calls.values():
+            before = [self.llm_calls[b.id] for b, same in graph.before(llm_call) if same]
+            there = all(self.variables[v] == "ready" for v in llm_call.inputs)
             if (
-                self.turns[turn.id] == "waiting"
+                self.llm_calls[llm_call.id] == "waiting"
                 and there
                 and before in ([], ["finished"])
-                and turn.id in self.active
+                and llm_call.id in self.active
             ):
-                self.turns[turn.id] = "started"
+                self.llm_calls[llm_call.id] = "started"
 
     def _wake(self, graph: NaiveGraph) -> bool:
         asked = {name for name in self.wanted if self.variables[name] == "pending"}
-        still = [t for t in graph.turns.values() if self.turns[t.id] in ("waiting", "started")]
-        for turn in still:
-            if turn.id in self.active:
-                asked.update(turn.inputs)
-                asked.update(b.outputs[0] for b, same in graph.before(turn) if same)
-        new = {turn.id for turn in still if asked.intersection(turn.outputs)} - self.active
+        still = [
+            t for t in graph.llm_calls.values() if self.llm_calls[t.id] in ("waiting", "started")
+        ]
+        for llm_call in still:
+            if llm_call.id in self.active:
+                asked.update(llm_call.inputs)
+                asked.update(b.outputs[0] for b, same in graph.before(llm_call) if same)
+        new = {
+            llm_call.id for llm_call in still if asked.intersection(llm_call.outputs)
+        } - self.active
         self.active |= new
         return bool(new)
 
     def _pass_on(self, graph: NaiveGraph) -> bool:
         changed = False
-        for turn in graph.turns.values():
-            if self.turns[turn.id] not in ("waiting", "started"):
+        for llm_call in graph.llm_calls.values():
+            if self.llm_calls[llm_call.id] not in ("waiting", "started"):
                 continue
-            if turn.native and all(self.variables[v] == "ready" for v in turn.outputs):
-                self.turns[turn.id] = "finished"
-            bad = [v for v in turn.inputs if v in self.causes]
-            bad += [b.outputs[0] for b, same in graph.before(turn) if same]
+            if llm_call.native and all(self.variables[v] == "ready" for v in llm_call.outputs):
+                self.llm_calls[llm_call.id] = "finished"
+            bad = [v for v in llm_call.inputs if v in self.causes]
+            bad += [b.outputs[0] for b, same in graph.before(llm_call) if same]
             bad = [v for v in bad if v in self.causes]
-            if bad and self.turns[turn.id] != "finished":
+            if bad and self.llm_calls[llm_call.id] != "finished":
                 causes = set[str]().union(*(self.causes[v] for v in bad))
-                self.end(turn, self.variables[bad[0]], causes)
+                self.end(llm_call, self.variables[bad[0]], causes)
                 changed = True
         return changed
 
-    def plain(self, turn: TurnId) -> PlainTurn:
-        return NaiveGraph(self.calls).turns[turn]
+    def plain(self, llm_call: TurnId) -> PlainTurn:
+        return NaiveGraph(self.calls).llm_calls[llm_call]
 
 
 NAMES = [f"v{i}" for i in range(8)]
@@ -127,7 +137,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.model = Model()
         self.now = 0.0
         self.number = 0
-        self.handed_out: dict[TurnId, Turn] = {}  # by Start
+        self.handed_out: dict[TurnId, LlmCall] = {}  # by Start
         self.over: set[TurnId] = set()  # said to be, by us
         self.aborted: list[TurnId] = []
         self.settled: list[str] = []
@@ -137,7 +147,7 @@ class SessionMachine(RuleBasedStateMachine):
     @initialize(kept=st.sampled_from([0, 1, 1000]), seconds=st.sampled_from([0.5, 20.0]))
     def begin(self, kept: int, seconds: float) -> None:
         limits = SessionLimits(kept_calls=kept)
-        self.core = SessionStateMachine("s", estimate=lambda turn: seconds, limits=limits)
+        self.core = SessionStateMachine("s", estimate=lambda llm_call: seconds, limits=limits)
 
     @precondition(lambda self: not self.closed and len(self.model.calls) < 12)
     @rule(data=st.data())
@@ -201,28 +211,28 @@ class SessionMachine(RuleBasedStateMachine):
             self.core.first_token(data.draw(st.sampled_from(self._running())), self.now)
 
     @rule(data=st.data(), ok=st.booleans())
-    def end_turn(self, data: st.DataObject, ok: bool) -> None:
-        """What the engine says comes for turns that were aborted, too."""
+    def end_llm_call(self, data: st.DataObject, ok: bool) -> None:
+        """What the engine says comes for LLM calls that were aborted, too."""
         if not self._running():
             return
-        turn = data.draw(st.sampled_from(self._running()))
-        self.over.add(turn_id(turn))
-        plain = self.model.plain(turn_id(turn))
-        counts = self.model.turns[plain.id] == "started"
+        llm_call = data.draw(st.sampled_from(self._running()))
+        self.over.add(llm_call_id(llm_call))
+        plain = self.model.plain(llm_call_id(llm_call))
+        counts = self.model.llm_calls[plain.id] == "started"
         if ok:
-            self.core.finished(turn, "text", (7,), self.now)
+            self.core.finished(llm_call, "text", (7,), self.now)
             if counts:
-                self.model.turns[plain.id] = "finished"
+                self.model.llm_calls[plain.id] = "finished"
                 self.model.variables[plain.outputs[0]] = "ready"
         else:
-            cause = Cause(turn.call.id, FailedStage.GENERATE, "it broke")
-            self.core.failed(turn, cause, self.now)
+            cause = Cause(llm_call.call.id, FailedStage.GENERATE, "it broke")
+            self.core.failed(llm_call, cause, self.now)
             if counts:
-                self.model.end(plain, "failed", {turn.call.id})
+                self.model.end(plain, "failed", {llm_call.call.id})
         self.model.settle()
 
-    def _running(self) -> list[Turn]:
-        return [turn for key, turn in self.handed_out.items() if key not in self.over]
+    def _running(self) -> list[LlmCall]:
+        return [llm_call for key, llm_call in self.handed_out.items() if key not in self.over]
 
     @precondition(lambda self: not self.closed)
     @rule(data=st.data(), natively=st.booleans())
@@ -230,8 +240,10 @@ class SessionMachine(RuleBasedStateMachine):
         if not self.model.calls:
             return
         call = data.draw(st.sampled_from(self.model.calls))
-        still = [t for t in plain_turns(call) if self.model.turns[t.id] in ("waiting", "started")]
-        fails = natively and plain_turns(call)[0].native and bool(still)
+        still = [
+            t for t in plain_llm_calls(call) if self.model.llm_calls[t.id] in ("waiting", "started")
+        ]
+        fails = natively and plain_llm_calls(call)[0].native and bool(still)
         try:
             if fails:
                 self.core.native_failed(call.id, "it broke", self.now)
@@ -239,8 +251,8 @@ class SessionMachine(RuleBasedStateMachine):
                 self.core.cancel(call.id, self.now)
         except NotFoundError:
             assert not still, "only what is over is forgotten"
-        for turn in still:
-            self.model.end(turn, "failed" if fails else "cancelled", {call.id})
+        for llm_call in still:
+            self.model.end(llm_call, "failed" if fails else "cancelled", {call.id})
         self.model.settle()
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 30.0]))
@@ -256,9 +268,9 @@ class SessionMachine(RuleBasedStateMachine):
             return
         self.core.close("bye", self.now)
         self.closed = True
-        for turn in NaiveGraph(self.model.calls).turns.values():
-            if self.model.turns[turn.id] in ("waiting", "started"):
-                self.model.end(turn, "cancelled", {turn.id[0] for turn in self._all()})
+        for llm_call in NaiveGraph(self.model.calls).llm_calls.values():
+            if self.model.llm_calls[llm_call.id] in ("waiting", "started"):
+                self.model.end(llm_call, "cancelled", {llm_call.id[0] for llm_call in self._all()})
         for name, state in self.model.variables.items():
             if state == "pending":
                 self.model.variables[name] = "cancelled"
@@ -267,7 +279,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.core.submit([llm("late", ("", "late"))], self.now)
 
     def _all(self) -> list[PlainTurn]:
-        return list(NaiveGraph(self.model.calls).turns.values())
+        return list(NaiveGraph(self.model.calls).llm_calls.values())
 
     @rule()
     def carry_out(self) -> None:
@@ -278,28 +290,28 @@ class SessionMachine(RuleBasedStateMachine):
             match action:
                 case Settled(variable):
                     self.settled.append(variable.id)
-                case Start(turn):
-                    key = turn_id(turn)
+                case Start(llm_call):
+                    key = llm_call_id(llm_call)
                     assert key not in self.handed_out, "started twice"
-                    assert self.model.turns[key] == "started"
-                    assert not graph.turns[key].native
-                    assert turn.depth == graph.depth(graph.turns[key])
-                    self.handed_out[key] = turn
-                case Abort(turn):
-                    assert turn_id(turn) in self.handed_out
-                    assert self.model.turns[turn_id(turn)] in ("cancelled", "failed")
-                    self.aborted.append(turn_id(turn))
-                case Promote(turn):
-                    assert turn_id(turn) in self.handed_out
-                    assert self.model.turns[turn_id(turn)] == "started"
-                    assert turn.label.level is Level.RT
-                case Prefill(turn, pieces):
-                    assert self.model.turns[turn_id(turn)] == "waiting"
-                    self._check_prefill(turn, pieces)
+                    assert self.model.llm_calls[key] == "started"
+                    assert not graph.llm_calls[key].native
+                    assert llm_call.depth == graph.depth(graph.llm_calls[key])
+                    self.handed_out[key] = llm_call
+                case Abort(llm_call):
+                    assert llm_call_id(llm_call) in self.handed_out
+                    assert self.model.llm_calls[llm_call_id(llm_call)] in ("cancelled", "failed")
+                    self.aborted.append(llm_call_id(llm_call))
+                case Promote(llm_call):
+                    assert llm_call_id(llm_call) in self.handed_out
+                    assert self.model.llm_calls[llm_call_id(llm_call)] == "started"
+                    assert llm_call.label.level is Level.RT
+                case Prefill(llm_call, pieces):
+                    assert self.model.llm_calls[llm_call_id(llm_call)] == "waiting"
+                    self._check_prefill(llm_call, pieces)
         self._check_all_told(graph)
 
-    def _check_prefill(self, turn: Turn, pieces: int) -> None:
-        known, missing = turn.call.pieces[:pieces], turn.call.pieces[pieces]
+    def _check_prefill(self, llm_call: LlmCall, pieces: int) -> None:
+        known, missing = llm_call.call.pieces[:pieces], llm_call.call.pieces[pieces]
         for piece in known:
             if isinstance(piece, InputPiece | OutputPiece):
                 assert self.model.variables[piece.variable_id] == "ready"
@@ -308,14 +320,14 @@ class SessionMachine(RuleBasedStateMachine):
     def _check_all_told(self, graph: NaiveGraph) -> None:
         ready = {
             key
-            for key, state in self.model.turns.items()
-            if state == "started" and not graph.turns[key].native
+            for key, state in self.model.llm_calls.items()
+            if state == "started" and not graph.llm_calls[key].native
         }
         assert ready <= self.handed_out.keys()
         stopped = {
             key
             for key in self.handed_out.keys() - self.over
-            if self.model.turns[key] in ("cancelled", "failed")
+            if self.model.llm_calls[key] in ("cancelled", "failed")
         }
         assert stopped <= set(self.aborted) and len(set(self.aborted)) == len(self.aborted)
         done = [name for name, state in self.model.variables.items() if state != "pending"]
@@ -331,14 +343,14 @@ class SessionMachine(RuleBasedStateMachine):
             if variable.cause is not None:
                 assert variable.cause.request_id in self.model.causes[name]
         assert self.core.graph.variables.keys() == self.model.variables.keys()
-        for key, turn in turns(self.core).items():
-            same = {"ready": "started", "running": "started"}.get(turn.state, turn.state)
-            assert same == self.model.turns[key], key
-        for key, state in self.model.turns.items():
+        for key, llm_call in llm_calls(self.core).items():
+            same = {"ready": "started", "running": "started"}.get(llm_call.state, llm_call.state)
+            assert same == self.model.llm_calls[key], key
+        for key, state in self.model.llm_calls.items():
             assert state not in ("waiting", "started") or key[0] in self.core.graph.calls
         if self.closed:
             assert "pending" not in self.model.variables.values()
-        now = {key: turn.label for key, turn in turns(self.core).items()}
+        now = {key: llm_call.label for key, llm_call in llm_calls(self.core).items()}
         for key in now.keys() & self.labels.keys():
             assert self.labels[key].joined(now[key]) == now[key], "labels only rise"
         self.labels = now

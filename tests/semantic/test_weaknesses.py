@@ -104,7 +104,7 @@ async def test_w04_sessions_outlive_the_engine_and_bugs(caplog: pytest.LogCaptur
     with caplog.at_level(logging.CRITICAL, "bros.semantic.service.runner"):
         waits = [asyncio.create_task(desk.value(name)) for name in "abd"]
         await asyncio.sleep(0.25)
-        desk.engine.die()  # with what it has kept of the first turn
+        desk.engine.die()  # with what it has kept of the first LLM call
         await asyncio.sleep(3.0)
         desk.engine.revive()
         a, b, d = await soon(asyncio.gather(*waits, return_exceptions=True))
@@ -167,7 +167,7 @@ async def test_w07_the_first_token_may_be_the_last(answer: str, value: str) -> N
     )
     assert await desk.value("a") == value
     await desk.value("b")
-    assert [len(t.prompt_token_ids) for t in desk.engine.turns()][1] == 2 + len(value)
+    assert [len(t.prompt_token_ids) for t in desk.engine.llm_calls()][1] == 2 + len(value)
 
 
 @virtually
@@ -183,7 +183,7 @@ async def test_w08_sampling_parameters_stay_as_the_user_wrote_them() -> None:
         await desk.value(name)
     assert sampling == {"stop_token_ids": [7, 8], "temperature": 0.5} and stop_ids == [7, 8]
     assert own == {"stop_token_ids": [9], "stop": ["x"]}
-    asked = [request.sampling.stop_token_ids for request in desk.engine.turns()]
+    asked = [request.sampling.stop_token_ids for request in desk.engine.llm_calls()]
     assert sorted(asked) == [(7, 8), (7, 8), (9,)]
 
 
@@ -235,8 +235,8 @@ async def test_w11_everything_runs_once_however_many_want_it() -> None:
         waits += [asyncio.create_task(desk.value(name, each)) for name in "fedcba"]
         await asyncio.sleep(0.07)
     await soon(asyncio.gather(*waits))
-    turns = [request.request_id for request in desk.engine.turns()]
-    assert len(turns) == len(set(turns)) == 6
+    llm_calls = [request.request_id for request in desk.engine.llm_calls()]
+    assert len(llm_calls) == len(set(llm_calls)) == 6
 
 
 @virtually

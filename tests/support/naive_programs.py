@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from bros.semantic.core.nodes import InputPiece, Label, Level, NewCall, OutputPiece, Piece, Turn
+from bros.semantic.core.nodes import InputPiece, Label, Level, LlmCall, NewCall, OutputPiece, Piece
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.core.template import Text
 from bros.semantic.schema import CallKind, Criteria, Perf
@@ -17,7 +17,7 @@ TurnId = tuple[str, int]
 
 
 def llm(call_id: str, *segments: tuple[str, str], name: str = "") -> NewCall:
-    """segments: (inputs with spaces between, output) of each turn."""
+    """segments: (inputs with spaces between, output) of each LLM call."""
     pieces: list[Piece] = [Text(f"{call_id}:")]
     for inputs, output in segments:
         for variable in inputs.split():
@@ -32,17 +32,17 @@ def native(call_id: str, inputs: str, outputs: str) -> NewCall:
     return NewCall(id=call_id, kind=CallKind.NATIVE, pieces=pieces)
 
 
-def turn_id(turn: Turn) -> TurnId:
-    return turn.call.id, turn.index
+def llm_call_id(llm_call: LlmCall) -> TurnId:
+    return llm_call.call.id, llm_call.index
 
 
-def turns(core: SessionStateMachine) -> dict[TurnId, Turn]:
-    return {turn_id(t): t for call in core.graph.calls.values() for t in call.turns}
+def llm_calls(core: SessionStateMachine) -> dict[TurnId, LlmCall]:
+    return {llm_call_id(t): t for call in core.graph.calls.values() for t in call.llm_calls}
 
 
 @dataclass(frozen=True)
 class PlainTurn:
-    """A turn as one reads it off the call."""
+    """An LLM call as one reads it off the call."""
 
     id: TurnId
     inputs: tuple[str, ...]
@@ -50,7 +50,7 @@ class PlainTurn:
     native: bool
 
 
-def plain_turns(call: NewCall) -> list[PlainTurn]:
+def plain_llm_calls(call: NewCall) -> list[PlainTurn]:
     inputs = [p.variable_id for p in call.pieces if isinstance(p, InputPiece)]
     outputs = [p.variable_id for p in call.pieces if isinstance(p, OutputPiece)]
     if call.kind is CallKind.NATIVE:
@@ -61,8 +61,8 @@ def plain_turns(call: NewCall) -> list[PlainTurn]:
         if isinstance(piece, InputPiece):
             segment.append(piece.variable_id)
         elif isinstance(piece, OutputPiece):
-            turn = PlainTurn((call.id, len(made)), tuple(segment), (piece.variable_id,), False)
-            made.append(turn)
+            llm_call = PlainTurn((call.id, len(made)), tuple(segment), (piece.variable_id,), False)
+            made.append(llm_call)
             segment = []
     return made
 
@@ -71,38 +71,43 @@ class NaiveGraph:
     """All edges of a program, found anew at every question."""
 
     def __init__(self, calls: Iterable[NewCall], without: Container[TurnId] = ()) -> None:
-        found = [turn for call in calls for turn in plain_turns(call)]
-        self.turns = {turn.id: turn for turn in found if turn.id not in without}
-        self.producer = {v: t for t in self.turns.values() for v in t.outputs}
+        found = [llm_call for call in calls for llm_call in plain_llm_calls(call)]
+        self.llm_calls = {llm_call.id: llm_call for llm_call in found if llm_call.id not in without}
+        self.producer = {v: t for t in self.llm_calls.values() for v in t.outputs}
         self._depths: dict[PlainTurn, int] = {}  # there may be very many ways
 
-    def before(self, turn: PlainTurn) -> list[tuple[PlainTurn, bool]]:
-        """What a turn waits for; True for the turn before it in its call."""
-        found = [(self.producer[v], False) for v in turn.inputs if v in self.producer]
-        call, index = turn.id
-        previous = self.turns.get((call, index - 1))
+    def before(self, llm_call: PlainTurn) -> list[tuple[PlainTurn, bool]]:
+        """What an LLM call waits for; True for the LLM call before it in its call."""
+        found = [(self.producer[v], False) for v in llm_call.inputs if v in self.producer]
+        call, index = llm_call.id
+        previous = self.llm_calls.get((call, index - 1))
         return found if previous is None else [*found, (previous, True)]
 
-    def after(self, turn: PlainTurn) -> list[tuple[PlainTurn, bool]]:
-        return [(t, same) for t in self.turns.values() for b, same in self.before(t) if b is turn]
+    def after(self, llm_call: PlainTurn) -> list[tuple[PlainTurn, bool]]:
+        return [
+            (t, same)
+            for t in self.llm_calls.values()
+            for b, same in self.before(t)
+            if b is llm_call
+        ]
 
     def ancestors(self, variable: str) -> set[PlainTurn]:
         """The producer of the variable and everything that it waits for."""
         found: set[PlainTurn] = set()
         todo = [self.producer[variable]] if variable in self.producer else []
         while todo:
-            turn = todo.pop()
-            if turn not in found:
-                found.add(turn)
-                todo += [before for before, _ in self.before(turn)]
+            llm_call = todo.pop()
+            if llm_call not in found:
+                found.add(llm_call)
+                todo += [before for before, _ in self.before(llm_call)]
         return found
 
     def cyclic(self) -> bool:
-        return any(turn in self._reachable(turn) for turn in self.turns.values())
+        return any(llm_call in self._reachable(llm_call) for llm_call in self.llm_calls.values())
 
-    def _reachable(self, turn: PlainTurn) -> set[PlainTurn]:
+    def _reachable(self, llm_call: PlainTurn) -> set[PlainTurn]:
         found: set[PlainTurn] = set()
-        todo = [turn]
+        todo = [llm_call]
         while todo:
             for before, _ in self.before(todo.pop()):
                 if before not in found:
@@ -110,12 +115,12 @@ class NaiveGraph:
                     todo.append(before)
         return found
 
-    def depth(self, turn: PlainTurn) -> int:
-        """Turns of the model on the longest way here."""
-        if turn not in self._depths:
-            ways = [self.depth(before) + (not before.native) for before, _ in self.before(turn)]
-            self._depths[turn] = max(ways, default=0)
-        return self._depths[turn]
+    def depth(self, llm_call: PlainTurn) -> int:
+        """LLM calls of the model on the longest way here."""
+        if llm_call not in self._depths:
+            ways = [self.depth(before) + (not before.native) for before, _ in self.before(llm_call)]
+            self._depths[llm_call] = max(ways, default=0)
+        return self._depths[llm_call]
 
 
 @dataclass
@@ -136,25 +141,32 @@ class NaiveObjectives:
 
     def update(self) -> None:
         graph = NaiveGraph(self.calls)
-        self.labels = {turn: self.labels.get(turn, Label()) for turn in graph.turns}
-        self.stages = {turn: {} for turn in graph.turns}
+        self.labels = {llm_call: self.labels.get(llm_call, Label()) for llm_call in graph.llm_calls}
+        self.stages = {llm_call: {} for llm_call in graph.llm_calls}
         self.groups = {}
         for sink, criteria in self.wants:
             self._deduce(graph, sink, criteria)
 
     def _deduce(self, graph: NaiveGraph, sink: str, criteria: Criteria) -> None:
         region = graph.ancestors(sink)
-        requests = [turn for turn in region if not turn.native]
-        for turn in requests:
-            self.stages[turn.id][sink] = self._stage(graph, turn, sink, region)
-        latest = {turn.id: self._latest(graph, turn, sink, criteria, region) for turn in requests}
+        requests = [llm_call for llm_call in region if not llm_call.native]
+        for llm_call in requests:
+            self.stages[llm_call.id][sink] = self._stage(graph, llm_call, sink, region)
+        latest = {
+            llm_call.id: self._latest(graph, llm_call, sink, criteria, region)
+            for llm_call in requests
+        }
         if criteria.perf is Perf.THROUGHPUT:
-            for turn in requests:
+            for llm_call in requests:
                 objectives = frozenset({Perf.THROUGHPUT})
-                self._raise(turn.id, Label(objectives=objectives, deadline_s=latest[turn.id]))
+                self._raise(
+                    llm_call.id, Label(objectives=objectives, deadline_s=latest[llm_call.id])
+                )
             return
-        for stage in {self.stages[turn.id][sink] for turn in requests}:
-            at_stage = {turn.id for turn in requests if self.stages[turn.id][sink] == stage}
+        for stage in {self.stages[llm_call.id][sink] for llm_call in requests}:
+            at_stage = {
+                llm_call.id for llm_call in requests if self.stages[llm_call.id][sink] == stage
+            }
             self._label(sink, stage, at_stage, latest, criteria)
 
     def _label(
@@ -166,38 +178,40 @@ class NaiveObjectives:
         criteria: Criteria,
     ) -> None:
         if stage == 0:
-            for turn in at_stage:
+            for llm_call in at_stage:
                 asked = Label(
                     level=Level.RT,
                     objectives=frozenset({criteria.perf}),
                     ttft_s=criteria.ttft_s,
                     tpot_s=criteria.tpot_s,
-                    deadline_s=latest[turn],
+                    deadline_s=latest[llm_call],
                 )
-                self._raise(turn, asked)
+                self._raise(llm_call, asked)
         elif len({call for call, _ in at_stage}) == 1:
-            for turn in at_stage:
+            for llm_call in at_stage:
                 objectives = frozenset({Perf.LATENCY})
-                between = Label(level=Level.RT, objectives=objectives, deadline_s=latest[turn])
-                self._raise(turn, between)
+                between = Label(level=Level.RT, objectives=objectives, deadline_s=latest[llm_call])
+                self._raise(llm_call, between)
         else:
-            times = [s for turn in at_stage if (s := latest[turn]) is not None]
+            times = [s for llm_call in at_stage if (s := latest[llm_call]) is not None]
             deadline_s = min(times, default=None)
             before = self.groups.get((sink, stage), (None, None))[1]
             known = [s for s in (before, deadline_s) if s is not None]
             self.groups[sink, stage] = frozenset(at_stage), min(known, default=None)
-            for turn in at_stage:
-                self._raise(turn, Label(level=Level.GROUP, deadline_s=deadline_s))
+            for llm_call in at_stage:
+                self._raise(llm_call, Label(level=Level.GROUP, deadline_s=deadline_s))
 
-    def _raise(self, turn: TurnId, label: Label) -> None:
-        self.labels[turn] = self.labels[turn].joined(label)
+    def _raise(self, llm_call: TurnId, label: Label) -> None:
+        self.labels[llm_call] = self.labels[llm_call].joined(label)
 
-    def _stage(self, graph: NaiveGraph, turn: PlainTurn, sink: str, region: set[PlainTurn]) -> int:
+    def _stage(
+        self, graph: NaiveGraph, llm_call: PlainTurn, sink: str, region: set[PlainTurn]
+    ) -> int:
         """Requests that come after it on the longest way to the producer of the sink, which
         counts also if it is native."""
         end = graph.producer[sink]
-        ways = [0] if turn is end else []
-        for after, same_call in graph.after(turn):
+        ways = [0] if llm_call is end else []
+        for after, same_call in graph.after(llm_call):
             if after in region:
                 counts = after is end or not after.native
                 rest = self._stage(graph, after, sink, region)
@@ -207,15 +221,15 @@ class NaiveObjectives:
     def _latest(
         self,
         graph: NaiveGraph,
-        turn: PlainTurn,
+        llm_call: PlainTurn,
         sink: str,
         criteria: Criteria,
         region: set[PlainTurn],
     ) -> float | None:
         if criteria.deadline_s is None:
             return None
-        times = [criteria.deadline_s] if turn is graph.producer[sink] else []
-        for after, _ in graph.after(turn):
+        times = [criteria.deadline_s] if llm_call is graph.producer[sink] else []
+        for after, _ in graph.after(llm_call):
             if after in region:
                 then_s = self._latest(graph, after, sink, criteria, region)
                 assert then_s is not None

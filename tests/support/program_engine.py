@@ -135,7 +135,7 @@ class ProgramEngine:
     def revive(self) -> None:
         self.alive = True
 
-    def turns(self) -> list[EngineRequest]:
+    def llm_calls(self) -> list[EngineRequest]:
         """Requests that generate, in the order in which they came."""
         return [request for request in self.submitted if not request.fill]
 

@@ -8,10 +8,10 @@ from typing import Any
 from bros.core.request import ServiceClass
 from bros.semantic.schema import (
     CallKind,
+    CallState,
     CallView,
     Criteria,
     SessionView,
-    TurnState,
     VariableState,
     VariableView,
 )
@@ -26,7 +26,7 @@ def make_call(
             "id": call_id,
             "name": call_id,
             "kind": CallKind.LLM,
-            "state": TurnState.FINISHED,
+            "state": CallState.FINISHED,
             "service_class": ServiceClass.RT,
             "level": "rt",
             "stage": 0,
@@ -43,7 +43,7 @@ def make_call(
             "cached_tokens": 100,
             "output_tokens": 20,
             "error": None,
-            "turns": (),
+            "llm_calls": (),
         }
         | fields
     )

@@ -92,7 +92,7 @@ class Connection:
         Raises ModelError or ConfigError of an engine in this process.
         """
         if self._backend is None:
-            # A task of its own: who is interrupted here does not interrupt it for others.
+            # A task of its own: cancelling one caller does not cancel it for the others.
             opening = self._exit.enter_async_context(self._opening())
             self._backend = asyncio.create_task(opening)
         return await asyncio.shield(self._backend)

@@ -133,7 +133,7 @@ def native_function(
     several `outputs`. The body gets strings in their place, and everything else as it is; what it
     returns is the value, or a tuple of them. Lists and mappings become JSON, the rest str().
     It runs on a thread, or on the connection's event loop if it is a coroutine function, and only
-    if somebody wants what it makes. What it raises is what the value failed of, at stage native.
+    if one of its outputs is wanted. What it raises is why the value failed, at stage native.
     """
     if function is None:
         return lambda decorated: native_function(decorated, outputs=outputs, name=name)
@@ -226,7 +226,7 @@ def _parts(
             said = []
         else:
             said.append(piece)
-    return tuple(parts)  # nobody reads what follows the last answer
+    return tuple(parts)  # no output depends on what follows the last answer
 
 
 def _sampling(

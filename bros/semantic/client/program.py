@@ -174,7 +174,7 @@ class SemanticVariable:
 
     @property
     def value(self) -> str | None:
-        """The text, if it is known here; asks nobody."""
+        """The text, if it is known here; the server is not asked."""
         return self._value
 
     @property
@@ -256,7 +256,7 @@ class SemanticVariable:
         ttft: float | None = None,
         tpot: float | None = None,
     ) -> Iterator[str]:
-        """The value in pieces as they come: somebody reads along, so perf is TTFT if None."""
+        """The value in pieces as they come: perf None is TTFT here."""
         if self._value is not None:
             yield self._value
             return
@@ -295,7 +295,7 @@ class SemanticVariable:
                 await session.arun(pieces.aclose())
 
     def cancel(self) -> None:
-        """Stop the call that produces it; whoever needs one of its outputs gets UpstreamError."""
+        """Stop the call that produces it; what needs its outputs fails with UpstreamError."""
         if self._producer is not None:
             session = self._session_now()
             session.run(session.async_session.cancel(self._producer), "acancel")
@@ -425,11 +425,14 @@ Wanted = Mapping[SemanticVariable, Criteria]
 class Form:
     """What all calls of one function have in common.
 
-    outputs: their names. parts: the template, as a role of a conversation and the pieces that it
-    says; one part without a role is a plain template. native: a function of the client instead,
-    which is given the arguments, texts in place of variables. sampling: of all outputs;
-    output_sampling: what differs, by output. transforms: by placeholder. separator: between the
-    texts of one argument that is a sequence.
+    outputs: their names.
+    parts: the template: roles of a conversation and their pieces; one part without a role is a
+    plain template.
+    native: a function of the client instead of a template; it gets texts in place of variables.
+    sampling: of all outputs.
+    output_sampling: by output, what differs from `sampling`.
+    transforms: by placeholder.
+    separator: between the texts of one argument that is a sequence.
     """
 
     name: str
@@ -515,9 +518,11 @@ class Program:
 
 @dataclass(eq=False)
 class Call:
-    """One call. request_id: from when it has been sent. error: why it never will be.
+    """One call of a function.
 
-    running: somebody has asked for one of its outputs, so if it is native it has been begun.
+    request_id: set when it has been sent.
+    error: why it never will be sent.
+    running: one of its outputs has been asked for; a native function has been started then.
     """
 
     form: Form

@@ -106,14 +106,16 @@ class Session:
     """Where calls are made: what is called inside its `with` block belongs to it.
 
     url: of a server; without one a model is run in this process, and `model`, `data_dir` and
-    `options` say which and how, as those of `connect`. connection: instead of all these, one that
-    is there already. criteria: for values that are asked for without. ttl: seconds without any
-    activity after which the server ends it. tenant: whose it is; sessions of one tenant share what
-    is computed of their prompts. metadata: shown by the server.
+    `options` say which and how, as those of `connect`.
+    connection: an open one, instead of all these.
+    criteria: for values that are asked for without criteria.
+    ttl: seconds without any activity after which the server ends it.
+    tenant: sessions of one tenant share what is computed of their prompts.
+    metadata: shown by the server.
 
     Calls are collected, and sent as one program when a value is asked for. The session ends with
     the block, and what still runs in it is stopped; `use` makes it current without that, in
-    threads for example, which do not take over the current session of who starts them.
+    threads for example, which do not inherit the current session.
     On a running event loop it is `async with`.
 
     Raises, on entry, what opening it raises: ServerUnreachableError, AuthenticationError,
@@ -193,7 +195,7 @@ class Session:
             CURRENT.reset(token)
 
     def close(self) -> None:
-        """End it; functions of the client that wait or run are given up. Twice is fine."""
+        """End it; native functions that wait or run are cancelled. Calling it twice is fine."""
         refuse_running_loop("aclose")
         if self._end():
             self._connection.run(self._async_session.close(), "aclose")
@@ -332,7 +334,7 @@ def _criteria(value: Criteria | Perf | str | None) -> Criteria | None:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Calls that are sent together. key: by which the server knows them if they come again."""
+    """Calls that are sent together. key: makes sending them again idempotent."""
 
     key: str
     calls: Sequence[Call]
@@ -342,8 +344,8 @@ class _Batch:
 class AsyncSession:
     """Sends calls, waits for values, runs functions of the client.
 
-    Only on the connection's loop, but for `announce`. criteria: for what the session makes
-    without being told; the other arguments of `Backend.create` likewise.
+    All methods but `announce` run on the connection's loop. criteria, ttl_s, tenant, metadata: the
+    arguments of `Backend.create`.
     """
 
     def __init__(
@@ -376,7 +378,7 @@ class AsyncSession:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Give up functions of the client, and delete the session if there is a server."""
+        """Cancel native functions, and delete the session if it was opened."""
         for task in self._tasks:
             if task is not self._created:
                 task.cancel()
@@ -386,7 +388,7 @@ class AsyncSession:
         try:
             backend = await self._connection.backend()
             await backend.delete(self._created.result())
-        except BrosError as error:  # it has ended already, or will when nobody asks for it
+        except BrosError as error:  # it has ended already, or will expire
             logger.info("the session cannot be deleted: %s", error)
 
     async def send(self, wanted: Wanted) -> None:
@@ -395,7 +397,7 @@ class AsyncSession:
         Raises what the server says. If it may take them later they are kept; otherwise every one
         of them has failed with that error.
         """
-        # A task of its own: who is interrupted here does not interrupt it for others.
+        # A task of its own: cancelling one caller does not cancel it for the others.
         await asyncio.shield(self._start(self._send(wanted)))
 
     async def fetch(
@@ -486,7 +488,7 @@ class AsyncSession:
             with _failing(batch.calls):
                 answers = await backend.submit(session_id, batch.specs, batch.key)
         except ServerUnreachableError:
-            raise  # nobody knows whether the server has taken them
+            raise  # it is unknown whether the server has taken them
         except _REFUSED:
             self._unanswered = None
             self._session.program.put_back(batch.calls)
@@ -623,7 +625,7 @@ def _failing(calls: Sequence[Call]) -> Iterator[None]:
 
 
 async def _set_once(backend: Backend, session_id: str, variable_id: str, value: str) -> None:
-    """Set it if it is not; nobody else gives it another value."""
+    """Set it if it is not set; no other client gives it another value."""
     try:
         await backend.set(session_id, variable_id, value)
     except ConflictError as error:

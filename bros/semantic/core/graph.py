@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from bros.semantic.core.nodes import Call, InputPiece, NewCall, OutputPiece, Turn, Variable
+from bros.semantic.core.nodes import Call, InputPiece, LlmCall, NewCall, OutputPiece, Variable
 from bros.semantic.errors import ConflictError
-from bros.semantic.schema import CallKind, TurnState, VariableState
+from bros.semantic.schema import CallKind, CallState, VariableState
 
 
 class Graph:
@@ -18,15 +18,15 @@ class Graph:
         self.variables: dict[str, Variable] = {}
         self.added = 0  # calls so far, also those that are forgotten
 
-    def producer(self, variable_id: str) -> Turn | None:
+    def producer(self, variable_id: str) -> LlmCall | None:
         """GetProducer of the Parrot paper: who sets it; None if that is not (or no longer) known.
 
         Raises KeyError for an unknown variable, as `consumers` does.
         """
         return self.variables[variable_id].producer
 
-    def consumers(self, variable_id: str) -> Sequence[Turn]:
-        """GetConsumers of the Parrot paper: turns that read it."""
+    def consumers(self, variable_id: str) -> Sequence[LlmCall]:
+        """GetConsumers of the Parrot paper: LLM calls that read it."""
         return tuple(self.variables[variable_id].consumers)
 
     def declare(self, variable_id: str, name: str = "") -> Variable:
@@ -45,52 +45,54 @@ class Graph:
         """
         draft = _Draft(self)
         calls = [draft.call(one, now) for one in new]
-        turns = [turn for call in calls for turn in call.turns]
-        order = draft.producers_first(turns)
+        llm_calls = [llm_call for call in calls for llm_call in call.llm_calls]
+        order = draft.producers_first(llm_calls)
         self.variables.update(draft.variables)
         self.calls.update((call.id, call) for call in calls)
         self.added += len(calls)
-        for turn in turns:
-            for variable in turn.inputs:
-                variable.consumers[turn] = None
-            for variable in turn.outputs:
-                variable.producer = turn
-            turn.missing = sum(v.pending for v in turn.inputs) + (turn.index > 0)
-        for turn in order:
-            _set_depth(turn)
+        for llm_call in llm_calls:
+            for variable in llm_call.inputs:
+                variable.consumers[llm_call] = None
+            for variable in llm_call.outputs:
+                variable.producer = llm_call
+            llm_call.missing = sum(v.pending for v in llm_call.inputs) + (llm_call.index > 0)
+        for llm_call in order:
+            _set_depth(llm_call)
         return calls
 
     def forget(self, call: Call) -> None:
         """Takes out a call that is over; its variables stay."""
         del self.calls[call.id]
-        for turn in call.turns:
-            for variable in turn.inputs:
-                del variable.consumers[turn]
-            for variable in turn.outputs:
+        for llm_call in call.llm_calls:
+            for variable in llm_call.inputs:
+                del variable.consumers[llm_call]
+            for variable in llm_call.outputs:
                 variable.producer = None
 
     def check_integrity(self) -> None:
         """Asserts that both ends of every edge know each other, and that there is no cycle."""
-        turns = [turn for call in self.calls.values() for turn in call.turns]
-        known = set(turns)
+        llm_calls = [llm_call for call in self.calls.values() for llm_call in call.llm_calls]
+        known = set(llm_calls)
         for variable in self.variables.values():
             assert variable.producer is None or variable in variable.producer.outputs
             assert variable.producer is None or variable.producer in known
-            assert all(turn in known and variable in turn.inputs for turn in variable.consumers)
+            assert all(
+                llm_call in known and variable in llm_call.inputs for llm_call in variable.consumers
+            )
             assert (variable.text is None) == (variable.state is not VariableState.READY)
             settled_badly = variable.state in (VariableState.FAILED, VariableState.CANCELLED)
             assert settled_badly == (variable.cause is not None)
-        for turn in turns:
-            assert all(self.variables.get(v.id) is v for v in (*turn.inputs, *turn.outputs))
-            assert all(variable.producer is turn for variable in turn.outputs)
-            before = turn.previous
-            if turn.open:
-                waits = before is not None and before.state is not TurnState.FINISHED
-                assert turn.missing == sum(v.pending for v in turn.inputs) + waits
-                depth = turn.depth
-                _set_depth(turn)
-                assert turn.depth == depth
-        assert len(_Draft(self).producers_first(turns)) == len(turns)
+        for llm_call in llm_calls:
+            assert all(self.variables.get(v.id) is v for v in (*llm_call.inputs, *llm_call.outputs))
+            assert all(variable.producer is llm_call for variable in llm_call.outputs)
+            before = llm_call.previous
+            if llm_call.open:
+                waits = before is not None and before.state is not CallState.FINISHED
+                assert llm_call.missing == sum(v.pending for v in llm_call.inputs) + waits
+                depth = llm_call.depth
+                _set_depth(llm_call)
+                assert llm_call.depth == depth
+        assert len(_Draft(self).producers_first(llm_calls)) == len(llm_calls)
 
 
 def already_set(variable: Variable) -> ConflictError:
@@ -104,25 +106,25 @@ def already_set(variable: Variable) -> ConflictError:
     return ConflictError(message, "already_set")
 
 
-def _set_depth(turn: Turn) -> None:
-    """Depth is the longest way from a source in turns of the model; native ones do not count."""
-    before = turn.previous
-    turn.depth = max((variable.depth for variable in turn.inputs), default=0)
+def _set_depth(llm_call: LlmCall) -> None:
+    """Set the depth: LLM calls on the longest path from a source; native ones do not count."""
+    before = llm_call.previous
+    llm_call.depth = max((variable.depth for variable in llm_call.inputs), default=0)
     if before is not None:
-        turn.depth = max(turn.depth, before.depth + 1)
-    for variable in turn.outputs:
-        variable.depth = turn.depth + (not turn.native)
+        llm_call.depth = max(llm_call.depth, before.depth + 1)
+    for variable in llm_call.outputs:
+        variable.depth = llm_call.depth + (not llm_call.native)
 
 
 class _Draft:
-    """Calls that may yet turn out to be wrong: nothing that is in the graph is changed."""
+    """Calls that may yet LLM call out to be wrong: nothing that is in the graph is changed."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self.variables: dict[str, Variable] = {}
         self._calls: set[str] = set()
         self._makers: dict[Variable, Call] = {}
-        self._consumers: dict[Variable, list[Turn]] = {}
+        self._consumers: dict[Variable, list[LlmCall]] = {}
 
     def call(self, new: NewCall, now: float) -> Call:
         if new.id in self._graph.calls or new.id in self._calls:
@@ -133,10 +135,12 @@ class _Draft:
         for variable_id, text in new.values.items():
             self._constant(variable_id, names.get(variable_id, ""), text)
         call = Call(new.id, number, new.name, new.kind, tuple(new.pieces), created_s=now)
-        call.turns = tuple(self._native(call) if new.kind is CallKind.NATIVE else self._turns(call))
-        for turn in call.turns:
-            for variable in turn.inputs:
-                self._consumers.setdefault(variable, []).append(turn)
+        call.llm_calls = tuple(
+            self._native(call) if new.kind is CallKind.NATIVE else self._llm_calls(call)
+        )
+        for llm_call in call.llm_calls:
+            for variable in llm_call.inputs:
+                self._consumers.setdefault(variable, []).append(llm_call)
         return call
 
     def _constant(self, variable_id: str, name: str, text: str) -> None:
@@ -145,7 +149,7 @@ class _Draft:
         constant = Variable(variable_id, name, state=VariableState.READY, text=text)
         self.variables[variable_id] = constant
 
-    def _turns(self, call: Call) -> Iterator[Turn]:
+    def _llm_calls(self, call: Call) -> Iterator[LlmCall]:
         assert call.pieces and isinstance(call.pieces[-1], OutputPiece)
         seen: set[Variable] = set()
         inputs: dict[Variable, None] = {}
@@ -157,16 +161,16 @@ class _Draft:
                     inputs[variable] = None
             elif isinstance(piece, OutputPiece):
                 output = self._output(piece, call)
-                yield Turn(call, index, position, tuple(inputs), (output,))
+                yield LlmCall(call, index, position, tuple(inputs), (output,))
                 seen.update(inputs)
                 inputs = {}
                 index += 1
 
-    def _native(self, call: Call) -> Iterator[Turn]:
+    def _native(self, call: Call) -> Iterator[LlmCall]:
         inputs = {self._variable(p): None for p in call.pieces if isinstance(p, InputPiece)}
         outputs = [self._output(p, call) for p in call.pieces if isinstance(p, OutputPiece)]
         assert outputs
-        yield Turn(call, 0, len(call.pieces), tuple(inputs), tuple(outputs))
+        yield LlmCall(call, 0, len(call.pieces), tuple(inputs), tuple(outputs))
 
     def _variable(self, piece: InputPiece | OutputPiece) -> Variable:
         for known in (self._graph.variables, self.variables):
@@ -188,9 +192,9 @@ class _Draft:
         self._makers[variable] = call
         return variable
 
-    def producers_first(self, turns: Iterable[Turn]) -> list[Turn]:
-        """The turns and all that wait for them, topologically. Raises ConflictError (cyclic)."""
-        waiting_for: dict[Turn, int] = dict.fromkeys(turns, 0)
+    def producers_first(self, llm_calls: Iterable[LlmCall]) -> list[LlmCall]:
+        """These and all that wait for them, topologically. Raises ConflictError (cyclic)."""
+        waiting_for: dict[LlmCall, int] = dict.fromkeys(llm_calls, 0)
         stack = list(waiting_for)
         while stack:
             for follower in self._followers(stack.pop()):
@@ -198,9 +202,9 @@ class _Draft:
                     waiting_for[follower] = 0
                     stack.append(follower)
                 waiting_for[follower] += 1
-        order = [turn for turn, count in waiting_for.items() if not count]
-        for turn in order:  # it grows on the way
-            for follower in self._followers(turn):
+        order = [llm_call for llm_call, count in waiting_for.items() if not count]
+        for llm_call in order:  # it grows on the way
+            for follower in self._followers(llm_call):
                 waiting_for[follower] -= 1
                 if not waiting_for[follower]:
                     order.append(follower)
@@ -208,23 +212,23 @@ class _Draft:
             raise ConflictError(self._cycle([t for t, n in waiting_for.items() if n]), "cyclic")
         return order
 
-    def _followers(self, turn: Turn) -> Iterator[Turn]:
-        """Turns that wait for this one; those that are over do not wait any more."""
-        if turn.next is not None and turn.next.open:
-            yield turn.next
-        for variable in turn.outputs:
+    def _followers(self, llm_call: LlmCall) -> Iterator[LlmCall]:
+        """LLM calls that wait for this one; those that are over do not wait any more."""
+        if llm_call.next is not None and llm_call.next.open:
+            yield llm_call.next
+        for variable in llm_call.outputs:
             yield from (consumer for consumer in variable.consumers if consumer.open)
             yield from self._consumers.get(variable, ())
 
-    def _cycle(self, stuck: Sequence[Turn]) -> str:
-        """Who waits for whom. Each of `stuck` waits for another one of them."""
-        waits_for = {later: turn for turn in stuck for later in self._followers(turn)}
-        turn = stuck[0]
-        path: dict[Turn, None] = {}
-        while turn not in path:
-            path[turn] = None
-            turn = waits_for[turn]
-        circle = [*list(path)[list(path).index(turn) :], turn]
+    def _cycle(self, stuck: Sequence[LlmCall]) -> str:
+        """The path of a cycle. Each of `stuck` waits for another one of them."""
+        waits_for = {later: llm_call for llm_call in stuck for later in self._followers(llm_call)}
+        llm_call = stuck[0]
+        path: dict[LlmCall, None] = {}
+        while llm_call not in path:
+            path[llm_call] = None
+            llm_call = waits_for[llm_call]
+        circle = [*list(path)[list(path).index(llm_call) :], llm_call]
         steps = [
             f"{self._title(later.call)} needs {passed[0].id} of {self._title(earlier.call)}"
             for later, earlier in itertools.pairwise(circle)

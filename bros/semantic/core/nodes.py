@@ -1,12 +1,13 @@
 """The calls of a session, the variables between them, and the labels that calls get.
 
 ```
- variable ──▶ turn ──▶ variable ──▶ turn ...        turn 0 ──▶ turn 1     of one call
-   input       of a call  output                    they share one sequence of tokens
+ variable ──▶ LlmCall ──▶ variable ──▶ LlmCall ...     LlmCall 0 ──▶ LlmCall 1     of one Call
+   input      of a Call    output                      they share one sequence of tokens
 ```
 
-A *turn* is what is scheduled: the part of a call up to one output. A call with k outputs has k of
-them, which run in a row. A native call, a function of the client, is one turn with all its outputs.
+An *LLM call* is what is scheduled: the part of a call up to one output. A call with k outputs has
+k LLM calls, which run one after another. A native call, a function of the client, has one with all
+outputs of the function; the client runs it instead of the model.
 
 Times with a deadline are absolute, in seconds of the session's clock; None is no deadline.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from bros.core.request import SamplingParams
 from bros.semantic.core.template import Text
 from bros.semantic.errors import Cause
-from bros.semantic.schema import CallKind, Criteria, Perf, TurnState, VariableState
+from bros.semantic.schema import CallKind, CallState, Criteria, Perf, VariableState
 
 
 class Level(enum.IntEnum):
@@ -28,7 +29,7 @@ class Level(enum.IntEnum):
 
     THROUGHPUT = 0  # some time
     GROUP = 1  # when all of its group are done is what counts
-    RT = 2  # somebody waits for this one
+    RT = 2  # its value is waited for
 
 
 def earliest(a: float | None, b: float | None) -> float | None:
@@ -42,8 +43,9 @@ def earliest(a: float | None, b: float | None) -> float | None:
 class Label:
     """What one request must achieve.
 
-    objectives: of the values that it is for; LATENCY also stands for all of it being complete,
-    which is what matters about a request between others. ttft_s, tpot_s: as in Criteria.
+    objectives: of the values that it is for. LATENCY also means that all of it is complete, which
+    is what matters about a request that other requests wait for.
+    ttft_s, tpot_s: as in Criteria.
     deadline_s: when it must be complete at the latest.
     """
 
@@ -94,8 +96,8 @@ class Want:
 DEFAULT_SAMPLING = SamplingParams()
 
 
-OPEN_STATES = frozenset({TurnState.WAITING, TurnState.READY, TurnState.RUNNING})
-STARTED_STATES = frozenset({TurnState.READY, TurnState.RUNNING})
+OPEN_STATES = frozenset({CallState.WAITING, CallState.READY, CallState.RUNNING})
+STARTED_STATES = frozenset({CallState.READY, CallState.RUNNING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +141,14 @@ class NewCall:
 class Variable:
     """A value that is set once.
 
-    token_ids: of the text, only if they are exactly what was generated. want: what was asked of it.
-    depth: turns of the model behind it, on the longest way. groups: of the turns that it needs,
-    and stages of them whose deadline is watched; region: how many those turns were when labelled.
+    token_ids: of the text, only if they are exactly what was generated.
+    cause: why it failed or was cancelled.
+    producer: what sets it.
+    consumers: what reads it.
+    want: what was asked of it.
+    depth: LLM calls on the longest path to it; native ones do not count.
+    groups: task groups among the LLM calls that it needs, and stages whose deadline is watched.
+    region: how many LLM calls it needed when they were labelled.
     """
 
     id: str
@@ -150,8 +157,8 @@ class Variable:
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     cause: Cause | None = None
-    producer: Turn | None = None
-    consumers: dict[Turn, None] = field(default_factory=dict)
+    producer: LlmCall | None = None
+    consumers: dict[LlmCall, None] = field(default_factory=dict)
     want: Want | None = None
     depth: int = 0
     groups: list[TaskGroup] = field(default_factory=list)
@@ -163,26 +170,31 @@ class Variable:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody asked for it, or something is to run that needs it."""
+        """Whether it was asked for, or an LLM call that is to run needs it."""
         return self.want is not None or any(t.open and t.wanted for t in self.consumers)
 
 
 @dataclass(eq=False, slots=True, repr=False)
 class Call:
-    """One function call. number: how many came before it. created_s: when it was submitted."""
+    """One function call.
+
+    number: how many calls came before it.
+    cause: what failed first, of a call that failed or was cancelled.
+    created_s: when it was submitted.
+    """
 
     id: str
     number: int
     name: str
     kind: CallKind
     pieces: tuple[Piece, ...]
-    turns: tuple[Turn, ...] = ()
+    llm_calls: tuple[LlmCall, ...] = ()
     cause: Cause | None = None
     created_s: float = 0.0
 
     @property
     def open(self) -> bool:
-        return any(turn.open for turn in self.turns)
+        return any(llm_call.open for llm_call in self.llm_calls)
 
     @property
     def title(self) -> str:
@@ -191,15 +203,19 @@ class Call:
 
 
 @dataclass(eq=False, slots=True, repr=False)
-class Turn:
+class LlmCall:
     """Part of a call up to an output.
 
     prompt_end: its prompt is call.pieces[:prompt_end], its output is the piece after that.
-    inputs: variables of the prompt that no turn before it has. missing: inputs that are pending,
-    plus one for the turn before it. label: what it must achieve. stages: by wanted variable that
-    it is for, requests from here to there. groups: that it is in. known: leading pieces of the
-    prompt that were there when last looked; prefilled: so many of them were sent ahead. Times are
-    of the session's clock: when it was started, had its first token, and was over.
+    inputs: variables of the prompt that no earlier LLM call of the same call reads.
+    missing: inputs that are pending, plus one if the previous LLM call of the call is not over.
+    depth: LLM calls on the longest path to it.
+    label: what it must achieve.
+    stages: wanted variable that needs it -> number of requests from here to that variable.
+    groups: task groups that it is a member of.
+    known: leading pieces of the prompt whose values were set at the last look.
+    prefilled: leading pieces that were sent to be prefilled.
+    ready_s, first_token_s, end_s: on the session's clock; None before.
     """
 
     call: Call
@@ -207,7 +223,7 @@ class Turn:
     prompt_end: int
     inputs: tuple[Variable, ...]
     outputs: tuple[Variable, ...]
-    state: TurnState = TurnState.WAITING
+    state: CallState = CallState.WAITING
     wanted: bool = False
     missing: int = 0
     depth: int = 0
@@ -222,7 +238,7 @@ class Turn:
 
     @property
     def output(self) -> Variable:
-        """What it generates, of a turn of the model."""
+        """What it generates, of an LLM call of the model."""
         return self.outputs[0]
 
     @property
@@ -243,16 +259,16 @@ class Turn:
         return min(self.stages.values(), default=None)
 
     @property
-    def previous(self) -> Turn | None:
-        return self.call.turns[self.index - 1] if self.index else None
+    def previous(self) -> LlmCall | None:
+        return self.call.llm_calls[self.index - 1] if self.index else None
 
     @property
-    def next(self) -> Turn | None:
-        turns = self.call.turns
-        return turns[self.index + 1] if self.index + 1 < len(turns) else None
+    def next(self) -> LlmCall | None:
+        llm_calls = self.call.llm_calls
+        return llm_calls[self.index + 1] if self.index + 1 < len(llm_calls) else None
 
-    def open_predecessors(self) -> Iterator[Turn]:
-        """Turns that this one has to wait for; one that makes several of its inputs comes often."""
+    def open_predecessors(self) -> Iterator[LlmCall]:
+        """LLM calls that this one waits for; one that produces k of its inputs comes k times."""
         previous = self.previous
         if previous is not None and previous.open:
             yield previous
@@ -263,7 +279,7 @@ class Turn:
 
     def known_ahead(self, variables: Mapping[str, Variable]) -> int:
         """Leading pieces of the call that are known, if what follows them is being generated;
-        0 if not, or if the turn before this one is not over."""
+        0 if not, or if the LLM call before this one is not over."""
         if self.previous is not None and self.previous.open:
             return 0
         while self.known < self.prompt_end:
@@ -272,7 +288,7 @@ class Turn:
                 variable = variables[piece.variable_id]
                 if variable.pending:
                     producer = variable.producer
-                    running = producer is not None and producer.state is TurnState.RUNNING
+                    running = producer is not None and producer.state is CallState.RUNNING
                     return self.known if running else 0
             self.known += 1
         return 0
@@ -280,16 +296,17 @@ class Turn:
 
 @dataclass(eq=False, slots=True, repr=False)
 class TaskGroup:
-    """Turns at one stage before a wanted variable, of which only the last one's end counts.
+    """LLM calls at one stage before a wanted variable, of which only the last one's end counts.
 
-    left: how many have not finished. deadline_s: when all of them must. active: False once the
-    variable is settled, or the group has been made anew. down_to_stragglers: those left are known
-    to be all that the next stage waits for.
+    left: how many members have not finished.
+    deadline_s: when all members must have finished.
+    active: False once the variable is settled or the group has been replaced.
+    down_to_stragglers: the remaining members are all that the next stage waits for.
     """
 
     sink: Variable
     stage: int
-    members: tuple[Turn, ...]
+    members: tuple[LlmCall, ...]
     deadline_s: float | None
     left: int
     active: bool = True
@@ -300,20 +317,19 @@ class TaskGroup:
         return f"{self.sink.id}:{self.stage}"
 
 
-def open_ancestors(variable: Variable) -> list[Turn]:
-    """Turns that are not over and that the variable needs, each one before those that it needs.
+def open_ancestors(variable: Variable) -> list[LlmCall]:
+    """LLM calls that are not over and that the variable needs, each one before those that it needs.
 
-    What is over needs nothing and gives way to nothing, so that the work does not grow with the
-    history of a session.
+    LLM calls that are over need nothing, so the work does not grow with the history of a session.
     """
     root = variable.producer
     if root is None or not root.open:
         return []
-    order: list[Turn] = []
+    order: list[LlmCall] = []
     seen = {root}
     stack = [(root, root.open_predecessors())]
     while stack:
-        turn, rest = stack[-1]
+        llm_call, rest = stack[-1]
         for before in rest:
             if before not in seen:
                 seen.add(before)
@@ -321,6 +337,6 @@ def open_ancestors(variable: Variable) -> list[Turn]:
                 break
         else:
             stack.pop()
-            order.append(turn)
+            order.append(llm_call)
     order.reverse()
     return order

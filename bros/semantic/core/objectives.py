@@ -10,8 +10,8 @@
 
 A stage is the longest distance in requests to the one that makes the variable. A request alone at
 its stage gates all behind it, and is real-time; of several only the time until all are done counts,
-so they are a task group and run as a large batch. Native functions and the turns of one call add no
-distance. The latest finish time of a request is that of what follows it, less what that takes.
+so they are a task group and run as a large batch. Native functions and further LLM calls of one
+call add no distance. The latest finish time of a request is the latest start of what follows it.
 
 `deduce` labels the requests behind one value. `Labeller` does that for all values of a session, a
 bounded number of requests at a time, so that a long chain of which every value is asked for does
@@ -31,19 +31,19 @@ from bros.core.request import ServiceClass, Slo
 from bros.semantic.core.nodes import (
     Label,
     Level,
+    LlmCall,
     TaskGroup,
-    Turn,
     Variable,
     earliest,
     open_ancestors,
 )
 from bros.semantic.schema import Perf
 
-Estimate = Callable[[Turn], float]
-"""Seconds that a turn of the model will take."""
+Estimate = Callable[[LlmCall], float]
+"""Seconds that an LLM call will take."""
 
 RT_BETWEEN = Label(level=Level.RT, objectives=frozenset({Perf.LATENCY}))
-"""Of a request that nobody reads, but that others wait for."""
+"""Of a request that other requests wait for, and no client."""
 
 STRAGGLERS = 0.1
 """Share of a task group that is left when the rest is no longer worth a large batch."""
@@ -56,10 +56,14 @@ SLOWEST, FASTEST = 2.0, 0.5
 
 
 class Deduced(NamedTuple):
-    """changed: turns with a new label. watched: groups whose deadline is to be kept an eye on.
-    steps: what it has cost, in turns and inputs of them that were looked at."""
+    """What `deduce` found.
 
-    changed: list[Turn]
+    changed: LLM calls with a new label.
+    watched: groups whose deadline is to be watched.
+    steps: cost, in LLM calls and inputs that were visited.
+    """
+
+    changed: list[LlmCall]
     watched: list[TaskGroup]
     steps: int = 1
 
@@ -77,12 +81,12 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
     if want is None or not order:
         return Deduced([], [])
     stages = _stages(order)
-    for turn, stage in stages.items():
-        turn.stages[sink] = stage
-    by_stage: dict[int, list[Turn]] = {}
-    for turn, stage in stages.items():
-        by_stage.setdefault(stage, []).append(turn)
-    deduced = Deduced([], [], sum(1 + len(turn.inputs) for turn in order))
+    for llm_call, stage in stages.items():
+        llm_call.stages[sink] = stage
+    by_stage: dict[int, list[LlmCall]] = {}
+    for llm_call, stage in stages.items():
+        by_stage.setdefault(stage, []).append(llm_call)
+    deduced = Deduced([], [], sum(1 + len(llm_call.inputs) for llm_call in order))
     if want.label is not None:
         latest = _latest_finish(order, want.label.deadline_s, estimate)
         for stage, members in by_stage.items():
@@ -95,27 +99,33 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
     return deduced
 
 
-def label_producer(sink: Variable) -> Sequence[Turn]:
+def label_producer(sink: Variable) -> Sequence[LlmCall]:
     """Labels only what makes the variable, which costs next to nothing: what `deduce` would give
     it. Returns it if its label has changed."""
-    want, turn = sink.want, sink.producer
-    if want is None or want.label is None or turn is None or turn.native or not turn.open:
+    want, llm_call = sink.want, sink.producer
+    if (
+        want is None
+        or want.label is None
+        or llm_call is None
+        or llm_call.native
+        or not llm_call.open
+    ):
         return ()
-    turn.stages[sink] = 0
+    llm_call.stages[sink] = 0
     deduced = Deduced([], [])
-    _raise(turn, want.label, deduced)
+    _raise(llm_call, want.label, deduced)
     return deduced.changed
 
 
-def wanted_behind(turns: Sequence[Turn]) -> list[Variable]:
-    """Variables that somebody waits for and that these turns are needed for."""
-    seen = set(turns)
-    stack = list(turns)
+def wanted_behind(llm_calls: Sequence[LlmCall]) -> list[Variable]:
+    """Wanted variables that need these LLM calls."""
+    seen = set(llm_calls)
+    stack = list(llm_calls)
     found: dict[Variable, None] = {}
     while stack:
-        turn = stack.pop()
-        needed_by = [] if turn.next is None else [turn.next]
-        for variable in turn.outputs:
+        llm_call = stack.pop()
+        needed_by = [] if llm_call.next is None else [llm_call.next]
+        for variable in llm_call.outputs:
             if variable.pending and variable.want is not None:
                 found[variable] = None
             needed_by.extend(variable.consumers)
@@ -130,41 +140,41 @@ def drop_groups(sink: Variable) -> None:
     """The groups before this variable are none any more; labels stay."""
     for group in sink.groups:
         group.active = False
-        for turn in group.members:
-            turn.groups.pop(group, None)
+        for llm_call in group.members:
+            llm_call.groups.pop(group, None)
     sink.groups.clear()
 
 
-def _stages(order: Sequence[Turn]) -> dict[Turn, int]:
-    """Stages of the turns of the model among these, of which the first one makes the sink.
+def _stages(order: Sequence[LlmCall]) -> dict[LlmCall, int]:
+    """Stages of the LLM calls of the model among these, of which the first one makes the sink.
 
     behind[t]: stage of what feeds t. A native function has no stage of its own and passes on what
     is behind it, unless it makes the sink itself, where it stands at stage 0.
     """
-    stages: dict[Turn, int] = dict.fromkeys(order, 0)
-    for turn in order:
-        at_sink = turn is order[0]
-        behind = stages[turn] + (at_sink or not turn.native)
-        previous = turn.previous
+    stages: dict[LlmCall, int] = dict.fromkeys(order, 0)
+    for llm_call in order:
+        at_sink = llm_call is order[0]
+        behind = stages[llm_call] + (at_sink or not llm_call.native)
+        previous = llm_call.previous
         if previous is not None and previous.open:
-            stages[previous] = max(stages[previous], stages[turn])
-        for variable in turn.inputs:
+            stages[previous] = max(stages[previous], stages[llm_call])
+        for variable in llm_call.inputs:
             producer = variable.producer
             if variable.pending and producer is not None:
                 stages[producer] = max(stages[producer], behind)
-    return {turn: stage for turn, stage in stages.items() if not turn.native}
+    return {llm_call: stage for llm_call, stage in stages.items() if not llm_call.native}
 
 
 def _latest_finish(
-    order: Sequence[Turn], deadline_s: float | None, estimate: Estimate
-) -> Mapping[Turn, float]:
+    order: Sequence[LlmCall], deadline_s: float | None, estimate: Estimate
+) -> Mapping[LlmCall, float]:
     """When each has to be over; empty without a deadline."""
     if deadline_s is None:
         return {}
     latest = {order[0]: deadline_s}
-    for turn in order:
-        start_s = latest[turn] - (0.0 if turn.native else estimate(turn))
-        for before in turn.open_predecessors():
+    for llm_call in order:
+        start_s = latest[llm_call] - (0.0 if llm_call.native else estimate(llm_call))
+        for before in llm_call.open_predecessors():
             latest[before] = min(latest.get(before, start_s), start_s)
     return latest
 
@@ -172,53 +182,55 @@ def _latest_finish(
 def _label_stage(
     sink: Variable,
     stage: int,
-    members: Sequence[Turn],
-    latest: Mapping[Turn, float],
+    members: Sequence[LlmCall],
+    latest: Mapping[LlmCall, float],
     deduced: Deduced,
 ) -> None:
     assert sink.want is not None and sink.want.label is not None
-    alone = len({turn.call for turn in members}) == 1
+    alone = len({llm_call.call for llm_call in members}) == 1
     if stage and not alone:
-        deadline_s = min((latest[turn] for turn in members), default=None) if latest else None
+        deadline_s = (
+            min((latest[llm_call] for llm_call in members), default=None) if latest else None
+        )
         group = TaskGroup(sink, stage, tuple(members), deadline_s, left=len(members))
         sink.groups.append(group)
         if deadline_s is not None:
             deduced.watched.append(group)
-        for turn in members:
-            turn.groups[group] = None
-            _raise(turn, Label(level=Level.GROUP, deadline_s=deadline_s), deduced)
+        for llm_call in members:
+            llm_call.groups[group] = None
+            _raise(llm_call, Label(level=Level.GROUP, deadline_s=deadline_s), deduced)
         return
     base = RT_BETWEEN if stage else sink.want.label
-    for turn in members:
-        _raise(turn, base.joined(Label(deadline_s=latest.get(turn))), deduced)
+    for llm_call in members:
+        _raise(llm_call, base.joined(Label(deadline_s=latest.get(llm_call))), deduced)
 
 
 def _label_batch(
     sink: Variable,
     stage: int,
-    members: Sequence[Turn],
-    latest: Mapping[Turn, float],
+    members: Sequence[LlmCall],
+    latest: Mapping[LlmCall, float],
     deduced: Deduced,
 ) -> None:
-    """THROUGHPUT. A stage with a deadline is watched like a group, but its turns are in none."""
-    for turn in members:
-        label = Label(objectives=frozenset({Perf.THROUGHPUT}), deadline_s=latest.get(turn))
-        _raise(turn, label, deduced)
+    """THROUGHPUT. A stage with a deadline is watched like a group, but is no group."""
+    for llm_call in members:
+        label = Label(objectives=frozenset({Perf.THROUGHPUT}), deadline_s=latest.get(llm_call))
+        _raise(llm_call, label, deduced)
     if latest:
-        deadline_s = min(latest[turn] for turn in members)
+        deadline_s = min(latest[llm_call] for llm_call in members)
         watched = TaskGroup(sink, stage, tuple(members), deadline_s, left=len(members))
         sink.groups.append(watched)
         deduced.watched.append(watched)
 
 
-def _raise(turn: Turn, label: Label, deduced: Deduced) -> None:
-    risen = turn.label.joined(label)
-    if risen != turn.label:
-        turn.label = risen
-        deduced.changed.append(turn)
+def _raise(llm_call: LlmCall, label: Label, deduced: Deduced) -> None:
+    risen = llm_call.label.joined(label)
+    if risen != llm_call.label:
+        llm_call.label = risen
+        deduced.changed.append(llm_call)
 
 
-def stragglers(group: TaskGroup) -> Sequence[Turn]:
+def stragglers(group: TaskGroup) -> Sequence[LlmCall]:
     """Members that are not over, once they are so few that everything behind waits for them alone.
 
     They are told once. A group of two or three is down to its stragglers when one is left: that
@@ -229,13 +241,15 @@ def stragglers(group: TaskGroup) -> Sequence[Turn]:
     if not few or group.down_to_stragglers or not group.active:
         return ()
     group.down_to_stragglers = True
-    return [turn for turn in group.members if turn.open]
+    return [llm_call for llm_call in group.members if llm_call.open]
 
 
 def at_risk_s(group: TaskGroup, estimate: Estimate) -> float:
     """When its deadline is at risk: not earlier than its longest member takes, and a margin."""
     assert group.deadline_s is not None
-    longest_s = max((estimate(turn) for turn in group.members if turn.open), default=0.0)
+    longest_s = max(
+        (estimate(llm_call) for llm_call in group.members if llm_call.open), default=0.0
+    )
     return group.deadline_s - longest_s - LAXITY_MARGIN_S
 
 
@@ -247,18 +261,18 @@ class Terms(NamedTuple):
     grouped: bool
 
 
-def terms(turn: Turn, now: float, expected_tokens: float, default_slo: Slo) -> Terms:
-    """On which terms a turn is handed to the engine at `now`. None in the result: the default.
+def terms(llm_call: LlmCall, now: float, expected_tokens: float, default_slo: Slo) -> Terms:
+    """On which terms an LLM call is handed to the engine at `now`. None in the result: the default.
 
     A deadline that has passed is dropped: there is nothing left to gain from it.
     """
-    label = turn.label
+    label = llm_call.label
     left_s = None if label.deadline_s is None else label.deadline_s - now
     deadline_s = left_s if left_s is not None and left_s > 0.0 else None
     if label.level is not Level.RT:
         grouped = label.level is Level.GROUP
         return Terms(ServiceClass.BE, Slo(deadline_s=deadline_s), grouped)
-    if turn.stage == 0:
+    if llm_call.stage == 0:
         return Terms(ServiceClass.RT, Slo(label.ttft_s, label.tpot_s, deadline_s), False)
     return Terms(ServiceClass.RT, _paced(left_s, deadline_s, expected_tokens, default_slo), False)
 
@@ -266,7 +280,7 @@ def terms(turn: Turn, now: float, expected_tokens: float, default_slo: Slo) -> T
 def _paced(
     left_s: float | None, deadline_s: float | None, expected_tokens: float, default_slo: Slo
 ) -> Slo:
-    """Nobody reads it, so it may be as slow as its latest finish allows, and has to be as fast."""
+    """Objectives that just meet the latest finish: no client reads the text while it grows."""
     if left_s is None or default_slo.tpot_s is None or default_slo.ttft_s is None:
         return Slo(deadline_s=deadline_s)
     tpot_s = _clamp(left_s / max(1.0, expected_tokens), default_slo.tpot_s)
@@ -307,22 +321,22 @@ class DeadlineWatch:
         return self._heap[0][0] if self._heap else None
 
     def take(self, now: float) -> Iterator[TaskGroup]:
-        """Those at risk by now, which are watched no longer."""
+        """Groups at risk by now; they are not watched any more."""
         while (at_s := self.next_s()) is not None and at_s <= now:
             yield heapq.heappop(self._heap)[2]
 
 
 LABEL_EVERY_S = 0.1
-"""How often there are steps for labelling again."""
+"""Period after which `max_steps` more steps may be made."""
 
 
 class Labeller:
-    """Knows which values are to be labelled for, and whose deadlines are watched.
+    """Labels what wanted values need: a bounded part at once, the rest later.
 
-    max_steps: turns, and inputs of them, that are looked at every LABEL_EVERY_S; the last value
-    that is begun with is finished. max_labels: turns behind each value that is waited for, summed
-    over those values; beyond that the others have their turn when some of them are settled.
-    labels: how many there are.
+    max_steps: LLM calls and inputs that are visited every LABEL_EVERY_S; the value that reaches the
+    bound is finished.
+    max_labels: most labels at a time; further values are labelled when some of these are settled.
+    labels: how many there are, summed over the values: the LLM calls that each of them needs.
     """
 
     def __init__(self, estimate: Estimate, max_steps: int, max_labels: int) -> None:
@@ -335,21 +349,21 @@ class Labeller:
         self._watch = DeadlineWatch()
         self.labels = 0
 
-    def add(self, sinks: Iterable[Variable]) -> list[Turn]:
-        """More is asked of these, or they need more. Returns turns with a new label: only those
+    def add(self, sinks: Iterable[Variable]) -> list[LlmCall]:
+        """More is asked of these, or they need more. Returns LLM calls with a new label: only those
         that make them; see `run` for what is behind."""
-        changed: list[Turn] = []
+        changed: list[LlmCall] = []
         for sink in sinks:
             self._waiting[sink] = None
             changed += label_producer(sink)
         return changed
 
-    def run(self, now: float) -> list[Turn]:
-        """Label as much as may be done by now. Returns turns with a new label."""
+    def run(self, now: float) -> list[LlmCall]:
+        """Label as much as may be done by now. Returns LLM calls with a new label."""
         if now >= self._more_s:
             self._steps = self._max_steps
             self._more_s = now + LABEL_EVERY_S
-        changed: list[Turn] = []
+        changed: list[LlmCall] = []
         while self._can_go_on and self._steps > 0:
             sink = next(iter(self._waiting))
             del self._waiting[sink]
@@ -371,7 +385,7 @@ class Labeller:
         return earliest(self._watch.next_s(), self._more_s if self._can_go_on else None)
 
     def settled(self, variable: Variable) -> None:
-        """Nobody waits for it any more."""
+        """The variable is settled, so nothing is labelled for it any more."""
         self._waiting.pop(variable, None)
         drop_groups(variable)
         self.labels -= variable.region

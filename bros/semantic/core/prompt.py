@@ -103,7 +103,7 @@ class Sharing:
 
 
 class Prompt:
-    """The tokens of one call so far. It only ever grows, turn by turn."""
+    """The tokens of one call so far. It only ever grows, LLM call by LLM call."""
 
     def __init__(self, sharing: Sharing, beginning: Sequence[int] = ()) -> None:
         """beginning: what stands before the first piece."""

@@ -15,11 +15,13 @@ from bros.semantic.errors import SessionLimitError
 class SessionLimits:
     """Most that one session holds.
 
-    max_calls: that are not over; kept_calls: that are, of which the oldest are forgotten; all of
-    them are, where that makes room for values.
-    max_variables, max_value_chars: in total. Beyond them the oldest values go that no call
-    remembered here has made or reads. max_labels, label_steps: see Labeller; they bound what a
-    program costs of which every value is asked for.
+    max_calls: calls that are not over.
+    kept_calls: calls that are over and remembered. The oldest are forgotten first; all may be
+    forgotten to make room for values.
+    max_variables: in total. Beyond it the oldest loose variables are dropped.
+    max_value_chars: of all values. Beyond it the oldest loose variables are dropped.
+    max_labels, label_steps: see Labeller; they bound what a program costs whose values are all
+    asked for.
     """
 
     max_calls: int = 10_000
@@ -33,9 +35,9 @@ class SessionLimits:
 class Retention:
     """Keeps count, forgets calls that are over, and says what there is no room for.
 
-    A variable is *loose* once all calls around it are forgotten and nobody waits for it. One that
-    no call has used yet is not: whoever made it is about to. Loose ones can still be read, set and
-    used until room is needed.
+    A variable is *loose* once all calls around it are forgotten and no client waits for it. A
+    variable that no call has used yet is not loose: its client is about to use it. Loose variables
+    can still be read, set and used until room is needed.
     """
 
     def __init__(self, graph: Graph, limits: SessionLimits) -> None:
@@ -99,13 +101,13 @@ class Retention:
         self.open_calls += len(calls)
         self._chars += sum(len(text) for call in new for text in call.values.values())
         for call in calls:
-            for turn in call.turns:
-                for variable in (*turn.inputs, *turn.outputs):
+            for llm_call in call.llm_calls:
+                for variable in (*llm_call.inputs, *llm_call.outputs):
                     self._keep(variable)
         self.make_room()
 
     def wanted(self, variable: Variable) -> None:
-        """Somebody waits for it."""
+        """A client waits for it."""
         self._keep(variable)
 
     def _keep(self, variable: Variable) -> None:
@@ -121,7 +123,7 @@ class Retention:
         self.make_room()
 
     def over(self, call: Call) -> None:
-        """The last turn of the call is over."""
+        """The last LLM call of the call is over."""
         self.open_calls -= 1
         self._over.append(call)
         while len(self._over) > self._limits.kept_calls:
@@ -131,8 +133,8 @@ class Retention:
         """Returns what is loose from now on."""
         self._graph.forget(call)
         freed = []
-        for turn in call.turns:
-            for variable in (*turn.inputs, *turn.outputs):
+        for llm_call in call.llm_calls:
+            for variable in (*llm_call.inputs, *llm_call.outputs):
                 if _unconnected(variable) and variable not in self._loose:
                     self._loose[variable] = None
                     self._loose_chars += _chars(variable)

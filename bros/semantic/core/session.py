@@ -1,7 +1,7 @@
 """The state machine of one session: what has to run, in answer to events. No input, no output.
 
-Nothing runs until a value is wanted that needs it. A turn starts the moment it is wanted and all
-its inputs are there. What fails takes with it all that needs it, with the cause; everything else
+Nothing runs until a value is wanted that needs it. An LLM call starts as soon as it is wanted and
+all its inputs are there. When it fails, all that needs it fails for the same cause; everything else
 goes on. Times are arguments; `take_actions` returns what is to be done.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.core.graph import Graph, already_set
-from bros.semantic.core.nodes import Call, Level, NewCall, Turn, Variable, Want
+from bros.semantic.core.nodes import Call, Level, LlmCall, NewCall, Variable, Want
 from bros.semantic.core.objectives import (
     RT_BETWEEN,
     Estimate,
@@ -28,43 +28,43 @@ from bros.semantic.errors import (
     SessionGoneError,
     SessionLimitError,
 )
-from bros.semantic.schema import CallKind, Criteria, TurnState, VariableState
+from bros.semantic.schema import CallKind, CallState, Criteria, VariableState
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """All that the turn needs is there: it goes to the engine. Once for each turn at most."""
+    """All inputs of the LLM call are there: submit it. At most once for each LLM call."""
 
-    turn: Turn
+    llm_call: LlmCall
 
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """A turn that was started as best-effort is real-time from now on."""
+    """An LLM call that was started as best-effort is real-time from now on."""
 
-    turn: Turn
+    llm_call: LlmCall
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A turn that was started is not wanted any more."""
+    """An LLM call that was started is not wanted any more."""
 
-    turn: Turn
+    llm_call: LlmCall
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The first `pieces` of the turn's call are known while what follows is being generated."""
+    """The first `pieces` of the call's prompt are known; what follows is being generated."""
 
-    turn: Turn
+    llm_call: LlmCall
     pieces: int
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The variable is READY, FAILED or CANCELLED: who waits for it can be told.
+    """The variable is READY, FAILED or CANCELLED: wake its waiters.
 
-    call: which makes it; the graph may have forgotten that by now.
+    call: the call that produces it; the graph may have forgotten that by now.
     """
 
     variable: Variable
@@ -75,23 +75,23 @@ Action = Start | Promote | Abort | Prefill | Settled
 
 
 def still_due(actions: Iterable[Action]) -> Iterator[Action]:
-    """Without what events since then have made pointless: nothing is done for turns that are over,
-    and who was never started need not be aborted."""
-    untouched: set[Turn] = set()  # turns whose Start is among these actions
+    """The actions that later events have not made pointless: nothing is done for LLM calls that
+    are over, and one that was never submitted need not be aborted."""
+    untouched: set[LlmCall] = set()  # LLM calls whose Start is among these actions
     for action in actions:
         match action:
-            case Start(turn):
-                untouched.add(turn)
-                if turn.started:
+            case Start(llm_call):
+                untouched.add(llm_call)
+                if llm_call.started:
                     yield action
-            case Promote(turn):
-                if turn.started and turn not in untouched:
+            case Promote(llm_call):
+                if llm_call.started and llm_call not in untouched:
                     yield action
-            case Abort(turn):
-                if turn not in untouched:
+            case Abort(llm_call):
+                if llm_call not in untouched:
                     yield action
-            case Prefill(turn, pieces):
-                if turn.state is TurnState.WAITING and pieces == turn.prefilled:
+            case Prefill(llm_call, pieces):
+                if llm_call.state is CallState.WAITING and pieces == llm_call.prefilled:
                     yield action
             case Settled():
                 yield action
@@ -104,7 +104,7 @@ class SessionStateMachine:
     """The graph of a session and what is going on in it.
 
     Unknown variables and calls raise NotFoundError; after `close` everything that would change
-    something raises SessionGoneError. estimate: seconds that a turn of the model will take.
+    something raises SessionGoneError. estimate: seconds that an LLM call of the model will take.
     """
 
     def __init__(
@@ -129,16 +129,20 @@ class SessionStateMachine:
         self._retention.check_calls(calls)
         added = self.graph.add(calls, now)
         self._retention.added(added, calls)
-        turns = [turn for call in added for turn in call.turns]
-        for turn in turns:
-            bad = next((v.cause for v in turn.inputs if v.cause is not None), None)
+        llm_calls = [llm_call for call in added for llm_call in call.llm_calls]
+        for llm_call in llm_calls:
+            bad = next((v.cause for v in llm_call.inputs if v.cause is not None), None)
             if bad is not None:
-                self._end([turn], bad, now)
-            elif turn.call.kind is CallKind.PLAIN:
-                turn.wanted = True
-                turn.state = TurnState.READY
-                turn.ready_s = now
-        awaited = [turn for turn in turns if any(v.pending and v.wanted for v in turn.outputs)]
+                self._end([llm_call], bad, now)
+            elif llm_call.call.kind is CallKind.PLAIN:
+                llm_call.wanted = True
+                llm_call.state = CallState.READY
+                llm_call.ready_s = now
+        awaited = [
+            llm_call
+            for llm_call in llm_calls
+            if any(v.pending and v.wanted for v in llm_call.outputs)
+        ]
         if awaited:
             self._label(wanted_behind(awaited), now)
             self._activate(awaited, now)
@@ -179,7 +183,7 @@ class SessionStateMachine:
         return variable
 
     def want(self, variable_id: str, criteria: Criteria, now: float) -> Variable:
-        """Somebody asks for a value: all that it needs may run, and as soon as it has to.
+        """A client asks for a value: all that it needs may run, as soon as the criteria require.
 
         Asked again, the stricter of everything that was asked holds.
         """
@@ -199,7 +203,7 @@ class SessionStateMachine:
     def cancel(self, call_id: str, now: float) -> Call:
         """Ends what is not over of a call, and all that needs it.
 
-        Raises InvalidRequestError for a PLAIN one: only whoever makes it can end it.
+        Raises InvalidRequestError for a PLAIN one: only the client that runs it can end it.
         """
         call = self.call(call_id)
         if call.kind is CallKind.PLAIN and call.open:
@@ -208,55 +212,55 @@ class SessionStateMachine:
                 "when the client that makes it closes its connection."
             )
         cause = Cause(call_id, FailedStage.CANCELLED, "A client asked for that.", name=call.name)
-        self._end(call.turns, cause, now)
+        self._end(call.llm_calls, cause, now)
         return call
 
     def close(self, reason: str, now: float) -> None:
-        """Ends everything that is not over; `reason` is told to whoever waits."""
+        """Ends everything that is not over; `reason` is told to clients that wait."""
         self.closed = True
         for call in list(self.graph.calls.values()):
             cause = Cause(call.id, FailedStage.CANCELLED, reason, name=call.name)
-            self._end(call.turns, cause, now)
+            self._end(call.llm_calls, cause, now)
         for variable in self.graph.variables.values():
             if variable.pending:
                 cause = Cause("", FailedStage.CANCELLED, reason, variable.id)
                 self._settle_badly(variable, cause)
 
-    # What becomes of turns; said of one that is over already, it is ignored.
+    # What becomes of LLM calls; said of one that is over already, it is ignored.
 
-    def first_token(self, turn: Turn, now: float) -> None:
-        """The turn has begun to generate."""
-        if turn.state is TurnState.READY:
-            turn.state = TurnState.RUNNING
-            turn.first_token_s = now
-            for consumer in turn.output.consumers:
+    def first_token(self, llm_call: LlmCall, now: float) -> None:
+        """The LLM call has begun to generate."""
+        if llm_call.state is CallState.READY:
+            llm_call.state = CallState.RUNNING
+            llm_call.first_token_s = now
+            for consumer in llm_call.output.consumers:
                 self._consider(consumer, now)
 
     def finished(
-        self, turn: Turn, text: str, token_ids: tuple[int, ...] | None, now: float
+        self, llm_call: LlmCall, text: str, token_ids: tuple[int, ...] | None, now: float
     ) -> None:
-        """The turn has generated this value. token_ids: of the text if nothing changed it."""
-        if not turn.started:
+        """The LLM call has generated this value. token_ids: of the text if nothing changed it."""
+        if not llm_call.started:
             return
         try:
             self._retention.check_value(text)
         except SessionLimitError as error:
-            call, output = turn.call, turn.output
+            call, output = llm_call.call, llm_call.output
             cause = Cause(call.id, FailedStage.GENERATE, str(error), output.id, call.name)
-            self._end([turn], cause, now, gone=turn)
+            self._end([llm_call], cause, now, gone=llm_call)
             return
-        turn.state = TurnState.FINISHED
-        self._ready(turn.output, text, token_ids, now)
-        following = turn.next
+        llm_call.state = CallState.FINISHED
+        self._ready(llm_call.output, text, token_ids, now)
+        following = llm_call.next
         if following is not None:
             following.missing -= 1
             self._consider(following, now)
-        self._finish(turn, now)
+        self._finish(llm_call, now)
 
-    def failed(self, turn: Turn, cause: Cause, now: float) -> None:
-        """The turn will not have a value."""
-        if turn.started:
-            self._end([turn], cause, now, gone=turn)
+    def failed(self, llm_call: LlmCall, cause: Cause, now: float) -> None:
+        """The LLM call will not have a value."""
+        if llm_call.started:
+            self._end([llm_call], cause, now, gone=llm_call)
 
     def native_failed(self, call_id: str, message: str, now: float) -> Call:
         """A function of the client could not set its outputs. Raises InvalidRequestError if that is
@@ -266,7 +270,7 @@ class SessionStateMachine:
             raise InvalidRequestError(f"The request {call_id} does not run on the client.")
         if not call.open:
             raise ConflictError(f"The request {call_id} is over.", "already_set")
-        self._end(call.turns, Cause(call_id, FailedStage.NATIVE, message, name=call.name), now)
+        self._end(call.llm_calls, Cause(call_id, FailedStage.NATIVE, message, name=call.name), now)
         return call
 
     # What is to be done
@@ -319,49 +323,55 @@ class SessionStateMachine:
         self._tell_promoted(self._labeller.add(sinks))
         self.tick(now)
 
-    def _promote(self, turns: Iterable[Turn]) -> None:
-        raised = [turn for turn in turns if turn.open and turn.label.level < Level.RT]
-        for turn in raised:
-            turn.label = turn.label.joined(RT_BETWEEN)
+    def _promote(self, llm_calls: Iterable[LlmCall]) -> None:
+        raised = [
+            llm_call for llm_call in llm_calls if llm_call.open and llm_call.label.level < Level.RT
+        ]
+        for llm_call in raised:
+            llm_call.label = llm_call.label.joined(RT_BETWEEN)
         self._tell_promoted(raised)
 
-    def _tell_promoted(self, changed: Iterable[Turn]) -> None:
-        for turn in changed:
-            if turn.started and turn.label.level is Level.RT and turn.call.kind is CallKind.LLM:
-                self._actions.append(Promote(turn))
+    def _tell_promoted(self, changed: Iterable[LlmCall]) -> None:
+        for llm_call in changed:
+            if (
+                llm_call.started
+                and llm_call.label.level is Level.RT
+                and llm_call.call.kind is CallKind.LLM
+            ):
+                self._actions.append(Promote(llm_call))
 
-    def _activate(self, turns: Iterable[Turn], now: float) -> None:
+    def _activate(self, llm_calls: Iterable[LlmCall], now: float) -> None:
         """These and all that they need may run."""
-        stack: list[Turn | None] = list(turns)
+        stack: list[LlmCall | None] = list(llm_calls)
         woken = []
         while stack:
-            turn = stack.pop()
-            if turn is None or turn.wanted or not turn.open:
+            llm_call = stack.pop()
+            if llm_call is None or llm_call.wanted or not llm_call.open:
                 continue
-            turn.wanted = True
-            woken.append(turn)
-            stack.append(turn.previous)
-            for variable in turn.inputs:
+            llm_call.wanted = True
+            woken.append(llm_call)
+            stack.append(llm_call.previous)
+            for variable in llm_call.inputs:
                 if variable.pending:
                     stack.append(variable.producer)
-        woken.sort(key=lambda turn: (turn.call.number, turn.index))
-        for turn in woken:
-            self._consider(turn, now)
+        woken.sort(key=lambda llm_call: (llm_call.call.number, llm_call.index))
+        for llm_call in woken:
+            self._consider(llm_call, now)
 
-    def _consider(self, turn: Turn, now: float) -> None:
-        """Starts the turn if it can run, else what is known of it if the rest is under way."""
-        if not turn.wanted or turn.state is not TurnState.WAITING:
+    def _consider(self, llm_call: LlmCall, now: float) -> None:
+        """Starts the LLM call if it can run, else what is known of it if the rest is under way."""
+        if not llm_call.wanted or llm_call.state is not CallState.WAITING:
             return
-        if not turn.missing:
-            turn.state = TurnState.READY
-            turn.ready_s = now
-            if not turn.native:
-                self._actions.append(Start(turn))
-        elif not turn.native:
-            known = turn.known_ahead(self.graph.variables)
-            if known > turn.prefilled:
-                turn.prefilled = known
-                self._actions.append(Prefill(turn, known))
+        if not llm_call.missing:
+            llm_call.state = CallState.READY
+            llm_call.ready_s = now
+            if not llm_call.native:
+                self._actions.append(Start(llm_call))
+        elif not llm_call.native:
+            known = llm_call.known_ahead(self.graph.variables)
+            if known > llm_call.prefilled:
+                llm_call.prefilled = known
+                self._actions.append(Prefill(llm_call, known))
 
     def _ready(
         self, variable: Variable, text: str, token_ids: tuple[int, ...] | None, now: float
@@ -371,9 +381,9 @@ class SessionStateMachine:
         variable.token_ids = token_ids
         self._settled(variable)
         self._retention.valued(variable)
-        for turn in variable.consumers:
-            turn.missing -= 1
-            self._consider(turn, now)
+        for llm_call in variable.consumers:
+            llm_call.missing -= 1
+            self._consider(llm_call, now)
 
     def _settle_badly(self, variable: Variable, cause: Cause) -> None:
         cancelled = cause.stage is FailedStage.CANCELLED
@@ -386,42 +396,42 @@ class SessionStateMachine:
         producer = variable.producer
         self._actions.append(Settled(variable, None if producer is None else producer.call))
 
-    def _finish(self, turn: Turn, now: float) -> None:
-        """All outputs of the turn are there."""
-        turn.state = TurnState.FINISHED
-        turn.end_s = now
-        for group in turn.groups:
+    def _finish(self, llm_call: LlmCall, now: float) -> None:
+        """All outputs of the LLM call are there."""
+        llm_call.state = CallState.FINISHED
+        llm_call.end_s = now
+        for group in llm_call.groups:
             group.left -= 1
             self._promote(stragglers(group))
-        if not turn.call.open:
-            self._retention.over(turn.call)
+        if not llm_call.call.open:
+            self._retention.over(llm_call.call)
 
     def _end(
-        self, turns: Iterable[Turn], cause: Cause, now: float, gone: Turn | None = None
+        self, llm_calls: Iterable[LlmCall], cause: Cause, now: float, gone: LlmCall | None = None
     ) -> None:
         """Ends these badly, and all that needs what they will not make.
 
         gone: one that the engine has ended itself.
         """
         cancelled = cause.stage is FailedStage.CANCELLED
-        stack = list(turns)
+        stack = list(llm_calls)
         while stack:
-            turn = stack.pop()
-            if not turn.open:
+            llm_call = stack.pop()
+            if not llm_call.open:
                 continue
-            if turn.started and not turn.native and turn is not gone:
-                self._actions.append(Abort(turn))
-            turn.state = TurnState.CANCELLED if cancelled else TurnState.FAILED
-            turn.end_s = now
-            turn.call.cause = turn.call.cause or cause
-            for variable in turn.outputs:
+            if llm_call.started and not llm_call.native and llm_call is not gone:
+                self._actions.append(Abort(llm_call))
+            llm_call.state = CallState.CANCELLED if cancelled else CallState.FAILED
+            llm_call.end_s = now
+            llm_call.call.cause = llm_call.call.cause or cause
+            for variable in llm_call.outputs:
                 if variable.pending:
                     self._settle_badly(variable, cause)
                     stack.extend(variable.consumers)
-            if turn.next is not None:
-                stack.append(turn.next)
-            if not turn.call.open:
-                self._retention.over(turn.call)
+            if llm_call.next is not None:
+                stack.append(llm_call.next)
+            if not llm_call.call.open:
+                self._retention.over(llm_call.call)
 
     def check_integrity(self) -> None:
         """Asserts what always holds between events."""
@@ -430,8 +440,8 @@ class SessionStateMachine:
         regions = sum(variable.region for variable in self.graph.variables.values())
         assert self._labeller.labels == regions
         for call in self.graph.calls.values():
-            for turn in call.turns:
-                self._check_turn(turn)
+            for llm_call in call.llm_calls:
+                self._check_llm_call(llm_call)
         for variable in self.graph.variables.values():
             producer = variable.producer
             if variable.pending and variable.wanted and producer is not None:
@@ -439,14 +449,14 @@ class SessionStateMachine:
             if self.closed:
                 assert not variable.pending
 
-    def _check_turn(self, turn: Turn) -> None:
-        assert not turn.started or (turn.wanted and not turn.missing)
-        if turn.state is TurnState.WAITING and turn.wanted:
-            assert turn.missing
-            assert turn.previous is None or turn.previous.wanted
-        assert turn.open == any(variable.pending for variable in turn.outputs)
-        assert not (self.closed and turn.open)
-        for group in turn.groups:
-            unfinished = [t for t in group.members if t.state is not TurnState.FINISHED]
-            assert group.active and turn in group.members and group.left == len(unfinished)
-            assert turn.label.level >= Level.GROUP
+    def _check_llm_call(self, llm_call: LlmCall) -> None:
+        assert not llm_call.started or (llm_call.wanted and not llm_call.missing)
+        if llm_call.state is CallState.WAITING and llm_call.wanted:
+            assert llm_call.missing
+            assert llm_call.previous is None or llm_call.previous.wanted
+        assert llm_call.open == any(variable.pending for variable in llm_call.outputs)
+        assert not (self.closed and llm_call.open)
+        for group in llm_call.groups:
+            unfinished = [t for t in group.members if t.state is not CallState.FINISHED]
+            assert group.active and llm_call in group.members and group.left == len(unfinished)
+            assert llm_call.label.level >= Level.GROUP

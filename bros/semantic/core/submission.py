@@ -291,7 +291,7 @@ def _merged(pieces: Sequence[Piece], param: str) -> tuple[Piece, ...]:
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _ONE_TEXT = ("n", "logprobs")
-"""A variable has one value, and nobody sees anything else of what was generated."""
+"""A variable has one value, and no client sees anything else that was generated."""
 
 _INTEGERS = ("max_tokens", "min_tokens", "seed", "top_k")
 

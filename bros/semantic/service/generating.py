@@ -1,8 +1,8 @@
-"""One turn on the engine, submitted again where that may help.
+"""One LLM call on the engine, submitted again where that may help.
 
 refused for want of capacity     wait as long as the engine says, and submit again
 the engine died                  wait until it is back, and restart what gives the same text again
-anything else                    the turn has failed
+anything else                    the LLM call has failed
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Revival:
 _LEAST_WAIT_S = 0.01
 
 
-class TurnFailedError(Exception):
-    """A turn has failed for good. The fields are those of a Cause."""
+class LlmCallFailedError(Exception):
+    """An LLM call has failed for good. The fields are those of a Cause."""
 
     def __init__(self, stage: FailedStage, message: str, variable: str | None = None) -> None:
         super().__init__(message)
@@ -88,7 +88,7 @@ class TurnFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the engine is asked for. arrival_s: when all that it needs was there."""
+    """A request to the engine. arrival_s: when all its inputs were there."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -109,7 +109,11 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """token_ids: of the text, without what ended it; those before a stop string, if one did."""
+    """An answer of the engine.
+
+    token_ids: of the text, without the token that ended it. After a stop string they go on.
+    output_tokens: all that were generated.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -117,8 +121,8 @@ class Generated:
     output_tokens: int
 
 
-class TurnWatcher(Protocol):
-    """Whom a turn tells how it goes."""
+class LlmCallWatcher(Protocol):
+    """Whom an LLM call tells how it goes."""
 
     def terms(self) -> Terms:
         """How it is to be served as of now."""
@@ -136,7 +140,7 @@ class TurnWatcher(Protocol):
 class _Heard:
     """A watcher of which is known whether it was told of any text."""
 
-    def __init__(self, watcher: TurnWatcher) -> None:
+    def __init__(self, watcher: LlmCallWatcher) -> None:
         self.terms = watcher.terms
         self.accepted = watcher.accepted
         self._progress = watcher.progress
@@ -147,8 +151,8 @@ class _Heard:
         self._progress(text, cached_tokens, output_tokens)
 
 
-class TurnGenerator:
-    """Runs turns, all those of one engine."""
+class LlmCallGenerator:
+    """Runs LLM calls, all those of one engine."""
 
     def __init__(
         self,
@@ -162,8 +166,8 @@ class TurnGenerator:
         self._clock = clock
         self._settings = settings
 
-    async def run(self, asked: Asked, watcher: TurnWatcher) -> Generated:
-        """The whole answer. Raises TurnFailedError. Cancelling it stops the engine's work, too."""
+    async def run(self, asked: Asked, watcher: LlmCallWatcher) -> Generated:
+        """The whole answer. Raises LlmCallFailedError. Cancelling it aborts the request."""
         deaths, attempt = 0, 0
         refused_s: float | None = None
         heard = _Heard(watcher)
@@ -176,22 +180,22 @@ class TurnGenerator:
                 deaths += 1
                 again = not heard.any or _gives_the_same(asked.sampling)
                 if deaths > self._settings.retries or not again:
-                    raise TurnFailedError(FailedStage.ENGINE, str(error)) from error
+                    raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
                 if not await self._revival.comes():
-                    raise TurnFailedError(FailedStage.ENGINE, str(error)) from error
+                    raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
             except (QueueFullError, OverloadedError) as error:
                 now = self._clock.now()
                 refused_s = now if refused_s is None else refused_s
                 wait_s = max(error.retry_after_s, _LEAST_WAIT_S)
                 if now + wait_s - refused_s > self._settings.patience_s:
-                    raise TurnFailedError(FailedStage.ENGINE, str(error)) from error
+                    raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
                 await asyncio.sleep(wait_s)
             except PromptTooLongError as error:
-                raise TurnFailedError(FailedStage.FILL, str(error)) from error
+                raise LlmCallFailedError(FailedStage.FILL, str(error)) from error
             except InvalidRequestError as error:
-                raise TurnFailedError(FailedStage.GENERATE, str(error)) from error
+                raise LlmCallFailedError(FailedStage.GENERATE, str(error)) from error
 
-    async def _once(self, request_id: str, asked: Asked, watcher: TurnWatcher) -> Generated:
+    async def _once(self, request_id: str, asked: Asked, watcher: LlmCallWatcher) -> Generated:
         terms = watcher.terms()
         generation = await self._generator.start(
             asked.token_ids,
@@ -209,7 +213,7 @@ class TurnGenerator:
             watcher.accepted(request_id, generation.service_classes[0])
             return await self._collect(generation, watcher)
 
-    async def _collect(self, generation: Generation, watcher: TurnWatcher) -> Generated:
+    async def _collect(self, generation: Generation, watcher: LlmCallWatcher) -> Generated:
         text = ""
         token_ids: list[int] = []
         last: TextDelta | None = None
@@ -222,9 +226,9 @@ class TurnGenerator:
             message = last.error or "The engine gave the request up."
             if last.retry_after_s is not None:
                 raise OverloadedError(message, last.retry_after_s)
-            raise TurnFailedError(FailedStage.GENERATE, message)
+            raise LlmCallFailedError(FailedStage.GENERATE, message)
         if last.finish_reason is FinishReason.ABORT:
-            raise TurnFailedError(FailedStage.GENERATE, "The request was aborted.")
+            raise LlmCallFailedError(FailedStage.GENERATE, "The request was aborted.")
         ended_by_token = last.finish_reason is FinishReason.STOP and not isinstance(
             last.stop_reason, str
         )

@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bros.core.request import ServiceClass
-from bros.semantic.core.nodes import Call, Level, Turn, Variable
+from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
 from bros.semantic.core.prompt import Begun, Prompt, Sharing
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.schema import (
     CallKind,
     CallSpec,
+    CallState,
     CallView,
     Criteria,
+    LlmCallView,
     Perf,
     PrefixView,
     SessionSummary,
     SessionView,
     SubmittedCall,
-    TurnState,
-    TurnView,
     VariableView,
 )
 
@@ -33,20 +33,23 @@ from bros.semantic.schema import (
 class SessionSettings:
     """Limits and times, all in seconds.
 
-    ttl_s: how long an idle session lives; max_ttl_s: the most that a client may ask for.
-    max_sessions: of the service. max_calls: of a session that are not over; kept_calls: that are,
-    and are remembered. max_variables and max_chars: of a session, the latter of all values, and of
-    all templates.
-    max_labels: of a session, see SessionLimits; that many take a second or two of the processor,
-    in slices.
-    max_waiting: gets and streams that wait, of the service. max_wait_s: after which a get without
-    a timeout of its own gives up.
-    criteria: of sessions that do not say. max_tokens: of outputs without a limit of their own; a
-    program does not look at what it gets, so it should not go on to the end of the context.
-    park_s: how long KV is kept for a later turn of a call, or for a value that is on its way.
-    retries: how often a turn is begun anew after the engine died, if it gives the same again;
-    recovery_s: how long the engine may take to come back. patience_s: how long a turn waits
-    for room in an engine that refuses it.
+    ttl_s: how long an idle session lives.
+    max_ttl_s: longest ttl that a client may ask for.
+    max_sessions: of the service.
+    max_calls: calls of a session that are not over.
+    kept_calls: calls of a session that are over and remembered.
+    max_variables: of a session.
+    max_chars: of all values of a session, and of all its templates.
+    max_labels: of a session, see SessionLimits; so many take 1 to 2 s of CPU time, in slices.
+    max_waiting: gets and streams of the service that wait.
+    max_wait_s: timeout of a get without its own.
+    criteria: default criteria of sessions.
+    max_tokens: of outputs without a limit of their own. A program does not look at the text, so it
+    should not be generated up to the end of the context.
+    park_s: how long KV is kept for a later LLM call of a call, or for a value being generated.
+    retries: how often an LLM call is restarted after the engine died, if it gives the same text.
+    recovery_s: how long the engine may take to come back.
+    patience_s: how long an LLM call waits for room in an engine that refuses it.
     max_gone: ids of past sessions that are remembered.
     """
 
@@ -84,12 +87,14 @@ _KEPT_ANSWERS = 8
 
 
 @dataclass(eq=False, slots=True)
-class TurnRecord:
-    """What came of a turn on the engine.
+class LlmCallRecord:
+    """What came of an LLM call on the engine.
 
-    service_class: as which it is served, None before it is accepted. text: so far, while it is
-    being generated. request_id: of the engine's request that runs it. group: the one that it was
-    in when it was handed to the engine.
+    service_class: what the engine serves it as; None before it is accepted.
+    request_id: of the engine's request that runs it.
+    group: id of the task group that it was in when it was submitted.
+    text: generated so far; empty once it is over.
+    attempts: how often it was submitted.
     """
 
     service_class: ServiceClass | None = None
@@ -107,28 +112,30 @@ class TurnRecord:
 class CallRecord:
     """What a call has with the engine.
 
-    prompt: None once the call is over, and of calls that the engine does not run. prefixes: of the
-    whole prompt, then. text_chars: of its template. counted: its
-    end is in the figures. kept: requests of the engine whose KV it keeps for what comes next. fill:
-    the task that computes what is known of a prompt. growing: whoever adds to the prompt holds
-    it, because long texts are encoded on a thread.
+    prompt: None once the call is over, and of calls that the engine does not run.
+    prefixes: of the whole prompt, once the call is over.
+    text_chars: of its template.
+    counted: the end of the call is counted in the figures.
+    kept: requests of the engine whose KV is kept for what comes next.
+    prefill: the task that prefills the known beginning of the prompt.
+    growing: held while the prompt grows, because long texts are encoded on a thread.
     """
 
     prompt: Prompt | None = None
     prefixes: tuple[PrefixView, ...] = ()
     text_chars: int = 0
     counted: bool = False
-    turns: dict[int, TurnRecord] = field(default_factory=dict)
+    llm_calls: dict[int, LlmCallRecord] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
-    fill: asyncio.Task[None] | None = None
+    prefill: asyncio.Task[None] | None = None
     growing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def turn(self, index: int) -> TurnRecord:
-        return self.turns.setdefault(index, TurnRecord())
+    def llm_call(self, index: int) -> LlmCallRecord:
+        return self.llm_calls.setdefault(index, LlmCallRecord())
 
 
 class Readers:
-    """Who waits for news of variables: each has an event of its own, and takes it away again."""
+    """Subscribers to variables, each with an event of its own."""
 
     def __init__(self) -> None:
         self._events: dict[str, set[asyncio.Event]] = {}
@@ -159,15 +166,28 @@ class Readers:
 class ServedSession:
     """An open session.
 
-    id: as its tenant calls it. uid: never used again for another, even if the id is.
-    settled: who waits for values; streamed: who wants to see them grow as well.
-    touched_s: when somebody last had to do with it. text_chars: of all templates that are
-    remembered. num_plain: requests of plain clients that are under way; last_plain: by name of
-    their calls, the engine's requests that keep KV for the next one. only_plain: one of these has
-    opened it, and nobody else has done anything in it.
-    answers: to the latest programs that have come with a key, by that.
-    starting: held by a turn that begins, so that of a thousand that start together one after the
-    other makes its prompt. gone: why it is no longer there.
+    id: the name that its tenant uses; it may be used again for another session.
+    uid: unique for all time.
+    scope: sessions of one tenant and scope share KV of values.
+    created_s: on the clock of the service; created_unix_s is Unix time.
+    touched_s: time of the last activity.
+    machine: its graph, and what has to run.
+    sharing: which salts the KV of its prompts has.
+    begun: which beginnings of prompts the engine was asked for.
+    records: by id of the call.
+    tasks: of LLM calls that run.
+    settled: subscribers to values.
+    streamed: subscribers to values while they grow.
+    timer: wakes the state machine when a deadline is at risk.
+    starting: held by an LLM call that starts: of many that start together, one at a time builds its
+    prompt.
+    text_chars: of all templates that are remembered.
+    num_plain: running requests of plain clients.
+    only_plain: a plain client opened it, and no other kind of client has used it.
+    last_plain: by name of the calls of plain clients, the engine's requests that keep KV for the
+    next request of that name.
+    answers: to the latest programs that came with a key, by key.
+    gone: why it has ended; None while it is open.
     """
 
     id: str
@@ -185,7 +205,7 @@ class ServedSession:
     sharing: Sharing
     begun: Begun
     records: dict[str, CallRecord] = field(default_factory=dict)
-    tasks: dict[Turn, asyncio.Task[None]] = field(default_factory=dict)
+    tasks: dict[LlmCall, asyncio.Task[None]] = field(default_factory=dict)
     settled: Readers = field(default_factory=Readers)
     streamed: Readers = field(default_factory=Readers)
     timer: asyncio.TimerHandle | None = None
@@ -201,7 +221,7 @@ class ServedSession:
 
     @property
     def busy(self) -> bool:
-        """Whether something runs in it, or somebody waits."""
+        """Whether a request runs in it, or a client waits."""
         return bool(self.tasks or self.num_plain or len(self.settled) or len(self.streamed))
 
     def expires_s(self) -> float | None:
@@ -273,20 +293,23 @@ def view_variable(variable: Variable) -> VariableView:
         state=variable.state,
         value=variable.text,
         producer=None if variable.producer is None else variable.producer.call.id,
-        consumers=tuple(dict.fromkeys(turn.call.id for turn in variable.consumers)),
+        consumers=tuple(dict.fromkeys(llm_call.call.id for llm_call in variable.consumers)),
         perf=_perf(variable),
         error=variable.cause,
     )
 
 
 def view_call(session: ServedSession, call: Call) -> CallView:
-    """One call with its turns."""
+    """One call with its LLM calls."""
     record = session.records.get(call.id) or CallRecord()
-    turns = tuple(_view_turn(session, turn, record) for turn in call.turns)
-    at = next((index for index, turn in enumerate(call.turns) if turn.open), len(turns) - 1)
-    if at and not call.turns[at].wanted:
-        at -= 1  # nobody has asked for more so far
-    current = turns[at]
+    llm_calls = tuple(_view_llm_call(session, llm_call, record) for llm_call in call.llm_calls)
+    at = next(
+        (index for index, llm_call in enumerate(call.llm_calls) if llm_call.open),
+        len(llm_calls) - 1,
+    )
+    if at and not call.llm_calls[at].wanted:
+        at -= 1  # the next output is not wanted so far
+    current = llm_calls[at]
     prefixes = record.prefixes if record.prompt is None else record.prompt.prefixes
     return CallView(
         id=call.id,
@@ -299,17 +322,17 @@ def view_call(session: ServedSession, call: Call) -> CallView:
         depth=current.depth,
         group=current.group,
         deadline_s=current.deadline_s,
-        inputs=tuple(dict.fromkeys(name for turn in turns for name in turn.inputs)),
-        outputs=tuple(name for turn in turns for name in turn.outputs),
+        inputs=tuple(dict.fromkeys(name for llm_call in llm_calls for name in llm_call.inputs)),
+        outputs=tuple(name for llm_call in llm_calls for name in llm_call.outputs),
         submitted_s=round(call.created_s - session.created_s, _DIGITS),
-        queued_s=_first(turn.queued_s for turn in turns),
-        first_token_s=_first(turn.first_token_s for turn in turns),
+        queued_s=_first(llm_call.queued_s for llm_call in llm_calls),
+        first_token_s=_first(llm_call.first_token_s for llm_call in llm_calls),
         end_s=None if call.open else current.end_s,
-        prompt_tokens=_last(turn.prompt_tokens for turn in turns),
-        cached_tokens=sum(turn.cached_tokens for turn in turns),
-        output_tokens=sum(turn.output_tokens for turn in turns),
+        prompt_tokens=_last(llm_call.prompt_tokens for llm_call in llm_calls),
+        cached_tokens=sum(llm_call.cached_tokens for llm_call in llm_calls),
+        output_tokens=sum(llm_call.output_tokens for llm_call in llm_calls),
         error=call.cause,
-        turns=turns,
+        llm_calls=llm_calls,
         prefixes=prefixes,
     )
 
@@ -317,27 +340,31 @@ def view_call(session: ServedSession, call: Call) -> CallView:
 def class_name(session: ServedSession, call: Call) -> str:
     """As what the engine served a call in the end; empty if it never did."""
     record = session.records.get(call.id) or CallRecord()
-    classes = [turn.service_class for turn in record.turns.values() if turn.service_class]
+    classes = [
+        llm_call.service_class for llm_call in record.llm_calls.values() if llm_call.service_class
+    ]
     return classes[-1].value if classes else ""
 
 
-def _view_turn(session: ServedSession, turn: Turn, call_record: CallRecord) -> TurnView:
-    record = call_record.turns.get(turn.index, TurnRecord())
-    labelled = turn.wanted and turn.call.kind is CallKind.LLM
-    group = next(iter(turn.groups)).id if turn.groups else record.group
-    return TurnView(
-        state=turn.state,
-        inputs=tuple(variable.id for variable in turn.inputs),
-        outputs=tuple(variable.id for variable in turn.outputs),
-        level=turn.label.level.name.lower() if labelled else None,
-        service_class=record.service_class or (_planned_class(turn) if labelled else None),
-        stage=turn.stage,
-        depth=turn.depth,
+def _view_llm_call(
+    session: ServedSession, llm_call: LlmCall, call_record: CallRecord
+) -> LlmCallView:
+    record = call_record.llm_calls.get(llm_call.index, LlmCallRecord())
+    labelled = llm_call.wanted and llm_call.call.kind is CallKind.LLM
+    group = next(iter(llm_call.groups)).id if llm_call.groups else record.group
+    return LlmCallView(
+        state=llm_call.state,
+        inputs=tuple(variable.id for variable in llm_call.inputs),
+        outputs=tuple(variable.id for variable in llm_call.outputs),
+        level=llm_call.label.level.name.lower() if labelled else None,
+        service_class=record.service_class or (_planned_class(llm_call) if labelled else None),
+        stage=llm_call.stage,
+        depth=llm_call.depth,
         group=group,
-        deadline_s=_after(session, turn.label.deadline_s),
-        queued_s=_after(session, turn.ready_s),
-        first_token_s=_after(session, turn.first_token_s),
-        end_s=_after(session, turn.end_s),
+        deadline_s=_after(session, llm_call.label.deadline_s),
+        queued_s=_after(session, llm_call.ready_s),
+        first_token_s=_after(session, llm_call.first_token_s),
+        end_s=_after(session, llm_call.end_s),
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,
         output_tokens=record.output_tokens,
@@ -346,16 +373,16 @@ def _view_turn(session: ServedSession, turn: Turn, call_record: CallRecord) -> T
     )
 
 
-def _planned_class(turn: Turn) -> ServiceClass:
-    return ServiceClass.RT if turn.label.level is Level.RT else ServiceClass.BE
+def _planned_class(llm_call: LlmCall) -> ServiceClass:
+    return ServiceClass.RT if llm_call.label.level is Level.RT else ServiceClass.BE
 
 
-def call_state(call: Call) -> TurnState:
-    """Of the turn that it is at: the first one that is not over, or the first that went wrong."""
-    for turn in call.turns:
-        if turn.state is not TurnState.FINISHED:
-            return turn.state
-    return TurnState.FINISHED
+def call_state(call: Call) -> CallState:
+    """That of its first LLM call that has not finished: it is not over, or has failed."""
+    for llm_call in call.llm_calls:
+        if llm_call.state is not CallState.FINISHED:
+            return llm_call.state
+    return CallState.FINISHED
 
 
 def _perf(variable: Variable) -> str | None:

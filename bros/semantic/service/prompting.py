@@ -16,11 +16,11 @@ from bros.core.clock import Clock
 from bros.core.errors import BrosError
 from bros.core.interfaces import EngineClient
 from bros.core.request import EngineRequest, FinishReason, Hints, SamplingParams, ServiceClass
-from bros.semantic.core.nodes import InputPiece, Level, Turn, Variable
+from bros.semantic.core.nodes import InputPiece, Level, LlmCall, Variable
 from bros.semantic.core.prompt import PieceEncoder, Prompt
 from bros.semantic.core.template import Text
 from bros.semantic.errors import FailedStage
-from bros.semantic.service.generating import TurnFailedError
+from bros.semantic.service.generating import LlmCallFailedError
 from bros.semantic.service.live import ServedSession, SessionSettings
 from bros.semantic.transforms import TransformError
 
@@ -35,16 +35,16 @@ class Prompter:
     def __init__(self, encoder: PieceEncoder) -> None:
         self._encoder = encoder
 
-    async def grow(self, session: ServedSession, turn: Turn) -> Prompt:
-        """The prompt of a turn, as far as the values in it are there.
+    async def grow(self, session: ServedSession, llm_call: LlmCall) -> Prompt:
+        """The prompt of an LLM call, as far as the values in it are there.
 
-        Raises TurnFailedError if the transform of an input fails.
+        Raises LlmCallFailedError if the transform of an input fails.
         """
-        record = session.record(turn.call.id)
+        record = session.record(llm_call.call.id)
         async with record.growing:
             prompt = record.prompt
             assert prompt is not None, "a call of the model that is not over"
-            for piece in turn.call.pieces[prompt.num_pieces : turn.prompt_end]:
+            for piece in llm_call.call.pieces[prompt.num_pieces : llm_call.prompt_end]:
                 first = not prompt.num_tokens
                 if isinstance(piece, Text):
                     prompt.add(await self._constant(piece.text, first=first))
@@ -82,11 +82,11 @@ class Prompter:
 async def apply(
     transforms: Callable[[str], str], text: str, stage: FailedStage, variable: str
 ) -> str:
-    """What transforms make of a text. Raises TurnFailedError (`stage`)."""
+    """What transforms make of a text. Raises LlmCallFailedError (`stage`)."""
     try:
         return await off_loop(lambda: transforms(text), len(text))
     except TransformError as error:
-        raise TurnFailedError(stage, str(error), variable) from error
+        raise LlmCallFailedError(stage, str(error), variable) from error
 
 
 async def off_loop(work: Callable[[], T], num_chars: int) -> T:
@@ -101,7 +101,7 @@ _LEAST_BLOCKS = 2
 
 
 class Prefiller:
-    """Fills on behalf of turns that wait. Nothing depends on them: what fails is left out."""
+    """Prefill-only requests for LLM calls that wait. Their errors are logged and ignored."""
 
     def __init__(
         self, prompter: Prompter, engine: EngineClient, clock: Clock, settings: SessionSettings
@@ -112,27 +112,27 @@ class Prefiller:
         self._settings = settings
         self.count = 0
 
-    def begin(self, session: ServedSession, turn: Turn) -> asyncio.Task[None]:
-        """Compute what is known of the turn's prompt, after what was known of it before."""
-        record = session.record(turn.call.id)
-        record.fill = asyncio.create_task(self._fill(session, turn, record.fill))
-        return record.fill
+    def begin(self, session: ServedSession, llm_call: LlmCall) -> asyncio.Task[None]:
+        """Compute what is known of the LLM call's prompt, after what was known of it before."""
+        record = session.record(llm_call.call.id)
+        record.prefill = asyncio.create_task(self._prefill(session, llm_call, record.prefill))
+        return record.prefill
 
-    async def end(self, session: ServedSession, turn: Turn) -> None:
-        """The turn runs now, or never will: what is unfinished is stopped."""
-        fill = session.record(turn.call.id).fill
-        if fill is not None:
-            fill.cancel()
-            await asyncio.gather(fill, return_exceptions=True)
+    async def end(self, session: ServedSession, llm_call: LlmCall) -> None:
+        """The LLM call runs now, or never will: what is unfinished is stopped."""
+        prefill = session.record(llm_call.call.id).prefill
+        if prefill is not None:
+            prefill.cancel()
+            await asyncio.gather(prefill, return_exceptions=True)
 
-    async def _fill(
-        self, session: ServedSession, turn: Turn, before: asyncio.Task[None] | None
+    async def _prefill(
+        self, session: ServedSession, llm_call: LlmCall, before: asyncio.Task[None] | None
     ) -> None:
-        record = session.record(turn.call.id)
+        record = session.record(llm_call.call.id)
         try:
             if before is not None:
                 await before
-            prompt = await self._prompter.grow(session, turn)
+            prompt = await self._prompter.grow(session, llm_call)
             token_ids, private_from = prompt.token_ids(), prompt.private_from
             block_size = self._engine.info.block_size
             whole = len(token_ids) // block_size * block_size  # only full blocks can be shared
@@ -141,7 +141,7 @@ class Prefiller:
             session.begun.add(token_ids)
             self.count += 1
             request = EngineRequest(
-                request_id=f"{turn.call.id}.{turn.index}-fill{len(token_ids)}",
+                request_id=f"{llm_call.call.id}.{llm_call.index}-fill{len(token_ids)}",
                 prompt_token_ids=token_ids,
                 sampling=SamplingParams(temperature=0.0, max_tokens=1),
                 service_class=ServiceClass.BE,
@@ -151,8 +151,8 @@ class Prefiller:
                 fill=True,
                 hints=Hints(
                     program=session.uid,
-                    depth=turn.depth,
-                    grouped=turn.label.level > Level.THROUGHPUT,
+                    depth=llm_call.depth,
+                    grouped=llm_call.label.level > Level.THROUGHPUT,
                     private_from=private_from,
                     private_salt=session.sharing.private_salt,
                     keep_s=self._settings.park_s,
@@ -161,11 +161,11 @@ class Prefiller:
             )
             record.kept.add(request.request_id)
             if await self._run(request):
-                record.turn(turn.index).prefilled_tokens = whole
-        except (BrosError, TurnFailedError) as error:
-            logger.debug("no prefill of %s: %s", turn.call.id, error)
+                record.llm_call(llm_call.index).prefilled_tokens = whole
+        except (BrosError, LlmCallFailedError) as error:
+            logger.debug("no prefill of %s: %s", llm_call.call.id, error)
         except Exception:
-            logger.exception("the prefill of %s failed", turn.call.id)
+            logger.exception("the prefill of %s failed", llm_call.call.id)
 
     async def _run(self, request: EngineRequest) -> bool:
         """Whether the engine did it."""

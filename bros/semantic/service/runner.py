@@ -1,15 +1,15 @@
 """Carries out on the engine what the state machines of sessions decide.
 
 ```
- SessionStateMachine ──actions──▶ Runner ──▶ task of a turn ──▶ prompt ──▶ engine ──▶ transform ─┐
-     ▲                               │                                                           │
-     └── finished, failed ───────────┼───────────────────────────────────────────────────────────┘
-                                     └──▶ readers: values that are settled, texts that grow
+ SessionStateMachine ─actions─▶ Runner ─▶ task of an LLM call ─▶ prompt ─▶ engine ─▶ transform ─┐
+     ▲                             │                                                            │
+     └── finished, failed ─────────┼────────────────────────────────────────────────────────────┘
+                                   └──▶ readers: values that are settled, texts that grow
 ```
 
-The task of a turn ends in one call of `finished` or `failed` of the state machine, unless the state
-machine itself has ended the turn and had the task cancelled. `Joined` records in a session what
-plain OpenAI clients run themselves.
+The task of an LLM call ends in one call of `finished` or `failed` of the state machine, unless the
+state machine itself has ended the LLM call and had the task cancelled. `Joined` records in a
+session what plain OpenAI clients run themselves.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineClient
 from bros.core.request import Hints, ServiceClass
 from bros.semantic.core import objectives
-from bros.semantic.core.nodes import Call, Level, OutputPiece, Turn
+from bros.semantic.core.nodes import Call, Level, LlmCall, OutputPiece
 from bros.semantic.core.objectives import Estimates
 from bros.semantic.core.prompt import PieceEncoder
 from bros.semantic.core.session import Abort, Action, Prefill, Promote, Settled, Start
 from bros.semantic.core.template import Text
 from bros.semantic.errors import Cause, FailedStage
-from bros.semantic.service.generating import Asked, Generated, Terms, TurnFailedError, TurnGenerator
+from bros.semantic.service.generating import (
+    Asked,
+    Generated,
+    LlmCallFailedError,
+    LlmCallGenerator,
+    Terms,
+)
 from bros.semantic.service.live import ServedSession, SessionSettings, call_state, class_name
 from bros.semantic.service.prompting import Prefiller, Prompter, apply
 from bros.text.generation import TextGenerator
@@ -62,7 +68,7 @@ class Runner:
         self._estimates = Estimates()
         self._encoder = PieceEncoder(tokenizer)
         self._prompter = Prompter(self._encoder)
-        self._turns = TurnGenerator(generator, engine, clock, settings)
+        self._llm_calls = LlmCallGenerator(generator, engine, clock, settings)
         self._prefiller = Prefiller(self._prompter, engine, clock, settings)
         self._chores: set[asyncio.Task[None]] = set()
         self.ended_calls: Counter[tuple[str, str]] = Counter()
@@ -87,56 +93,56 @@ class Runner:
                     logger.exception("%r in session %s failed", action, session.id)
         self._set_timer(session)
 
-    def estimate(self, tenant: str, turn: Turn) -> float:
-        """Seconds that a turn of the model takes, about."""
+    def estimate(self, tenant: str, llm_call: LlmCall) -> float:
+        """Seconds that an LLM call of the model takes, about."""
         prompt_tokens = sum(
             len(piece.text) // _CHARS_PER_TOKEN
-            for piece in turn.call.pieces[: turn.prompt_end]
+            for piece in llm_call.call.pieces[: llm_call.prompt_end]
             if isinstance(piece, Text)
         )
-        for variable in turn.inputs:
+        for variable in llm_call.inputs:
             if variable.text is not None:
                 prompt_tokens += len(variable.text) // _CHARS_PER_TOKEN
             elif variable.producer is not None:
                 prompt_tokens += self._expected_tokens(tenant, variable.producer)
-        return self._estimates.seconds(prompt_tokens, self._expected_tokens(tenant, turn))
+        return self._estimates.seconds(prompt_tokens, self._expected_tokens(tenant, llm_call))
 
-    def terms(self, session: ServedSession, turn: Turn) -> Terms:
-        """How the engine is to serve a turn that has been started, as of now."""
-        assert turn.ready_s is not None
-        found = self._terms(session, turn, turn.ready_s)  # objectives count from there
-        prompt = session.record(turn.call.id).prompt
+    def terms(self, session: ServedSession, llm_call: LlmCall) -> Terms:
+        """How the engine is to serve an LLM call that has been started, as of now."""
+        assert llm_call.ready_s is not None
+        found = self._terms(session, llm_call, llm_call.ready_s)  # objectives count from there
+        prompt = session.record(llm_call.call.id).prompt
         assert prompt is not None
         hints = Hints(
             program=session.uid,
-            depth=turn.depth,
+            depth=llm_call.depth,
             grouped=found.grouped,
-            expected_tokens=self._expected_tokens(session.tenant, turn),
+            expected_tokens=self._expected_tokens(session.tenant, llm_call),
             private_from=prompt.private_from,
             private_salt=session.sharing.private_salt,
-            keep_s=0.0 if turn.next is None else self._settings.park_s,
+            keep_s=0.0 if llm_call.next is None else self._settings.park_s,
         )
         return Terms(service_class=found.service_class, slo=found.slo, hints=hints)
 
-    def promote(self, session: ServedSession, turn: Turn) -> None:
-        """Have a turn that was handed over as best-effort served as real-time from now on."""
-        record = session.record(turn.call.id).turn(turn.index)
+    def promote(self, session: ServedSession, llm_call: LlmCall) -> None:
+        """Have an LLM call that was handed over as best-effort served as real-time from now on."""
+        record = session.record(llm_call.call.id).llm_call(llm_call.index)
         if record.request_id is not None:  # else it is on its way, see _Watcher.accepted
             record.service_class = ServiceClass.RT
-            slo = self._terms(session, turn, self._clock.now()).slo
+            slo = self._terms(session, llm_call, self._clock.now()).slo
             self._in_background(self._engine.promote(record.request_id, slo))
 
     def plain_hints(self, session: ServedSession, call: Call) -> Hints:
         """What the engine is told of a request that a plain client makes itself."""
         return Hints(
             program=session.uid,
-            depth=call.turns[0].depth,
-            expected_tokens=self._expected_tokens(session.tenant, call.turns[0]),
+            depth=call.llm_calls[0].depth,
+            expected_tokens=self._expected_tokens(session.tenant, call.llm_calls[0]),
             keep_s=self._settings.park_s,
         )
 
     def learn_tokens(self, session: ServedSession, call: Call, output_tokens: int) -> None:
-        """A turn of a call has generated so many."""
+        """An LLM call of a call has generated so many."""
         self._estimates.observe_tokens(_key(session.tenant, call), output_tokens)
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -149,7 +155,9 @@ class Runner:
         if session.timer is not None:
             session.timer.cancel()
         tasks = [*session.tasks.values()]
-        tasks += [record.fill for record in session.records.values() if record.fill is not None]
+        tasks += [
+            record.prefill for record in session.records.values() if record.prefill is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -161,18 +169,18 @@ class Runner:
 
     def _do(self, session: ServedSession, action: Action) -> None:
         match action:
-            case Start(turn):
-                task = asyncio.create_task(self._run(session, turn))
-                session.tasks[turn] = task
-                task.add_done_callback(lambda _: self._ended(session, turn))
-            case Promote(turn):
-                self.promote(session, turn)
-            case Abort(turn):
-                if turn in session.tasks:
-                    session.tasks[turn].cancel()
-            case Prefill(turn):
-                fill = self._prefiller.begin(session, turn)
-                fill.add_done_callback(lambda _: self._tidy(session, turn.call))
+            case Start(llm_call):
+                task = asyncio.create_task(self._run(session, llm_call))
+                session.tasks[llm_call] = task
+                task.add_done_callback(lambda _: self._ended(session, llm_call))
+            case Promote(llm_call):
+                self.promote(session, llm_call)
+            case Abort(llm_call):
+                if llm_call in session.tasks:
+                    session.tasks[llm_call].cancel()
+            case Prefill(llm_call):
+                prefill = self._prefiller.begin(session, llm_call)
+                prefill.add_done_callback(lambda _: self._tidy(session, llm_call.call))
             case Settled(variable, call):
                 session.settled.tell(variable)
                 session.streamed.tell(variable)
@@ -186,107 +194,119 @@ class Runner:
             record.counted = True
             self.ended_calls[call_state(call).value, class_name(session, call)] += 1
 
-    async def _run(self, session: ServedSession, turn: Turn) -> None:
-        """The task of a turn."""
+    async def _run(self, session: ServedSession, llm_call: LlmCall) -> None:
+        """The task of an LLM call."""
         try:
-            await self._conclude(session, turn, await self._generate(session, turn))
-        except TurnFailedError as error:
-            call = turn.call
+            await self._conclude(session, llm_call, await self._generate(session, llm_call))
+        except LlmCallFailedError as error:
+            call = llm_call.call
             cause = Cause(call.id, error.stage, error.message, error.variable, call.name)
-            session.machine.failed(turn, cause, self._clock.now())
+            session.machine.failed(llm_call, cause, self._clock.now())
         except Exception:
-            logger.exception("turn %d of %s failed", turn.index, turn.call.id)
-            self._broken(session, turn)
+            logger.exception("LLM call %d of %s failed", llm_call.index, llm_call.call.id)
+            self._broken(session, llm_call)
         self.carry_out(session)
 
-    def _broken(self, session: ServedSession, turn: Turn) -> None:
+    def _broken(self, session: ServedSession, llm_call: LlmCall) -> None:
         message = "The server failed at this request; its log says why."
-        cause = Cause(turn.call.id, FailedStage.GENERATE, message, name=turn.call.name)
-        session.machine.failed(turn, cause, self._clock.now())
+        cause = Cause(llm_call.call.id, FailedStage.GENERATE, message, name=llm_call.call.name)
+        session.machine.failed(llm_call, cause, self._clock.now())
 
-    def _ended(self, session: ServedSession, turn: Turn) -> None:
-        del session.tasks[turn]
+    def _ended(self, session: ServedSession, llm_call: LlmCall) -> None:
+        del session.tasks[llm_call]
         session.touched_s = self._clock.now()
-        if turn.open:  # cancelled, and not because the core has given it up
-            logger.error("turn %d of %s was cancelled from within", turn.index, turn.call.id)
-            self._broken(session, turn)
+        if llm_call.open:  # cancelled, and not by the state machine
+            logger.error(
+                "LLM call %d of %s was cancelled from within", llm_call.index, llm_call.call.id
+            )
+            self._broken(session, llm_call)
             self.carry_out(session)
-        session.record(turn.call.id).turn(turn.index).text = ""
-        self._tidy(session, turn.call)
+        session.record(llm_call.call.id).llm_call(llm_call.index).text = ""
+        self._tidy(session, llm_call.call)
 
     def _tidy(self, session: ServedSession, call: Call) -> None:
         """Once a call is over and its tasks have ended, nothing of it is kept: neither by the
         engine, which has heard of the end of its requests by then, nor here."""
         record = session.records.get(call.id)
-        if record is None or call.open or any(turn in session.tasks for turn in call.turns):
+        if (
+            record is None
+            or call.open
+            or any(llm_call in session.tasks for llm_call in call.llm_calls)
+        ):
             return
-        if record.fill is not None and not record.fill.done():
-            record.fill.cancel()  # and this is called again
+        if record.prefill is not None and not record.prefill.done():
+            record.prefill.cancel()  # and this is called again
             return
         self.release(tuple(record.kept))
         record.kept.clear()
         if record.prompt is not None:
             record.prefixes, record.prompt = record.prompt.prefixes, None
 
-    async def _generate(self, session: ServedSession, turn: Turn) -> Generated:
+    async def _generate(self, session: ServedSession, llm_call: LlmCall) -> Generated:
         async with session.starting:
-            await asyncio.sleep(0)  # others have their turn on the loop in between
-        await self._prefiller.end(session, turn)
-        prompt = await self._prompter.grow(session, turn)
-        call, sampling = turn.call, _output_piece(turn).sampling
+            await asyncio.sleep(0)  # other tasks run in between
+        await self._prefiller.end(session, llm_call)
+        prompt = await self._prompter.grow(session, llm_call)
+        call, sampling = llm_call.call, _output_piece(llm_call).sampling
         token_ids = prompt.token_ids()
         session.begun.add(token_ids)
-        record = session.record(call.id).turn(turn.index)
+        record = session.record(call.id).llm_call(llm_call.index)
         record.prompt_tokens = len(token_ids)
-        assert turn.ready_s is not None, "it has been started"
+        assert llm_call.ready_s is not None, "it has been started"
         asked = Asked(
-            request_id=call.id if len(call.turns) == 1 else f"{call.id}.{turn.index}",
+            request_id=call.id if len(call.llm_calls) == 1 else f"{call.id}.{llm_call.index}",
             token_ids=token_ids,
             sampling=sampling,
             tenant=session.tenant,
             cache_salt=session.sharing.cache_salt,
-            arrival_s=turn.ready_s,
+            arrival_s=llm_call.ready_s,
         )
-        return await self._turns.run(asked, _Watcher(self, session, turn, self._clock))
+        return await self._llm_calls.run(asked, _Watcher(self, session, llm_call, self._clock))
 
-    async def _conclude(self, session: ServedSession, turn: Turn, generated: Generated) -> None:
-        """The value of what has been generated; then the turn is over."""
-        piece, prompt = _output_piece(turn), session.record(turn.call.id).prompt
+    async def _conclude(
+        self, session: ServedSession, llm_call: LlmCall, generated: Generated
+    ) -> None:
+        """The value of what has been generated; then the LLM call is over."""
+        piece, prompt = _output_piece(llm_call), session.record(llm_call.call.id).prompt
         assert prompt is not None
         # After a stop string the tokens go on, so what the text is encoded as stands for it.
         exact = not piece.sampling.stop
         sequence = generated.token_ids if exact else await self._prompter.encode(generated.text)
         text, token_ids = generated.text, None
         if piece.transforms is not None:
-            text = await apply(piece.transforms, text, FailedStage.TRANSFORM, turn.output.id)
+            text = await apply(piece.transforms, text, FailedStage.TRANSFORM, llm_call.output.id)
         elif exact and self._shows(generated):
             token_ids = generated.token_ids
-        prompt.add(sequence, turn.output.id)
+        prompt.add(sequence, llm_call.output.id)
         now = self._clock.now()
-        self._learn(session, turn, generated, now)
-        session.machine.finished(turn, text, token_ids, now)
+        self._learn(session, llm_call, generated, now)
+        session.machine.finished(llm_call, text, token_ids, now)
 
     def _shows(self, generated: Generated) -> bool:
         """Whether its text says all that its tokens do: special ones, say, are not shown."""
         written = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
         return written == generated.text
 
-    def _learn(self, session: ServedSession, turn: Turn, generated: Generated, now: float) -> None:
-        self.learn_tokens(session, turn.call, generated.output_tokens)
-        if turn.first_token_s is not None and turn.ready_s is not None:
-            record = session.record(turn.call.id).turn(turn.index)
+    def _learn(
+        self, session: ServedSession, llm_call: LlmCall, generated: Generated, now: float
+    ) -> None:
+        self.learn_tokens(session, llm_call.call, generated.output_tokens)
+        if llm_call.first_token_s is not None and llm_call.ready_s is not None:
+            record = session.record(llm_call.call.id).llm_call(llm_call.index)
             computed = record.prompt_tokens - record.cached_tokens
-            self._estimates.observe_prompt(computed, turn.first_token_s - turn.ready_s)
-            self._estimates.observe_output(generated.output_tokens - 1, now - turn.first_token_s)
+            self._estimates.observe_prompt(computed, llm_call.first_token_s - llm_call.ready_s)
+            self._estimates.observe_output(
+                generated.output_tokens - 1, now - llm_call.first_token_s
+            )
 
-    def _terms(self, session: ServedSession, turn: Turn, now: float) -> objectives.Terms:
-        expected = self._expected_tokens(session.tenant, turn)
-        return objectives.terms(turn, now, expected, self._engine.info.default_slo)
+    def _terms(self, session: ServedSession, llm_call: LlmCall, now: float) -> objectives.Terms:
+        expected = self._expected_tokens(session.tenant, llm_call)
+        return objectives.terms(llm_call, now, expected, self._engine.info.default_slo)
 
-    def _expected_tokens(self, tenant: str, turn: Turn) -> int:
-        """How many tokens a turn is likely to generate: as others of its function and tenant."""
-        most = None if turn.native else _output_piece(turn).sampling.max_tokens
-        return round(self._estimates.expected_tokens(_key(tenant, turn.call), most))
+    def _expected_tokens(self, tenant: str, llm_call: LlmCall) -> int:
+        """Tokens that an LLM call probably generates: as many as others of its function."""
+        most = None if llm_call.native else _output_piece(llm_call).sampling.max_tokens
+        return round(self._estimates.expected_tokens(_key(tenant, llm_call.call), most))
 
     def _set_timer(self, session: ServedSession) -> None:
         if session.timer is not None:
@@ -309,22 +329,24 @@ class Runner:
 
 
 class _Watcher:
-    """Keeps the record of a turn while the engine is at it."""
+    """Keeps the record of an LLM call while the engine is at it."""
 
-    def __init__(self, runner: Runner, session: ServedSession, turn: Turn, clock: Clock) -> None:
+    def __init__(
+        self, runner: Runner, session: ServedSession, llm_call: LlmCall, clock: Clock
+    ) -> None:
         self._runner = runner
         self._session = session
-        self._turn = turn
+        self._llm_call = llm_call
         self._clock = clock
-        self._call = session.record(turn.call.id)
-        self._record = self._call.turn(turn.index)
+        self._call = session.record(llm_call.call.id)
+        self._record = self._call.llm_call(llm_call.index)
         self._before: tuple[str, ...] = ()
         self._asked = ServiceClass.BE
 
     def terms(self) -> Terms:
-        if self._turn.groups:
-            self._record.group = next(iter(self._turn.groups)).id
-        terms = self._runner.terms(self._session, self._turn)
+        if self._llm_call.groups:
+            self._record.group = next(iter(self._llm_call.groups)).id
+        terms = self._runner.terms(self._session, self._llm_call)
         self._asked = terms.service_class
         return terms
 
@@ -334,16 +356,18 @@ class _Watcher:
         self._record.attempts += 1
         self._record.text = ""
         self._before = tuple(self._call.kept)
-        if self._turn.next is not None:
+        if self._llm_call.next is not None:
             self._call.kept.add(request_id)
-        if self._asked is ServiceClass.BE and self._turn.label.level is Level.RT:
-            self._runner.promote(self._session, self._turn)  # it has risen while it was asked for
+        if self._asked is ServiceClass.BE and self._llm_call.label.level is Level.RT:
+            self._runner.promote(
+                self._session, self._llm_call
+            )  # it has risen while it was asked for
 
     def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
         record = self._record
         record.cached_tokens, record.output_tokens = cached_tokens, output_tokens
-        if output_tokens and self._turn.first_token_s is None:
-            self._session.machine.first_token(self._turn, self._clock.now())
+        if output_tokens and self._llm_call.first_token_s is None:
+            self._session.machine.first_token(self._llm_call, self._clock.now())
             self._runner.carry_out(self._session)
         if output_tokens and self._before:  # what they kept is now what this one has
             self._runner.release(self._before)
@@ -351,7 +375,7 @@ class _Watcher:
             self._before = ()
         if len(text) > len(record.text):
             record.text = text
-            self._session.streamed.tell(self._turn.output)
+            self._session.streamed.tell(self._llm_call.output)
 
 
 def _key(tenant: str, call: Call) -> str:
@@ -359,14 +383,14 @@ def _key(tenant: str, call: Call) -> str:
     return f"{tenant}\0{call.name}"
 
 
-def _output_piece(turn: Turn) -> OutputPiece:
-    piece = turn.call.pieces[turn.prompt_end]
+def _output_piece(llm_call: LlmCall) -> OutputPiece:
+    piece = llm_call.call.pieces[llm_call.prompt_end]
     assert isinstance(piece, OutputPiece)
     return piece
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:
-    """For what nobody waits for."""
+    """Await work whose result is not needed; log its errors."""
     try:
         await work
     except EngineDeadError:
@@ -382,15 +406,17 @@ class Joined:
     and nothing after it does. None of the methods raises, whatever has become of the session.
     """
 
-    def __init__(self, runner: Runner, session: ServedSession, turn: Turn, clock: Clock) -> None:
+    def __init__(
+        self, runner: Runner, session: ServedSession, llm_call: LlmCall, clock: Clock
+    ) -> None:
         """Made by SessionService.join."""
-        self.request_id = turn.call.id
-        self.hints = runner.plain_hints(session, turn.call)
+        self.request_id = llm_call.call.id
+        self.hints = runner.plain_hints(session, llm_call.call)
         self._runner = runner
         self._session = session
-        self._turn = turn
+        self._llm_call = llm_call
         self._clock = clock
-        self._record = session.record(turn.call.id).turn(0)
+        self._record = session.record(llm_call.call.id).llm_call(0)
         self._engine_ids: tuple[str, ...] = ()
         self._over = False
         session.num_plain += 1
@@ -404,7 +430,7 @@ class Joined:
 
     def first_token(self) -> None:
         """It has begun to answer."""
-        self._session.machine.first_token(self._turn, self._clock.now())
+        self._session.machine.first_token(self._llm_call, self._clock.now())
         self._let_go()
         self._runner.carry_out(self._session)
 
@@ -417,13 +443,13 @@ class Joined:
         record = self._record
         record.prompt_tokens, record.cached_tokens = prompt_tokens, cached_tokens
         record.output_tokens = output_tokens
-        self._runner.learn_tokens(self._session, self._turn.call, output_tokens)
+        self._runner.learn_tokens(self._session, self._llm_call.call, output_tokens)
         self._let_go()
         if self._session.machine.closed:
             self._runner.release(self._engine_ids)
         else:
-            self._session.last_plain[self._turn.call.name] = self._engine_ids
-        self._session.machine.finished(self._turn, text, None, self._clock.now())
+            self._session.last_plain[self._llm_call.call.name] = self._engine_ids
+        self._session.machine.finished(self._llm_call, text, None, self._clock.now())
         self._end()
 
     def failed(self, message: str) -> None:
@@ -435,17 +461,17 @@ class Joined:
         self._fail(self._cause(FailedStage.CANCELLED, "The client left."))
 
     def _cause(self, stage: FailedStage, message: str) -> Cause:
-        return Cause(self.request_id, stage, message, name=self._turn.call.name)
+        return Cause(self.request_id, stage, message, name=self._llm_call.call.name)
 
     def _fail(self, cause: Cause) -> None:
         if not self._over:
             self._runner.release(self._engine_ids)  # of several choices, some may have ended well
-            self._session.machine.failed(self._turn, cause, self._clock.now())
+            self._session.machine.failed(self._llm_call, cause, self._clock.now())
             self._end()
 
     def _let_go(self) -> None:
         """What the request before has kept is now what this one has."""
-        self._runner.release(self._session.last_plain.pop(self._turn.call.name, ()))
+        self._runner.release(self._session.last_plain.pop(self._llm_call.call.name, ()))
 
     def _end(self) -> None:
         self._over = True

@@ -14,7 +14,7 @@ from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
-from bros.semantic.core.nodes import NewCall, OutputPiece, Turn, Variable, open_ancestors
+from bros.semantic.core.nodes import LlmCall, NewCall, OutputPiece, Variable, open_ancestors
 from bros.semantic.core.prompt import Begun, Prompt, Sharing
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.core.submission import Submission, Submitter, check_sampling
@@ -75,7 +75,7 @@ class SessionRegistry:
 
     def dispensable(self, tenant: str) -> ServedSession | None:
         """The longest idle of those that plain clients alone have used: of this tenant, or, if it
-        has none, of anybody."""
+        has none, of any tenant."""
         idle = [session for session in self if session.only_plain and not session.busy]
         own = [session for session in idle if session.tenant == tenant]
         return min(own or idle, key=lambda session: session.touched_s, default=None)
@@ -87,7 +87,7 @@ class SessionRegistry:
         self._gone.pop(key, None)
 
     def remove(self, session: ServedSession, why: str) -> None:
-        """It is no longer there, as whoever asks for it is told."""
+        """Remove it; `why` is told to clients that ask for it."""
         key = session.tenant, session.id
         session.gone = why
         del self._open[key]
@@ -109,7 +109,7 @@ class SessionRegistry:
 
 
 def gone(session_id: str, why: str) -> SessionGoneError:
-    """What to tell who asks for a past session. why: a sentence about it."""
+    """The error for a past session. why: a sentence about it."""
     return SessionGoneError(f"The session {session_id!r} is gone: {why}")
 
 
@@ -122,9 +122,9 @@ class Opener:
         clock: Clock,
         ids: IdGenerator,
         settings: SessionSettings,
-        estimate: Callable[[str, Turn], float],
+        estimate: Callable[[str, LlmCall], float],
     ) -> None:
-        """estimate: seconds that a turn of a tenant will take."""
+        """estimate: seconds that an LLM call of a tenant will take."""
         self._engine = engine
         self._clock = clock
         self._ids = ids
@@ -250,8 +250,8 @@ def check_settled(session: ServedSession, variable: Variable) -> None:
 
 
 def _unset(variable: Variable) -> str:
-    """What a value waits for that no call makes: somebody may have forgotten to set it."""
-    needed = [variable, *(v for turn in open_ancestors(variable) for v in turn.inputs)]
+    """Variables that a value waits for and no call produces; a client may have forgotten them."""
+    needed = [variable, *(v for llm_call in open_ancestors(variable) for v in llm_call.inputs)]
     unset = dict.fromkeys(v.id for v in needed if v.pending and v.producer is None)
     if not unset:
         return ""
@@ -261,14 +261,14 @@ def _unset(variable: Variable) -> str:
 
 def _text_so_far(session: ServedSession, variable: Variable) -> str:
     """Of a value that is being generated and will be just that."""
-    turn = variable.producer
-    if turn is None or not turn.started or turn.call.kind is not CallKind.LLM:
+    llm_call = variable.producer
+    if llm_call is None or not llm_call.started or llm_call.call.kind is not CallKind.LLM:
         return ""
-    piece = turn.call.pieces[turn.prompt_end]
+    piece = llm_call.call.pieces[llm_call.prompt_end]
     assert isinstance(piece, OutputPiece)
     if piece.transforms is not None:
         return ""
-    return session.record(turn.call.id).turn(turn.index).text
+    return session.record(llm_call.call.id).llm_call(llm_call.index).text
 
 
 _LOOK_S = 1.0
@@ -329,7 +329,7 @@ class SessionService:
     ) -> SessionSummary:
         """Open a session.
 
-        Where there is no room, the longest idle session of plain clients (see `join`) makes way.
+        Where there is no room, the longest idle session of plain clients (see `join`) is ended.
         criteria, sampling: for what does not say otherwise. ttl_s: at most max_ttl_s. scope:
         sessions of one tenant with the same one share what is computed of values, too; without
         one they share only what templates begin with. session_id: a name of the client's; after
@@ -373,8 +373,8 @@ class SessionService:
         return view_session(self._find(tenant, session_id), self._clock.now())
 
     async def delete(self, tenant: str, session_id: str) -> SessionSummary:
-        """End it: what runs is stopped, who waits gets SessionGoneError, its KV is given back.
-        Returns when all of that has happened, with what it was."""
+        """End it: running calls are aborted, waiting clients get SessionGoneError, and its KV is
+        released. Returns what it was when all of that has happened."""
         session = self._find(tenant, session_id)
         await asyncio.shield(self._close(session, _DELETED))
         return view_summary(session, self._clock.now())
@@ -518,7 +518,7 @@ class SessionService:
         """Record a request that a plain client is about to make as a call of a session.
 
         An id that begins with "sess-" must be there, any other comes into being; as long as
-        nothing else is done in such a session, it makes way for others when it is idle.
+        nothing else is done in such a session, it is ended when it is idle and room is needed.
         Raises NotFoundError, SessionGoneError, SessionLimitError.
         """
         session = self._found_or_opened(tenant, session_id, only_plain=True)
@@ -529,7 +529,7 @@ class SessionService:
         (call,) = session.machine.submit([new], self._clock.now())
         session.forget_records()
         self._runner.carry_out(session)
-        return Joined(self._runner, session, call.turns[0], self._clock)
+        return Joined(self._runner, session, call.llm_calls[0], self._clock)
 
     def figures(self) -> SessionFigures:
         """For metrics."""

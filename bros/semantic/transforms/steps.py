@@ -187,7 +187,7 @@ _FALSE = frozenset({"false", "no", "n", "0", "off"})
 _AROUND = " \t\r\n\"'`*.,!"  # what models like to put around a word
 _INTEGER = re.compile(r"([+-]?)([0-9]{1,1000}|[0-9]{1,3}(?:,[0-9]{3}){1,300})\.?")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_MAX_CHARS = 2000  # of a number or a date; nobody means longer ones
+_MAX_CHARS = 2000  # of a number or a date
 
 
 def boolean() -> Function:
