@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import MappingProxyType
 
@@ -353,3 +354,20 @@ def test_breach_is_found(path: str, source: str, rule: str) -> None:
 )
 def test_what_is_allowed_passes(path: str, source: str) -> None:
     assert check(path, source) == []
+
+
+def test_modules_of_semantic_do_not_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count, too."""
+    files = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+        for path in FILES
+        if path.startswith("bros/semantic/")
+    }
+    imports = {
+        module: {
+            dotted if dotted in files else dotted.rpartition(".")[0]
+            for _, dotted in _imports(path, ast.parse((ROOT / path).read_text(encoding="utf-8")))
+        }
+        for module, path in files.items()
+    }
+    TopologicalSorter({name: found & files.keys() for name, found in imports.items()}).prepare()

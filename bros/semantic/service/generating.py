@@ -122,7 +122,7 @@ class Generated:
 
 
 class LlmCallWatcher(Protocol):
-    """Whom an LLM call tells how it goes."""
+    """What is told how an LLM call proceeds."""
 
     def terms(self) -> Terms:
         """How it is to be served as of now."""
