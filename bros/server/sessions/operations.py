@@ -54,7 +54,7 @@ _OF_SESSIONS = (
     Operation(
         "delete",
         "/v1/sessions/{sid}",
-        "End a session: what runs in it is stopped, who waits for a value gets status 410",
+        "End a session: running requests are aborted, waiting clients get status 410",
         REPLIES[schema.DeletedSession],
         None,
         _SESSION,
