@@ -21,7 +21,7 @@ class SemanticVariable:
     """A text that calls read or produce; its value may be there already, or come later.
 
     value: of a constant; None for one that `set` or a call gives its value. name: for messages and
-    pictures. session: that it is for, if it is not the current one.
+    graphs. session: that it is for, if it is not the current one.
 
     What waits has a form for threads (`get`) and one for coroutines (`aget`); the former raises
     RuntimeError on a running event loop, which it would block. Both raise

@@ -1,9 +1,8 @@
-"""/v1/sessions: programs of many calls, and pictures of them"""
+"""/v1/sessions: programs of many calls, and their graphs."""
 
 from __future__ import annotations
 
 import asyncio
-import html
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from starlette.types import Send
 
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.errors import ConflictError, GetTimeoutError, UpstreamError
-from bros.semantic.picture import draw
 from bros.semantic.program import CallSpec, Criteria, Perf, SubmittedCall
 from bros.semantic.service import SessionService
 from bros.semantic.views import SessionView, VariableView
@@ -27,6 +25,7 @@ from bros.server.errors import describe
 from bros.server.http import query_flag, query_names, query_number, read_object, validate
 from bros.server.interrupts import run_interruptible
 from bros.server.openai.stream import EventStream
+from bros.server.sessions.graph import render_dot, render_mermaid, render_page
 from bros.server.sessions.messages import (
     MAX_WAIT_S,
     CreateSession,
@@ -92,14 +91,13 @@ def json_reply(reply: BaseModel) -> Response:
 _CHARS_PER_CALL = 100
 """What showing a call costs, in characters of a text."""
 
-_PICTURE_HEADERS = {
+_GRAPH_HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": (
         "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     ),
     "x-content-type-options": "nosniff",
 }
-_REFRESH_S = 2
 
 
 async def create_session(request: Request) -> Response:
@@ -143,26 +141,27 @@ async def delete_session(request: Request) -> Response:
     return json_reply(DeletedSession(id=session_id))
 
 
-async def picture(request: Request) -> Response:
-    """The graph as SVG."""
-    return Response(await _draw(request), headers=_PICTURE_HEADERS, media_type="image/svg+xml")
-
-
 async def graph_page(request: Request) -> Response:
-    """The picture as a page that keeps itself up to date."""
-    svg = await _draw(request)
-    title = html.escape(request.path_params["sid"])
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta http-equiv="refresh" content="{_REFRESH_S}"></head>'
-        f'<body style="margin:0">{svg}</body></html>'
-    )
-    return Response(page, headers=_PICTURE_HEADERS, media_type="text/html")
+    """The graph as a page that refreshes itself."""
+    return await _graph(request, render_page, "text/html")
 
 
-async def _draw(request: Request) -> str:
+async def graph_mermaid(request: Request) -> Response:
+    """The graph as Mermaid text."""
+    return await _graph(request, render_mermaid, "text/plain")
+
+
+async def graph_dot(request: Request) -> Response:
+    """The graph as Graphviz DOT text."""
+    return await _graph(request, render_dot, "text/plain")
+
+
+async def _graph(
+    request: Request, render: Callable[[SessionView], str], media_type: str
+) -> Response:
     view = _inspect(request)
-    return await offload.run(ServerState.of(request), lambda: draw(view), _size(view))
+    text = await offload.run(ServerState.of(request), lambda: render(view), _size(view))
+    return Response(text, headers=_GRAPH_HEADERS, media_type=media_type)
 
 
 def _inspect(request: Request) -> SessionView:
@@ -179,8 +178,9 @@ _SESSIONS = (
     Route("/v1/sessions", list_sessions, methods=["GET"]),
     Route("/v1/sessions/{sid}", retrieve_session, methods=["GET"]),
     Route("/v1/sessions/{sid}", delete_session, methods=["DELETE"]),
-    Route("/v1/sessions/{sid}/graph.svg", picture, methods=["GET"]),
     Route("/v1/sessions/{sid}/graph", graph_page, methods=["GET"]),
+    Route("/v1/sessions/{sid}/graph.mmd", graph_mermaid, methods=["GET"]),
+    Route("/v1/sessions/{sid}/graph.dot", graph_dot, methods=["GET"]),
 )
 
 
