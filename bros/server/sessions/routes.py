@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Send
 
 from bros.core.errors import InvalidRequestError, NotFoundError
@@ -25,6 +24,7 @@ from bros.server.errors import describe
 from bros.server.http import query_flag, query_names, query_number, read_object, validate
 from bros.server.interrupts import run_interruptible
 from bros.server.openai.stream import EventStream
+from bros.server.operations.openapi import ApiRoute, Schemas
 from bros.server.sessions.graph import render_dot, render_mermaid, render_page
 from bros.server.sessions.messages import (
     MAX_WAIT_S,
@@ -54,6 +54,7 @@ from bros.server.sessions.replies import (
     SessionSummary,
     SubmittedRequest,
     SubmittedRequests,
+    UpstreamErrorEnvelope,
     VariableList,
     VariableObject,
 )
@@ -101,7 +102,7 @@ _GRAPH_HEADERS = {
 
 
 async def create_session(request: Request) -> Response:
-    """Open a session."""
+    """Open a session: a place for a program of many calls."""
     state = ServerState.of(request)
     wanted = validate(CreateSession, await read_object(request, state.max_body_bytes))
     sampling = checked_sampling(wanted.sampling, "sampling")
@@ -124,7 +125,7 @@ async def list_sessions(request: Request) -> Response:
 
 
 async def retrieve_session(request: Request) -> Response:
-    """A session with its graph."""
+    """A session with the graph of its requests and variables."""
     view = _inspect(request)
 
     def render() -> str:
@@ -135,7 +136,7 @@ async def retrieve_session(request: Request) -> Response:
 
 
 async def delete_session(request: Request) -> Response:
-    """End a session, with all that runs in it."""
+    """End a session: what runs in it is stopped, and those who wait for a value get status 410."""
     service, tenant, session_id = Place.of(request)
     await service.delete(tenant, session_id)
     return json_reply(DeletedSession(id=session_id))
@@ -174,13 +175,13 @@ def _size(view: SessionView) -> int:
 
 
 _SESSIONS = (
-    Route("/v1/sessions", create_session, methods=["POST"]),
-    Route("/v1/sessions", list_sessions, methods=["GET"]),
-    Route("/v1/sessions/{sid}", retrieve_session, methods=["GET"]),
-    Route("/v1/sessions/{sid}", delete_session, methods=["DELETE"]),
-    Route("/v1/sessions/{sid}/graph", graph_page, methods=["GET"]),
-    Route("/v1/sessions/{sid}/graph.mmd", graph_mermaid, methods=["GET"]),
-    Route("/v1/sessions/{sid}/graph.dot", graph_dot, methods=["GET"]),
+    ApiRoute("POST", "/v1/sessions", create_session, SessionSummary, CreateSession),
+    ApiRoute("GET", "/v1/sessions", list_sessions, SessionList),
+    ApiRoute("GET", "/v1/sessions/{sid}", retrieve_session, SessionObject),
+    ApiRoute("DELETE", "/v1/sessions/{sid}", delete_session, DeletedSession),
+    ApiRoute("GET", "/v1/sessions/{sid}/graph", graph_page, "text/html"),
+    ApiRoute("GET", "/v1/sessions/{sid}/graph.mmd", graph_mermaid, "text/plain"),
+    ApiRoute("GET", "/v1/sessions/{sid}/graph.dot", graph_dot, "text/plain"),
 )
 
 
@@ -279,7 +280,8 @@ class _Program(NamedTuple):
 
 
 async def submit(request: Request) -> Response:
-    """Add calls to a session; with wait, answer when their values are there."""
+    """Add a request, or a whole program of them; with wait, answer when their values are there.
+    They run when a value is wanted that needs them."""
     state, place = ServerState.of(request), Place.of(request)
     fields = await read_object(request, state.max_body_bytes)
     is_program = "requests" in fields
@@ -319,14 +321,14 @@ def _replies(
 
 
 async def cancel(request: Request) -> Response:
-    """Stop a call."""
+    """Cancel a request; what needs its outputs fails."""
     place, request_id = Place.of(request), request.path_params["rid"]
     place.service.cancel(place.tenant, place.session_id, request_id)
     return json_reply(CancelledRequest(id=request_id))
 
 
 async def fail(request: Request) -> Response:
-    """A function of the client's has failed."""
+    """Say that a native function has failed."""
     place, request_id = Place.of(request), request.path_params["rid"]
     body = await read_object(request, ServerState.of(request).max_body_bytes)
     message = validate(FailCall, body).message
@@ -346,9 +348,17 @@ def _program(fields: Mapping[str, Any]) -> _Program:
 
 
 _REQUESTS = (
-    Route("/v1/sessions/{sid}/requests", submit, methods=["POST"]),
-    Route("/v1/sessions/{sid}/requests/{rid}", cancel, methods=["DELETE"]),
-    Route("/v1/sessions/{sid}/requests/{rid}/fail", fail, methods=["POST"]),
+    ApiRoute(
+        "POST",
+        "/v1/sessions/{sid}/requests",
+        submit,
+        SubmittedRequests,
+        SubmitCall,
+        SubmitProgram,
+        errors={424: UpstreamErrorEnvelope},
+    ),
+    ApiRoute("DELETE", "/v1/sessions/{sid}/requests/{rid}", cancel, CancelledRequest),
+    ApiRoute("POST", "/v1/sessions/{sid}/requests/{rid}/fail", fail, FailedRequest, FailCall),
 )
 
 
@@ -424,12 +434,11 @@ def _event(fields: dict[str, object]) -> bytes:
 
 _TIMES_MS = ("ttft_ms", "tpot_ms", "deadline_ms")
 _CRITERIA = ("criteria", *_TIMES_MS)
-_WAITING = ("wait", "stream", "timeout", *_CRITERIA)
 _MAX_MS = 1e12
 
 
 async def create_variable(request: Request) -> Response:
-    """A new variable, with a value or to be set later."""
+    """Make a variable, with its value or without."""
     place = Place.of(request)
     body = validate(CreateVariable, await _body(request))
     view = place.service.declare(place.tenant, place.session_id, body.name, body.value, body.id)
@@ -437,7 +446,7 @@ async def create_variable(request: Request) -> Response:
 
 
 async def list_variables(request: Request) -> Response:
-    """All variables of a session."""
+    """The variables of a session."""
     service, tenant, session_id = Place.of(request)
     views = service.variables(tenant, session_id)
     return json_reply(VariableList(data=[VariableObject.of(view) for view in views]))
@@ -446,7 +455,7 @@ async def list_variables(request: Request) -> Response:
 async def retrieve_variable(request: Request) -> Response:
     """A variable as it is; with wait, once its value is there; with stream, as it comes."""
     state, place, query = ServerState.of(request), Place.of(request), request.query_params
-    query_names(query, _WAITING)
+    query_names(query, tuple(_QUERY))
     wait, stream = query_flag(query, "wait"), query_flag(query, "stream")
     criteria, timeout_s = _criteria(query), query_number(query, "timeout", most=MAX_WAIT_S)
     service, variable = place.service, (*place[1:], request.path_params["vid"])
@@ -499,12 +508,42 @@ async def _body(request: Request) -> dict[str, Any]:
     return await read_object(request, ServerState.of(request).max_body_bytes)
 
 
+_MS = {"type": "number", "exclusiveMinimum": 0}
+_FLAG = {"type": "boolean", "default": False}
+_QUERY: Schemas = {
+    "wait": {**_FLAG, "description": "Answer once its value is there"},
+    "stream": {**_FLAG, "description": "The value in pieces, as server-sent events"},
+    "timeout": {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "maximum": MAX_WAIT_S,
+        "description": "Seconds: with wait, until the value is there; with stream, until the next "
+        "piece",
+    },
+    "criteria": {
+        "enum": [perf.value for perf in Perf],
+        "description": "How soon the value is wanted",
+    },
+    "ttft_ms": {**_MS, "description": "Until its first token"},
+    "tpot_ms": {**_MS, "description": "Between its tokens"},
+    "deadline_ms": {**_MS, "description": "Until it is complete"},
+}
+_VARIABLES = "/v1/sessions/{sid}/variables"
+
 _VARIABLES = (
-    Route("/v1/sessions/{sid}/variables", create_variable, methods=["POST"]),
-    Route("/v1/sessions/{sid}/variables", list_variables, methods=["GET"]),
-    Route("/v1/sessions/{sid}/variables/{vid}", retrieve_variable, methods=["GET"]),
-    Route("/v1/sessions/{sid}/variables/{vid}", set_variable, methods=["PUT"]),
-    Route("/v1/sessions/{sid}/variables/{vid}", want_variable, methods=["PATCH"]),
+    ApiRoute("POST", _VARIABLES, create_variable, VariableObject, CreateVariable),
+    ApiRoute("GET", _VARIABLES, list_variables, VariableList),
+    ApiRoute(
+        "GET",
+        f"{_VARIABLES}/{{vid}}",
+        retrieve_variable,
+        VariableObject,
+        query=_QUERY,
+        streams=True,
+        errors={424: UpstreamErrorEnvelope},
+    ),
+    ApiRoute("PUT", f"{_VARIABLES}/{{vid}}", set_variable, VariableObject, SetVariable),
+    ApiRoute("PATCH", f"{_VARIABLES}/{{vid}}", want_variable, VariableObject, WantVariable),
 )
 
 
@@ -522,8 +561,10 @@ _NAMES = (
 
 
 async def paper_submit(request: Request) -> Response:
-    """A prompt with placeholders; its session and its variables come into being if they are not
-    there."""
+    """As in the Parrot paper: a prompt with placeholders.
+
+    Its session and its variables are created if they do not exist.
+    """
     state, service = ServerState.of(request), sessions_of(request)
     body = validate(PaperSubmit, await read_object(request, state.max_body_bytes))
     tenant = state.tenant(request)
@@ -539,7 +580,7 @@ async def paper_submit(request: Request) -> Response:
 
 
 async def get(request: Request) -> Response:
-    """The value of a variable, once it is there."""
+    """As in the Parrot paper: the value of a variable, once it is there."""
     state, service = ServerState.of(request), sessions_of(request)
     body = validate(PaperGet, await read_object(request, state.max_body_bytes))
     criteria = None if body.criteria is None else Criteria(perf=body.criteria)
@@ -555,8 +596,8 @@ async def get(request: Request) -> Response:
 
 
 _PAPER = (
-    Route("/v1/submit", paper_submit, methods=["POST"]),
-    Route("/v1/get", get, methods=["POST"]),
+    ApiRoute("POST", "/v1/submit", paper_submit, PaperSubmitted, PaperSubmit),
+    ApiRoute("POST", "/v1/get", get, PaperValue, PaperGet, errors={424: UpstreamErrorEnvelope}),
 )
 
 
