@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER = "zmq msgspec pydantic pydantic_core starlette uvicorn aiohttp sqlalchemy alembic multipart"
-OTHERS = "prometheus_client matplotlib gguf openai psycopg"
+OTHERS = "anyio prometheus_client matplotlib gguf openai psycopg"
 CLIENTS = "rich httpx transformers"  # transformers itself needs the other two
 
 HIDE = """

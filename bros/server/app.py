@@ -136,21 +136,14 @@ class BearerAuth:
 
 def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. Whoever builds the state closes the engine afterwards."""
-    routes = [
-        *openai.ROUTES,
-        *operations.TRACE_ROUTES,
-        *operations.service_routes(
-            has_jobs=state.jobs is not None,
-            has_sessions=state.sessions is not None,
-            has_replicas=state.replicas is not None,
-        ),
-    ]
+    api = [*openai.ROUTES, *operations.TRACE_ROUTES]
     if state.jobs is not None:
-        routes += batches.ROUTES
+        api += batches.ROUTES
     if state.sessions is not None:
-        routes += sessions.ROUTES
+        api += sessions.ROUTES
     if state.replicas is not None:
-        routes += operations.ADMIN_ROUTES
+        api += operations.ADMIN_ROUTES
+    routes = operations.service_routes(api)
     middleware = [
         Middleware(RequestLog, state=state, routes=routes),
         Middleware(ErrorBarrier),

@@ -86,6 +86,7 @@ async def test_api_description_covers_every_route_and_resolves(server: Server) -
     assert document["paths"].keys() == routes.keys()
     for path, methods in document["paths"].items():
         assert {method.upper() for method in methods} == routes[path] - {"HEAD"}
+        assert all(operation["summary"] for operation in methods.values())
     references = set(re.findall(r'"#/components/schemas/([^"]+)"', str(document).replace("'", '"')))
     assert references
     assert references <= document["components"]["schemas"].keys()

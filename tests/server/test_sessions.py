@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import xml.etree.ElementTree as ET
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -342,7 +341,14 @@ async def test_deleting_ends_what_runs_and_who_waits(kept: Server, session: Sess
     error = assert_envelope(await asyncio.wait_for(waiting, SOON_S), 410)
     assert error["code"] == "session_gone"
     assert kept.engine.aborted == [kept.engine.submitted[0].request_id]
-    for path in ("", "/variables", f"/variables/{variables['y']}", "/graph.svg", "/graph"):
+    for path in (
+        "",
+        "/variables",
+        f"/variables/{variables['y']}",
+        "/graph",
+        "/graph.mmd",
+        "/graph.dot",
+    ):
         assert_envelope(await session.ask("GET", path), 410)
     assert_envelope(await session.submit(template="Go {{output:y}}"), 410)
 
@@ -426,18 +432,20 @@ async def test_wanting_without_waiting(kept: Server, session: SessionClient) -> 
     ]
 
 
-async def test_the_picture_and_its_page(session: SessionClient) -> None:
+async def test_the_graph_as_a_page_and_as_text(session: SessionClient) -> None:
     variables = await session.call(SAY, name="<Say>", parameters=[given("x", "hi")])
     await session.value(variables["y"])
-    picture = await session.ask("GET", "/graph.svg")
-    assert picture.headers["content-type"] == "image/svg+xml"
-    assert "default-src 'none'" in picture.headers["content-security-policy"]
-    texts = [each.text for each in ET.fromstring(picture.text).iter() if each.tag.endswith("text")]
-    assert {"<Say>", "finished", "x", "y"} <= set(texts)
     page = await session.ask("GET", "/graph")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert 'http-equiv="refresh"' in page.text and "<svg" in page.text
-    assert "<Say>" not in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert 'http-equiv="refresh"' in page.text
+    assert "&lt;Say&gt;" in page.text and "<Say>" not in page.text
+    mermaid = await session.ask("GET", "/graph.mmd")
+    dot = await session.ask("GET", "/graph.dot")
+    for text in (mermaid, dot):
+        assert text.headers["content-type"] == "text/plain; charset=utf-8"
+        assert "Say" in text.text and "finished" in text.text
+    assert mermaid.text.startswith("flowchart") and dot.text.startswith("digraph")
 
 
 async def test_metrics(kept: Server, session: SessionClient) -> None:
@@ -473,7 +481,14 @@ async def test_sessions_belong_to_tenants(tmp_path: Any) -> None:
         mine = SessionClient(server.http, "shared-name", **ann)
         variables = await mine.call("Go {{output:y}}")
         theirs = SessionClient(server.http, "shared-name", **bob)
-        paths = ("", "/variables", f"/variables/{variables['y']}", "/graph.svg", "/graph")
+        paths = (
+            "",
+            "/variables",
+            f"/variables/{variables['y']}",
+            "/graph",
+            "/graph.mmd",
+            "/graph.dot",
+        )
         for path in paths:
             error = assert_envelope(await theirs.ask("GET", path), 404)
             assert error["code"] == "session_not_found"

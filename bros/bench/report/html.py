@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import importlib.resources
 import io
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
 from bros.bench.metrics import ClassMetrics, Summary
@@ -31,49 +32,7 @@ from bros.bench.report.words import (
     verdict,
     warnings,
 )
-from bros.bench.results import BenchResult, Command, Scenario, ScenarioResult
-
-# ---- How the page looks, on light and dark screens, wide and narrow ones.
-
-
-STYLE = """
-:root{--ink:#1c2024;--dim:#5a626b;--paper:#fff;--line:#d9dde2;--soft:#f4f6f8;--warn:#fff4e0;
---edge:#e69f00}
-@media (prefers-color-scheme:dark){:root{--ink:#e6e8eb;--dim:#a0a8b1;--paper:#16191d;
---line:#34393f;--soft:#1f242a;--warn:#33290f;--edge:#e69f00}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--paper);color:var(--ink);
-font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1150px;margin:0 auto;padding:1.2rem}
-h1{font-size:clamp(1.2rem,3.2vw,1.7rem);line-height:1.35;margin:.4rem 0 .8rem}
-h2{font-size:1.15rem;margin:2rem 0 .5rem}
-h4{margin:1rem 0 .2rem}
-p,ul{margin:.3rem 0;max-width:54rem}
-ul{padding-left:1.2rem}
-.lead{font-size:1.05rem}
-.warnings{background:var(--warn);border-left:4px solid var(--edge);padding:.6rem 1rem;
-margin:1rem 0;border-radius:4px;overflow-wrap:anywhere}
-.warnings h2{margin:0 0 .2rem;font-size:1rem}
-.wide{overflow-x:auto;margin:.5rem 0}
-table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
-th,td{padding:.28rem .7rem;text-align:right;border-bottom:1px solid var(--line);
-vertical-align:bottom}
-thead th{color:var(--dim);font-weight:600;min-width:4.2rem}
-tbody th{font-weight:500;white-space:nowrap}
-th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}
-.start th,.start td{border-top:2px solid var(--dim)}
-.figures td{white-space:nowrap}
-.settings td,.settings th{text-align:left;vertical-align:top}
-.settings td{max-width:22rem;overflow-wrap:anywhere}
-.marked td,.marked th{background:var(--soft)}
-.marked td{font-weight:600}
-.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,24rem),1fr));
-gap:1rem;align-items:start}
-.plots img{width:100%;height:auto;border:1px solid var(--line);border-radius:6px;display:block}
-details{border:1px solid var(--line);border-radius:6px;padding:.4rem .8rem;margin:.4rem 0}
-summary{cursor:pointer;font-weight:600}
-"""
-
+from bros.bench.results import BenchResult, CapacityResult, Command, Scenario, ScenarioResult
 
 # ---- How the runs of a report were made: a table with a column for each command.
 
@@ -137,86 +96,43 @@ def _short(commit: str | None) -> str:
     return commit.rstrip("+")[:12] + "+" * commit.endswith("+")
 
 
-_DEFINITIONS = """Objectives count as missed for requests that were refused, failed or cut short,
-and for those that were still open and overdue at the end. TTFT: sent to first token. TPOT: mean
-time per token after the first. ITL: each gap between pieces of text. Latency per token: sent to
-last token, by output tokens. Counts and latencies are of requests that came due in the window,
-rates of what happened in it. Percentiles are interpolated linearly. 95 % likely: Wilson's interval
-of the share, for requests that are late independently of each other; after a burst the truth is
-wider. All times are by the client's clock."""
-
-
 def page(bench: BenchResult) -> str:
-    """Complete HTML with pictures for light and dark screens."""
-    return "\n".join(
-        (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{escape(', '.join(['bros bench', *_dates(bench)[-1:]]))}</title>",
-            f"<style>{STYLE}</style>\n</head>\n<body>\n<main>",
-            *_body(bench),
-            "</main>\n</body>\n</html>\n",
-        )
+    """Complete HTML with pictures for light and dark screens; page.html is its template."""
+    source = importlib.resources.files("bros.bench.report").joinpath("page.html")
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    runs, commands = ordered(bench), rows_of_commands(bench)
+    numbers = [f" {number}" for number in range(1, 1 + len(bench.commands))]
+    return environment.from_string(source.read_text(encoding="utf-8")).render(
+        date=max((command.environment.date for command in bench.commands), default=None),
+        verdict=verdict(bench),
+        objectives=all_objectives(bench),
+        warnings=warnings(bench),
+        plots=_plots(bench),
+        columns=[column.replace("\n", " ") for column in COLUMNS],
+        runs=[(name_of(bench, run), *cells(bench, run)) for run in runs],
+        starts=[n for n in range(1, len(runs)) if runs[n].rt_rate != runs[n - 1].rt_rate],
+        scenarios=[f"{s}: {s.label}" for s in Scenario if any(r.scenario is s for r in runs)],
+        capacities=[_capacity(bench, found) for found in bench.capacities],
+        taxes=list(_taxes(bench)),
+        details=[_details(bench, run) for run in runs],
+        commands=[f"command{number if len(numbers) > 1 else ''}" for number in numbers],
+        settings=[(row.name, *row.values) for row in commands],
+        # What differs between commands stands out.
+        marked=[number for number, row in enumerate(commands) if row.differs],
     )
 
 
-def _dates(bench: BenchResult) -> list[str]:
-    return sorted(command.environment.date for command in bench.commands)
-
-
-def _body(bench: BenchResult) -> Iterator[str]:
-    yield f"<h1>{escape(verdict(bench))}</h1>"
-    for found in bench.capacities:
-        yield f'<p class="lead">{escape(capacity(bench, found))}</p>'
-    yield f"<p>Objectives of real-time requests: {escape(all_objectives(bench))}.</p>"
-    if texts := warnings(bench):
-        yield f'<section class="warnings"><h2>Warnings</h2>{_items(texts)}</section>'
-    yield from _pictures(bench)
-    yield "<h2>Runs</h2>"
-    yield _runs(bench)
-    yield _items(f"{s}: {s.label}" for s in Scenario if any(r.scenario is s for r in bench.results))
-    if bench.capacities:
-        yield "<h2>Capacity</h2>"
-        yield from _capacities(bench)
-    if taxes := _taxes(bench):
-        yield "<h2>What company costs</h2>"
-        yield "<p>Real-time requests beside best-effort work, minus real-time requests alone.</p>"
-        yield taxes
-    yield "<h2>Details</h2>"
-    for result in ordered(bench):
-        yield _details(bench, result)
-    yield f"<h2>How it was measured</h2>\n<p>{_DEFINITIONS}</p>"
-    yield _commands(bench)
-
-
-def _runs(bench: BenchResult) -> str:
-    """A line between rates."""
-    runs = ordered(bench)
-    rows = [(name_of(bench, run), *cells(bench, run)) for run in runs]
-    rates = [run.rt_rate for run in runs]
-    starts = [n for n in range(1, len(runs)) if rates[n] != rates[n - 1]]
-    head = ("run", *(column.replace("\n", " ") for column in COLUMNS))
-    return _table(head, rows, starts=starts)
-
-
-def _pictures(bench: BenchResult) -> Iterator[str]:
-    """What was measured first, then what servers say of themselves."""
+def _plots(bench: BenchResult) -> dict[str, list[dict[str, str]]]:
+    """By heading: what was measured first, then what servers say of themselves."""
     light, dark = figures(bench, LIGHT), figures(bench, DARK)
-    for heading, timelines in (("Plots", False), ("Inside the servers", True)):
-        names = [name for name in light if name.startswith("timeline") == timelines]
-        if names:
-            yield f'<h2>{heading}</h2>\n<div class="plots">'
-            yield from (_picture(light[name], dark[name]) for name in names)
-            yield "</div>"
-
-
-def _picture(light: Figure, dark: Figure) -> str:
-    return (
-        '<picture><source media="(prefers-color-scheme: dark)" '
-        f'srcset="{_png(dark)}"><img src="{_png(light)}" '
-        f'alt="{escape(light.get_suptitle())}; the figures are in the tables"></picture>'
-    )
+    found: dict[str, list[dict[str, str]]] = {"Plots": [], "Inside the servers": []}
+    for name, figure in light.items():
+        heading = "Inside the servers" if name.startswith("timeline") else "Plots"
+        picture = {"light": _png(figure), "dark": _png(dark[name])}
+        found[heading].append({**picture, "title": figure.get_suptitle()})
+    return found
 
 
 def _png(figure: Figure) -> str:
@@ -225,41 +141,35 @@ def _png(figure: Figure) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _capacities(bench: BenchResult) -> Iterator[str]:
-    for found in bench.capacities:
-        name = server_name(bench, found.target, found.policy)
-        yield f"<p>{escape(name)}, asked for {100 * found.asked:g} %:</p>"
-        rows = [
+def _capacity(bench: BenchResult, found: CapacityResult) -> dict[str, Any]:
+    return {
+        "words": capacity(bench, found),
+        "name": server_name(bench, found.target, found.policy),
+        "asked": f"{100 * found.asked:g}",
+        "rows": [
             (
                 f"{tried.rate:g}",
                 percent(tried.both_met),
                 likely_percent(tried.both_met),
-                str(tried.both_met.decided),
+                tried.both_met.decided,
                 "yes" if tried.keeps(found.asked) else "no",
             )
             for tried in found.tried
-        ]
-        head = ("real-time requests/s", "both met %", "95 % likely", "decided", "good enough")
-        yield _table(head, rows)
+        ],
+    }
 
 
-def _taxes(bench: BenchResult) -> str:
-    rows = []
+def _taxes(bench: BenchResult) -> Iterator[Sequence[str]]:
     for result in ordered(bench):
         tax = bench.rt_tax(result) if result.scenario.mixed else None
         if tax is not None:
             points = NOTHING if tax.both_met is None else f"{100 * tax.both_met:+.1f}"
             times = (tax.ttft_p50_s, tax.ttft_p99_s, tax.tpot_p50_s, tax.tpot_p99_s)
             shares = (bench.be_efficiency(result, base) for base in (Scenario.S1, Scenario.S2))
-            rows.append((name_of(bench, result), points, *map(ms, times), *map(ratio, shares)))
-    head = (
-        *("run", "both met, points", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms"),
-        *("BE of S1 %", "BE of S2 %"),
-    )
-    return _table(head, rows) if rows else ""
+            yield name_of(bench, result), points, *map(ms, times), *map(ratio, shares)
 
 
-def _details(bench: BenchResult, result: ScenarioResult) -> str:
+def _details(bench: BenchResult, result: ScenarioResult) -> dict[str, Any]:
     client = result.client
     version = f"version {result.server_version}, " if result.server_version else ""
     sent = (("real-time", result.rt_digest), ("best-effort", result.be_digest))
@@ -273,14 +183,19 @@ def _details(bench: BenchResult, result: ScenarioResult) -> str:
     ]
     loads = [load for load in (result.rt_load, result.be_load) if load]
     texts += [f"Load: {'; '.join(loads)}"] if loads else []
-    parts = [_items(texts)]
-    for service_class, part in result.metrics.by_class.items():
-        if part.requests:
-            parts.append(f"<h4>{CLASS_NAMES[service_class].capitalize()}</h4>")
-            parts.append(_items(_class_texts(part)))
-            parts.append(_latencies(part))
-    name = escape(name_of(bench, result))
-    return f"<details><summary>{name}</summary>\n{''.join(parts)}</details>"
+    return {
+        "name": name_of(bench, result),
+        "texts": texts,
+        "parts": [
+            {
+                "name": CLASS_NAMES[service_class].capitalize(),
+                "texts": list(_class_texts(part)),
+                "latencies": list(_latencies(part)),
+            }
+            for service_class, part in result.metrics.by_class.items()
+            if part.requests
+        ],
+    }
 
 
 def _class_texts(part: ClassMetrics) -> Iterator[str]:
@@ -300,56 +215,14 @@ def _class_texts(part: ClassMetrics) -> Iterator[str]:
         yield f"Service tiers named by the answers: {found}"
 
 
-def _latencies(part: ClassMetrics) -> str:
-    summaries = (
+def _latencies(part: ClassMetrics) -> Iterator[Sequence[str]]:
+    summaries: Sequence[tuple[str, Summary]] = (
         ("TTFT", part.ttft_s),
         ("TPOT", part.tpot_s),
         ("ITL", part.itl_s),
         ("latency per token", part.normalized_latency_s),
         ("end to end", part.e2e_s),
     )
-    rows = [(name, str(summary.count), *_statistics(summary)) for name, summary in summaries]
-    return _table(("ms", "count", "mean", "std", "p50", "p90", "p95", "p99"), rows)
-
-
-def _statistics(summary: Summary) -> tuple[str, ...]:
-    values = (summary.mean, summary.std, summary.p50, summary.p90, summary.p95, summary.p99)
-    return tuple(map(ms, values))
-
-
-def _commands(bench: BenchResult) -> str:
-    """What differs between commands stands out."""
-    rows = rows_of_commands(bench)
-    names = [f"command {number}" for number in range(1, 1 + len(bench.commands))]
-    head = ("made by", *(names if len(names) > 1 else ["command"] * len(names)))
-    marked = [number for number, row in enumerate(rows) if row.differs]
-    return _table(head, [(row.name, *row.values) for row in rows], kind="settings", marked=marked)
-
-
-def _items(texts: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
-
-
-def _table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    kind: str = "figures",
-    starts: Sequence[int] = (),
-    marked: Sequence[int] = (),
-) -> str:
-    """The first cell of a row says what the row is about. starts: rows that begin a group."""
-    classes = {**dict.fromkeys(marked, " class=marked"), **dict.fromkeys(starts, " class=start")}
-    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    lines = (
-        f"<tr{classes.get(number, '')}>"
-        f'<th scope="row">{escape(first)}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
-        + "</tr>"
-        for number, (first, *rest) in enumerate(rows)
-    )
-    return (
-        f'<div class="wide"><table class="{kind}"><thead><tr>{names}</tr></thead>\n<tbody>'
-        + "\n".join(lines)
-        + "</tbody></table></div>"
-    )
+    for name, found in summaries:
+        times = (found.mean, found.std, found.p50, found.p90, found.p95, found.p99)
+        yield name, str(found.count), *map(ms, times)

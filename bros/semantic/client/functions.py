@@ -105,7 +105,7 @@ def semantic_function(
     sampling: fields of SamplingParams, of all outputs; of {{output:code:precise}} it is what the
     name "precise" stands for here, on top of these: {"temperature": 1, "precise": {"seed": 3}}.
     transforms: by input or output, such as {"code": "code_block(python) | strip"}.
-    name: for pictures and for expecting how long answers are; that of the function otherwise.
+    name: for graphs and for expecting how long answers are; that of the function otherwise.
     dedent: without the indentation of the docstring.
 
     Raises ValueError with the function's name if the template does not fit it.

@@ -10,7 +10,6 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import Route
 
 from bros.batch.files import BodyWriter, Page
 from bros.batch.objects import (
@@ -36,6 +35,7 @@ from bros.server.batches.schema import (
 from bros.server.errors import BodyTooLargeError
 from bros.server.http import query_choice, query_int, read_object, validate
 from bros.server.openai.schema import WireModel
+from bros.server.operations.openapi import ApiRoute, Schemas
 from bros.server.state import Jobs, ServerState
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _PAGE, _MAX_PAGE = 20, 100
 
 
 async def create_batch(request: Request) -> Response:
-    """Begin a job; its input is checked later."""
+    """Begin a batch over an uploaded file, whose lines are checked later."""
     jobs = Jobs.of(request)
     state = ServerState.of(request)
     wanted = validate(CreateBatch, await read_object(request, state.max_body_bytes))
@@ -103,7 +103,7 @@ async def list_batches(request: Request) -> Response:
 
 
 async def retrieve_batch(request: Request) -> Response:
-    """How far a job is."""
+    """One batch, and how far it is."""
     jobs = Jobs.of(request)
     tenant = ServerState.of(request).tenant(request)
     batch = await jobs.io(jobs.batches.get, tenant, request.path_params["id"])
@@ -111,7 +111,7 @@ async def retrieve_batch(request: Request) -> Response:
 
 
 async def cancel_batch(request: Request) -> Response:
-    """End a job early; what is done by then is in its output file."""
+    """End a batch early; what is done by then is in its output file."""
     jobs = Jobs.of(request)
     state = ServerState.of(request)
     tenant, now = state.tenant(request), state.clock.unix_time()
@@ -137,11 +137,22 @@ def _json(reply: BatchObject | BatchList) -> Response:
     return Response(reply.model_dump_json(), media_type="application/json")
 
 
+_QUERY: Schemas = {
+    "after": {"type": "string", "description": "The id that the page before ended with"},
+    "limit": {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": _MAX_PAGE,
+        "default": _PAGE,
+        "description": "Most batches",
+    },
+}
+
 _BATCHES = (
-    Route("/v1/batches", create_batch, methods=["POST"]),
-    Route("/v1/batches", list_batches, methods=["GET"]),
-    Route("/v1/batches/{id}", retrieve_batch, methods=["GET"]),
-    Route("/v1/batches/{id}/cancel", cancel_batch, methods=["POST"]),
+    ApiRoute("POST", "/v1/batches", create_batch, BatchObject, CreateBatch),
+    ApiRoute("GET", "/v1/batches", list_batches, BatchList, query=_QUERY),
+    ApiRoute("GET", "/v1/batches/{id}", retrieve_batch, BatchObject),
+    ApiRoute("POST", "/v1/batches/{id}/cancel", cancel_batch, BatchObject),
 )
 
 
@@ -292,7 +303,8 @@ class _UploadFields(WireModel):
 
 
 async def create_file(request: Request) -> Response:
-    """Keep an upload."""
+    """Upload a file, as multipart/form-data with the fields file and purpose, and optionally
+    expires_after[anchor] and expires_after[seconds]."""
     jobs = Jobs.of(request)
     state = ServerState.of(request)
     with jobs.files.bodies.new() as body:
@@ -354,12 +366,12 @@ async def list_files(request: Request) -> Response:
 
 
 async def retrieve_file(request: Request) -> Response:
-    """What is known of a file."""
+    """One file."""
     return _file_json(FileObject.of(await _file(request)))
 
 
 async def file_content(request: Request) -> Response:
-    """The file itself."""
+    """What is in a file."""
     jobs = Jobs.of(request)
     file = await _file(request)
     path = await jobs.io(jobs.files.body, file)
@@ -367,7 +379,7 @@ async def file_content(request: Request) -> Response:
 
 
 async def delete_file(request: Request) -> Response:
-    """Forget a file; a batch that reads it goes on."""
+    """Delete a file; a batch that reads it goes on."""
     jobs = Jobs.of(request)
     state, file_id = ServerState.of(request), request.path_params["id"]
     now = state.clock.unix_time()
@@ -399,12 +411,25 @@ def _file_json(reply: FileObject | FileList | DeletedFile) -> Response:
     return Response(reply.model_dump_json(), media_type="application/json")
 
 
+_FILE_QUERY: Schemas = {
+    "after": {"type": "string", "description": "The id that the page before ended with"},
+    "limit": {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": MAX_PAGE,
+        "default": MAX_PAGE,
+        "description": "Most files",
+    },
+    "order": {"enum": list(_ORDERS), "description": "By creation"},
+    "purpose": {"type": "string", "description": "Only those for this"},
+}
+
 _FILES = (
-    Route("/v1/files", create_file, methods=["POST"]),
-    Route("/v1/files", list_files, methods=["GET"]),
-    Route("/v1/files/{id}", retrieve_file, methods=["GET"]),
-    Route("/v1/files/{id}", delete_file, methods=["DELETE"]),
-    Route("/v1/files/{id}/content", file_content, methods=["GET"]),
+    ApiRoute("POST", "/v1/files", create_file, FileObject),
+    ApiRoute("GET", "/v1/files", list_files, FileList, query=_FILE_QUERY),
+    ApiRoute("GET", "/v1/files/{id}", retrieve_file, FileObject),
+    ApiRoute("DELETE", "/v1/files/{id}", delete_file, DeletedFile),
+    ApiRoute("GET", "/v1/files/{id}/content", file_content, "application/octet-stream"),
 )
 
 

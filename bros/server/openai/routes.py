@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from bros.core.errors import InvalidRequestError
 from bros.server import http as offload
@@ -12,6 +13,10 @@ from bros.server.http import read_object, read_request
 from bros.server.openai.calls import CALLS, encode_chat, encode_text
 from bros.server.openai.exchange import respond
 from bros.server.openai.schema import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
     DetokenizeReply,
     DetokenizeRequest,
     ModelCard,
@@ -19,12 +24,22 @@ from bros.server.openai.schema import (
     TokenizeReply,
     TokenizeRequest,
 )
+from bros.server.operations.openapi import ApiRoute, Schemas
 from bros.server.sessions.joining import deadline_ms, join
 from bros.server.state import ServerState
 
 
-async def generate(request: Request) -> Response:
-    """Answer a conversation, or continue prompts."""
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation; with stream, as server-sent events."""
+    return await _generate(request)
+
+
+async def create_completion(request: Request) -> Response:
+    """Continue prompts; with stream, as server-sent events."""
+    return await _generate(request)
+
+
+async def _generate(request: Request) -> Response:
     state = ServerState.of(request)
     arrival_s = state.clock.now()
     fields = await read_object(request, state.max_body_bytes)
@@ -34,20 +49,60 @@ async def generate(request: Request) -> Response:
     return await respond(request, call, arrival_s, joined, due_ms)
 
 
-_GENERATION = tuple(Route(path, generate, methods=["POST"]) for path in CALLS)
+def _objective(words: str, name: str) -> dict[str, Any]:
+    text = f"{words}, in milliseconds; also as x-llm-d-slo-{name}-ms. The body's slo field wins"
+    return {"type": "number", "exclusiveMinimum": 0, "description": text}
+
+
+_HEADERS: Schemas = {
+    "x-slo-ttft-ms": _objective("Arrival to first token", "ttft"),
+    "x-slo-tpot-ms": _objective("Between two tokens", "tpot"),
+    "x-slo-deadline-ms": _objective("Arrival to last token", "deadline"),
+    "x-bros-session": {
+        "type": "string",
+        "description": "The session that the request is part of, also as metadata.bros_session; "
+        "one that does not begin with sess- is created",
+    },
+    "x-bros-node": {
+        "type": "string",
+        "description": "What the request is called in the graph of its session, also as "
+        "metadata.bros_node",
+    },
+}
+
+_GENERATION = (
+    ApiRoute(
+        "POST",
+        "/v1/chat/completions",
+        create_chat_completion,
+        ChatCompletion,
+        ChatCompletionRequest,
+        headers=_HEADERS,
+        streams=True,
+    ),
+    ApiRoute(
+        "POST",
+        "/v1/completions",
+        create_completion,
+        Completion,
+        CompletionRequest,
+        headers=_HEADERS,
+        streams=True,
+    ),
+)
 
 
 # ---- GET /v1/models and /v1/models/{model}
 
 
 async def list_models(request: Request) -> Response:
-    """The one model there is."""
+    """The models there are: one."""
     reply = ModelList(data=[_card(ServerState.of(request))])
     return Response(reply.model_dump_json(), media_type="application/json")
 
 
 async def retrieve_model(request: Request) -> Response:
-    """The model under the name it was asked for."""
+    """One model."""
     state = ServerState.of(request)
     state.check_model(request.path_params["model"])
     return Response(_card(state).model_dump_json(), media_type="application/json")
@@ -64,9 +119,9 @@ def _card(state: ServerState) -> ModelCard:
 
 
 _MODELS = (
-    Route("/v1/models", list_models, methods=["GET"]),
+    ApiRoute("GET", "/v1/models", list_models, ModelList),
     # A path, because model ids of hubs contain a slash.
-    Route("/v1/models/{model:path}", retrieve_model, methods=["GET"]),
+    ApiRoute("GET", "/v1/models/{model:path}", retrieve_model, ModelCard),
 )
 
 
@@ -119,8 +174,8 @@ async def detokenize(request: Request) -> Response:
 
 
 _TOKENS = (
-    Route("/tokenize", tokenize, methods=["POST"]),
-    Route("/detokenize", detokenize, methods=["POST"]),
+    ApiRoute("POST", "/tokenize", tokenize, TokenizeReply, TokenizeRequest),
+    ApiRoute("POST", "/detokenize", detokenize, DetokenizeReply, DetokenizeRequest),
 )
 
 

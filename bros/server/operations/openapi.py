@@ -1,55 +1,35 @@
-"""The API description at /openapi.json, from the same models that check and write messages."""
+"""Routes that describe themselves, and the document at /openapi.json made from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from bros.server.batches import schema as batch_messages
 from bros.server.errors import MAX_RETRY_AFTER_S
-from bros.server.openai import schema as protocol
-from bros.server.openai import schema as replies
-from bros.server.operations.operation import (
-    Operation,
-    header_parameter,
-    path_parameter,
-    query_parameter,
-    whole,
-)
-from bros.server.sessions.operations import OPERATIONS as SESSION_OPERATIONS
+from bros.server.openai.schema import ErrorEnvelope
+
+Model = type[BaseModel]
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schemas, each with a description, by the name of a parameter."""
 
 _REF = "#/components/schemas/{model}"
 
-
-_GENERATION_HEADERS = (
-    *(
-        header_parameter(
-            f"x-slo-{objective}-ms",
-            f"{text}, in milliseconds; also as x-llm-d-slo-{objective}-ms. The field slo of the "
-            "body wins",
-            {"type": "number", "exclusiveMinimum": 0},
-        )
-        for objective, text in (
-            ("ttft", "Arrival to first token"),
-            ("tpot", "Between two tokens"),
-            ("deadline", "Arrival to last token"),
-        )
-    ),
-    header_parameter(
-        "x-bros-session",
-        "The session the request is part of, also as metadata.bros_session; one that does not "
-        "begin with sess- comes into being",
-        {"type": "string"},
-    ),
-    header_parameter(
-        "x-bros-node",
-        "What the request is called in the graph of its session, also as metadata.bros_node",
-        {"type": "string"},
-    ),
+_PATH_PARAMETERS: Mapping[str, str] = MappingProxyType(
+    {
+        "id": "As in the reply that named it first, such as file-…, batch_… or chatcmpl-…",
+        "model": "Its id in /v1/models",
+        "number": "Of the replica, from 0 on",
+        "sid": "The id of the session",
+        "rid": "The id of the request",
+        "vid": "The id of the variable",
+    }
 )
 
 _TRY_AGAIN: Mapping[str, Any] = MappingProxyType(
@@ -68,224 +48,122 @@ _TRY_AGAIN: Mapping[str, Any] = MappingProxyType(
 )
 
 
-_AFTER = query_parameter("after", "Id that the page before ended with", {"type": "string"})
-_FILE_ID = (path_parameter("id", "The id of the file"),)
-_BATCH_ID = (path_parameter("id", "The id of the batch"),)
+class ApiRoute(Route):
+    """A route of one method. Its summary is the first paragraph of the handler's docstring.
 
-_JOB_OPERATIONS = (
-    Operation(
-        "post",
-        "/v1/files",
-        "Upload a file, as multipart/form-data with the fields file and purpose, and maybe "
-        "expires_after[anchor] and expires_after[seconds]",
-        batch_messages.FileObject,
-    ),
-    Operation(
-        "get",
-        "/v1/files",
-        "A page of the files there are",
-        batch_messages.FileList,
-        parameters=(
-            _AFTER,
-            query_parameter("limit", "Most files", whole(1, 10_000, 10_000)),
-            query_parameter("order", "By creation", {"enum": ["desc", "asc"]}),
-            query_parameter("purpose", "Only those for this", {"type": "string"}),
-        ),
-    ),
-    Operation("get", "/v1/files/{id}", "One file", batch_messages.FileObject, None, _FILE_ID),
-    Operation(
-        "delete",
-        "/v1/files/{id}",
-        "Delete a file; a batch that reads it goes on",
-        batch_messages.DeletedFile,
-        None,
-        _FILE_ID,
-    ),
-    Operation(
-        "get",
-        "/v1/files/{id}/content",
-        "What is in a file",
-        "application/octet-stream",
-        None,
-        _FILE_ID,
-    ),
-    Operation(
-        "post",
-        "/v1/batches",
-        "Begin a batch over an uploaded file",
-        batch_messages.BatchObject,
-        batch_messages.CreateBatch,
-    ),
-    Operation(
-        "get",
-        "/v1/batches",
-        "A page of the batches there are, the newest first",
-        batch_messages.BatchList,
-        parameters=(_AFTER, query_parameter("limit", "Most batches", whole(1, 100, 20))),
-    ),
-    Operation("get", "/v1/batches/{id}", "One batch", batch_messages.BatchObject, None, _BATCH_ID),
-    Operation(
-        "post",
-        "/v1/batches/{id}/cancel",
-        "End a batch early; what is done by then is in its output file",
-        batch_messages.BatchObject,
-        None,
-        _BATCH_ID,
-    ),
-)
+    reply: a model, or a media type. body: the models that a JSON body may be. query, headers:
+    optional parameters. streams: it can reply with server-sent events, and with status 429.
+    errors: status -> model of the body, where that is not ErrorEnvelope.
+    """
 
-_REPLICA = (path_parameter("number", "Of the replica, from 0 on"),)
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        handler: Callable[[Request], Awaitable[Response]],
+        reply: Model | str,
+        *body: Model,
+        query: Schemas = MappingProxyType({}),
+        headers: Schemas = MappingProxyType({}),
+        streams: bool = False,
+        errors: Mapping[int, Model] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(path, handler, methods=[method])
+        self.method = method.lower()
+        paragraph = (handler.__doc__ or "").split("\n\n")[0]
+        self.summary = " ".join(paragraph.split()).removesuffix(".")
+        self.reply = reply
+        self.bodies = body
+        self.query = query
+        self.headers = headers
+        self.streams = streams
+        self.errors = errors
 
-_REPLICA_OPERATIONS = (
-    Operation("get", "/admin/replicas", "The engines there are", replies.ReplicaList),
-    Operation(
-        "post",
-        "/admin/replicas/{number}/drain",
-        "Send nothing new to a replica. Returns at once",
-        replies.ReplicaList,
-        protocol.DrainRequest,
-        _REPLICA,
-    ),
-    Operation(
-        "post",
-        "/admin/replicas/{number}/resume",
-        "Send requests to a replica again",
-        replies.ReplicaList,
-        None,
-        _REPLICA,
-    ),
-)
+    def describe(self) -> dict[str, Any]:
+        """An OpenAPI operation."""
+        described: dict[str, Any] = {"summary": self.summary, "responses": self._responses()}
+        if parameters := self._parameters():
+            described["parameters"] = parameters
+        if self.bodies:
+            schemas = [_reference(body) for body in self.bodies]
+            schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+            described["requestBody"] = {"required": True, "content": _json_content(schema)}
+        return described
 
-_OPERATIONS = (
-    Operation(
-        "post",
-        "/v1/chat/completions",
-        "Answer a conversation; with stream, as server-sent events",
-        replies.ChatCompletion,
-        protocol.ChatCompletionRequest,
-        _GENERATION_HEADERS,
-        may_stream=True,
-    ),
-    Operation(
-        "post",
-        "/v1/completions",
-        "Continue prompts; with stream, as server-sent events",
-        replies.Completion,
-        protocol.CompletionRequest,
-        _GENERATION_HEADERS,
-        may_stream=True,
-    ),
-    Operation("get", "/v1/models", "The models there are", replies.ModelList),
-    Operation(
-        "get",
-        "/v1/models/{model}",
-        "One model",
-        replies.ModelCard,
-        parameters=(path_parameter("model", "Its id in /v1/models"),),
-    ),
-    Operation(
-        "get",
-        "/v1/requests/{id}/trace",
-        "What became of a running or recent request, and what it waited for",
-        replies.RequestTraceReply,
-        parameters=(path_parameter("id", "The id of its response, such as chatcmpl-..."),),
-    ),
-    Operation(
-        "post",
-        "/tokenize",
-        "Token ids of a text or a conversation",
-        replies.TokenizeReply,
-        protocol.TokenizeRequest,
-    ),
-    Operation(
-        "post",
-        "/detokenize",
-        "The text of token ids",
-        replies.DetokenizeReply,
-        protocol.DetokenizeRequest,
-    ),
-    Operation("get", "/health", "200 if the engine runs, else 503", replies.Health),
-    Operation("get", "/metrics", "Metrics in Prometheus' text format", "text/plain"),
-    Operation("get", "/version", "The version of the server", replies.Version),
-    Operation("get", "/openapi.json", "This description", "application/json"),
-    Operation("get", "/", "A page to try the server with", "text/html"),
-)
+    def _responses(self) -> dict[str, Any]:
+        if isinstance(self.reply, str):
+            content: dict[str, Any] = {self.reply: {"schema": {}}}
+        else:
+            content = _json_content(_reference(self.reply))
+        failure = _json_content(_reference(ErrorEnvelope))
+        responses: dict[str, Any] = {
+            "200": {"description": "What was asked for", "content": content},
+            "default": {"description": "What went wrong", "content": failure},
+        }
+        if self.streams:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+            responses["429"] = {**_TRY_AGAIN, "content": failure}
+        for status, model in self.errors.items():
+            content = _json_content(_reference(model))
+            responses[str(status)] = {"description": "What went wrong", "content": content}
+        return responses
+
+    def _parameters(self) -> list[dict[str, Any]]:
+        parameters: list[dict[str, Any]] = [
+            {
+                "name": name,
+                "in": "path",
+                "required": True,
+                "description": _PATH_PARAMETERS[name],
+                "schema": {"type": "string"},
+            }
+            for name in self.param_convertors
+        ]
+        for where, schemas in (("query", self.query), ("header", self.headers)):
+            for name, schema in schemas.items():
+                rest = {key: value for key, value in schema.items() if key != "description"}
+                description = schema["description"]
+                parameters.append(
+                    {"name": name, "in": where, "description": description, "schema": rest}
+                )
+        return parameters
 
 
-def describe_api(
-    version: str, *, has_jobs: bool, has_sessions: bool, has_replicas: bool = False
-) -> dict[str, Any]:
-    """An OpenAPI 3.1 document. has_jobs: the server has files and batches."""
-    operations = (
-        *_OPERATIONS,
-        *(_JOB_OPERATIONS if has_jobs else ()),
-        *(SESSION_OPERATIONS if has_sessions else ()),
-        *(_REPLICA_OPERATIONS if has_replicas else ()),
-    )
+def describe_api(version: str, routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    """An OpenAPI 3.1 document."""
     paths: dict[str, dict[str, Any]] = {}
-    for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method] = _describe(operation)
+    for route in routes:
+        paths.setdefault(route.path_format, {})[route.method] = route.describe()
     return {
         "openapi": "3.1.0",
         "info": {"title": "bros", "version": version, "license": {"name": "Apache-2.0"}},
         "paths": paths,
         "components": {
-            "schemas": _schemas(operations),
+            "schemas": _schemas(routes),
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"bearer": []}, {}],
     }
 
 
-def _schemas(operations: Sequence[Operation]) -> dict[str, Any]:
-    models: dict[type[BaseModel], None] = {replies.ErrorEnvelope: None}
-    for operation in operations:
-        failures = (model for _, model in operation.failures)
-        for model in (*operation.bodies, operation.reply, *failures):
-            if isinstance(model, type):
-                models[model] = None
-    inputs = {body for operation in operations for body in operation.bodies}
+def _schemas(routes: Sequence[ApiRoute]) -> dict[str, Any]:
+    bodies = dict.fromkeys(body for route in routes for body in route.bodies)
+    replies: list[Model] = [ErrorEnvelope]
+    for route in routes:
+        replies += [route.reply] if isinstance(route.reply, type) else []
+        replies += route.errors.values()
     _, document = models_json_schema(
-        [(model, "validation" if model in inputs else "serialization") for model in models],
+        [(model, "validation") for model in bodies]
+        + [(model, "serialization") for model in dict.fromkeys(replies)],
         ref_template=_REF,
     )
     schemas: dict[str, Any] = document["$defs"]
     return schemas
 
 
-def _describe(operation: Operation) -> dict[str, Any]:
-    reply = operation.reply
-    media, schema = (
-        (reply, {}) if isinstance(reply, str) else ("application/json", _reference(reply))
-    )
-    content: dict[str, Any] = {media: {"schema": schema}}
-    failure = {"application/json": {"schema": _reference(replies.ErrorEnvelope)}}
-    responses: dict[str, Any] = {
-        "200": {"description": "What was asked for", "content": content},
-        "default": {"description": "What went wrong", "content": failure},
-    }
-    if operation.may_stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-        responses["429"] = {**_TRY_AGAIN, "content": failure}
-    for status, model in operation.failures:
-        schema = _reference(model)
-        responses[str(status)] = {
-            "description": "What went wrong",
-            "content": {"application/json": {"schema": schema}},
-        }
-    described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
-    if operation.parameters:
-        described["parameters"] = list(operation.parameters)
-    if operation.bodies:
-        bodies = [_reference(body) for body in operation.bodies]
-        described["requestBody"] = {
-            "required": True,
-            "content": {
-                "application/json": {"schema": bodies[0] if len(bodies) == 1 else {"anyOf": bodies}}
-            },
-        }
-    return described
+def _json_content(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
 
 
-def _reference(model: type[BaseModel]) -> dict[str, str]:
+def _reference(model: Model) -> dict[str, str]:
     return {"$ref": _REF.format(model=model.__name__)}

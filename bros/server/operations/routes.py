@@ -6,13 +6,12 @@ import asyncio
 import dataclasses
 import importlib.resources
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 import bros
 from bros.core.errors import BrosError, EngineDeadError, NotFoundError
@@ -34,7 +33,7 @@ from bros.server.openai.schema import (
     Version,
 )
 from bros.server.operations.metrics import BatchFigures
-from bros.server.operations.openapi import describe_api
+from bros.server.operations.openapi import ApiRoute, describe_api
 from bros.server.state import ServerState
 
 _STATS_TIMEOUT_S = 5.0
@@ -63,7 +62,7 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Metrics in Prometheus' text format."""
     state = ServerState.of(request)
     return Response(
         state.metrics.render(
@@ -77,7 +76,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """The version of bros."""
+    """The version of the server."""
     reply = Version(version=bros.__version__)
     return Response(reply.model_dump_json(), media_type="application/json")
 
@@ -101,33 +100,28 @@ async def _batches(state: ServerState) -> BatchFigures | None:
     return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
 
 
-def service_routes(
-    *, has_jobs: bool, has_sessions: bool, has_replicas: bool = False
-) -> tuple[Route, ...]:
-    """The page and the API description are made once, here."""
+def service_routes(others: Sequence[ApiRoute]) -> list[ApiRoute]:
+    """With those, all routes of a server. Its page and its API description are made here, once."""
     page = importlib.resources.files("bros.server").joinpath("static/index.html").read_bytes()
-    api = json.dumps(
-        describe_api(
-            bros.__version__,
-            has_jobs=has_jobs,
-            has_sessions=has_sessions,
-            has_replicas=has_replicas,
-        )
-    )
 
     async def index(request: Request) -> Response:
+        """A page to try the server with."""
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
 
     async def openapi(request: Request) -> Response:
+        """This description."""
         return Response(api, media_type="application/json")
 
-    return (
-        Route("/", index, methods=["GET"]),
-        Route("/health", health, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
-        Route("/version", version, methods=["GET"]),
-        Route("/openapi.json", openapi, methods=["GET"]),
-    )
+    every = [
+        *others,
+        ApiRoute("GET", "/", index, "text/html"),
+        ApiRoute("GET", "/health", health, Health),
+        ApiRoute("GET", "/metrics", metrics, "text/plain"),
+        ApiRoute("GET", "/version", version, Version),
+        ApiRoute("GET", "/openapi.json", openapi, "application/json"),
+    ]
+    api = json.dumps(describe_api(bros.__version__, every))
+    return every
 
 
 # ---- What operators do with replicas: look at them, empty one, use it again.
@@ -137,12 +131,12 @@ _MAX_BODY_BYTES = 4096
 
 
 async def list_replicas(request: Request) -> Response:
-    """All there are and what they do."""
+    """The engines there are."""
     return _reply(request, _replicas(request))
 
 
 async def drain_replica(request: Request) -> Response:
-    """Send nothing new there. Returns at once; the state is `drained` when nothing is open."""
+    """Send nothing new to a replica. Returns at once; it is `drained` when nothing is open."""
     replicas = _replicas(request)
     body = DrainRequest()
     if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
@@ -152,7 +146,7 @@ async def drain_replica(request: Request) -> Response:
 
 
 async def resume_replica(request: Request) -> Response:
-    """Send requests there again."""
+    """Send requests to a replica again."""
     replicas = _replicas(request)
     replicas.resume(request.path_params["number"])
     return _reply(request, replicas)
@@ -180,9 +174,11 @@ def _reply(request: Request, replicas: RouterClient) -> Response:
 
 
 ADMIN_ROUTES = (
-    Route("/admin/replicas", list_replicas, methods=["GET"]),
-    Route("/admin/replicas/{number:int}/drain", drain_replica, methods=["POST"]),
-    Route("/admin/replicas/{number:int}/resume", resume_replica, methods=["POST"]),
+    ApiRoute("GET", "/admin/replicas", list_replicas, ReplicaList),
+    ApiRoute(
+        "POST", "/admin/replicas/{number:int}/drain", drain_replica, ReplicaList, DrainRequest
+    ),
+    ApiRoute("POST", "/admin/replicas/{number:int}/resume", resume_replica, ReplicaList),
 )
 
 
@@ -190,7 +186,7 @@ ADMIN_ROUTES = (
 
 
 async def retrieve_trace(request: Request) -> Response:
-    """All choices of a running or recent request, under the id its response has."""
+    """What became of a running or recent request, and what each of its choices waited for."""
     state = ServerState.of(request)
     request_id = request.path_params["id"]
     parts = state.recent.parts(request_id)
@@ -243,4 +239,4 @@ def _ms_or_none(seconds: float | None) -> float | None:
     return None if seconds is None else _ms(seconds)
 
 
-TRACE_ROUTES = (Route("/v1/requests/{id}/trace", retrieve_trace, methods=["GET"]),)
+TRACE_ROUTES = (ApiRoute("GET", "/v1/requests/{id}/trace", retrieve_trace, RequestTraceReply),)

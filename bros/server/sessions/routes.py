@@ -1,9 +1,8 @@
-"""/v1/sessions: programs of many calls, and pictures of them"""
+"""/v1/sessions: programs of many calls, and their graphs."""
 
 from __future__ import annotations
 
 import asyncio
-import html
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +11,10 @@ from typing import Any, NamedTuple
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Send
 
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.errors import ConflictError, GetTimeoutError, UpstreamError
-from bros.semantic.picture import draw
 from bros.semantic.schema import (
     MAX_WAIT_S,
     CallSpec,
@@ -34,12 +31,14 @@ from bros.semantic.schema import (
     PaperValue,
     Perf,
     SessionList,
+    SessionSummary,
     SessionView,
     SetVariable,
     SubmitCall,
     SubmitProgram,
     SubmittedCall,
     SubmittedProgram,
+    UpstreamErrorEnvelope,
     VariableList,
     VariableView,
     WantVariable,
@@ -51,7 +50,17 @@ from bros.server.errors import describe
 from bros.server.http import query_flag, query_names, query_number, read_object
 from bros.server.interrupts import run_interruptible
 from bros.server.openai.stream import EventStream
-from bros.server.sessions.wire import check_call, check_sampling, parse_perf, read, reply
+from bros.server.operations.openapi import ApiRoute, Schemas
+from bros.server.sessions.graph import render_dot, render_mermaid, render_page
+from bros.server.sessions.wire import (
+    BODIES,
+    REPLIES,
+    check_call,
+    check_sampling,
+    parse_perf,
+    read,
+    reply,
+)
 from bros.server.state import ServerState
 
 # ---- What the routes of sessions have in common.
@@ -82,18 +91,17 @@ def sessions_of(request: Request) -> SessionService:
 _CHARS_PER_CALL = 100
 """What showing a call costs, in characters of a text."""
 
-_PICTURE_HEADERS = {
+_GRAPH_HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": (
         "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     ),
     "x-content-type-options": "nosniff",
 }
-_REFRESH_S = 2
 
 
 async def create_session(request: Request) -> Response:
-    """Open a session."""
+    """Open a session: a place for a program of many calls."""
     state = ServerState.of(request)
     wanted = read(CreateSession, await read_object(request, state.max_body_bytes))
     check_sampling(wanted.sampling or {}, "sampling")
@@ -115,38 +123,39 @@ async def list_sessions(request: Request) -> Response:
 
 
 async def retrieve_session(request: Request) -> Response:
-    """A session with its graph."""
+    """A session with the graph of its requests and variables."""
     view = _inspect(request)
     return await offload.run(ServerState.of(request), lambda: reply(view), _size(view))
 
 
 async def delete_session(request: Request) -> Response:
-    """End a session, with all that runs in it."""
+    """End a session: running requests are aborted, waiting clients get status 410."""
     service, tenant, session_id = Place.of(request)
     await service.delete(tenant, session_id)
     return reply(DeletedSession(id=session_id))
 
 
-async def picture(request: Request) -> Response:
-    """The graph as SVG."""
-    return Response(await _draw(request), headers=_PICTURE_HEADERS, media_type="image/svg+xml")
-
-
 async def graph_page(request: Request) -> Response:
-    """The picture as a page that keeps itself up to date."""
-    svg = await _draw(request)
-    title = html.escape(request.path_params["sid"])
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta http-equiv="refresh" content="{_REFRESH_S}"></head>'
-        f'<body style="margin:0">{svg}</body></html>'
-    )
-    return Response(page, headers=_PICTURE_HEADERS, media_type="text/html")
+    """The graph as a page that refreshes itself."""
+    return await _graph(request, render_page, "text/html")
 
 
-async def _draw(request: Request) -> str:
+async def graph_mermaid(request: Request) -> Response:
+    """The graph as Mermaid text."""
+    return await _graph(request, render_mermaid, "text/plain")
+
+
+async def graph_dot(request: Request) -> Response:
+    """The graph as Graphviz DOT text."""
+    return await _graph(request, render_dot, "text/plain")
+
+
+async def _graph(
+    request: Request, render: Callable[[SessionView], str], media_type: str
+) -> Response:
     view = _inspect(request)
-    return await offload.run(ServerState.of(request), lambda: draw(view), _size(view))
+    text = await offload.run(ServerState.of(request), lambda: render(view), _size(view))
+    return Response(text, headers=_GRAPH_HEADERS, media_type=media_type)
 
 
 def _inspect(request: Request) -> SessionView:
@@ -159,12 +168,15 @@ def _size(view: SessionView) -> int:
 
 
 _SESSIONS = (
-    Route("/v1/sessions", create_session, methods=["POST"]),
-    Route("/v1/sessions", list_sessions, methods=["GET"]),
-    Route("/v1/sessions/{sid}", retrieve_session, methods=["GET"]),
-    Route("/v1/sessions/{sid}", delete_session, methods=["DELETE"]),
-    Route("/v1/sessions/{sid}/graph.svg", picture, methods=["GET"]),
-    Route("/v1/sessions/{sid}/graph", graph_page, methods=["GET"]),
+    ApiRoute(
+        "POST", "/v1/sessions", create_session, REPLIES[SessionSummary], BODIES[CreateSession]
+    ),
+    ApiRoute("GET", "/v1/sessions", list_sessions, REPLIES[SessionList]),
+    ApiRoute("GET", "/v1/sessions/{sid}", retrieve_session, REPLIES[SessionView]),
+    ApiRoute("DELETE", "/v1/sessions/{sid}", delete_session, REPLIES[DeletedSession]),
+    ApiRoute("GET", "/v1/sessions/{sid}/graph", graph_page, "text/html"),
+    ApiRoute("GET", "/v1/sessions/{sid}/graph.mmd", graph_mermaid, "text/plain"),
+    ApiRoute("GET", "/v1/sessions/{sid}/graph.dot", graph_dot, "text/plain"),
 )
 
 
@@ -263,7 +275,8 @@ class _Program(NamedTuple):
 
 
 async def submit(request: Request) -> Response:
-    """Add calls to a session; with wait, answer when their values are there."""
+    """Add a request, or a whole program of them; with wait, answer when their values are there.
+    They run when a value is wanted that needs them."""
     state, place = ServerState.of(request), Place.of(request)
     fields = await read_object(request, state.max_body_bytes)
     is_program = "requests" in fields
@@ -295,14 +308,14 @@ def _program_of(
 
 
 async def cancel(request: Request) -> Response:
-    """Stop a call."""
+    """Cancel a request; what needs its outputs fails."""
     place, request_id = Place.of(request), request.path_params["rid"]
     place.service.cancel(place.tenant, place.session_id, request_id)
     return reply(CancelledRequest(id=request_id))
 
 
 async def fail(request: Request) -> Response:
-    """A function of the client's has failed."""
+    """Say that a native function has failed."""
     place, request_id = Place.of(request), request.path_params["rid"]
     body = await read_object(request, ServerState.of(request).max_body_bytes)
     message = read(FailCall, body).message
@@ -324,9 +337,23 @@ def _program(fields: Mapping[str, Any]) -> _Program:
 
 
 _REQUESTS = (
-    Route("/v1/sessions/{sid}/requests", submit, methods=["POST"]),
-    Route("/v1/sessions/{sid}/requests/{rid}", cancel, methods=["DELETE"]),
-    Route("/v1/sessions/{sid}/requests/{rid}/fail", fail, methods=["POST"]),
+    ApiRoute(
+        "POST",
+        "/v1/sessions/{sid}/requests",
+        submit,
+        REPLIES[SubmittedProgram],
+        BODIES[SubmitCall],
+        BODIES[SubmitProgram],
+        errors={424: REPLIES[UpstreamErrorEnvelope]},
+    ),
+    ApiRoute("DELETE", "/v1/sessions/{sid}/requests/{rid}", cancel, REPLIES[CancelledRequest]),
+    ApiRoute(
+        "POST",
+        "/v1/sessions/{sid}/requests/{rid}/fail",
+        fail,
+        REPLIES[FailedRequest],
+        BODIES[FailCall],
+    ),
 )
 
 
@@ -402,12 +429,11 @@ def _event(fields: dict[str, object]) -> bytes:
 
 _TIMES_MS = ("ttft_ms", "tpot_ms", "deadline_ms")
 _CRITERIA = ("criteria", *_TIMES_MS)
-_WAITING = ("wait", "stream", "timeout", *_CRITERIA)
 _MAX_MS = 1e12
 
 
 async def create_variable(request: Request) -> Response:
-    """A new variable, with a value or to be set later."""
+    """Make a variable, with its value or without."""
     place = Place.of(request)
     body = read(CreateVariable, await _body(request))
     view = place.service.declare(place.tenant, place.session_id, body.name, body.value, body.id)
@@ -415,7 +441,7 @@ async def create_variable(request: Request) -> Response:
 
 
 async def list_variables(request: Request) -> Response:
-    """All variables of a session."""
+    """The variables of a session."""
     service, tenant, session_id = Place.of(request)
     views = service.variables(tenant, session_id)
     return reply(VariableList(data=views))
@@ -424,7 +450,7 @@ async def list_variables(request: Request) -> Response:
 async def retrieve_variable(request: Request) -> Response:
     """A variable as it is; with wait, once its value is there; with stream, as it comes."""
     state, place, query = ServerState.of(request), Place.of(request), request.query_params
-    query_names(query, _WAITING)
+    query_names(query, tuple(_QUERY))
     wait, stream = query_flag(query, "wait"), query_flag(query, "stream")
     criteria, timeout_s = _criteria(query), query_number(query, "timeout", most=MAX_WAIT_S)
     service, variable = place.service, (*place[1:], request.path_params["vid"])
@@ -484,12 +510,56 @@ async def _body(request: Request) -> dict[str, Any]:
     return await read_object(request, ServerState.of(request).max_body_bytes)
 
 
+_MS = {"type": "number", "exclusiveMinimum": 0}
+_FLAG = {"type": "boolean", "default": False}
+_QUERY: Schemas = {
+    "wait": {**_FLAG, "description": "Answer once its value is there"},
+    "stream": {**_FLAG, "description": "The value in pieces, as server-sent events"},
+    "timeout": {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "maximum": MAX_WAIT_S,
+        "description": "Seconds: with wait, until the value is there; with stream, until the next "
+        "piece",
+    },
+    "criteria": {
+        "enum": [perf.value for perf in Perf],
+        "description": "How soon the value is wanted",
+    },
+    "ttft_ms": {**_MS, "description": "Until its first token"},
+    "tpot_ms": {**_MS, "description": "Between its tokens"},
+    "deadline_ms": {**_MS, "description": "Until it is complete"},
+}
+_VARIABLES_PATH = "/v1/sessions/{sid}/variables"
+
 _VARIABLES = (
-    Route("/v1/sessions/{sid}/variables", create_variable, methods=["POST"]),
-    Route("/v1/sessions/{sid}/variables", list_variables, methods=["GET"]),
-    Route("/v1/sessions/{sid}/variables/{vid}", retrieve_variable, methods=["GET"]),
-    Route("/v1/sessions/{sid}/variables/{vid}", set_variable, methods=["PUT"]),
-    Route("/v1/sessions/{sid}/variables/{vid}", want_variable, methods=["PATCH"]),
+    ApiRoute(
+        "POST", _VARIABLES_PATH, create_variable, REPLIES[VariableView], BODIES[CreateVariable]
+    ),
+    ApiRoute("GET", _VARIABLES_PATH, list_variables, REPLIES[VariableList]),
+    ApiRoute(
+        "GET",
+        f"{_VARIABLES_PATH}/{{vid}}",
+        retrieve_variable,
+        REPLIES[VariableView],
+        query=_QUERY,
+        streams=True,
+        errors={424: REPLIES[UpstreamErrorEnvelope]},
+    ),
+    ApiRoute(
+        "PUT",
+        f"{_VARIABLES_PATH}/{{vid}}",
+        set_variable,
+        REPLIES[VariableView],
+        BODIES[SetVariable],
+    ),
+    ApiRoute(
+        "PATCH",
+        f"{_VARIABLES_PATH}/{{vid}}",
+        want_variable,
+        REPLIES[VariableView],
+        BODIES[WantVariable],
+    ),
 )
 
 
@@ -507,8 +577,10 @@ _NAMES = (
 
 
 async def paper_submit(request: Request) -> Response:
-    """A prompt with placeholders; its session and its variables come into being if they are not
-    there."""
+    """As in the Parrot paper: a prompt with placeholders.
+
+    Its session and its variables are created if they do not exist.
+    """
     state, service = ServerState.of(request), sessions_of(request)
     body = read(PaperSubmit, await read_object(request, state.max_body_bytes))
     tenant = state.tenant(request)
@@ -524,7 +596,7 @@ async def paper_submit(request: Request) -> Response:
 
 
 async def get(request: Request) -> Response:
-    """The value of a variable, once it is there."""
+    """As in the Parrot paper: the value of a variable, once it is there."""
     state, service = ServerState.of(request), sessions_of(request)
     body = read(PaperGet, await read_object(request, state.max_body_bytes))
     criteria = None if body.criteria is None else Criteria(perf=body.criteria)
@@ -540,8 +612,15 @@ async def get(request: Request) -> Response:
 
 
 _PAPER = (
-    Route("/v1/submit", paper_submit, methods=["POST"]),
-    Route("/v1/get", get, methods=["POST"]),
+    ApiRoute("POST", "/v1/submit", paper_submit, REPLIES[PaperSubmitted], BODIES[PaperSubmit]),
+    ApiRoute(
+        "POST",
+        "/v1/get",
+        get,
+        REPLIES[PaperValue],
+        BODIES[PaperGet],
+        errors={424: REPLIES[UpstreamErrorEnvelope]},
+    ),
 )
 
 

@@ -1,0 +1,190 @@
+"""A session's graph for readers: as an HTML page, as Mermaid text and as Graphviz DOT text."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jinja2 import Environment, Template
+
+from bros.semantic.schema import CallKind, CallView, SessionView, VariableState, VariableView
+
+MAX_CARDS = 400
+"""Calls on the page. It says how many later ones it leaves out; the texts have all calls."""
+
+_MAX_NAME = 40
+_MAX_ERROR = 80
+
+_NOT_SHOWN = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# Marks inside a word mean nothing to Mermaid; elsewhere they may begin a list or emphasis.
+_MERMAID_SPECIAL = re.compile(r"(?<![^\W_])[-._]|[-._](?![^\W_])|[^\w\s,:·.()-]")
+
+
+class _Look(NamedTuple):
+    """Colours of a service class, and its words in the legend."""
+
+    fill: str
+    stroke: str
+    words: str
+
+
+_LOOKS: Mapping[str, _Look] = MappingProxyType(
+    {
+        "rt": _Look("#fde3c1", "#b45f06", "real-time"),
+        "group": _Look("#d3e5f7", "#1f5f99", "task group"),
+        "be": _Look("#e7e7e7", "#666666", "best-effort"),
+        "native": _Look("#e6f2dd", "#4b7a2b", "function of the client"),
+        "unwanted": _Look("#ffffff", "#999999", "not wanted yet"),
+    }
+)
+
+
+def render_page(view: SessionView) -> str:
+    """HTML that needs no script: a column for each depth, a card for each call."""
+    calls = view.calls[:MAX_CARDS]
+    return _printable(
+        _PAGE.render(
+            view=view,
+            calls=calls,
+            number={call.id: number for number, call in enumerate(calls)},
+            variables={variable.id: variable for variable in view.variables},
+            ended=sum(call.end_s is not None for call in view.calls),
+            left_out=len(view.calls) - len(calls),
+            looks=_LOOKS,
+        )
+    )
+
+
+def render_mermaid(view: SessionView) -> str:
+    """A flow chart. Mermaid draws 500 edges unless its `maxEdges` is set higher."""
+    lines = ["flowchart LR"]
+    for number, call in enumerate(view.calls):
+        label = "<br/>".join(map(_mermaid_text, _lines(call)))
+        lines.append(f'    c{number}["{label}"]:::{_look(call)}')
+    for number, variable in _own_nodes(view):
+        lines.append(f'    v{number}(["{_mermaid_text(_label(variable))}"])')
+    for source, target, variable in _edges(view):
+        arrow = "-->" if variable.state is VariableState.READY else "-.->"
+        label = f'|"{_mermaid_text(_label(variable))}"|' if _joins_calls(variable) else ""
+        lines.append(f"    {source} {arrow}{label} {target}")
+    for name, look in _LOOKS.items():
+        lines.append(f"    classDef {name} fill:{look.fill},stroke:{look.stroke},color:#222222")
+    return _printable("\n".join(lines) + "\n")
+
+
+def render_dot(view: SessionView) -> str:
+    """A directed graph for Graphviz."""
+    lines = [
+        f"digraph {_dot_text([view.id])} {{",
+        '    graph [rankdir="LR"];',
+        '    node [shape="box", style="rounded,filled", fillcolor="#ffffff"];',
+    ]
+    for number, call in enumerate(view.calls):
+        look = _LOOKS[_look(call)]
+        lines.append(
+            f"    c{number} [label={_dot_text(_lines(call))}, "
+            f'fillcolor="{look.fill}", color="{look.stroke}"];'
+        )
+    for number, variable in _own_nodes(view):
+        lines.append(f'    v{number} [label={_dot_text([_label(variable)])}, shape="ellipse"];')
+    for source, target, variable in _edges(view):
+        style = "solid" if variable.state is VariableState.READY else "dashed"
+        label = f"label={_dot_text([_label(variable)])}, " if _joins_calls(variable) else ""
+        lines.append(f'    {source} -> {target} [{label}style="{style}"];')
+    return _printable("\n".join([*lines, "}"]) + "\n")
+
+
+def _look(call: CallView) -> str:
+    """The key of its colours."""
+    if call.kind is CallKind.NATIVE:
+        return "native"
+    if call.level == "group":
+        return "group"
+    return "unwanted" if call.service_class is None else call.service_class.value
+
+
+def _facts(call: CallView) -> list[str]:
+    """Where a call is in the program, and its times (s after the session began) and tokens."""
+    place = [] if call.service_class is None else [call.service_class.value.upper()]
+    if call.group is not None:
+        place.append(f"group {call.group}")
+    if call.stage is not None:
+        place.append(f"stage {call.stage}")
+    place.append(f"depth {call.depth}")
+    named = (("queued", call.queued_s), ("first", call.first_token_s), ("end", call.end_s))
+    times = [f"{name} {seconds:.2f}" for name, seconds in named if seconds is not None]
+    facts = [" · ".join(place), " · ".join(times) + " s" if times else "not begun"]
+    if call.prompt_tokens or call.output_tokens:
+        cached = f" ({call.cached_tokens} cached)" if call.cached_tokens else ""
+        facts.append(f"tokens: {call.prompt_tokens}{cached} in, {call.output_tokens} out")
+    return facts
+
+
+def _lines(call: CallView) -> list[str]:
+    """What a node says: name and state, the facts, and the error if there is one."""
+    error = [] if call.error is None else [f"error: {_cut(call.error.message, _MAX_ERROR)}"]
+    return [f"{_cut(call.name or call.id, _MAX_NAME)}: {call.state.value}", *_facts(call), *error]
+
+
+def _label(variable: VariableView) -> str:
+    name = _cut(variable.name or variable.id, _MAX_NAME)
+    return name if variable.state is VariableState.READY else f"{name}: {variable.state.value}"
+
+
+def _joins_calls(variable: VariableView) -> bool:
+    """Whether it is an edge between calls; otherwise it has a node of its own."""
+    return variable.producer is not None and bool(variable.consumers)
+
+
+def _own_nodes(view: SessionView) -> Iterator[tuple[int, VariableView]]:
+    for number, variable in enumerate(view.variables):
+        if not _joins_calls(variable):
+            yield number, variable
+
+
+def _edges(view: SessionView) -> Iterator[tuple[str, str, VariableView]]:
+    """Node to node, once for each call that reads the variable."""
+    nodes = {call.id: f"c{number}" for number, call in enumerate(view.calls)}
+    for number, variable in enumerate(view.variables):
+        source = nodes[variable.producer] if variable.producer else f"v{number}"
+        targets = [nodes[i] for i in dict.fromkeys(variable.consumers)] or [f"v{number}"]
+        for target in targets:
+            if source != target:
+                yield source, target, variable
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _printable(text: str) -> str:
+    """With nothing in it that UTF-8 cannot carry or that no reader shows."""
+    return _NOT_SHOWN.sub("\ufffd", text)
+
+
+def _mermaid_text(text: str) -> str:
+    """For a quoted label: what could be syntax, Markdown or HTML as an entity code."""
+    line = " ".join(_printable(text).split())
+    return _MERMAID_SPECIAL.sub(lambda found: f"#{ord(found[0])};", line)
+
+
+def _dot_text(lines: Sequence[str]) -> str:
+    r"""A quoted string. Graphviz reads HTML entities in it, and \n as the end of a line."""
+    quoted = r"\n".join(
+        " ".join(line.split()).replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"')
+        for line in lines
+    )
+    return f'"{quoted}"'
+
+
+def _load_page() -> Template:
+    source = importlib.resources.files("bros.server").joinpath("static/session_graph.html")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(facts=_facts, look=_look)
+    return environment.from_string(source.read_text(encoding="utf-8"))
+
+
+_PAGE = _load_page()
