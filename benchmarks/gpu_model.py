@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
-from bros.core.plan import Chunk, SampleSpec, StepPlan
+from bros.core.plan import Chunk, SampleSpec, SharedPrefix, StepPlan
 from bros.core.request import SamplingParams
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
@@ -175,9 +175,6 @@ class Model:
     def without_graphs(self) -> Switched:
         return Switched(self.runner, "_graphs", None)
 
-    def without_grouping(self) -> Switched:
-        return Switched(self.runner._feed, "_grouping", None)
-
     # What there is to read and to compute.
 
     @property
@@ -229,12 +226,15 @@ class Model:
         owned = self.blocks_for([-(-context // BLOCK)] * rows)
         return self.plan_of([full_segments(blocks, context) for blocks in owned], context)
 
-    def plan_of(self, segments: Sequence[np.ndarray], context: int) -> StepPlan:
-        """One new token for each row, with these segments."""
+    def plan_of(self, segments: Sequence[np.ndarray], context: int, shared: int = 0) -> StepPlan:
+        """One new token for each row, with these segments, the first `shared` of which are those
+        of all rows and read once."""
         chunks = [
             self._chunk(row, context, [7 + row], listed, row) for row, listed in enumerate(segments)
         ]
-        return StepPlan(0, tuple(chunks))
+        rows = array("i", range(len(chunks)))
+        common = (SharedPrefix(rows, 0, shared),) if shared and len(rows) > 1 else ()
+        return StepPlan(0, tuple(chunks), shared=common)
 
     def prefill_plan(self, tokens: int) -> StepPlan:
         rng = random.Random(tokens)

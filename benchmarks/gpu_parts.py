@@ -174,10 +174,8 @@ def shared(bench: Bench) -> Iterator[Line]:
             (">=", 1.8) if rows >= 64 else None,
             faster=True,
         )
-        plan = model.plan_of(listed, context)
-        step = bench.steps_in_a_row([plan])
-        with model.without_grouping():
-            ungrouped = bench.steps_in_a_row([plan])
+        step = bench.steps_in_a_row([model.plan_of(listed, context, shared=prefix_blocks)])
+        ungrouped = bench.steps_in_a_row([model.plan_of(listed, context)])
         yield compared(
             "shared",
             f"step, {name}",

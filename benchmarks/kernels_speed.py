@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +23,8 @@ from rich.table import Table
 from torch import Tensor
 
 from bros.core.clock import SystemClock
-from bros.core.interfaces import Grouping
-from bros.executor.grouping import group_shared
+from bros.core.plan import SharedPrefix
+from bros.executor.inputs import read_together
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels
 from bros.kernels.reference import ReferenceKernels
 
@@ -151,7 +152,8 @@ def shared_seconds(
     for _ in range(1 + repeats):
         attend("alone", alone)
         before = clock.now()
-        together = group_shared(alone, Grouping(BLOCK_SIZE, min_blocks=1))
+        common = SharedPrefix(array("i", range(rows)), 0, prefix // BLOCK_SIZE)
+        together = read_together(alone, [common])
         durations["grouping"].append(clock.now() - before)
         attend("together", together)
     return {name: statistics.median(values[1:]) for name, values in durations.items()}

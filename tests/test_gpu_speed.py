@@ -381,8 +381,7 @@ def test_the_operations_of_a_step_are_all_that_it_computes_and_reads(
 
 
 def test_a_runner_is_switched_for_a_block_only(model: Any) -> None:
-    before = model.runner._feed._grouping
-    with model.without_grouping():
-        assert model.runner._feed._grouping is None
-    assert model.runner._feed._grouping == before
-    assert not model.has_graphs
+    before = model.runner._graphs
+    with model.without_graphs():
+        assert not model.has_graphs
+    assert model.runner._graphs is before

@@ -112,15 +112,30 @@ class KvCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A piece of the context that several chunks of a plan have in common, to be read once.
+
+    rows: int32, ascending, two or more places in StepPlan.chunks. Segments [first, end) of each of
+    these chunks are the same full blocks, in the same order. Pieces of one row do not overlap.
+    """
+
+    rows: array[int]
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """Everything an executor needs for one iteration. Never empty.
 
-    copies: made before anything is computed, also if the step is given up later.
+    copies: made before anything is computed, also if the step is given up later. shared: what the
+    scheduler counts as read once (EngineInfo.grouping says what pays); kernels do just that.
     """
 
     step: int
     chunks: tuple[Chunk, ...]
     copies: KvCopies | None = None
+    shared: tuple[SharedPrefix, ...] = ()
 
     @property
     def num_tokens(self) -> int:

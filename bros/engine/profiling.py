@@ -14,7 +14,7 @@ from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo, Executor, Grouping
-from bros.core.plan import Chunk, KvCopies, SampleSpec, StepPlan
+from bros.core.plan import Chunk, KvCopies, SampleSpec, SharedPrefix, StepPlan
 from bros.core.request import SamplingParams
 from bros.executor.models.layers import token_padding
 from bros.scheduler.cost_model import CostModel
@@ -327,7 +327,18 @@ class _PlanMaker:
             positions = range(context, context + tokens)
             slots = array("i", (blocks[i // size] * size + i % size for i in positions))
             chunks.append(self._chunk(context, segments, slots, sampled))
-        return self._plan(chunks)
+        return StepPlan(0, tuple(chunks), shared=self._shared(shape))
+
+    def _shared(self, shape: StepShape) -> tuple[SharedPrefix, ...]:
+        """What the first row's decode rows have of it, if that is enough to be read once."""
+        rule = self._limits.grouping
+        shared = max((chunk.shared for chunk in shape), default=0)
+        if rule is None or shared // rule.block_size < rule.min_blocks:
+            return ()
+        rows = array("i", (row for row, chunk in enumerate(shape) if row == 0 or chunk.shared))
+        if len(rows) < rule.min_rows:
+            return ()
+        return (SharedPrefix(rows, 0, shared // rule.block_size),)
 
     def _chunk(self, start: int, segments: array[int], slots: array[int], sampled: bool) -> Chunk:
         self._count += 1

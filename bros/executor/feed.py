@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bros.core.interfaces import Grouping
-from bros.executor.grouping import group_shared
 from bros.executor.inputs import StepInputs
 from bros.kernels.interface import HeadLayout, Kernels
 from bros.kernels.staging import Staging
@@ -33,8 +31,7 @@ class Pending:
 class InputFeed:
     """One per runner.
 
-    grouping: of rows that begin with the same blocks; None: leave each row to itself. staging:
-    None where the decoder reads host memory.
+    staging: None where the decoder reads host memory.
     """
 
     def __init__(
@@ -42,23 +39,12 @@ class InputFeed:
         kernels: Kernels,
         layout: HeadLayout,
         device: torch.device,
-        grouping: Grouping | None = None,
         staging: Staging | None = None,
     ) -> None:
         self._kernels = kernels
         self._layout = layout
         self._device = device
-        self._grouping = grouping
         self._staging = staging
-
-    def grouped(self, inputs: StepInputs) -> StepInputs:
-        """The same with shared prefixes found."""
-        if self._grouping is None:
-            return inputs
-        attention = group_shared(inputs.attention, self._grouping)
-        if attention is inputs.attention:
-            return inputs
-        return dataclasses.replace(inputs, attention=attention)
 
     def __call__(self, inputs: StepInputs, pending: Pending | None = None) -> StepInputs:
         """What the decoder takes. The host does not wait for the device."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bros.core.plan import SEGMENT_WIDTH, SampleSpec, StepPlan
-from bros.kernels.interface import AttentionBatch
-from bros.kernels.parts import offsets
+from bros.core.plan import SEGMENT_WIDTH, SampleSpec, SharedPrefix, StepPlan
+from bros.kernels.interface import AttentionBatch, SharedParts
+from bros.kernels.parts import lengths_of, offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +48,56 @@ def build_inputs(plan: StepPlan) -> StepInputs:
     positions = np.arange(len(token_ids), dtype=np.int32)
     positions += np.repeat(starts - query_start[:-1], lengths)
     sampled = [index for index, chunk in enumerate(chunks) if chunk.sample is not None]
+    attention = AttentionBatch(
+        query_start=torch.from_numpy(query_start),
+        segment_start=torch.from_numpy(offsets(widths // SEGMENT_WIDTH)),
+        segments=_tensor(bytearray().join(chunk.segments for chunk in chunks)).view(
+            -1, SEGMENT_WIDTH
+        ),
+    )
     return StepInputs(
         token_ids=_tensor(token_ids),
         positions=torch.from_numpy(positions),
         slots=_tensor(bytearray().join(chunk.slots for chunk in chunks)),
-        attention=AttentionBatch(
-            query_start=torch.from_numpy(query_start),
-            segment_start=torch.from_numpy(offsets(widths // SEGMENT_WIDTH)),
-            segments=_tensor(bytearray().join(chunk.segments for chunk in chunks)).view(
-                -1, SEGMENT_WIDTH
-            ),
-        ),
+        attention=read_together(attention, plan.shared),
         sample_rows=torch.from_numpy(query_start[1:][sampled] - 1),
         samples=tuple(
             (chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None
+        ),
+    )
+
+
+def read_together(batch: AttentionBatch, shared: Sequence[SharedPrefix]) -> AttentionBatch:
+    """The same attention, with these pieces as shared parts instead of segments of each row.
+
+    batch: without shared parts; it is returned as it is if `shared` is empty.
+    """
+    assert batch.shared is None
+    if not shared:
+        return batch
+    start, segments = batch.segment_start.numpy(), batch.segments.numpy()
+    rows = np.frombuffer(bytearray().join(prefix.rows for prefix in shared), np.int32)
+    counts = np.array([len(prefix.rows) for prefix in shared], np.int32)
+    firsts = np.array([prefix.first for prefix in shared], np.int32)
+    sizes = np.array([prefix.end for prefix in shared], np.int32) - firsts
+    row_start = offsets(counts)
+    begins = start[rows] + np.repeat(firsts, counts)
+    lengths = np.repeat(sizes, counts)
+    borders = np.bincount(begins, minlength=len(segments) + 1)
+    borders -= np.bincount(begins + lengths, minlength=len(segments) + 1)
+    own = np.cumsum(borders[:-1]) == 0
+    taken = np.bincount(rows, lengths, batch.num_rows).astype(np.int32)
+    examples = begins[row_start[:-1]].tolist()
+    pieces = [segments[a : a + n] for a, n in zip(examples, sizes.tolist(), strict=True)]
+    return AttentionBatch(
+        batch.query_start,
+        torch.from_numpy(offsets(lengths_of(start) - taken)),
+        torch.from_numpy(segments[own]),
+        SharedParts(
+            row_start=torch.from_numpy(row_start),
+            rows=torch.from_numpy(rows),
+            segment_start=torch.from_numpy(offsets(sizes)),
+            segments=torch.from_numpy(np.concatenate(pieces)),
         ),
     )
 

@@ -20,7 +20,6 @@ from bros.core.request import SamplingParams
 from bros.executor.cuda.graphs import CudaRecorder, GraphSizes, StepGraphs, recorded_or_warn
 from bros.executor.cuda.kv_storage import Buffers, cuda_kv_storage
 from bros.executor.feed import InputFeed
-from bros.executor.grouping import grouping_for
 from bros.executor.kv_storage import (
     DTYPES,
     KV_BLOCK_SIZE,
@@ -41,6 +40,7 @@ from bros.executor.target import (
     choose_target,
     device_name,
     find_cuda,
+    grouping_for,
     kernels_for,
     kv_dtype_for,
     self_part_for,
@@ -242,7 +242,7 @@ class _Loader:
         self._shares = config.shared_attention == "on"
         self._grouping = grouping_for(self._kernels.name, KV_BLOCK_SIZE) if self._shares else None
         staging = None if self._device.type == "cpu" else Staging(self._device)
-        self._feed = InputFeed(self._kernels, self._layout, self._device, self._grouping, staging)
+        self._feed = InputFeed(self._kernels, self._layout, self._device, staging)
 
     def load(self, name: str, eos_token_ids: tuple[int, ...]) -> tuple[ModelRunner, EngineInfo]:
         """name: what the model is called."""

@@ -70,10 +70,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare(self, inputs: StepInputs, copies: KvCopies | None = None) -> StepInputs:
-        """Begin a plan's copies, and find what its rows have in common: inputs for `compute`."""
+        """Begin a plan's copies; returns the inputs for `compute`."""
         if copies is not None:
             self._kv.copy(copies)
-        return self._feed.grouped(inputs)
+        return inputs
 
     @torch.inference_mode()
     def compute(

@@ -10,6 +10,7 @@ import torch
 
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
+from bros.core.interfaces import Grouping
 from bros.executor.kv_storage import DTYPES
 from bros.kernels.interface import HeadLayout
 from bros.kernels.xformers_self import XformersSelf, open_xformers
@@ -149,6 +150,26 @@ def kv_dtype_for(config: EngineConfig, target: Target) -> str:
 def device_name(device: torch.device) -> str:
     """As in EngineInfo: "cpu", or what the GPU calls itself."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def grouping_for(kernels: str, block_size: int) -> Grouping | None:
+    """What pays with the kernels of this name (Kernels.name); None: nothing does.
+
+    On the CPU much is won where the lanes of all rows fill the vectors of a tile. Times that a
+    decode step's attention took with each row reading for itself, in those with the prefix read
+    once, which include finding it; benchmarks/kernels_speed.py, SmolLM2-135M (3 lanes per row), two
+    cores with AVX2, fp32 and bf16 KV:
+
+        rows          2          4          8         16         32
+        64 tokens   .72 .72    .74 .83               .90 .95
+        256         .77 .79                         1.05 1.29
+        1,500       .75 1.0   1.20 1.20  1.80 1.68  1.87 1.88  1.79 2.19
+    """
+    if kernels.startswith("triton"):
+        return Grouping(block_size, min_blocks=4)
+    if kernels.startswith("cpu"):
+        return Grouping(block_size, min_blocks=16, min_rows=4)
+    return None
 
 
 # ---- Which GPUs an engine finds, where there are several engines on a machine.

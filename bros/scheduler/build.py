@@ -92,6 +92,7 @@ def build_scheduler(
         info.default_slo,
         counters,
         random.Random(config.seed),
+        info.grouping,
     )
 
 

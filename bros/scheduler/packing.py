@@ -20,10 +20,13 @@ from __future__ import annotations
 
 import bisect
 import math
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from bros.core.interfaces import Grouping
+from bros.core.plan import SEGMENT_WIDTH, SharedPrefix
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 
 # ---- What packing is given, and what comes out of it: plain data and two protocols.
@@ -274,15 +277,16 @@ def most_worthwhile(
     return sizes[count - 1] if count else 0
 
 
-# ---- What decode rows of a step have in common in their caches, and read once for all.
+# ---- What decode rows of a step have in common in their caches, and read once for all: as it is
+# counted while a step is packed (CommonContext), and as the plan says it (shared_prefixes).
 #
 #     row 0   [ a  512 ][ b  64 ] ...        pieces of prefixes, see KvCacheManager.common_parts
 #     row 1   [ a  512 ][ b  64 ] ...
 #     row 2   [ a  512 ][ c  96 ] ...        2 x 512 + 64 tokens fewer; c is only read by row 2
 #
-# Kernels look for common prefixes in the step that they are given (Grouping). What is counted here
-# they find: pieces that are long enough by themselves, of enough rows. They find more where several
-# short pieces come after each other, and where prompt chunks read the same.
+# Pieces count that are long enough by themselves, and that enough rows have (Grouping). Prompt
+# chunks
+# read for themselves.
 
 
 class CommonContext(Generic[C]):
@@ -349,6 +353,36 @@ def load_of(chosen: Sequence[tuple[C, int]], common: CommonContext[C]) -> StepLo
         shared = common.join(candidate) if num_tokens == 1 else 0
         load.add(num_tokens, candidate.num_cached, complete, shared, candidate.num_missing)
     return load
+
+
+def shared_prefixes(
+    rows: Sequence[tuple[int, Sequence[tuple[Hashable, int]], array[int]]], grouping: Grouping
+) -> tuple[SharedPrefix, ...]:
+    """The pieces that rows of a step read together, outer ones first.
+
+    rows: of each decode row its place in the plan, its common parts (Reservations.common_parts)
+    and its segments. Blocks may have become common after a row's segments were listed, so that
+    they are in another place there; such a row reads the piece for itself.
+    """
+    found: dict[Hashable, tuple[int, int, array[int], array[int]]] = {}
+    size, least = grouping.block_size, grouping.min_blocks
+    for place, parts, segments in rows:
+        end = 0
+        for part, tokens in parts:
+            first, end = end, end + tokens // size
+            if end - first < least:
+                continue
+            piece = segments[first * SEGMENT_WIDTH : end * SEGMENT_WIDTH]
+            known = found.get(part)
+            if known is None:
+                found[part] = first, end, piece, array("i", [place])
+            elif known[2] == piece:
+                known[3].append(place)
+    return tuple(
+        SharedPrefix(places, first, end)
+        for first, end, _, places in found.values()
+        if len(places) >= grouping.min_rows
+    )
 
 
 def pack(

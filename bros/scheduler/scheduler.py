@@ -16,11 +16,11 @@ import dataclasses
 import random
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from bros.core.errors import InvalidRequestError
-from bros.core.interfaces import EngineStats, Notice, RequestTrace
-from bros.core.plan import PENDING, Chunk, StepPlan, StepResult
+from bros.core.interfaces import EngineStats, Grouping, Notice, RequestTrace
+from bros.core.plan import PENDING, Chunk, SharedPrefix, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler import scheduler as ahead
@@ -28,7 +28,7 @@ from bros.scheduler.admission import Admission, Limits, objectives, promoted_obj
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.memory import StepMemory
 from bros.scheduler.metrics import ClassCounters
-from bros.scheduler.packing import pack
+from bros.scheduler.packing import pack, shared_prefixes
 from bros.scheduler.policies import Policy, Turn
 from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.state import SIDES, Queues, RequestState, due_from_s
@@ -216,7 +216,8 @@ _MAX_TRACES = 1000
 class Scheduler:
     """Owns every request from `submit` until its last output or `abort`.
 
-    counters: by class; shared with whoever estimates from them. notices: for whoever watches.
+    counters: by class; shared with whoever estimates from them. grouping: which prefixes the
+    executor is to read once; None: none. notices: for whoever watches.
     """
 
     def __init__(
@@ -227,6 +228,7 @@ class Scheduler:
         default_slo: Slo,
         counters: dict[ServiceClass, ClassCounters],
         rng: random.Random,
+        grouping: Grouping | None = None,
     ) -> None:
         self._policy = policy
         self._kv = kv
@@ -234,6 +236,7 @@ class Scheduler:
         self._default_slo = default_slo
         self._counters = counters
         self._rng = rng
+        self._grouping = grouping
         self._states: dict[str, RequestState] = {}
         self._queues = Queues()
         self._admission = Admission(policy, self._queues, counters, limits.max_queue, default_slo)
@@ -360,7 +363,8 @@ class Scheduler:
             for state, tokens in packing.selected
         )
         self._steps.begin(packing, predictor, self._queues, self._arrivals, now)
-        return StepPlan(self._steps.count, chunks, self._kv.take_copies())
+        shared = self._shared_prefixes(chunks)
+        return StepPlan(self._steps.count, chunks, self._kv.take_copies(), shared)
 
     def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
         """Take in what a step produced; one output per sampled token, and per fill that is done."""
@@ -472,6 +476,17 @@ class Scheduler:
             assert held == (state.num_cached if state.running else 0)
             assert PENDING not in state.token_ids[:-1]
             assert not state.is_pending or self._steps.latest is not None, "waits for nothing"
+
+    def _shared_prefixes(self, chunks: Sequence[Chunk]) -> tuple[SharedPrefix, ...]:
+        grouping, common_parts = self._grouping, self._kv.common_parts
+        if grouping is None or not self._kv.has_common_parts:
+            return ()
+        rows = [
+            (place, common_parts(chunk.request_id), chunk.segments)
+            for place, chunk in enumerate(chunks)
+            if len(chunk.token_ids) == 1
+        ]
+        return shared_prefixes(rows, grouping)
 
     def _commit(
         self,

@@ -163,17 +163,14 @@ def load_of(plan: StepPlan) -> StepLoad:
 
 
 def common_context(plan: StepPlan) -> int:
-    """Cached tokens of decode rows that a row before them has, too."""
-    seen: set[tuple[int, int, int]] = set()
+    """Cached tokens that are read once for several rows, counted for all but one of them."""
     common = 0
-    for chunk in plan.chunks:
-        if len(chunk.token_ids) > 1:
-            continue
-        numbers = iter(chunk.segments)
-        for segment in zip(*[numbers] * SEGMENT_WIDTH, strict=True):
-            block, lo, hi = segment
-            common += (hi - lo) * (segment in seen)
-            seen.add((block, lo, hi))
+    for piece in plan.shared:
+        numbers = plan.chunks[piece.rows[0]].segments
+        borders = slice(piece.first * SEGMENT_WIDTH, piece.end * SEGMENT_WIDTH)
+        triples = numbers[borders]
+        tokens = sum(triples[2::SEGMENT_WIDTH]) - sum(triples[1::SEGMENT_WIDTH])
+        common += (len(piece.rows) - 1) * tokens
     return common
 
 

@@ -9,12 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bros.core.interfaces import Grouping
 from bros.core.plan import StepPlan
 from bros.executor.cuda.graphs import GraphSizes, StepGraphs, buckets_for, recorded_or_warn
 from bros.kernels.reference import ReferenceKernels
+from support.common_prefixes import with_shared
 from support.device_runners import BLOCK, Assembled, assemble, family_plans
 from support.tier import examples
 
+SHARING = Grouping(BLOCK, min_blocks=1)
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
 
@@ -72,6 +75,8 @@ def check_same(plain: Assembled, recorded: Assembled, plans: list[StepPlan]) -> 
 def test_recorded_steps_equal_others(count: int, groups: bool, rng: random.Random) -> None:
     """Steps of any size after each other, so that buffers hold more than is meant."""
     plans = family_plans(rng, count, kv_blocks=64)
+    if groups:
+        plans = [with_shared(plan, SHARING) for plan in plans]
     check_same(assemble(), assemble(graph_rows=12, groups=groups), plans)
 
 
@@ -94,6 +99,8 @@ def test_steps_without_a_recording_run_without() -> None:
 
 def test_shared_prefixes_have_recordings_of_their_own() -> None:
     plans = family_plans(random.Random(3), 14, kv_blocks=64)
+    plans = [with_shared(plan, SHARING) for plan in plans]
+    assert any(plan.shared for plan in plans)
     recorded = assemble(graph_rows=12, groups=True)
     check_same(assemble(), recorded, plans)
     plain = assemble(graph_rows=12)

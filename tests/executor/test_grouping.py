@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.interfaces import Grouping
-from bros.executor.grouping import group_shared
 from bros.kernels.interface import AttentionBatch, HeadLayout
 from bros.kernels.reference import ReferenceKernels
+from support.common_prefixes import group_shared
 from support.kernel_cases import BLOCK_SIZE, int32
 from support.shared_parts import without_shared
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +13,14 @@ import torch
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
 from bros.core.plan import StepPlan
-from bros.executor.grouping import group_shared, grouping_for
-from bros.executor.inputs import build_inputs
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
 from bros.executor.runner import ModelRunner
-from bros.executor.target import CPU
+from bros.executor.target import CPU, grouping_for
 from bros.executor.weights import RandomWeights
 from bros.kernels.dispatch import select_kernels
+from support.common_prefixes import with_shared
 from support.device_runners import (
     OPT,
     VOCAB,
@@ -82,8 +82,13 @@ def test_what_rows_begin_with_may_be_read_once_for_all(kernels: str) -> None:
     )
     assert info_off.grouping is None
     assert info.grouping == grouping_for(info.kernels, KV_BLOCK_SIZE), "the scheduler is told"
+    if info.grouping is not None:
+        plans = [with_shared(plan, info.grouping) for plan in plans]
+        assert plans[1].shared and plans[2].shared
+    check_alike(on, off, [replace(plan, shared=()) for plan in plans])
     check_alike(on, off, plans)
-    same = torch.equal(on.logits(plans[2]), off.logits(plans[2]))
+    alone = replace(plans[2], shared=())
+    same = torch.equal(on.logits(plans[2]), off.logits(alone))
     assert same == (kernels == "reference")
 
 
@@ -115,10 +120,10 @@ def test_triton_gives_what_the_cpu_kernels_give(build: str) -> None:
         ),
     }
     plans = family_plans(random.Random(100), 3, 64, most_decodes=2)
-    attention = [build_inputs(plan).attention for plan in plans]
     grouping = grouping_for("triton", KV_BLOCK_SIZE)
     assert grouping is not None
-    assert any(group_shared(batch, grouping).shared for batch in attention)
+    plans = [with_shared(plan, grouping) for plan in plans]
+    assert any(plan.shared for plan in plans)
     by_cpu, by_triton = loaded(tiny_spec())[0], builders[build]()
     for plan in plans:
         torch.testing.assert_close(by_triton.logits(plan), by_cpu.logits(plan), atol=1e-4, rtol=0)

@@ -31,10 +31,10 @@ from bros.core.plan import SEGMENT_WIDTH, StepPlan, StepResult
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
-from bros.executor.grouping import grouping_for
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
+from bros.executor.target import grouping_for
 from bros.executor.transformers_model import load_in_transformers
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
@@ -536,9 +536,9 @@ class Alike:
     def execute(
         self, plan: StepPlan, abandon: Callable[[], bool] | None = None
     ) -> StepResult | None:
-        found = [tuple(chunk.segments[: self._least]) for chunk in plan.chunks]
-        counts = Counter(segments for segments in found if len(segments) == self._least)
-        self.most_rows = max(self.most_rows, *counts.values(), 0)
+        for piece in plan.shared:
+            assert (piece.end - piece.first) * SEGMENT_WIDTH >= self._least
+            self.most_rows = max(self.most_rows, len(piece.rows))
         return self._executor.execute(plan, abandon)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, InvalidRequestError
 from bros.core.interfaces import EngineStats, Notice
-from bros.core.plan import Chunk, StepPlan
+from bros.core.plan import Chunk, SharedPrefix, StepPlan
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.scheduler.cost_model import CostModel
 from bros.simulator.simulation import Device, common_context
@@ -211,18 +211,12 @@ def test_rows_that_read_a_prefix_together_run_together_under_a_tight_pace() -> N
     assert seconds(grouped=False) > 2 * tokens * pace_s
 
 
-@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.just(0), st.just(16)), unique=True)))
-def test_common_context_counts_what_rows_before_have(
-    segments: list[list[tuple[int, int, int]]],
-) -> None:
-
-    chunks = tuple(
-        Chunk(str(i), 16 * len(row), [1], array("i", [n for s in row for n in s]), array("i"), None)
-        for i, row in enumerate(segments)
-    )
-    total = sum(16 * len(row) for row in segments)
-    distinct = 16 * len({segment for row in segments for segment in row})
-    assert common_context(StepPlan(0, chunks)) == total - distinct
+def test_common_context_is_what_the_plan_says_is_read_once() -> None:
+    segments = array("i", [4, 0, 16, 5, 0, 16, 6, 0, 16])
+    chunks = tuple(Chunk(str(i), 48, [1], segments, array("i"), None) for i in range(3))
+    shared = (SharedPrefix(array("i", [0, 1, 2]), 0, 2), SharedPrefix(array("i", [0, 2]), 2, 3))
+    assert common_context(StepPlan(0, chunks, shared=shared)) == 2 * 32 + 16
+    assert common_context(StepPlan(0, chunks)) == 0
 
 
 def test_work_for_threads_is_done_at_once() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from bros.core.plan import Chunk, SampleSpec, StepPlan
 from bros.executor.cuda.graphs import GraphSizes, StepGraphs
 from bros.executor.feed import InputFeed
-from bros.executor.grouping import grouping_for
 from bros.executor.kv_storage import KvStorage
 from bros.executor.models.build import build_decoder
 from bros.executor.models.spec import ModelSpec
@@ -253,9 +252,7 @@ def assemble(
     with torch.inference_mode():
         decoder = build_decoder(spec, RandomWeights(), kernels, target, spec.max_positions, ranks)
     kv = KvStorage(local, kv_blocks, target.dtype, host_blocks)
-    feed = InputFeed(
-        kernels, layout, CPU, grouping_for("triton", BLOCK) if groups else None, Staging(CPU)
-    )
+    feed = InputFeed(kernels, layout, CPU, Staging(CPU))
     graphs = None
     if graph_rows is not None:
         sizes = GraphSizes(graph_rows, segments, segments, groups)

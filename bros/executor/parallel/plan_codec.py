@@ -2,7 +2,9 @@
 
     header     which message, what kind, and how many there are of what follows
     rows       places in the step before        [rows]
-               query_start, segment_start       [rows + 1] each, as in AttentionBatch
+               query_start                      [rows + 1], as in AttentionBatch
+               segment_start                    [rows + parts + 1], of rows, then of parts
+    shared     row_start [parts + 1], rows [members], as in SharedParts; if there are parts
     tokens     token ids, positions, slots      [tokens] each
     samples    the tokens whose logits are wanted  [samples]
     changes    which numbers of the segments, and what they are    [changes] together
@@ -12,7 +14,8 @@
 
 Segments are most of a plan, 3,072 bytes per 4,096 tokens of context of a row, and next to none of
 them change from step to step. So both ends guess that each row has what it had in the step before,
-and a message says where that is wrong (kernels/segment_changes.py).
+and a message says where that is wrong (kernels/segment_changes.py). Shared parts are rows to this,
+behind those of the plan.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from bros.core.plan import SEGMENT_WIDTH, KvCopies, StepPlan
 from bros.executor.feed import Pending
 from bros.executor.inputs import StepInputs
 from bros.executor.parallel.ranks import Message
-from bros.kernels.interface import AttentionBatch
+from bros.kernels.interface import AttentionBatch, SharedParts
 from bros.kernels.segment_changes import changed_segments, segment_changes
 
 _STOP, _STEP, _OPEN_STEP = range(3)  # kinds; an open step may be given up
@@ -45,6 +48,8 @@ class _Header(NamedTuple):
     rows: int = 0
     tokens: int = 0
     samples: int = 0
+    parts: int = 0
+    members: int = 0
     changes: int = 0
     out: int = 0
     back: int = 0
@@ -75,7 +80,7 @@ class PlanEncoder:
 
     def __init__(self) -> None:
         self._number = 0
-        self._names: list[str] = []
+        self._names: list[str | tuple[str, int]] = []
         self._starts, self._numbers = _NOTHING
 
     def step(
@@ -89,14 +94,22 @@ class PlanEncoder:
         """inputs: those of the plan, as build_inputs makes them; their segments must stay as they
         are. pending: its tokens that only the device knows, where the sources say so."""
         attention = inputs.attention
+        shared, parts_of_rows = attention.shared, []
         places, starts = self._places(plan), attention.segment_start.numpy()
         numbers = attention.segments.numpy().reshape(-1)
+        num_parts = members = 0
+        if shared is not None:
+            starts = np.concatenate([starts, starts[-1] + shared.segment_start.numpy()[1:]])
+            numbers = np.concatenate([numbers, shared.segments.numpy().reshape(-1)])
+            parts_of_rows = [shared.row_start.numpy(), shared.rows.numpy()]
+            num_parts, members = shared.num_parts, len(shared.rows)
         changes = segment_changes(self._starts, self._numbers, places, starts, numbers)
         self._starts, self._numbers = starts, numbers
         parts: list[Message | array[int]] = [
             places,
             attention.query_start.numpy(),
             starts,
+            *parts_of_rows,
             inputs.token_ids.numpy(),
             inputs.positions.numpy(),
             inputs.slots.numpy(),
@@ -114,7 +127,8 @@ class PlanEncoder:
             waiting = len(waits)
             parts += [waits, sources[waits]]
         kind = _OPEN_STEP if may_be_given_up else _STEP
-        sizes = (len(places), len(inputs.token_ids), len(inputs.sample_rows), len(changes))
+        rows, tokens, samples = len(plan.chunks), len(inputs.token_ids), len(inputs.sample_rows)
+        sizes = (rows, tokens, samples, num_parts, members, len(changes))
         return self._message(parts, kind, *sizes, out, back, waiting)
 
     def stop(self) -> Message:
@@ -128,8 +142,9 @@ class PlanEncoder:
         return np.frombuffer(bytearray().join([head, *parts]), np.int32)
 
     def _places(self, plan: StepPlan) -> Message:
-        """Of each row in the step before."""
-        names = [chunk.request_id for chunk in plan.chunks]
+        """Of each row and shared part in the step before; parts are named by their first row."""
+        names: list[str | tuple[str, int]] = [chunk.request_id for chunk in plan.chunks]
+        names += [(plan.chunks[part.rows[0]].request_id, part.first) for part in plan.shared]
         if names == self._names:
             return np.arange(len(names), dtype=np.int32)
         before = {name: place for place, name in enumerate(self._names)}
@@ -153,17 +168,25 @@ class PlanDecoder:
         if header.kind == _STOP:
             return None
         read = _Reader(message, _HEADER)
-        places = read.take(header.rows)
-        query_start, starts = (read.take(header.rows + 1) for _ in range(2))
+        rows, count = header.rows, header.rows + header.parts
+        places, query_start, starts = (read.take(n) for n in (count, rows + 1, count + 1))
+        row_start = read.tensor(header.parts + 1 if header.parts else 0)
+        members = read.tensor(header.members)
         token_ids, positions, slots = (read.tensor(header.tokens) for _ in range(3))
         sample_rows = read.tensor(header.samples)
         changes = read.take(header.changes)
         numbers = changed_segments(self._starts, self._numbers, places, starts, changes)
         self._starts, self._numbers = starts, numbers
+        segments = torch.from_numpy(numbers.reshape(-1, SEGMENT_WIDTH))
+        border, shared = int(starts[rows]), None
+        if header.parts:
+            part_starts = torch.from_numpy(starts[rows:] - border)
+            shared = SharedParts(row_start, members, part_starts, segments[border:])
         attention = AttentionBatch(
             torch.from_numpy(query_start),
-            torch.from_numpy(starts),
-            torch.from_numpy(numbers.reshape(-1, SEGMENT_WIDTH)),
+            torch.from_numpy(starts[: rows + 1]),
+            segments[:border],
+            shared,
         )
         inputs = StepInputs(token_ids, positions, slots, attention, sample_rows, ())
         copies = None

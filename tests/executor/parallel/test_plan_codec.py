@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bros.core.plan import PENDING, SEGMENT_WIDTH, Chunk, KvCopies, SampleSpec, StepPlan
+from bros.core.plan import (
+    PENDING,
+    SEGMENT_WIDTH,
+    Chunk,
+    KvCopies,
+    SampleSpec,
+    SharedPrefix,
+    StepPlan,
+)
 from bros.core.request import SamplingParams, ServiceClass
 from bros.executor.feed import Pending
 from bros.executor.inputs import StepInputs, build_inputs
@@ -109,7 +117,17 @@ def decoding(steps: int) -> Iterator[StepPlan]:
 
 def tensors(inputs: StepInputs) -> dict[str, Tensor]:
     attention = inputs.attention
-    assert attention.shared is None
+    shared = attention.shared
+    parts = (
+        {}
+        if shared is None
+        else {
+            "row_start": shared.row_start,
+            "rows": shared.rows,
+            "part_start": shared.segment_start,
+            "part_segments": shared.segments,
+        }
+    )
     return {
         "token_ids": inputs.token_ids,
         "positions": inputs.positions,
@@ -118,17 +136,34 @@ def tensors(inputs: StepInputs) -> dict[str, Tensor]:
         "query_start": attention.query_start,
         "segment_start": attention.segment_start,
         "segments": attention.segments,
-    }
+    } | parts
 
 
 def check(step: Step | None, plan: StepPlan) -> None:
     """The tensors are those that build_inputs makes."""
     assert step is not None
     expected = tensors(build_inputs(plan))
+    assert tensors(step.inputs).keys() == expected.keys()
     for name, found in tensors(step.inputs).items():
         assert found.dtype == torch.int32 and found.is_contiguous()
         assert found.shape == expected[name].shape and torch.equal(found, expected[name]), name
     assert step.copies == plan.copies
+
+
+def begin_alike(chunks: Sequence[Chunk], rng: random.Random) -> tuple[SharedPrefix, ...]:
+    """Lets some chunks begin with the same two pieces of context, the second only some of these."""
+    outer = array("i", sorted(rng.sample(range(len(chunks)), rng.randint(2, len(chunks)))))
+    inner = outer[:2]
+    sizes = rng.choice([2, 5]), rng.choice([1, 3])
+    first, end = sizes[0], sum(sizes)
+    blocks = rng.choice([0, 7])
+    for row in outer:
+        own = 0 if row in inner else 100 + row
+        for place in range(end):
+            block = blocks + place + (own if place >= first else 0)
+            at = place * SEGMENT_WIDTH
+            chunks[row].segments[at:at] = array("i", (block, 0, BLOCK))
+    return SharedPrefix(outer, 0, first), SharedPrefix(inner, first, end)
 
 
 @settings(max_examples=examples(50, long=1500))
@@ -142,9 +177,9 @@ def test_any_sequence_of_plans_comes_out_as_it_went_in(steps: int, rng: random.R
             requests[0] = Changing(name, rng)
             rng.shuffle(requests)
         chosen = rng.sample(requests, rng.randint(0, len(requests)))
-        plan = StepPlan(
-            number, tuple(request.chunk() for request in chosen), copies=random_copies(rng)
-        )
+        chunks = tuple(request.chunk() for request in chosen)
+        shared = begin_alike(chunks, rng) if len(chunks) > 2 and rng.random() < 0.5 else ()
+        plan = StepPlan(number, chunks, random_copies(rng), shared)
         is_open = rng.random() < 0.5
         step = decoder(encoder.step(plan, build_inputs(plan), may_be_given_up=is_open))
         check(step, plan)

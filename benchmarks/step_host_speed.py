@@ -1,0 +1,155 @@
+"""What the host does for a step beside the model: schedule, build the inputs, apply.
+
+    python benchmarks/step_host_speed.py [--rounds 5] [--quick] [--json FILE]
+
+The scheduler, the KV cache, the engine and the runner are the real ones; the decoder and the
+choice of tokens are replaced by constants, so that a step consists of nothing but host work.
+Cases are steady decode steps of 32 and 128 rows with 300 to 1,000 tokens of context each, without
+a common prefix ("alone") and with 512 common tokens among every 8 rows ("shared").
+
+To compare two versions, run the script with PYTHONPATH set to each of them in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from bros.core.clock import SystemClock
+from bros.core.config import EngineConfig
+from bros.core.interfaces import EngineInfo, Grouping
+from bros.core.plan import SampledToken
+from bros.core.request import EngineRequest, SamplingParams, ServiceClass
+from bros.engine.engine import Engine
+from bros.executor.feed import InputFeed
+from bros.executor.runner import ModelRunner
+from bros.kernels.dispatch import select_kernels
+from bros.kernels.interface import HeadLayout
+from bros.scheduler.build import build_scheduler
+from bros.scheduler.cost_model import CostModel
+
+ROWS = (32, 128)
+STEPS, QUICK_STEPS = 100, 5
+COMMON_TOKENS, GROUP = 512, 8
+BLOCK_SIZE = 16
+MODEL = CostModel(
+    constant_s=0.008, token_s=2e-6, sample_s=1e-6, pair_s=1e-10, context_s=1e-9,
+    unique_context_s=1e-9, hinges=((256, 2e-5),), padding=((16, 1), (128, 8), (256, 16)),
+)  # fmt: skip
+
+
+class ConstantDecoder:
+    """A decoder without layers."""
+
+    def __call__(self, inputs: Any, layers: Any, before_layer: Any) -> torch.Tensor:
+        return torch.empty(0)
+
+
+class ConstantChooser:
+    """Chooses the same token for every row."""
+
+    def __call__(self, logits: Any, samples: Any) -> tuple[SampledToken, ...]:
+        return tuple(SampledToken(request_id, 7) for request_id, _ in samples)
+
+
+class NoKv:
+    """KV memory that holds nothing."""
+
+    def __init__(self) -> None:
+        self.layers = [(torch.empty(0), torch.empty(0))]
+
+    def copy(self, copies: Any) -> None:
+        pass
+
+    def wait_for_layer(self, layer: int) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+def make(rows: int, shared: bool, outputs: int) -> Engine:
+    """An engine in which `rows` requests have been submitted."""
+    cpu = torch.device("cpu")
+    kernels = select_kernels("cpu", cpu)
+    grouping = Grouping(BLOCK_SIZE, min_blocks=16, min_rows=4)
+    feed = InputFeed(kernels, HeadLayout(9, 3, 64), cpu)
+    if hasattr(feed, "grouped"):  # a version that looks for common prefixes in each step
+        feed = InputFeed(kernels, HeadLayout(9, 3, 64), cpu, grouping)  # type: ignore[call-arg]
+    runner = ModelRunner(
+        cast(Any, ConstantDecoder()), cast(Any, NoKv()), feed, cast(Any, ConstantChooser())
+    )
+    info = EngineInfo(
+        model="none", weights="", kernels="", kv_dtype="", device="", max_model_len=4096,
+        vocab_size=1000, block_size=BLOCK_SIZE, num_kv_blocks=20_000, policy="bros",
+        grouping=grouping,
+    )  # fmt: skip
+    config = EngineConfig(policy="bros", max_num_seqs=rows, max_batch_tokens=4096)
+    engine = Engine(build_scheduler(config, info, MODEL), runner, SystemClock(), info)
+    rng = random.Random(rows)
+    for number in range(rows):
+        length = rng.randrange(300, 1000 - outputs)
+        common: list[int] = []
+        if shared:
+            family = random.Random(number // GROUP)
+            common = [family.randrange(1000) for _ in range(COMMON_TOKENS)]
+            length = max(length - COMMON_TOKENS, 1)
+        engine.submit(
+            EngineRequest(
+                request_id=str(number),
+                prompt_token_ids=common + [rng.randrange(1000) for _ in range(length)],
+                sampling=SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True),
+                service_class=ServiceClass.RT if number % 2 else ServiceClass.BE,
+            )
+        )
+    return engine
+
+
+def run(rows: int, shared: bool, steps: int) -> list[float]:
+    """Milliseconds per step in which every row decodes."""
+    engine = make(rows, shared, outputs=steps + 60)
+    while True:
+        outputs = engine.step()
+        if len(outputs) == rows:
+            break
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        outputs = engine.step()
+        seconds = time.perf_counter() - began
+        if len(outputs) == rows:
+            times.append(seconds * 1e3)
+    engine.close()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="few steps: only to see that it runs")
+    parser.add_argument("--json", type=Path, help="where to save the figures")
+    args = parser.parse_args()
+    rounds, steps = (1, QUICK_STEPS) if args.quick else (args.rounds, STEPS)
+    torch.set_num_threads(1)
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for rows in ROWS:
+            for shared in (False, True):
+                case = f"{rows} rows, {'shared' if shared else 'alone'}"
+                times.setdefault(case, []).extend(run(rows, shared, steps))
+    medians = {case: statistics.median(found) for case, found in times.items()}
+    for case, median in medians.items():
+        print(f"{case:18} {median:7.3f} ms per step")
+    if args.json:
+        args.json.write_text(json.dumps(medians, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
