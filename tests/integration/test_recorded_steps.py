@@ -14,8 +14,8 @@ import pytest
 
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
-from bros.core.interfaces import EngineInfo
-from bros.core.plan import Chunk, StepPlan
+from bros.core.interfaces import EngineInfo, Grouping
+from bros.core.plan import SEGMENT_WIDTH, Chunk, StepPlan
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.engine.engine import Engine
 from bros.executor.loader import random_executor
@@ -53,16 +53,39 @@ def requests() -> list[EngineRequest]:
     return asked
 
 
-def serve(runner: ModelRunner, mode: str) -> dict[str, list[int]]:
+def check_shared(plan: StepPlan) -> None:
+    """What rows are said to read together are the same full blocks in all of them."""
+    for piece in plan.shared:
+        places = slice(piece.first * SEGMENT_WIDTH, piece.end * SEGMENT_WIDTH)
+        chunks = [plan.chunks[row] for row in piece.rows]
+        assert len(chunks) >= 2 and {len(chunk.token_ids) for chunk in chunks} == {1}
+        (numbers,) = {tuple(chunk.segments[places]) for chunk in chunks}
+        assert len(numbers) == (piece.end - piece.first) * SEGMENT_WIDTH
+        assert set(numbers[1::SEGMENT_WIDTH]) == {0}
+        assert set(numbers[2::SEGMENT_WIDTH]) == {BLOCK}
+
+
+def serve(runner: ModelRunner, mode: str, grouping: Grouping | None = None) -> dict[str, list[int]]:
     config = EngineConfig(
         policy="fcfs", kv_blocks=KV_BLOCKS, host_kv_blocks=HOST_BLOCKS, max_batch_tokens=64
     )
     info = EngineInfo(
         model="tiny", weights="fp32", kernels="reference", kv_dtype="fp32", device="toy",
         max_model_len=LONGEST, vocab_size=VOCAB, block_size=BLOCK, num_kv_blocks=KV_BLOCKS,
-        num_host_kv_blocks=HOST_BLOCKS, policy="fcfs",
+        num_host_kv_blocks=HOST_BLOCKS, policy="fcfs", grouping=grouping,
     )  # fmt: skip
     scheduler = build_scheduler(config, info, MODEL, depth=1 if mode == "off" else 2)
+    schedule, pieces = scheduler.schedule, 0
+
+    def checked(now: float) -> StepPlan | None:
+        nonlocal pieces
+        plan = schedule(now)
+        if plan is not None:
+            check_shared(plan)
+            pieces += len(plan.shared)
+        return plan
+
+    scheduler.schedule = checked  # type: ignore[method-assign]
     engine = Engine(scheduler, runner, ManualClock(), info, async_scheduling=mode)
     tokens: dict[str, list[int]] = {str(number): [] for number in range(REQUESTS)}
     waiting = requests()
@@ -77,6 +100,7 @@ def serve(runner: ModelRunner, mode: str) -> dict[str, list[int]]:
     assert sum(counts.kv_taken for counts in engine.stats().by_class.values()) > 0
     assert sum(counts.kv_restored for counts in engine.stats().by_class.values()) > 0
     assert sum(counts.prefix_tokens for counts in engine.stats().by_class.values()) > 0
+    assert (pieces > 0) == (grouping is not None)
     engine.close()
     return tokens
 
@@ -114,7 +138,7 @@ def test_the_same_tokens_as_one_plain_step_after_the_other(
     made = assemble(
         kv_blocks=KV_BLOCKS, host_blocks=HOST_BLOCKS, graph_rows=graph_rows, groups=True
     )
-    found = serve(made.runner, mode)
+    found = serve(made.runner, mode, Grouping(BLOCK, min_blocks=1))
     assert sum(made.replays.counts) > 0 or graph_rows is None
     check_same(plain, found, assemble().runner, CLEAR)
 
