@@ -1,0 +1,366 @@
+"""What the server process costs per streamed token: its processor time at many streams at once.
+
+    python benchmarks/stream_speed.py [--streams 200] [--tokens 128] [--rounds 5] [--quick]
+        [--trees . ../before] [--options --replicas 1] [--files] [--profile FILE] [--json FILE]
+
+`bros serve` runs a random model of two small layers, so that the engine, in a process of its own,
+is no obstacle. The clients are raw sockets in this process: each sends one chat request and reads
+events until the stream has ended. Counted is the processor time of the server process alone.
+
+--trees: source trees whose servers are compared, in turns, one round of each after the other.
+--files: lists the files of bros/ of which the server calls a function between the first byte of a
+streamed request and the last one of its answer. --profile: cProfile of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import cProfile
+import hashlib
+import json
+import opcode
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+WORDS = 2048
+READY = re.compile(r"bros is ready at http://([\d.]+):(\d+)")
+SERVE = ("--policy", "fcfs", "--max-num-seqs", "256", "--max-batch-tokens", "4096")
+QUIET = ("--log-level", "warning", "--threads", "1")
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round: all streams, from the first request to the last byte.
+
+    tokens: of all answers. events: with text, so fewer than tokens if several came in one.
+    server_cpu_s: processor time of the server process. texts: a digest of all answers.
+    """
+
+    tree: str
+    tokens: int
+    events: int
+    server_cpu_s: float
+    elapsed_s: float
+    texts: str
+
+    @property
+    def us_per_token(self) -> float:
+        return 1e6 * self.server_cpu_s / self.tokens
+
+
+def save_model(folder: Path) -> None:
+    """A random Llama whose every token is a word of its own."""
+    import tokenizers
+    import torch
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    vocab = {"<unk>": 0, "<end>": 1}
+    vocab |= {f"Ġword{number}": number for number in range(2, WORDS)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<unk>", "<end>"])
+    backend.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    content = json.dumps(names | {"chat_template": TEMPLATE})
+    (folder / "tokenizer_config.json").write_text(content, encoding="utf-8")
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=1,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+# ---- The server
+
+
+class Server:
+    """`bros serve` of one source tree."""
+
+    def __init__(self, tree: str, command: Sequence[str]) -> None:
+        self.tree = tree
+        environment = {**os.environ, "PYTHONPATH": str(Path(tree).resolve())}
+        self._process = subprocess.Popen(
+            [sys.executable, *command], env=environment, cwd=tree, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        found = None
+        for line in self._process.stdout:
+            found = READY.search(line)
+            if found is not None:
+                break
+        if found is None:
+            raise SystemExit(f"the server of {tree} did not start")
+        self.host, self.port = found[1], int(found[2])
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of its process so far, that of the engine's process left out."""
+        stat = Path(f"/proc/{self._process.pid}/stat").read_text()
+        fields = stat.rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def running(
+    trees: Sequence[str], options: Sequence[str], launcher: Sequence[str] = ("-m", "bros")
+) -> Iterator[list[Server]]:
+    """Servers of all trees, one after the other on the same model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        folder.mkdir()
+        save_model(folder)
+        servers: list[Server] = []
+        try:
+            for number, tree in enumerate(trees):
+                place = ("--port", "0", "--data-dir", f"{scratch}/{number}")
+                arguments = ("serve", str(folder), *place, *SERVE, *QUIET, *options)
+                servers.append(Server(tree, [*launcher, *arguments]))
+            yield servers
+        finally:
+            for server in servers:
+                server.stop()
+
+
+# ---- The clients
+
+
+class _Stream(asyncio.Protocol):
+    """One request, and all that is sent back."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.parts: list[bytes] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.parts.append(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
+
+
+def request_of(number: int, tokens: int) -> bytes:
+    body = {
+        "messages": [{"role": "user", "content": f"word{2 + number} word7 word8 word9"}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    content = json.dumps(body).encode()
+    return (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content)
+    )
+
+
+def unchunked(data: bytes) -> bytes:
+    """The body of a response with chunked encoding."""
+    body, rest = b"", data.partition(b"\r\n\r\n")[2]
+    parts = []
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        if not length:
+            break
+        parts.append(rest[:length])
+        rest = rest[length + 2 :]
+    body = b"".join(parts)
+    assert body.endswith(DONE), f"a stream did not end well: {data[:300]!r} ... {body[-300:]!r}"
+    return body
+
+
+async def converse(server: Server, streams: int, tokens: int) -> list[bytes]:
+    """All answers, as bodies."""
+    loop = asyncio.get_running_loop()
+    clients = [_Stream(request_of(number, tokens)) for number in range(streams)]
+    for client in clients:
+        await loop.create_connection(lambda made=client: made, server.host, server.port)
+    await asyncio.gather(*(client.ended for client in clients))
+    return [unchunked(b"".join(client.parts)) for client in clients]
+
+
+def measure(server: Server, streams: int, tokens: int) -> Round:
+    before_s, began_s = server.cpu_s, time.monotonic()
+    bodies = asyncio.run(converse(server, streams, tokens))
+    elapsed_s, cpu_s = time.monotonic() - began_s, server.cpu_s - before_s
+    total, events, digest = 0, 0, hashlib.sha256()
+    for body in bodies:
+        text = ""
+        for line in body.removesuffix(DONE).strip().split(b"\n\n"):
+            chunk: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+            if chunk.get("usage"):
+                total += chunk["usage"]["completion_tokens"]
+            piece = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+            events += bool(piece)
+            text += piece
+        digest.update(text.encode())
+    assert total == streams * tokens, f"{total} tokens instead of {streams * tokens}"
+    return Round(server.tree, total, events, cpu_s, elapsed_s, digest.hexdigest()[:12])
+
+
+def compare(args: argparse.Namespace) -> list[Round]:
+    """Rounds of all trees in turns, after one that is not counted."""
+    rounds: list[Round] = []
+    with running(args.trees, args.options) as servers:
+        for server in servers:
+            measure(server, args.streams, min(16, args.tokens))
+        for _ in range(args.rounds):
+            for server in servers:
+                rounds.append(measure(server, args.streams, args.tokens))
+    return rounds
+
+
+def report(rounds: Sequence[Round]) -> None:
+    print(f"{'tree':28} {'us/token':>9} {'(each)':32} {'tokens/event':>13} {'wall s':>7}  texts")
+    for tree in dict.fromkeys(entry.tree for entry in rounds):
+        own = [entry for entry in rounds if entry.tree == tree]
+        each = " ".join(f"{entry.us_per_token:.1f}" for entry in own)
+        print(
+            f"{tree[-28:]:28} {statistics.median(entry.us_per_token for entry in own):9.1f} "
+            f"{f'({each})':32} {sum(e.tokens for e in own) / sum(e.events for e in own):13.2f} "
+            f"{statistics.median(entry.elapsed_s for entry in own):7.2f}  {own[-1].texts}"
+        )
+
+
+# ---- What runs in the server process: started as a server that can be probed
+
+
+def serve_probed(probe: str, result: Path, arguments: Sequence[str]) -> int:
+    """Run bros with `arguments`; record between SIGUSR1 and SIGUSR2. probe: files or profile."""
+    from bros.cli import main as bros_main
+
+    package = str(Path(sys.modules["bros"].__file__ or "").parent)
+    seen: dict[str, None] = {}
+    profile = cProfile.Profile(time.process_time)
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(package) and _begins(frame):
+            seen.setdefault(os.path.relpath(name, os.path.dirname(package)))
+
+    def begin(*_: object) -> None:
+        if probe == "profile":
+            profile.enable()
+        else:
+            threading.setprofile(note)
+            sys.setprofile(note)
+
+    def end(*_: object) -> None:
+        if probe == "profile":
+            profile.disable()
+            profile.dump_stats(result)
+        else:
+            sys.setprofile(None)
+            result.write_text("\n".join(seen), encoding="utf-8")
+
+    signal.signal(signal.SIGUSR1, begin)
+    signal.signal(signal.SIGUSR2, end)
+    return bros_main(arguments)
+
+
+def _begins(frame: FrameType) -> bool:
+    """Whether a function is called. A coroutine that goes on after it has waited is not: those of
+    the server's main task do whenever uvicorn looks at its clock."""
+    code = frame.f_code.co_code
+    resumes = opcode.opname[code[frame.f_lasti]] == "RESUME" and code[frame.f_lasti + 1] & 3 != 0
+    return not resumes
+
+
+def probe(tree: str, kind: str, result: Path, args: argparse.Namespace) -> None:
+    """Have one round recorded, of one stream if it is for the files."""
+    result.unlink(missing_ok=True)
+    launcher = [str(Path(__file__).resolve()), "--serve-probed", kind, str(result.resolve())]
+    with running([tree], args.options, launcher) as (server,):
+        measure(server, args.streams if kind == "profile" else 1, 4)
+        server.signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        measure(server, args.streams if kind == "profile" else 1, args.tokens)
+        server.signal(signal.SIGUSR2)
+        while not result.exists():
+            time.sleep(0.05)
+        time.sleep(0.2)
+
+
+def list_files(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        for tree in args.trees:
+            result = Path(scratch) / "files"
+            probe(tree, "files", result, args)
+            names = result.read_text(encoding="utf-8").split()
+            print(f"{tree}: {len(names)} files, as they are met first")
+            print("\n".join(f"  {name}" for name in names))
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--serve-probed"]:
+        return serve_probed(sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a few streams, one round")
+    parser.add_argument("--trees", nargs="+", default=["."], metavar="FOLDER")
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="for bros serve")
+    parser.add_argument("--files", action="store_true")
+    parser.add_argument("--profile", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    if args.quick:
+        args.streams, args.tokens, args.rounds = 16, 32, 1
+    if args.files:
+        list_files(args)
+        return 0
+    if args.profile is not None:
+        probe(args.trees[0], "profile", args.profile, args)
+        return 0
+    rounds = compare(args)
+    report(rounds)
+    if args.json is not None:
+        figures = [asdict(entry) | {"us_per_token": entry.us_per_token} for entry in rounds]
+        content = {"streams": args.streams, "tokens": args.tokens, "rounds": figures}
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
