@@ -1,17 +1,20 @@
-"""Where a request's next tokens go, and who has to make way for them.
+"""Finds slots for a request's next tokens, and preempts tokens of victims where none are free.
 
-    1  what is free in the block it wrote to last
-    2  a free block; an idle one of the prefix cache
-    3  in the same block over the top of the other side, if that may be robbed
-    4  blocks of those who may be robbed, each from its end, and what is free there first
-    5  what is free on its side of somebody else's last block
-    6  its own other blocks, over those who may be robbed
-    7  blocks that only those share who may be robbed, who have lost everything then
-    8  idle blocks that real-time requests may ask for again
+The order in which slots are taken ("tail" is the block that the request wrote to last; a victim
+is a request that the policy lets this one preempt):
 
-With `literal=True` the rules are those of the paper's FindBlock and FindPreemptBlock (BROS section
-5.2): 3 before 2, then blocks of one who may be robbed in the order of their empty slots; and
-best-effort prompts begin in the blocks with the most empty slots, shared ones included.
+    1  free slots of the tail
+    2  free blocks, then evictable blocks of the prefix cache
+    3  the top of the victim's stack on the other side of the tail
+    4  the victims' blocks, one victim after another, each from its last token backwards
+    5  free slots on this side of another request's tail
+    6  the top of victims' stacks in the request's own other blocks
+    7  shared blocks that only victims hold; those victims lose all their tokens
+    8  evictable blocks of the prefix cache that are reserved for real-time prompts
+
+With `literal=True` the order is that of the paper's FindBlock and FindPreemptBlock (BROS section
+5.2): 3 before 2, then the victims' blocks by their number of free slots; and best-effort prompts
+begin in the blocks with the most free slots, half-used ones included.
 """
 
 from __future__ import annotations
@@ -24,15 +27,17 @@ from bros.kvcache.holding import Holding, Run
 from bros.kvcache.host_pool import Checkpoints
 from bros.kvcache.prefix_cache import PrefixCache
 
-Robbed = Mapping[int, Holding]
-"""Who may be robbed, by number; least deserving first."""
+Victims = Mapping[int, Holding]
+"""Holdings that may be preempted, by number, in the order in which they lose tokens."""
 
 
 class _Placing:
-    """Tokens that are being given their places.
+    """A run of tokens while it is given slots.
 
-    start, count: those that are still to come. side: of the request's class now, which says what
-    it may evict; it grows on `holding.side`. slots: of those that are there, in their order.
+    holding: of the request; its tokens go on `holding.side`.
+    side: of the request's present class, which decides what it may evict.
+    start, count: the tokens that have no slot yet.
+    slots: of the tokens that have one, in token order.
     """
 
     __slots__ = ("count", "holding", "side", "slots", "start")
@@ -44,7 +49,7 @@ class _Placing:
         self.slots = array("i")
 
     def took(self, slots: array[int]) -> None:
-        """These are the places of the next ones."""
+        """The next `len(slots)` tokens have got these slots."""
         self.slots += slots
         self.start += len(slots)
         self.count -= len(slots)
@@ -53,8 +58,11 @@ class _Placing:
 class Allocator:
     """Pushes and pops tokens of requests, and keeps their Holdings up to date.
 
-    holdings: all of them by number. checkpoints: told of tokens that are popped for another
-    request. lose: told of who loses all that it shares.
+    stacks: the blocks.
+    cache: evictable blocks of the prefix cache count as free.
+    holdings: of all requests, by number.
+    checkpoints: told of every token that is preempted.
+    lose: called with a victim that loses all its tokens, shared ones included (rule 7).
     """
 
     def __init__(
@@ -73,16 +81,16 @@ class Allocator:
         self._checkpoints = checkpoints
         self._lose = lose
         self._literal = literal
-        self.evicted = {side: 0 for side in Side}  # blocks of the prefix cache, by who needed them
+        self.evicted = {side: 0 for side in Side}  # blocks of the prefix cache, by requesting side
 
     def available(self, side: Side, but: Sequence[Node] = ()) -> int:
-        """Blocks that a side gets without anybody losing anything, beside some idle ones."""
+        """Free blocks and those that the side may evict from the cache, without `but`."""
         return self._stacks.num_free + self._cache.num_evictable(side is Side.LEFT, but)
 
     def extend(self, holding: Holding, count: int) -> tuple[array[int], array[int]] | None:
-        """Its next tokens into the block it wrote to last, if they fit; see KvCacheManager.append.
+        """Rule 1 alone: `count` tokens on top of the tail; None if they do not fit there.
 
-        What `place` does first, and mostly all that it does.
+        Returns what KvCacheManager.append does. Most calls of a decode step end here.
         """
         tail = holding.tail
         if tail < 0:
@@ -92,81 +100,84 @@ class Allocator:
             return None
         return holding.grow(count), pushed
 
-    def extend_over(self, holding: Holding, robbed: Robbed) -> tuple[array[int], array[int]] | None:
-        """Its next token over the top of the other side of the block it wrote to last.
+    def extend_over(
+        self, holding: Holding, victims: Victims
+    ) -> tuple[array[int], array[int]] | None:
+        """Rule 3 alone, for one token; None if the other side of the tail is no victim's.
 
-        What `place` does with one token if nothing is free; None if that side may not be robbed.
+        Returns what KvCacheManager.append does. A real-time decode row in full memory ends here:
+        the last token of the best-effort request in the same block is preempted.
         """
         tail, stacks = holding.tail, self._stacks
         other = stacks.owner(tail, holding.side.other) if tail >= 0 else -1
-        if other not in robbed:
+        if other not in victims:
             return None
-        self.rob(robbed[other], tail, 1)
+        self.preempt(victims[other], tail, 1)
         pushed = stacks.grow(tail, holding.side, 1)
         assert pushed is not None, "there is room now"
         return holding.grow(1), pushed
 
     def fits_freely(self, holding: Holding, side: Side, wanted: int) -> bool:
-        """Whether it gets so many slots without anybody else's block."""
+        """Whether rules 1 and 2 give `wanted` slots."""
         room = self._stacks.room(holding.tail) if holding.tail >= 0 else 0
         return wanted <= room + self.available(side) * self._stacks.block_size
 
-    def fits(self, holding: Holding, wanted: int, robbed: Robbed) -> bool:
-        """Whether it gets so many slots, counted one by one."""
+    def fits(self, holding: Holding, wanted: int, victims: Victims) -> bool:
+        """Whether all rules together give `wanted` slots: exact, linear in the victims' blocks."""
         stacks, cache = self._stacks, self._cache
         free = (stacks.num_free + cache.num_idle) * stacks.block_size
         blocks = {*holding.runs, *self._tails_beside(holding)}
-        for victim in robbed.values():
+        for victim in victims.values():
             blocks.update(victim.runs)
-        gain = sum(self._gain(holding, block, robbed) for block in blocks)
-        gain += stacks.block_size * len(self.shared_among(robbed))
+        gain = sum(self._gain(holding, block, victims) for block in blocks)
+        gain += stacks.block_size * len(self.shared_among(victims))
         return wanted <= free + gain
 
-    def shared_among(self, robbed: Robbed) -> set[Node]:
-        """Blocks of prefixes that nobody else has."""
+    def shared_among(self, victims: Victims) -> set[Node]:
+        """Shared blocks that are held by these victims only."""
         found: set[Node] = set()
-        for victim in robbed.values():
+        for victim in victims.values():
             for node in reversed(victim.chain[: victim.num_shared]):
-                # Whoever has a node has all before it: these have more holders yet, or are found.
-                if node in found or not node.holders <= robbed.keys():
+                # A holder of a node holds all nodes before it, so those have at least its holders.
+                if node in found or not node.holders <= victims.keys():
                     break
                 found.add(node)
         return found
 
-    def place(self, holding: Holding, side: Side, run: Run, robbed: Robbed) -> array[int]:
-        """Give tokens of a request, which fit, their places; returns their slots.
+    def place(self, holding: Holding, side: Side, run: Run, victims: Victims) -> array[int]:
+        """Give a run of tokens, which is known to fit, its slots; returns them in token order.
 
-        side: of its class now, which says what it may evict.
+        side: of the request's present class, which decides what it may evict.
         """
         todo, tail = _Placing(holding, side, run), holding.tail
         if tail >= 0 and (room := self._stacks.room(tail)):
             self._push(todo, tail, min(todo.count, room))
         if self._literal and tail >= 0:
-            self._squeeze(todo, tail, robbed)
+            self._squeeze(todo, tail, victims)
         self._take_free(todo)
         if todo.count:
-            self._take_from(todo, robbed)
+            self._take_from(todo, victims)
         if todo.count:
-            for victim in robbed.values():
+            for victim in victims.values():
                 self._lose(victim)
                 self._take_free(todo)
             self._take_free(todo, anything=True)
         assert todo.count == 0, f"{todo.count} tokens of {holding.request_id} were said to fit"
         return todo.slots
 
-    def rob(self, victim: Holding, block: int, count: int) -> None:
-        """The tokens that it pushed last in a block make way."""
+    def preempt(self, victim: Holding, block: int, count: int) -> None:
+        """Preempt the last `count` tokens that a victim pushed on a block."""
         stacks, side = self._stacks, victim.side
         height = stacks.height(block, side)
         slots = stacks.slots(block, side, height - count, height)
-        self._cache.stop_filling(victim.number)
+        self._cache.stop_producing(victim.number)
         for run in self.pop(victim, block, count):
             count -= run[1]
-            self._checkpoints.give_up(victim, run, slots[count:] if count else slots)
+            self._checkpoints.preempt(victim, run, slots[count:] if count else slots)
             del slots[count:]
 
     def pop(self, holding: Holding, block: int, count: int) -> list[Run]:
-        """Take away its last tokens in a block; which these are, the top of the stack first."""
+        """Remove the last `count` tokens of a request in a block; returns their runs, top first."""
         stacks, side = self._stacks, holding.side
         if holding.chain:
             self._drop_nodes(holding, block)
@@ -179,7 +190,7 @@ class Allocator:
         return holding.pop(stacks.range_of(block, side), count)
 
     def _drop_nodes(self, holding: Holding, block: int) -> None:
-        """A block that changes is not to be found any more, nor what comes after it."""
+        """Take a block that changes, and all after it, out of the prefix cache."""
         index = holding.runs[block][0][0] // self._stacks.block_size
         if index < len(holding.chain) and holding.chain[index].block == block:
             self._cut_chain(holding, index)
@@ -190,7 +201,7 @@ class Allocator:
         del holding.chain[index:]
 
     def _take_free(self, todo: _Placing, *, anything: bool = False) -> None:
-        """Free blocks, and as many of the prefix cache as it may have."""
+        """Rule 2; rule 8 with `anything`."""
         stacks, holding, size = self._stacks, todo.holding, self._stacks.block_size
         if not todo.count or not (stacks.num_free or self._cache.num_idle):
             return
@@ -206,7 +217,7 @@ class Allocator:
             self._take(todo, todo.count)
 
     def _evict(self, side: Side, anything: bool) -> bool:
-        """Free an idle block of the prefix cache; False if there is none that may go."""
+        """Free one evictable block of the prefix cache; False if there is none."""
         node = self._cache.evict(side is Side.LEFT, anything=anything)
         if node is None:
             return False
@@ -214,47 +225,48 @@ class Allocator:
         self.evicted[side] += 1
         return True
 
-    def _take_from(self, todo: _Placing, robbed: Robbed) -> None:
-        """Room in blocks that others are in, until there is enough of it."""
+    def _take_from(self, todo: _Placing, victims: Victims) -> None:
+        """Rules 3 to 6."""
         if todo.holding.tail >= 0:
-            self._squeeze(todo, todo.holding.tail, robbed)
+            self._squeeze(todo, todo.holding.tail, victims)
             if not todo.count:
                 return
         if self._literal:
-            blocks = [block for victim in robbed.values() for block in victim.blocks_from_end()]
-            self._squeeze_all(todo, sorted(blocks, key=self._stacks.room, reverse=True), robbed)
+            blocks = [block for victim in victims.values() for block in victim.blocks_from_end()]
+            self._squeeze_all(todo, sorted(blocks, key=self._stacks.room, reverse=True), victims)
         so_far: dict[int, Holding] = {}
-        for number, victim in robbed.items():
-            # Who is beside the first ones in a block may be among the last, whose turn comes later.
+        for number, victim in victims.items():
+            # A block of this victim may be shared with a later victim, which is not preempted yet.
             so_far[number] = victim
             self._take_from_end(todo, victim, so_far)
             if not todo.count:
                 return
         self._squeeze_all(todo, self._tails_beside(todo.holding), {})
-        self._squeeze_all(todo, todo.holding.blocks_from_end(), robbed)
+        self._squeeze_all(todo, todo.holding.blocks_from_end(), victims)
 
-    def _take_from_end(self, todo: _Placing, victim: Holding, robbed: Robbed) -> None:
-        """Blocks of one who may be robbed, several at once where that is simple."""
-        stays = 0  # blocks at its end that it keeps something of
+    def _take_from_end(self, todo: _Placing, victim: Holding, victims: Victims) -> None:
+        """Rule 4 for one victim; several blocks at once where they hold nothing else."""
+        stays = 0  # blocks at the victim's end of which it keeps some tokens
         while todo.count:
             whole = todo.count // self._stacks.block_size
             blocks = victim.blocks_from_end(stays, whole or 1)
             if not blocks:
                 return
-            if whole and self._rob_whole(victim, blocks):
+            if whole and self._preempt_whole(victim, blocks):
                 self._take_free(todo)
                 continue
-            self._squeeze(todo, blocks[0], robbed)
+            self._squeeze(todo, blocks[0], victims)
             stays += blocks[0] in victim.runs
 
-    def _rob_whole(self, victim: Holding, blocks: Sequence[int]) -> int:
-        """Free the first ones of `blocks`, which come from its end; how many.
+    def _preempt_whole(self, victim: Holding, blocks: Sequence[int]) -> int:
+        """Preempt leading blocks of `blocks` whole, and return how many.
 
-        Those that only it is in, as long as their tokens are one range.
+        blocks: of the victim, its last first. Only blocks that hold nothing but the victim's
+        tokens, as long as these are one range, so that one copy event covers them.
         """
         stacks, runs, other = self._stacks, victim.runs, victim.side.other
         start, count, freed = -1, 0, 0
-        is_alone = victim.alone == len(runs)  # in all of them
+        is_alone = victim.alone == len(runs)  # in all its blocks
         for block in blocks:
             stack = runs[block]
             first, length = stack[0]
@@ -266,15 +278,15 @@ class Allocator:
         if not freed:
             return 0
         self._cut_chain(victim, -(-start // stacks.block_size))
-        self._cache.stop_filling(victim.number)
+        self._cache.stop_producing(victim.number)
         slots = stacks.clear(blocks[:freed], victim.side)
         victim.alone -= freed
         victim.leave(blocks[:freed])
-        self._checkpoints.give_up(victim, (start, count), slots)
+        self._checkpoints.preempt(victim, (start, count), slots)
         return freed
 
     def _tails_beside(self, holding: Holding) -> list[int]:
-        """Last blocks of requests on the other side with nothing on this one, emptiest first."""
+        """Tails of the other side's requests that are free on this side, emptiest first (rule 5)."""
         side, stacks = holding.side, self._stacks
         found = [
             other.tail
@@ -286,37 +298,37 @@ class Allocator:
         ]
         return sorted(found, key=stacks.room, reverse=True)
 
-    def _gain(self, holding: Holding, block: int, robbed: Robbed) -> int:
-        """Slots of a block that is in use which it would get."""
+    def _gain(self, holding: Holding, block: int, victims: Victims) -> int:
+        """Slots of a block in use that a request would get by preempting the victims in it."""
         stacks, side = self._stacks, holding.side
         gain, owner = stacks.room(block), stacks.owner(block, side)
-        if owner in robbed:
+        if owner in victims:
             gain += stacks.height(block, side)
         elif owner not in (-1, holding.number):
             return 0
-        if stacks.owner(block, side.other) in robbed:
+        if stacks.owner(block, side.other) in victims:
             gain += stacks.height(block, side.other)
         return gain
 
-    def _squeeze_all(self, todo: _Placing, blocks: Sequence[int], robbed: Robbed) -> None:
+    def _squeeze_all(self, todo: _Placing, blocks: Sequence[int], victims: Victims) -> None:
         for block in blocks:
             if not todo.count:
                 return
-            self._squeeze(todo, block, robbed)
+            self._squeeze(todo, block, victims)
 
-    def _squeeze(self, todo: _Placing, block: int, robbed: Robbed) -> None:
-        """As many tokens as it may have into a block in use, over those of the robbed."""
+    def _squeeze(self, todo: _Placing, block: int, victims: Victims) -> None:
+        """Push as many tokens as fit into a block in use, preempting victims in it as needed."""
         stacks, holding, wanted = self._stacks, todo.holding, todo.count
         height, owner, others, other = stacks.look(block, holding.side)
         room = stacks.block_size - height - others
-        if owner in robbed and wanted:
-            self.rob(robbed[owner], block, height)
+        if owner in victims and wanted:
+            self.preempt(victims[owner], block, height)
             room += height
         elif owner not in (-1, holding.number):
             return
-        if room < wanted and other in robbed:
+        if room < wanted and other in victims:
             over = min(wanted - room, others)
-            self.rob(robbed[other], block, over)
+            self.preempt(victims[other], block, over)
             room, others = room + over, others - over
         count = min(wanted, room)
         if not count:
@@ -328,7 +340,7 @@ class Allocator:
             self._push(todo, block, count)
 
     def _take(self, todo: _Placing, count: int) -> int:
-        """A free block."""
+        """Push the next `count` tokens on a free block; returns the block."""
         stacks, holding = self._stacks, todo.holding
         block = stacks.take(holding.side, holding.number, count)
         holding.alone += 1

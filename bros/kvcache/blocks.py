@@ -5,8 +5,8 @@
              left, height 5 ->                             <- right, height 3
 
 Each side is a stack with one owner. Attention does not depend on the order of tokens in memory,
-so a kernel reads a side as one range (block, lo, hi) of slots, whichever way it has grown. What
-one side grows over is the top of the other, the tokens pushed last (BROS section 5.1).
+so a kernel reads a side as one range (block, lo, hi) of slots, whichever way it has grown. A side
+that preempts slots of the other takes the top of its stack, the tokens pushed last (BROS 5.1).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Side(IntEnum):
 
 
 class Stacks:
-    """Heights and owners of all blocks; every operation takes the same time for any number.
+    """Heights and owners of all blocks; the time of an operation does not depend on their number.
 
-    Owners are any numbers that are not negative. A block is free when both stacks are empty;
-    most recently freed ones are taken first (warm in cache).
+    Owners are numbers >= 0. A block is free when both stacks are empty; the most recently freed
+    block is taken first, since it is warm in the processor's caches.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -57,7 +57,7 @@ class Stacks:
         return self._heights[side][block]
 
     def owner(self, block: int, side: Side) -> int:
-        """Whose tokens they are; -1 if there are none."""
+        """Owner of a side's tokens; -1 if it has none."""
         return self._owners[side][block]
 
     def room(self, block: int) -> int:
@@ -76,7 +76,7 @@ class Stacks:
         )
 
     def slots(self, block: int, side: Side, low: int, high: int) -> array[int]:
-        """Of the tokens number low .. high - 1 of a stack, in the order of pushing."""
+        """Slots of the tokens [low, high) of a stack, in the order of pushing."""
         if side is Side.LEFT:
             first = block * self.block_size + 1
             return self._numbers[first + low : first + high]
@@ -91,7 +91,7 @@ class Stacks:
         return block, self.block_size - height, self.block_size
 
     def take(self, side: Side, owner: int, count: int) -> int:
-        """Put `count` tokens into a free block; which one.
+        """Push `count` tokens on a free block; returns the block.
 
         Raises IndexError if no block is free; ValueError unless 1 <= count <= block_size.
         """
@@ -103,7 +103,7 @@ class Stacks:
         return block
 
     def fill(self, side: Side, owner: int, count: int) -> tuple[list[int], array[int]]:
-        """Fill `count` >= 1 free blocks: which ones, and their slots in the order of pushing.
+        """Fill `count` >= 1 free blocks; returns them, and their slots in the order of pushing.
 
         Raises ValueError if fewer are free.
         """
@@ -120,10 +120,10 @@ class Stacks:
         return blocks, slots
 
     def push(self, block: int, side: Side, owner: int, count: int) -> array[int]:
-        """Put `count` >= 1 tokens on a side of the owner's, or of nobody's, in a block in use.
+        """Push `count` >= 1 tokens on a side that is empty or the owner's, in a block in use.
 
-        Returns their slots in the order of pushing. Raises ValueError if there is no room, the
-        side is another's, or the block is free.
+        Returns their slots in the order of pushing. Raises ValueError if they do not fit, the side
+        has another owner, or the block is free.
         """
         height, other = self._heights[side][block], self._heights[1 - side][block]
         if not 1 <= count <= self.block_size - height - other:
@@ -147,7 +147,7 @@ class Stacks:
         return self.slots(block, side, low, high)
 
     def pop(self, block: int, side: Side, count: int) -> int:
-        """Take away the `count` >= 1 tokens pushed last on a side; how many are left.
+        """Pop the `count` >= 1 tokens pushed last on a side; returns how many are left.
 
         Raises ValueError if there are fewer.
         """
@@ -162,9 +162,9 @@ class Stacks:
         return left
 
     def clear(self, blocks: Sequence[int], side: Side) -> array[int]:
-        """Take away all tokens of blocks in which the other side is empty; their slots.
+        """Pop all tokens of blocks whose other side is empty; returns their slots.
 
-        Those of the last block come first, each stack's in the order of pushing.
+        Slots of the last block come first, those of each stack in the order of pushing.
         """
         heights, others, owners = self._heights[side], self._heights[1 - side], self._owners[side]
         slots = array("i")
@@ -177,7 +177,7 @@ class Stacks:
         return slots
 
     def hand_over(self, block: int, side: Side, owner: int) -> None:
-        """Its tokens belong to another owner from now on."""
+        """Give the tokens of a side to another owner."""
         assert self._heights[side][block], "nothing to hand over"
         self._owners[side][block] = owner
 
@@ -193,17 +193,24 @@ class Stacks:
             assert (block in free) == (sum(heights) == 0), f"{block=} in the free list"
 
 
-# ---- A full block of the prefix cache; the tree that these form is in prefix_cache.py.
-
-
 @dataclass(slots=True, eq=False)
 class Node:
-    """A full block. depth: blocks before it. holders: numbers of the requests that have it.
+    """A full block of the prefix cache; prefix_cache.py has the tree that nodes form.
 
-    origin: id of the request that computed it first. shared: the block belongs to the cache and
-    not to its only holder. real_time: a real-time request has used it. priority: the lowest is
-    evicted first. turn: of its valid entry in the heap of evictable nodes, -1 if it has none;
-    entries are not removed while somebody has it.
+    key: hash of its tokens and of all before them.
+    parent: the node of the block before; None for the first one.
+    block, side: where it is.
+    depth: number of blocks before it.
+    real_time: a real-time request has used it.
+    origin: id of the request that computed it first.
+    shared: the block belongs to the cache, not to its only holder.
+    alive: it is in the cache.
+    children: number of nodes whose parent it is.
+    hits: number of requests that have found it.
+    priority: among evictable nodes, the lowest is evicted first.
+    turn: of its valid entry in the heap of evictable nodes, -1 if it has none; an entry stays in
+        the heap while requests hold the node.
+    holders: numbers of the requests that hold it.
     """
 
     key: bytes

@@ -1,4 +1,4 @@
-"""What one request holds: in which blocks its tokens lie, and which of them are missing.
+"""The blocks of one request: where its tokens lie, and which of them are missing.
 
     tokens     0 ... 15   16 ... 25   26 ... 31   32 ... 41   42   43
     blocks     2 shared   7 right     3 right     missing     3 right
@@ -8,10 +8,9 @@
     missing    [(32, 10)]                                 to be restored before it can run
     segments   (2, 0, 16) (7, 6, 16) (3, 8, 16)           what kernels read; shared ones in front
 
-The chain begins with the blocks that belong to the prefix cache, `num_shared` of them, which are
-in no run; then come those of its own that others may find there, and which are in `runs` too.
-Segments begin with the shared ones in the same order, by which kernels see what rows have in
-common; the others come in any.
+The chain begins with the request's shared nodes, `num_shared` of them, whose blocks belong to the
+prefix cache and are in no run; then come its private nodes, whose blocks are in `runs` as well.
+Segments begin with those of the shared nodes in chain order; the others are in no order.
 """
 
 from __future__ import annotations
@@ -28,11 +27,17 @@ Run = tuple[int, int]
 
 
 class Holding:
-    """Bookkeeping only: the slots are those of Stacks. num_tokens: computed, missing or not.
+    """Bookkeeping of one request; Stacks has the slots.
 
-    tail: the block that was pushed onto last, -1 if none. alone: blocks without anybody else's
-    tokens. pushed_last: (block, tokens) of the latest append, which may be taken back. common: what
-    sharing.py has found others to have as well, common_as_of so many changes.
+    number: identifies the request as an owner of slots; ids are for the outside.
+    side: on which the request grows.
+    num_tokens: computed ones, missing or not.
+    num_missing: preempted ones that are not restored yet.
+    tail: the block that was pushed on last, -1 if there is none.
+    alone: number of its blocks that hold no other request's tokens.
+    sorted: tokens rise from the bottom to the top of each of its stacks.
+    pushed_last: (block, tokens) of the latest append, for `truncate`.
+    common, common_as_of: cached result of Sharing.common_parts, and the version it is of.
     """
 
     __slots__ = (
@@ -70,7 +75,7 @@ class Holding:
         self.segments = array("i")
         self.missing: list[Run] = []
         self.num_missing = 0
-        self.sorted = True  # tokens rise from the bottom of every stack to its top
+        self.sorted = True
         self.pushed_last: list[tuple[int, int]] = []
         self._places: dict[int, int] = {}
 
@@ -102,7 +107,7 @@ class Holding:
         self.tail = blocks[-1]
 
     def grow(self, count: int) -> array[int]:
-        """Its next tokens went on top of its last block; returns the segments before that."""
+        """The next `count` tokens went on top of the tail; returns the segments before that."""
         before = self.segments[:]
         self.pushed_last = [(self.tail, count)]
         self._lengthen(self.runs[self.tail], self.num_tokens, count)
@@ -115,7 +120,10 @@ class Holding:
         return before
 
     def pop(self, where: tuple[int, int, int], count: int) -> list[Run]:
-        """The top `count` tokens of its stack in a block are gone; which these are, top first."""
+        """The top `count` tokens of a stack were popped; returns their runs, top first.
+
+        where: the range of the stack now.
+        """
         block, low, high = where
         runs, popped = self.runs[block], []
         while count:
@@ -137,7 +145,7 @@ class Holding:
         return popped
 
     def leave(self, blocks: Sequence[int]) -> None:
-        """All of its tokens in some blocks are gone; blocks: one after the other, from the end."""
+        """All tokens in some blocks were popped; blocks: consecutive ones, the last first."""
         for block in blocks:
             self._leave(block)
         places = sorted(map(self._places.pop, blocks))
@@ -148,8 +156,8 @@ class Holding:
             self._drop_segment(place)
 
     def join(self, node: Node, size: int) -> None:
-        """Have the next node of a prefix, whose `size` slots belong to the cache."""
-        assert self.num_shared == len(self.chain), "what is shared comes first"
+        """Hold the next node of a shared prefix, a block of `size` tokens."""
+        assert self.num_shared == len(self.chain), "shared nodes come before private ones"
         self.chain.append(node)
         self.num_shared += 1
         self._places[node.block] = len(self.segments)
@@ -157,7 +165,7 @@ class Holding:
         self._bring_forward(node.block)
 
     def share(self) -> Node:
-        """The first node of its own belongs to the cache from now on; which it is."""
+        """Make the first private node a shared one; returns it."""
         node = self.chain[self.num_shared]
         self.num_shared += 1
         self._leave(node.block)
@@ -165,17 +173,17 @@ class Holding:
         return node
 
     def unshare(self, count: int, size: int) -> list[Node]:
-        """The last `count` shared nodes, of `size` tokens each, are its own again."""
+        """Make the last `count` shared nodes, of `size` tokens each, private again."""
         first = self.num_shared - count
         nodes = self.chain[first : self.num_shared]
         self.num_shared = first
         own = {node.block: [[index * size, size]] for index, node in enumerate(nodes, first)}
-        self.runs = own | self.runs  # in the order of tokens, for robbing from the end
+        self.runs = own | self.runs  # in token order: victims are preempted from the end
         self.tail = next(reversed(self.runs)) if self.tail < 0 else self.tail
         return nodes
 
     def forget_shared(self) -> None:
-        """All that is shared is gone from it; it has no node of its own any more."""
+        """Hold no shared node any more; there must be no private one."""
         assert self.num_shared == len(self.chain)
         for node in self.chain:
             self._drop_segment(self._places.pop(node.block))
@@ -183,24 +191,25 @@ class Holding:
         self.num_shared = 0
 
     def lose(self, run: Run) -> None:
-        """Tokens that were popped are missing from now on."""
+        """Popped tokens are missing from now on."""
         start, count = run
         self.num_missing += count
         if self.missing and self.missing[-1][0] == start + count:
-            # Who is robbed from its end loses what comes right before, mostly.
+            # Victims are preempted from the end, so this run mostly ends where the last began.
             count += self.missing.pop()[1]
         self.missing.append((start, count))
 
     def blocks_from_end(self, first: int = 0, count: int | None = None) -> list[int]:
-        """Blocks in the reverse order of their first tokens in it, as it is now.
+        """The request's blocks, the one with its last tokens first.
 
-        first, count: how many to leave out, and how many to name.
+        first: how many to leave out at the end.
+        count: how many to return; None for all.
         """
         end = None if count is None else first + count
         return list(itertools.islice(reversed(self.runs), first, end))
 
     def check_integrity(self, size: int) -> None:
-        """Raise AssertionError unless shared, runs and missing are all tokens, once each."""
+        """Raise AssertionError unless every token is in a shared node, a run or missing, once."""
         runs = [(start, count) for stack in self.runs.values() for start, count in stack]
         end = self.num_shared * size
         for start, count in sorted([*runs, *self.missing]):
@@ -231,11 +240,12 @@ class Holding:
             runs.append([start, count])
 
     def _leave(self, block: int) -> None:
-        """Nothing of its own is in a block any more."""
+        """Forget a block without private tokens."""
         if self.tail != block:
             del self.runs[block]
             return
-        # Mostly the last one, which popitem forgets; del leaves a hole to look behind.
+        # The tail is mostly the last key. popitem is faster than del, which leaves a hole that
+        # later reversed() calls have to step over.
         last, stack = self.runs.popitem()
         if last != block:
             self.runs[last] = stack
@@ -243,8 +253,7 @@ class Holding:
         self.tail = next(reversed(self.runs), -1)
 
     def _bring_forward(self, block: int) -> None:
-        """The segment of the last shared node changes places with the one right after those of the
-        shared nodes before it."""
+        """Swap the segment of the last shared node with the one behind the other shared nodes'."""
         place, front = self._places[block], (self.num_shared - 1) * SEGMENT_WIDTH
         if place == front:
             return
@@ -255,7 +264,7 @@ class Holding:
         self._places[block], self._places[moved[0]] = front, place
 
     def _drop_segment(self, place: int) -> None:
-        """The last segment takes its place: the order of what is not shared means nothing."""
+        """Put the last segment into a place: segments of private blocks are in no order."""
         last = self.segments[-SEGMENT_WIDTH:]
         del self.segments[-SEGMENT_WIDTH:]
         if place < len(self.segments):

@@ -1,12 +1,12 @@
-"""Copies of KV in host memory, by request and token.
+"""Checkpoints of KV in host memory, by request and token.
 
     request 5, tokens  0 .. 15   16 .. 31   32 .. 47
     host block         2         -          0
     valid              all                  32 .. 40      copied once
     needed                                  36 .. 40      missing there
 
-KV never changes once it is computed, so a copy stays valid when its tokens are restored: taking
-them away again costs nothing. Copies that are not needed make way for others, oldest first.
+KV never changes once it is computed, so a copy stays valid when its tokens are restored: if they
+are preempted again, nothing is copied. Copies that are not needed are evicted, oldest first.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class HostPool:
         return self.num_blocks - len(self._free)
 
     def keep(self, number: int, run: Run) -> tuple[array[int], list[Run]] | None:
-        """These tokens are about to be missing from the device; None if there is no room.
+        """Keep a copy of tokens that are being preempted; None if the host has no room.
 
-        Returns what has to be copied, since it has no copy yet: host slots, and the tokens that
-        go there as ranges (low, high), counted from the first one of the run.
+        Returns what has to be copied because it has no valid copy yet: host slots, and the ranges
+        [low, high) of tokens that go there, counted from the first token of the run.
         """
         blocks = self._blocks.get(number)
         if blocks is None:
@@ -97,14 +97,14 @@ class HostPool:
         return slots
 
     def settle(self) -> None:
-        """What was restored has been read: its copies may make way for others now."""
+        """Restored tokens have been read: their copies may be evicted from now on."""
         for block, owner in self._leaving.items():
             if not self._needed[block]:
                 self._spare[block] = owner
         self._leaving.clear()
 
     def release(self, number: int, first: int) -> None:
-        """Tokens from `first` on will be computed again: their copies are not needed."""
+        """Tokens from `first` on will be recomputed: their copies are not needed."""
         for part, block in self._blocks.get(number, {}).items():
             below = max(0, min(self.block_size, first - part * self.block_size))
             if self._needed[block] >> below:
@@ -162,46 +162,50 @@ class HostPool:
         self._free.append(block)
 
 
-# ---- What requests have had to give up: copied to the host if there is room there, or lost.
-
-
 @dataclass(slots=True)
 class Loss:
-    """What a request has had to give up. copied: tokens that had no copy on the host yet."""
+    """Tokens of a request that were preempted.
+
+    tokens: how many.
+    copied: how many of them had to be copied to the host.
+    """
 
     tokens: int = 0
     copied: int = 0
 
 
 class Checkpoints:
-    """Collects copies, losses and cuts for whoever plans the next step."""
+    """Collects copies, losses and cuts until the next step is planned.
+
+    cuts: request id -> its first token that is lost, so that it recomputes from there.
+    """
 
     def __init__(self, host: HostPool) -> None:
         self._host = host
         self._copies = KvCopies()
         self._losses: dict[str, Loss] = {}
-        self.cuts: dict[str, int] = {}  # request -> its first token that is lost
+        self.cuts: dict[str, int] = {}
 
-    def give_up(self, victim: Holding, run: Run, slots: array[int]) -> None:
-        """These tokens of a request were popped; slots: where they were, in their order."""
+    def preempt(self, victim: Holding, run: Run, slots: array[int]) -> None:
+        """Tokens of a victim were popped; slots: where they were, in token order."""
         victim.lose(run)
         loss = self._loss(victim)
         loss.tokens += run[1]
         self._copy(victim, run, slots, loss)
 
-    def give_up_shared(self, victim: Holding, count: int) -> None:
-        """Its first tokens, which it shared, are lost."""
+    def drop_shared(self, victim: Holding, count: int) -> None:
+        """The first `count` tokens of a victim, which it shared, are lost."""
         self._loss(victim).tokens += count
         self.cuts[victim.request_id] = 0
         victim.lose((0, count))
 
-    def bring_back(self, holding: Holding, run: Run, slots: array[int]) -> None:
-        """Missing tokens of a request go into these slots."""
+    def restore(self, holding: Holding, run: Run, slots: array[int]) -> None:
+        """Missing tokens of a request are restored into these slots."""
         self._copies.back_host += self._host.restore(holding.number, run)
         self._copies.back_device += slots
 
     def forget(self, holding: Holding) -> None:
-        """It has gone, with its copies."""
+        """Drop all copies of a request that has ended."""
         self._host.forget(holding.number)
         self.cuts.pop(holding.request_id, None)
 
@@ -226,12 +230,12 @@ class Checkpoints:
         return loss
 
     def _copy(self, victim: Holding, run: Run, slots: array[int], loss: Loss) -> None:
-        """To the host, as far as there is room, from the front: once a token is lost, all after it
-        have to be computed again, too."""
+        """Copy a run to the host as far as it has room, from the front: once a token is lost, all
+        tokens after it have to be recomputed anyway."""
         start, end = run[0], run[0] + run[1]
         cut = self.cuts.get(victim.request_id, end)
         if cut <= start:
-            return  # to be computed again in any case
+            return  # recomputed in any case
         kept = self._host.keep(victim.number, run)
         if kept is not None:
             copies, (host_slots, without) = self._copies, kept

@@ -1,15 +1,16 @@
-"""The only door to KV memory: every slot that is read or written was handed out here.
+"""The only door to KV memory: every slot that a step reads or writes was allocated here.
 
 Real-time requests grow from the left of a block, best-effort requests from the right, so that
-both may live in one block (stacks.py). Who gets what room, and from whom, is in allocator.py.
+two requests can share a block (blocks.py). allocator.py decides which slots a request gets and
+which tokens of victims are preempted for it.
 
-Whoever is robbed misses these tokens from then on. They are copied to the host (host_pool.py) if
-there is room; they come back, to wherever there is room then, with its next step. If there is no
-room they are lost, and it computes them again. (BROS section 5; the copies are made by the
-executor, see KvCopies.)
+A victim misses its preempted tokens from then on. They are checkpointed to host memory
+(host_pool.py) if it has room, and restored with the victim's next step, to any free slots. Without
+room on the host they are lost, and the victim recomputes them. (BROS section 5; the executor makes
+the copies, see KvCopies.)
 
-Full blocks that were computed can be found by what they hold (prefix_cache.py), so that
-requests that begin alike share them, and later ones find them.
+Full computed blocks are found by the hash of their tokens (prefix_cache.py), so that requests with
+a common prefix share its blocks, and later requests find them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from bros.core.plan import KvCopies
-from bros.kvcache.allocator import Allocator, Robbed
+from bros.kvcache.allocator import Allocator, Victims
 from bros.kvcache.blocks import CACHE, Side, Stacks
 from bros.kvcache.holding import Holding
 from bros.kvcache.host_pool import Checkpoints, HostPool, Loss
@@ -27,12 +28,15 @@ from bros.kvcache.sharing import NO_MATCH, CommonPart, Match, Sharing
 
 
 class KvCacheManager:
-    """KV memory of many requests, by slots.
+    """KV memory of all requests, in slots.
 
-    A request exists here from its first `append` until `free`. Tokens are immutable once
-    written. shared: with False all grow from the left, so that blocks have one owner.
-    num_host_blocks: room for copies of tokens that had to make way. literal: the paper's own
-    rules for finding blocks. prefixes: where blocks are found by what they hold, if at all.
+    A request exists here from its first `append` until `free`. Tokens are immutable once written.
+
+    num_blocks, block_size: of device memory; a block has `block_size` slots.
+    shared: False lets all requests grow from the left, so that a block has one owner.
+    num_host_blocks: host memory for checkpoints, in blocks.
+    literal: the paper's own order of finding blocks, see allocator.py.
+    prefixes: the prefix cache; None for none.
     """
 
     def __init__(
@@ -70,22 +74,22 @@ class KvCacheManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that nobody has, but somebody may ask for again."""
+        """Cached blocks that no request holds."""
         return self._cache.num_idle
 
     @property
     def num_parked_blocks(self) -> int:
-        """Blocks of the prefixes that are to be kept; some may be gone, or in use."""
-        return self._cache.num_kept
+        """Blocks of pinned prefixes; some may be evicted by now, or in use."""
+        return self._cache.num_pinned
 
     @property
     def num_shared_blocks(self) -> int:
-        """Blocks of prefixes that several requests have, or had."""
+        """Blocks of the prefix cache that requests hold."""
         return self._cache.num_held
 
     @property
     def num_kept_blocks(self) -> int:
-        """Shared ones, and idle ones that best-effort requests may not have."""
+        """Shared blocks, and idle ones that best-effort requests may not evict."""
         idle = self._cache.num_idle - self._cache.num_evictable(real_time=False)
         return self._cache.num_held + idle
 
@@ -99,20 +103,17 @@ class KvCacheManager:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody has."""
+        """Blocks that requests hold."""
         return self._stacks.num_blocks - self._stacks.num_free - self._cache.num_idle
 
     def num_available_blocks(self, side: Side, match: Match = NO_MATCH) -> int:
-        """Blocks that requests of a side get without anybody losing anything.
-
-        match: beside those that are in there.
-        """
+        """Blocks that requests of a side get without preemption, not counting those of `match`."""
         return self._room.available(side, match.idle_nodes)
 
     def num_free_slots(self, request_id: str, side: Side, match: Match = NO_MATCH) -> int:
-        """Tokens, missing ones included, that a request gets without anybody losing any.
+        """Tokens, missing ones included, that a request gets slots for without preemption.
 
-        match: what it begins with, if it is not here yet.
+        match: the cached prefix it would begin with, if it is not here yet.
         """
         holding = self._by_id.get(request_id)
         tail = holding.tail if holding is not None else -1
@@ -120,21 +121,20 @@ class KvCacheManager:
         return room + self.num_available_blocks(side, match) * self.block_size
 
     def num_evicted_blocks(self, side: Side) -> int:
-        """Blocks that the prefix cache had to give up so far for requests of a side."""
+        """Blocks of the prefix cache that were evicted so far for requests of a side."""
         return self._room.evicted[side]
 
     def blocks_of(self, request_id: str) -> int:
-        """Blocks with tokens that only this request has; 0 for a request that is not here."""
+        """Blocks with private tokens of a request; 0 for a request that is not here."""
         holding = self._by_id.get(request_id)
         return len(holding.runs) if holding else 0
 
     def blocks_without(self, request_ids: Iterable[str]) -> int:
-        """Blocks that nobody has but these requests, on their own or together: what others gain
-        by robbing them all."""
+        """Blocks that no other request holds tokens in: what preempting all of these would free."""
         found = (self._by_id[request_id] for request_id in request_ids)
-        robbed = {holding.number: holding for holding in found}
-        alone = sum(holding.alone for holding in robbed.values())
-        return alone + len(self._room.shared_among(robbed))
+        victims = {holding.number: holding for holding in found}
+        alone = sum(holding.alone for holding in victims.values())
+        return alone + len(self._room.shared_among(victims))
 
     def num_tokens(self, request_id: str) -> int:
         """Tokens of a request that were computed, missing or not; 0 if it is not here."""
@@ -142,37 +142,39 @@ class KvCacheManager:
         return holding.num_tokens if holding else 0
 
     def num_missing(self, request_id: str) -> int:
-        """How many of them have to be brought back before it can run."""
+        """How many of its tokens have to be restored before it can run."""
         holding = self._by_id.get(request_id)
         return holding.num_missing if holding else 0
 
     def num_shared_tokens(self, request_id: str) -> int:
-        """How many of them lie in blocks of the prefix cache."""
+        """How many of its tokens lie in shared blocks of the prefix cache."""
         holding = self._by_id.get(request_id)
         return holding.num_shared * self.block_size if holding else 0
 
     @property
     def has_common_parts(self) -> bool:
-        """Whether `common_parts` says anything of anybody."""
+        """Whether `common_parts` is not empty for some request."""
         return self._sharing.num_common > 0
 
     @property
     def sharing_changes(self) -> int:
-        """Another number whenever what `common_parts` says may be something else."""
+        """A version: it changes whenever `common_parts` of some request may have changed."""
         return self._sharing.changes
 
     def common_parts(self, request_id: str) -> Sequence[CommonPart]:
-        """What a request has in common with others, from its first token on, piece by piece.
+        """The prefix that a request shares with others, in pieces from its first token on.
 
-        The first of each pair stands for all blocks up to there: whoever has it has all of these.
+        The first element of a pair identifies the prefix up to there: requests with an equal
+        element share all blocks up to it.
         """
         holding = self._by_id.get(request_id)
         return self._sharing.common_parts(holding) if holding is not None else ()
 
     def match(self, keys: Sequence[bytes], earlier: Match = NO_MATCH) -> Match:
-        """What is there of a prompt, by the keys of its full blocks (see `extend_keys`).
+        """The cached prefix of a prompt, by the keys of its full blocks (see `extend_keys`).
 
-        earlier: what was found for the same keys before. Only good until memory changes hands.
+        earlier: the result of an earlier call with the same keys, which makes this one cheaper.
+        The result is valid until the next call that allocates or frees.
         """
         return self._sharing.match(keys, earlier)
 
@@ -184,26 +186,27 @@ class KvCacheManager:
         victims: Callable[[], Iterable[str]] = tuple,
         match: Match = NO_MATCH,
     ) -> tuple[array[int], array[int]] | None:
-        """Bring back what is missing of a request, and make room for `num_tokens` >= 1 more.
+        """Restore what is missing of a request, and allocate slots for `num_tokens` >= 1 more.
 
-        side: of its class; a request grows on that of its first append. victims: asked who may be
-        robbed if there is no room otherwise, least deserving first; nobody who is in the step.
-        match: with its first append, what it begins with; these tokens count as computed.
-        Returns (segments, slots): int32 (block, lo, hi) triples that cover the tokens before
-        this call, and the int32 slots of the new ones; None, with nothing changed, if they do
-        not fit.
+        side: of its present class; a request grows on the side of its first append.
+        victims: called if there are not enough free slots; the ids of the requests that may be
+            preempted, in that order. None of them may be in the step.
+        match: with its first append, the cached prefix it begins with, which counts as computed.
+
+        Returns (segments, slots): int32 (block, lo, hi) triples that cover the tokens before this
+        call, and the int32 slots of the new tokens; None, with nothing changed, if they do not fit.
         """
         holding = self._by_id.get(request_id)
         if holding is not None and not holding.missing:
-            # A decode row and its last block: most of the calls.
+            # A decode row with a free slot in its last block: most of the calls.
             grown = self._room.extend(holding, num_tokens)
             if grown is not None:
                 return grown
         is_new = holding is None
         if holding is None:
-            holding = self._newcomer(request_id, side, match)
-        robbed = self._who_makes_way(holding, side, holding.num_missing + num_tokens, victims)
-        if robbed is None:
+            holding = self._new_holding(request_id, side, match)
+        chosen = self._choose_victims(holding, side, holding.num_missing + num_tokens, victims)
+        if chosen is None:
             if is_new:
                 self._sharing.leave(holding)
             return None
@@ -211,33 +214,33 @@ class KvCacheManager:
             self._by_id[request_id] = self._by_number[holding.number] = holding
             self._sharing.begin(holding, match, side)
         if holding.missing:
-            self._restore(holding, side, robbed)
-        elif num_tokens == 1 and robbed:
-            grown = self._room.extend_over(holding, robbed)
+            self._restore(holding, side, chosen)
+        elif num_tokens == 1 and chosen:
+            grown = self._room.extend_over(holding, chosen)
             if grown is not None:
                 return grown
         before = holding.segments[:]
         holding.pushed_last.clear()
-        slots = self._room.place(holding, side, (holding.num_tokens, num_tokens), robbed)
+        slots = self._room.place(holding, side, (holding.num_tokens, num_tokens), chosen)
         holding.num_tokens += num_tokens
         return before, slots
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
-        """Take back the latest append of a request, which left it with `num_tokens` before.
+        """Undo the latest append of a request, before which it had `num_tokens`.
 
-        Only for tokens that no step has computed. What it brought back stays.
+        Only for tokens that no step has computed. Tokens that the append restored stay.
         """
         holding = self._by_id[request_id]
         for block, count in reversed(holding.pushed_last):
             self._room.pop(holding, block, count)
             holding.num_tokens -= count
         holding.pushed_last.clear()
-        assert holding.num_tokens == num_tokens, "only the latest append can be taken back"
+        assert holding.num_tokens == num_tokens, "only the latest append can be undone"
 
     def computed(self, request_id: str, keys: Sequence[bytes], side: Side) -> None:
-        """The latest append of a request was computed: others may find its full blocks now.
+        """The latest append of a request was computed: its full blocks enter the prefix cache.
 
-        keys: of all its full blocks so far, see `extend_keys`; at most those that are computed.
+        keys: of its full computed blocks so far, see `extend_keys`.
         """
         holding = self._by_id.get(request_id)
         if holding is not None:
@@ -245,10 +248,10 @@ class KvCacheManager:
             holding.pushed_last.clear()
 
     def free(self, request_id: str, *, keep: bool = True) -> None:
-        """Drop everything of a request, copies included.
+        """Release all blocks of a request, and its checkpoints.
 
-        keep: the blocks of its chain stay until they are needed, for others to find; say False
-        if what was computed may be wrong.
+        keep: its full blocks stay in the prefix cache until they are evicted. False if their
+            content may be wrong, as after a step that failed.
         """
         holding = self._by_id.pop(request_id, None)
         if holding is None:
@@ -257,35 +260,34 @@ class KvCacheManager:
         for block in holding.blocks_from_end():
             self._room.pop(holding, block, self._stacks.height(block, holding.side))
         self._sharing.leave(holding)
-        self._cache.stop_filling(holding.number)
+        self._cache.stop_producing(holding.number)
         self._checkpoints.forget(holding)
         del self._by_number[holding.number]
 
     def expect(self, keys: Iterable[bytes], waits: bool) -> None:
-        """A request that will ask for these begins to wait, or does not wait any more."""
+        """A request that will look up these keys joins the waiting queue, or leaves it."""
         if waits:
             self._cache.expect(keys)
         else:
-            self._cache.expect_no_more(keys)
+            self._cache.unexpect(keys)
 
-    def keep(self, keys: Iterable[bytes]) -> None:
-        """Whole prefixes that are idle, or will be, go after all other idle blocks from now on.
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Evict these blocks after all others. A block's prefix is pinned before the block."""
+        self._cache.pin(keys)
 
-        Those before a block are kept already, or come before it.
-        """
-        self._cache.keep(keys)
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Evict these blocks like others again. Blocks after a block are unpinned before it."""
+        self._cache.unpin(keys)
 
-    def keep_no_more(self, keys: Iterable[bytes]) -> None:
-        """They go as others do; those after a block come before it, if they were kept."""
-        self._cache.keep_no_more(keys)
+    def subscribe(self) -> None:
+        """Record changes of the prefix cache from now on, for `take_cached_lengths`."""
+        self._cache.subscribe()
 
-    def watch(self) -> None:
-        """Have `take_kept` say something from now on, first of all that is cached."""
-        self._cache.watch()
+    def take_cached_lengths(self, everything: bool) -> dict[str, int]:
+        """Request -> how many of its first tokens are cached, see Origins in prefix_cache.py.
 
-    def take_kept(self, everything: bool) -> dict[str, int]:
-        """Request -> how many of its first tokens can be found, see origins.py; only of those of
-        which this has changed since the last call, in the order of that, or of all that there are.
+        everything: of all requests with cached tokens; else of those whose number has changed
+            since the last call, in the order of the changes.
         """
         origins = self._cache.origins
         if origins is None:
@@ -294,17 +296,17 @@ class KvCacheManager:
         return {request_id: count * self.block_size for request_id, count in blocks.items()}
 
     def take_copies(self) -> KvCopies | None:
-        """What has to be copied before the next step, told once; None if nothing has."""
+        """Copies that the next step has to make first, told once; None if there are none."""
         return self._checkpoints.take_copies()
 
     def take_losses(self) -> dict[str, Loss]:
-        """Who has had to give up tokens since the last call, and how many."""
+        """Request -> tokens that were preempted since the last call."""
         return self._checkpoints.take_losses()
 
     def take_cuts(self) -> dict[str, int]:
-        """Requests some tokens of which are lost since the last call: how many they have left.
+        """Request -> tokens it has left, for requests that lost tokens without a checkpoint.
 
-        They go on from there; those with none left are not here any more.
+        Told once. A request recomputes from there; one with no tokens left is not here any more.
         """
         cuts, self._checkpoints.cuts = self._checkpoints.cuts, {}
         for request_id in cuts:
@@ -312,7 +314,7 @@ class KvCacheManager:
         return cuts
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot is free or has one owner, and nothing is lost."""
+        """Raise AssertionError unless every slot is free or has exactly one owner."""
         self._stacks.check_integrity()
         self._host.check_integrity()
         self._cache.check_integrity()
@@ -334,49 +336,49 @@ class KvCacheManager:
         used = sum(
             self._stacks.height(block, side) for block in range(self.num_blocks) for side in Side
         )
-        assert held == used, f"{used - held} slots are nobody's"
+        assert held == used, f"{used - held} used slots have no owner"
 
-    def _newcomer(self, request_id: str, side: Side, match: Match) -> Holding:
+    def _new_holding(self, request_id: str, side: Side, match: Match) -> Holding:
         holding = Holding(request_id, self._next_number, side if self._shared else Side.LEFT)
         self._next_number += 1
         self._sharing.join(holding, match)
         return holding
 
-    def _who_makes_way(
+    def _choose_victims(
         self, holding: Holding, side: Side, wanted: int, victims: Callable[[], Iterable[str]]
-    ) -> Robbed | None:
-        """Nobody, if there is room for `wanted` tokens; None if there is none in any case."""
+    ) -> Victims | None:
+        """The shortest list of victims that makes `wanted` slots fit; None if no list does."""
         if self._room.fits_freely(holding, side, wanted):
             return {}
-        robbed: dict[int, Holding] = {}
+        chosen: dict[int, Holding] = {}
         free = self._room.available(Side.LEFT)
         for victim in map(self._by_id.__getitem__, victims()):
-            robbed[victim.number] = victim
+            chosen[victim.number] = victim
             free += victim.alone
             if wanted <= free * self.block_size:
-                return robbed
-        return robbed if self._room.fits(holding, wanted, robbed) else None
+                return chosen
+        return chosen if self._room.fits(holding, wanted, chosen) else None
 
     def _lose_all(self, victim: Holding) -> None:
-        """What others need is not even in blocks of its own: it starts over."""
+        """Preempt all tokens of a victim, shared ones included: it starts over."""
         for block in victim.blocks_from_end():
-            self._room.rob(victim, block, self._stacks.height(block, victim.side))
+            self._room.preempt(victim, block, self._stacks.height(block, victim.side))
         if not victim.num_shared:
             return
         count = victim.num_shared * self.block_size
         self._sharing.leave(victim)
-        self._checkpoints.give_up_shared(victim, count)
+        self._checkpoints.drop_shared(victim, count)
 
-    def _restore(self, holding: Holding, side: Side, robbed: Robbed) -> None:
+    def _restore(self, holding: Holding, side: Side, victims: Victims) -> None:
         runs = sorted(holding.missing)
         holding.missing.clear()
         holding.num_missing = 0
         for run in runs:
-            slots = self._room.place(holding, side, run, robbed)
-            self._checkpoints.bring_back(holding, run, slots)
+            slots = self._room.place(holding, side, run, victims)
+            self._checkpoints.restore(holding, run, slots)
 
     def _cut_to(self, holding: Holding, num_tokens: int) -> int:
-        """Keep the first tokens of a request, as far as they can be kept; returns how many."""
+        """Keep at most the first `num_tokens` tokens of a request; returns how many are kept."""
         if num_tokens == 0 or not holding.sorted:
             self.free(holding.request_id)
             return 0

@@ -1,20 +1,21 @@
-"""Full blocks by what they hold, so that a prefix is computed once and held once.
+"""Full blocks found by the hash of their tokens, so that a prefix is computed and stored once.
 
     prompt    [ 16 tokens ][ 16 tokens ][ 16 tokens ][ 5 ]
-    keys        k0           k1 = H(k0, tokens)  k2         (a part of a block has none)
+    keys        k0           k1 = H(k0, tokens)  k2         (a partial block has no key)
 
-    tree        k0 -- k1 -- k2          one node, and one block, for all who begin like this
+    tree        k0 -- k1 -- k2          one node, and one block, for all prompts that begin so
                         \\-- k2'
 
-A node is *private* while one request has it, whose it is like any other block of its own; *shared*
-from the second one on; *idle* when nobody has it any more, until its block is needed. Whoever has
-a node has all before it, so the idle ones are whole branches and are evicted from their leaves.
+A node is *private* while one request holds it, which can be preempted from it token by token;
+*shared* once a second request holds it; *idle* when no request holds it, until it is evicted. A
+request that holds a node holds all nodes before it, so idle nodes form whole branches, which are
+evicted from their leaves.
 
-Rule "class-aware": what real-time requests have used is evicted for best-effort ones only beyond
-a protected number of blocks, and of the others goes first what is cheap to compute and rarely
-asked for (GreedyDual-Size-Frequency: Cherkasova 1998), where best-effort requests that are
-waiting count as asking. Rule "lru": the least recently used, whoever used it. With both, what
-is kept for somebody who will come back goes after all else, and so does all before it.
+Rule "class-aware": best-effort requests evict blocks that real-time requests have used only beyond
+a protected number of them. Among the others, the block that is cheapest to recompute and rarest
+looked up is evicted first (GreedyDual-Size-Frequency: Cherkasova 1998); best-effort requests in
+the waiting queue count as look-ups. Rule "lru": the least recently used block is evicted first,
+of whatever class. With both rules, pinned blocks and the blocks before them are evicted last.
 """
 
 from __future__ import annotations
@@ -27,24 +28,22 @@ from collections.abc import Callable, Iterable, Sequence
 
 from bros.kvcache.blocks import Node, Side
 
-# ---- How much of each request's tokens is in the prefix cache, for whoever watches from afar.
-#
-#     request a    [ 0 ][ 1 ][ 2 ]            a was the first with 0 to 2: 3 blocks
-#     request b    [ 0 ][ 1 ][ 2'][ 3'] ...   b found 0 and 1: 4 blocks, two of which are its own
-#
-# Who knows the tokens of the requests can say from this what is cached: of every block that is
-# there, the request that computed it first says so, and all before it are there.
-#
-# An event says how far the tokens of one request are there now: to the end of a block that it has
-# computed, or up to one that is gone. Blocks go from the leaves, so that is exact when it happens,
-# and told in the order of the last event of each request it is exact for all of them.
-
 
 class Origins:
-    """Of each request the last block, and how many there are. Ids are those of one prompt each; of
-    an id that comes back with another one, what is left of the first is not told any more.
+    """How many of each request's first blocks are cached, for a router that knows its tokens.
 
-    nodes: those that are there, each after its parent.
+        request a    [ 0 ][ 1 ][ 2 ]            a computed 0 to 2 first: 3 blocks
+        request b    [ 0 ][ 1 ][ 2'][ 3'] ...   b found 0 and 1: 4 blocks, two of its own
+
+    Every cached block has an origin, the request that computed it first, and all blocks before it
+    are cached, too. So a router can derive the whole tree from (request, number of blocks).
+
+    A change says how many blocks of one request are cached now: up to a block that it has computed,
+    or up to one that was evicted. Blocks are evicted from the leaves, so a change is exact when it
+    happens, and changes told in the order of each request's last one are exact together.
+
+    nodes: the cached ones, each after its parent. A request id must stand for one prompt; if an id
+    is used again for another prompt, blocks of the first one are not told any more.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
@@ -55,14 +54,14 @@ class Origins:
         self._changed.clear()
 
     def added(self, node: Node) -> None:
-        """A request has computed a block that nobody had."""
+        """A request has computed a block that was not cached."""
         origin = node.origin
         known = self._last.get(origin)
         self._last[origin] = (node, known[1] + 1 if known else 1)
         self._change(origin, node.depth + 1)
 
     def lost(self, node: Node) -> None:
-        """A block is gone; its parent is still there."""
+        """A block was evicted or dropped; its parent is still cached."""
         origin = node.origin
         known = self._last.get(origin)
         if known is None:
@@ -80,19 +79,17 @@ class Origins:
         self._last[origin] = (last, count)
 
     def take_changes(self) -> dict[str, int]:
-        """Request -> how many of its first blocks are there, where that has changed since the last
-        call; in the order of the last change."""
+        """Request -> its cached blocks, where they changed since the last call; last change last."""
         changed, self._changed = self._changed, {}
         return changed
 
     def everything(self) -> dict[str, int]:
-        """Request -> how many blocks there are to the end of the last one that it computed first.
-        Changes so far are part of it."""
+        """Request -> its cached blocks, for all requests; forgets the changes so far."""
         self._changed.clear()
         return {origin: node.depth + 1 for origin, (node, _) in self._last.items()}
 
     def check_integrity(self, nodes: Iterable[Node]) -> None:
-        """Raise AssertionError unless these nodes are what is counted; for ids of one prompt."""
+        """Raise AssertionError unless exactly these nodes are counted; for ids of one prompt."""
         counts: dict[str, int] = {}
         depths: dict[str, int] = {}
         for node in nodes:
@@ -121,14 +118,14 @@ def extend_keys(
     private_from: int | None = None,
     private_salt: str = "",
 ) -> None:
-    """Append the keys of the first `num_blocks` full blocks of tokens that are not there yet.
+    """Append to `keys` those of the first `num_blocks` full blocks that it lacks.
 
         tokens    [ 0 1 2 3 ][ 4 5 6 7 ][ 8 9 .. ]      private_from = 6
-                  for all    [ with the same private_salt only
+                  any scope  [ the same private_salt only
 
-    salt: requests with different ones share nothing (and cannot tell what others have cached).
-    private_from: position of the first token that only those share who have the same private_salt
-    as well; all of its block is private then. None: nothing is.
+    salt: requests with different salts share nothing, and cannot find out what others have cached.
+    private_from: first token that only requests with the same `private_salt` share; its whole block
+        is private then. None: no token is.
     """
     parent = keys[-1] if keys else _key(salt.encode())
     first_private = None if private_from is None else private_from // block_size
@@ -145,19 +142,19 @@ def _key(content: bytes, parent: bytes = b"", kind: bytes = b"") -> bytes:
     return hashlib.blake2b(content, digest_size=_KEY_BYTES, key=parent, person=kind).digest()
 
 
-_REAL_TIME, _KEPT = 1, 2
-"""Idle nodes of a tier, which is a sum of these, are evicted before those of the next one. Of each
-of the two a node has no more than the one before it: so whatever tier comes first has leaves."""
+_REAL_TIME, _PINNED = 1, 2
+"""A tier is a sum of these; idle nodes of a lower tier are evicted first. A node's tier is at most
+its parent's in both, so the lowest tier that is not empty has leaves."""
 
 _NUM_TIERS = 4
 
 
 class PrefixCache:
-    """The nodes, and in which order the idle ones go. Blocks themselves are handed out elsewhere.
+    """The nodes, and the order in which idle ones are evicted. allocator.py hands out the blocks.
 
-    rule: "class-aware" or "lru". protected: blocks that real-time requests have used and
-    best-effort ones may not evict. cost: what computing a block again takes, by its depth, in
-    any unit.
+    rule: "class-aware" or "lru".
+    protected: number of idle blocks used by real-time requests that best-effort ones may not evict.
+    cost: of recomputing a block, by its depth, in any unit.
     """
 
     def __init__(
@@ -176,29 +173,29 @@ class PrefixCache:
         self._clock = 0.0
         self._uses = 0
         self._expected: Counter[bytes] = Counter()
-        self._kept: set[bytes] = set()
-        self._filling: dict[bytes, int] = {}
-        self._fills: dict[int, list[bytes]] = {}  # last one first
-        self.origins: Origins | None = None  # nobody watches
-        self.num_held = 0  # shared, and somebody has them
-        self.num_idle = 0  # nobody has them
+        self._pinned: set[bytes] = set()
+        self._producing: dict[bytes, int] = {}
+        self._announced: dict[int, list[bytes]] = {}  # by holder, last key first
+        self.origins: Origins | None = None  # None without a subscriber
+        self.num_held = 0  # shared nodes with a holder
+        self.num_idle = 0  # nodes without a holder
 
     @property
-    def num_kept(self) -> int:
-        """Blocks that are kept for somebody, whether they are there or not."""
-        return len(self._kept)
+    def num_pinned(self) -> int:
+        """Pinned keys, whether their blocks are cached or not."""
+        return len(self._pinned)
 
     def num_evictable(self, real_time: bool, but: Sequence[Node] = ()) -> int:
-        """Idle blocks that a request of a class may have, beside some that it takes as they are."""
-        idle, spared = self.num_idle - len(but), 0
+        """Idle blocks that a request of a class may evict, not counting `but`, which it will hold."""
+        idle, protected = self.num_idle - len(but), 0
         if self._by_class and not real_time:
-            spared = min(self._num_real_time - sum(map(self._group, but)), self._protected)
-        return idle - spared
+            protected = min(self._num_real_time - sum(map(self._group, but)), self._protected)
+        return idle - protected
 
     def find(self, keys: Sequence[bytes], known: Sequence[Node] = ()) -> list[Node]:
-        """The nodes of as many keys as there are, from the first one on.
+        """The nodes of the longest cached prefix of `keys`.
 
-        known: what an earlier call found for the same keys, which saves looking from the start.
+        known: the result of an earlier call with the same keys, from which the search goes on.
         """
         nodes = list(known) if known and known[-1].alive else [n for n in known if n.alive]
         while len(nodes) < len(keys) and (node := self._nodes.get(keys[len(nodes)])):
@@ -208,8 +205,8 @@ class PrefixCache:
     def get(self, key: bytes) -> Node | None:
         return self._nodes.get(key)
 
-    def watch(self) -> None:
-        """Keep account of what there is of whom from now on, in `origins`."""
+    def subscribe(self) -> None:
+        """Record in `origins` from now on what is cached of which request."""
         self.origins = Origins(sorted(self._nodes.values(), key=lambda node: node.depth))
 
     def add(
@@ -221,9 +218,10 @@ class PrefixCache:
         origin: str,
         real_time: bool,
     ) -> Node:
-        """A block that a request has computed, and which is its own for the time being.
+        """Enter a block that a request has just computed, as a private node.
 
-        place: the block, and the side of it. origin: the request's id, holder its number.
+        place: the block and its side.
+        holder, origin: number and id of the request.
         """
         depth = parent.depth + 1 if parent else 0
         # A request may have been of another class when it began: ancestors decide.
@@ -235,21 +233,21 @@ class PrefixCache:
             self.origins.added(node)
         if parent:
             parent.children += 1
-        filler = self._filling.pop(key, None)
-        if filler is not None and (rest := self._fills.get(filler)) and rest[-1] == key:
+        producer = self._producing.pop(key, None)
+        if producer is not None and (rest := self._announced.get(producer)) and rest[-1] == key:
             rest.pop()
         return node
 
     def hold(self, node: Node, holder: int) -> None:
-        """One more request has a shared or idle node; its parent first."""
-        assert node.shared, "a private one has to be shared first"
+        """One more request holds a shared or idle node; parents are held first."""
+        assert node.shared, "a private node has to be shared first"
         if not node.holders:
             self._count_idle(node, -1)
             self.num_held += 1
         node.holders.add(holder)
 
     def release(self, node: Node, holder: int) -> None:
-        """A request does not have it any more; the last node of a prefix first."""
+        """A request does not hold a node any more; the last node of a prefix is released first."""
         node.holders.remove(holder)
         if not node.holders:
             self.num_held -= node.shared
@@ -259,30 +257,30 @@ class PrefixCache:
             self._offer(node)
 
     def share(self, node: Node) -> None:
-        """A private node belongs to the cache from now on."""
+        """Make a private node shared: its block belongs to the cache from now on."""
         node.shared = True
         self.num_held += 1
 
     def unshare(self, node: Node) -> None:
-        """The opposite, for its only holder."""
+        """Make a shared node with one holder private."""
         assert len(node.holders) == 1
         node.shared = False
         self.num_held -= 1
 
     def drop(self, node: Node) -> None:
-        """The block of a private node is used for something else; nodes after it first."""
-        assert not node.shared, "others may have it"
+        """Remove a private node whose block gets other content; nodes after it are dropped first."""
+        assert not node.shared, "others may hold it"
         self._forget(node)
 
     def evict(self, real_time: bool, *, anything: bool = False) -> Node | None:
-        """Take an idle node out, for a request of a class; None if there is none for it.
+        """Remove and return the idle node to evict for a request of a class; None if none may go.
 
-        anything: what is protected as well.
+        anything: protected nodes may go as well.
         """
-        spares = self._by_class and not real_time and not anything
-        spared = spares and self._num_real_time <= self._protected
+        respects = self._by_class and not real_time and not anything
+        protected = respects and self._num_real_time <= self._protected
         for tier, count in enumerate(self._idle):
-            if count and not (spared and tier & _REAL_TIME):
+            if count and not (protected and tier & _REAL_TIME):
                 node = self._first_evictable(tier)
                 self._clock = max(self._clock, node.priority)
                 self._count_idle(node, -1)
@@ -291,59 +289,58 @@ class PrefixCache:
         return None
 
     def hit(self, nodes: Iterable[Node], real_time: bool) -> None:
-        """A request of a class has found them, and has them now."""
+        """A request of a class has found these nodes and holds them now."""
         for node in nodes:
             node.hits += 1
             if real_time and not node.real_time and (node.parent is None or node.parent.real_time):
                 node.real_time = True
-                node.turn = -1  # what entry it has is in the wrong heap
+                node.turn = -1  # its entry, if any, is in the wrong heap
 
     def expect(self, keys: Iterable[bytes]) -> None:
-        """A request that waits will ask for these."""
+        """A request in the waiting queue will look these keys up."""
         for key in keys:
             self._expected[key] += 1
             node = self._nodes.get(key)
             if node is not None and not node.holders:
                 node.priority = self._priority(node)
 
-    def expect_no_more(self, keys: Iterable[bytes]) -> None:
-        """It does not wait any longer."""
+    def unexpect(self, keys: Iterable[bytes]) -> None:
+        """That request has left the waiting queue."""
         for key in keys:
             self._expected[key] -= 1
             if not self._expected[key]:
                 del self._expected[key]
 
-    def keep(self, keys: Iterable[bytes]) -> None:
-        """Somebody will come back for these, so they go last; each after those before it."""
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Evict these blocks last; a prefix is pinned in its order."""
         for key in keys:
-            self._move(key, kept=True)
+            self._move(key, pinned=True)
 
-    def keep_no_more(self, keys: Iterable[bytes]) -> None:
-        """Nobody will; each before those before it."""
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Evict these blocks like others again; a prefix is unpinned from its end."""
         for key in keys:
-            self._move(key, kept=False)
+            self._move(key, pinned=False)
 
-    def fill(self, keys: Sequence[bytes], holder: int) -> None:
-        """A request has begun to compute these blocks."""
-        mine = [key for key in keys if key not in self._nodes and key not in self._filling]
-        self._filling.update((key, holder) for key in mine)
-        self._fills[holder] = mine[::-1]
+    def begin_producing(self, keys: Sequence[bytes], holder: int) -> None:
+        """A request has begun to compute these blocks, so that others may wait for them."""
+        mine = [key for key in keys if key not in self._nodes and key not in self._producing]
+        self._producing.update((key, holder) for key in mine)
+        self._announced[holder] = mine[::-1]
 
-    def stop_filling(self, holder: int) -> None:
-        """It will not go on, or not soon."""
-        for key in self._fills.pop(holder, ()):
-            if self._filling.get(key) == holder:
-                del self._filling[key]
+    def stop_producing(self, holder: int) -> None:
+        """A request has ended or was preempted, and will not compute its announced blocks soon."""
+        for key in self._announced.pop(holder, ()):
+            if self._producing.get(key) == holder:
+                del self._producing[key]
 
-    def filling(self, keys: Sequence[bytes], first: int) -> tuple[int, int]:
-        """Who computes block number `first` of a prompt, and how many of the next ones as well.
-
-        (-1, 0) if nobody does.
+    def producer(self, keys: Sequence[bytes], first: int) -> tuple[int, int]:
+        """(holder, blocks): the request that is computing block `first` of a prompt, and how many
+        blocks from there on; (-1, 0) if no request is.
         """
-        holder = self._filling.get(keys[first], -1) if first < len(keys) else -1
+        holder = self._producing.get(keys[first], -1) if first < len(keys) else -1
         count = 0
         if holder >= 0:
-            while first + count < len(keys) and self._filling.get(keys[first + count]) == holder:
+            while first + count < len(keys) and self._producing.get(keys[first + count]) == holder:
                 count += 1
         return holder, count
 
@@ -356,11 +353,11 @@ class PrefixCache:
             if node.parent:
                 parent = node.parent
                 children[parent] += 1
-                assert self._nodes[parent.key] is parent, "a node without the one before it"
-                assert node.holders <= parent.holders, "held without the one before it"
+                assert self._nodes[parent.key] is parent, "a node without its parent"
+                assert node.holders <= parent.holders, "held without its parent"
                 assert parent.real_time or not node.real_time
                 assert parent.shared or not node.shared
-                assert parent.key in self._kept or key not in self._kept
+                assert parent.key in self._pinned or key not in self._pinned
             idle[self._tier(node)] += not node.holders
             assert node.shared or len(node.holders) == 1
         for node in self._nodes.values():
@@ -376,20 +373,20 @@ class PrefixCache:
                 if not node.holders and not node.children and self._tier(node) == tier
             }
             assert leaves <= valid, "an idle leaf that cannot be evicted"
-        assert self._filling.keys().isdisjoint(self._nodes.keys())
+        assert self._producing.keys().isdisjoint(self._nodes.keys())
 
     def nodes(self) -> Iterable[Node]:
-        """All of them, for integrity checks."""
+        """All nodes, for integrity checks."""
         return self._nodes.values()
 
     def _group(self, node: Node) -> bool:
-        """Whether it counts as real-time; nothing does under "lru"."""
+        """Whether a node counts as real-time; no node does under "lru"."""
         return node.real_time and self._by_class
 
     def _tier(self, node: Node) -> int:
-        """What it is evicted with."""
+        """The tier that a node is evicted with."""
         real_time = _REAL_TIME if node.real_time and self._by_class else 0
-        return real_time + _KEPT if node.key in self._kept else real_time
+        return real_time + _PINNED if node.key in self._pinned else real_time
 
     def _count_idle(self, node: Node, change: int) -> None:
         self._idle[self._tier(node)] += change
@@ -397,29 +394,29 @@ class PrefixCache:
 
     @property
     def _num_real_time(self) -> int:
-        return self._idle[_REAL_TIME] + self._idle[_REAL_TIME + _KEPT]
+        return self._idle[_REAL_TIME] + self._idle[_REAL_TIME + _PINNED]
 
-    def _move(self, key: bytes, kept: bool) -> None:
-        """To the tier of what is kept, or back."""
+    def _move(self, key: bytes, pinned: bool) -> None:
+        """Move a key to the pinned tier, or back."""
         node = self._nodes.get(key)
         is_idle = node is not None and not node.holders
         if node is not None and is_idle:
             self._count_idle(node, -1)
-        if kept:
-            self._kept.add(key)
+        if pinned:
+            self._pinned.add(key)
         else:
-            self._kept.discard(key)
+            self._pinned.discard(key)
         if node is not None:
-            node.turn = -1  # what entry it has is in the wrong heap
+            node.turn = -1  # its entry, if any, is in the wrong heap
         if node is not None and is_idle:
             self._count_idle(node, 1)
             self._offer(node)
 
     def _offer(self, node: Node) -> None:
-        """Put an idle node among the evictable ones, if it is a leaf.
+        """Enter an idle node in its tier's heap, if it is a leaf.
 
-        Where it has an entry already, its priority has only risen since, and
-        `_first_evictable` moves it.
+        If it has an entry already, its priority has only risen since, and `_first_evictable`
+        moves it.
         """
         if not node.children and node.turn < 0:
             self._push(node)
@@ -454,7 +451,7 @@ class PrefixCache:
             self._push(node)
 
     def _forget(self, node: Node) -> None:
-        assert not node.children, "nodes after it come first"
+        assert not node.children, "children are forgotten first"
         del self._nodes[node.key]
         if self.origins is not None:
             self.origins.lost(node)
@@ -464,4 +461,4 @@ class PrefixCache:
             node.parent.children -= 1
             if not node.parent.holders:
                 self._offer(node.parent)
-            node.parent = None  # else whoever still knows this one would keep all before it
+            node.parent = None  # else a reference to this node would keep all its ancestors alive

@@ -1,4 +1,7 @@
-"""Which requests share which blocks: the link between holdings and the prefix cache."""
+"""Which requests share which blocks: links holdings with the prefix cache.
+
+private (one holder, may be preempted by the token)  <->  shared  ->  idle  ->  evicted
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,30 @@ from bros.kvcache.blocks import CACHE, Node, Side, Stacks
 from bros.kvcache.holding import Holding
 from bros.kvcache.prefix_cache import PrefixCache
 
-_LEAST_FILL = 4
-"""Blocks of a prompt that somebody computes, from which on it is worth waiting for them."""
+_MIN_PRODUCED = 4
+"""A request waits for a producer only if at least so many blocks of its prompt are produced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How much of a prompt is in the cache.
+    """The cached prefix of a prompt.
 
-    keys: of its full blocks. nodes: of those that are there. filler: the request that computes
-    the next `num_filling` tokens, if one does.
+    keys: of the prompt's full blocks.
+    nodes: the cached ones, a prefix of `keys`.
+    num_tokens: in these nodes.
+    producer: id of the request that is computing the next tokens of the prompt; None if none is.
+    num_producing: how many tokens the producer is going to add.
     """
 
     keys: Sequence[bytes]
     nodes: Sequence[Node]
     num_tokens: int
-    filler: str | None = None
-    num_filling: int = 0
+    producer: str | None = None
+    num_producing: int = 0
 
     @property
     def idle_nodes(self) -> Sequence[Node]:
-        """Those that nobody has: they count as available until the request has them."""
+        """Matched nodes without a holder: they count as available until the request holds them."""
         first = len(self.nodes)
         while first and not self.nodes[first - 1].holders:
             first -= 1
@@ -40,14 +46,15 @@ class Match:
 NO_MATCH = Match((), (), 0)
 
 CommonPart = tuple[Node, int]
-"""(the last block, tokens) of a piece of a prefix that the same requests have, two or more."""
+"""(last block, tokens) of a piece of a prefix that the same two or more requests hold."""
 
 
 class Sharing:
     """Moves blocks between requests and the cache; never pushes or pops a token.
 
-    holdings: all of them by number. num_common: blocks that two or more have. changes: goes up
-    when such a block is somebody's from now on, or not any more.
+    holdings: of all requests, by number.
+    num_common: blocks that two or more requests hold.
+    changes: rises whenever a request begins or ceases to hold such a block.
     """
 
     def __init__(self, stacks: Stacks, cache: PrefixCache, holdings: Mapping[int, Holding]) -> None:
@@ -61,25 +68,25 @@ class Sharing:
     def match(self, keys: Sequence[bytes], earlier: Match) -> Match:
         """See KvCacheManager.match."""
         nodes = self._cache.find(keys, earlier.nodes)
-        number, filling = self._cache.filling(keys, len(nodes))
+        number, blocks = self._cache.producer(keys, len(nodes))
         num_tokens = len(nodes) * self._size
-        if filling < _LEAST_FILL:
+        if blocks < _MIN_PRODUCED:
             return Match(keys, nodes, num_tokens)
-        filler = self._holdings[number].request_id
-        return Match(keys, nodes, num_tokens, filler, filling * self._size)
+        producer = self._holdings[number].request_id
+        return Match(keys, nodes, num_tokens, producer, blocks * self._size)
 
     def join(self, holding: Holding, match: Match) -> None:
-        """A request begins with what there is of its prompt."""
+        """A new request holds the cached prefix of its prompt."""
         for node in match.nodes:
             self._take(holding, node)
             holding.num_tokens += self._size
 
     def begin(self, holding: Holding, match: Match, side: Side) -> None:
-        """It has room for the rest, and computes that now."""
+        """A new request has slots for the rest of its prompt, and begins to compute it."""
         self._cache.hit(match.nodes, side is Side.LEFT)
         rest = match.keys[len(match.nodes) :]
-        if len(rest) >= _LEAST_FILL:
-            self._cache.fill(rest, holding.number)
+        if len(rest) >= _MIN_PRODUCED:
+            self._cache.begin_producing(rest, holding.number)
 
     def publish(
         self,
@@ -103,7 +110,7 @@ class Sharing:
                 )  # fmt: skip
                 holding.chain.append(node)
             elif index == holding.num_shared:
-                # Somebody else was first with the same tokens: one of the two blocks will do.
+                # Another request has computed the same tokens first: its block serves both.
                 pop(holding, block, size)
                 self._take(holding, node)
                 self._cache.hit([node], side is Side.LEFT)
@@ -111,7 +118,7 @@ class Sharing:
                 return
 
     def end(self, holding: Holding, keep: bool) -> None:
-        """What others find of its own blocks stays there, or is not to be found any more."""
+        """A request's private nodes become idle (`keep`), or leave the cache."""
         for node in reversed(holding.chain[holding.num_shared :]):
             if keep:
                 self._stacks.hand_over(node.block, node.side, CACHE)
@@ -122,11 +129,11 @@ class Sharing:
         del holding.chain[holding.num_shared :]
 
     def leave(self, holding: Holding) -> None:
-        """A request has nothing to do with what it shares any more.
+        """A request releases all nodes that it shares.
 
-        What only one other is left with is that one's own again, so that it can be taken from it
-        token by token. That needs the tokens to lie as if it had written them itself, and no
-        idle node after them.
+        A node with one holder left becomes that request's private one again, so that it can be
+        preempted token by token. That needs the tokens to lie as if the holder had written them
+        itself, and no idle node after them.
         """
         alone: dict[int, int] = {}
         for node in reversed(holding.chain):
@@ -152,10 +159,10 @@ class Sharing:
             owner.alone += count
 
     def _take(self, holding: Holding, node: Node) -> None:
-        """One more request has a node, which is shared from now on."""
+        """One more request holds a node, which is shared from now on."""
         if not node.shared:
             owner = self._holdings[next(iter(node.holders))]
-            assert owner.share() is node, "what is shared comes first"
+            assert owner.share() is node, "shared nodes come before private ones"
             owner.alone -= 1
             self._stacks.hand_over(node.block, node.side, CACHE)
             self._cache.share(node)
@@ -173,7 +180,10 @@ class Sharing:
         return holding.common
 
     def _common_parts(self, holding: Holding) -> Sequence[CommonPart]:
-        """Whoever has a node has all before it: those with as many holders have the same ones."""
+        """Pieces of the prefix by their number of holders.
+
+        Holders of a node hold all nodes before it, so nodes with as many holders have the same.
+        """
         chain, end = holding.chain, holding.num_shared
         parts: list[CommonPart] = []
         first = 0
@@ -202,5 +212,5 @@ class Sharing:
 
 
 def _rising(node: Node) -> int:
-    """Of the nodes of a chain, from the first one on."""
+    """A key that rises along a chain, for bisection."""
     return -len(node.holders)
