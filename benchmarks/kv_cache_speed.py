@@ -201,7 +201,7 @@ def rob_and_restore(pool: Pool, number: int, operation: str) -> None:
     assert sum(map(kv.num_missing, robbed)) == PROMPT * BLOCK
     kv.free("prompt", keep=False)
     kv.free("spare", keep=False)
-    pool.timed("restore", PROMPT, lambda: bring_back(pool, robbed))
+    pool.timed("restore", PROMPT, lambda: restore(pool, robbed))
     for name in robbed:
         kv.truncate(name, kv.num_tokens(name) - 1)
     pool.have_the_spare()
@@ -223,13 +223,13 @@ def rob_tokens(pool: Pool, number: int) -> None:
     assert sum(map(kv.num_missing, robbed)) == BLOCK
     kv.free("chat", keep=False)
     kv.free("spare", keep=False)
-    bring_back(pool, robbed)
+    restore(pool, robbed)
     for name in robbed:
         kv.truncate(name, kv.num_tokens(name) - 1)
     pool.have_the_spare()
 
 
-def bring_back(pool: Pool, robbed: list[str]) -> None:
+def restore(pool: Pool, robbed: list[str]) -> None:
     for name in robbed:
         assert pool.kv.append(name, 1, Side.RIGHT)
     pool.kv.take_copies()

@@ -286,7 +286,7 @@ class Allocator:
         return freed
 
     def _tails_beside(self, holding: Holding) -> list[int]:
-        """Tails of the other side's requests that are free on this side, emptiest first (rule 5)."""
+        """Tails of the other side's requests, free on this side, emptiest first (rule 5)."""
         side, stacks = holding.side, self._stacks
         found = [
             other.tail

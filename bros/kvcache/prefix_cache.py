@@ -79,7 +79,7 @@ class Origins:
         self._last[origin] = (last, count)
 
     def take_changes(self) -> dict[str, int]:
-        """Request -> its cached blocks, where they changed since the last call; last change last."""
+        """Request -> its cached blocks, for changes since the last call; last change last."""
         changed, self._changed = self._changed, {}
         return changed
 
@@ -186,7 +186,7 @@ class PrefixCache:
         return len(self._pinned)
 
     def num_evictable(self, real_time: bool, but: Sequence[Node] = ()) -> int:
-        """Idle blocks that a request of a class may evict, not counting `but`, which it will hold."""
+        """Idle blocks that a request of a class may evict, less `but`, which it will hold."""
         idle, protected = self.num_idle - len(but), 0
         if self._by_class and not real_time:
             protected = min(self._num_real_time - sum(map(self._group, but)), self._protected)
@@ -268,7 +268,7 @@ class PrefixCache:
         self.num_held -= 1
 
     def drop(self, node: Node) -> None:
-        """Remove a private node whose block gets other content; nodes after it are dropped first."""
+        """Remove a private node whose block gets other content; nodes after it go first."""
         assert not node.shared, "others may hold it"
         self._forget(node)
 

@@ -140,17 +140,17 @@ class StepMemory:
         whatever their ranks, which is not the order in which they start.
         """
         match = state.match
-        filler = self._states.get(match.filler) if match.filler else None
-        if filler is None or filler.num_missing:
+        producer = self._states.get(match.producer) if match.producer else None
+        if producer is None or producer.num_missing:
             return False
         best_effort = state.service_class is ServiceClass.BE
-        alike = best_effort and filler.service_class is ServiceClass.BE
-        if filler.rank > state.rank and not alike:
+        alike = best_effort and producer.service_class is ServiceClass.BE
+        if producer.rank > state.rank and not alike:
             return False
         if best_effort or self._prefill_seconds is None:
             return True
-        until = match.num_tokens + match.num_filling
-        wait_s = self._prefill_seconds(max(1, until - filler.num_cached), filler.num_cached)
+        until = match.num_tokens + match.num_producing
+        wait_s = self._prefill_seconds(max(1, until - producer.num_cached), producer.num_cached)
         rest_s = self._prefill_seconds(len(state.token_ids) - until, until)
         if self._now + _FILL_MARGIN * (wait_s + rest_s) <= state.deadline_s:
             return True

@@ -16,35 +16,39 @@ from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.packing import Packing
 from bros.scheduler.state import RequestState
 
-# ---- What requests leave in the prefix cache for somebody who will come back (Hints.keep_s).
+# ---- Pins: blocks of an ended request stay in the prefix cache for its next turn (Hints.keep_s).
 #
 #     entries     "a" until 7 s    "b" until 9 s       the oldest one is released first
 #                       |                |
 #     keys     k0 - k1 - k2       k0 - k1 - k2' - k3'
-#              `--------`---------`--------`            held once, and counted once
+#              `--------`---------`--------`            pinned once, and counted once
 #
-# The cache evicts these blocks after all others that are idle, but before any request loses
-# anything: keeping costs nothing but what else could have stayed in the cache.
+# The cache evicts pinned blocks after all other idle blocks, but before any request is preempted:
+# a pin costs only the other idle blocks that could have stayed in its place.
 
 
 _MANY_STALE = 64
 
 
-class Keeper(Protocol):
-    """The cache; KvCacheManager is one."""
+class PinnedCache(Protocol):
+    """A cache whose blocks can be pinned; KvCacheManager is one."""
 
-    def keep(self, keys: Iterable[bytes]) -> None:
-        """Keys of blocks, each after those before it."""
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Pin the blocks with these keys; a block's key comes after its predecessor's."""
         ...
 
-    def keep_no_more(self, keys: Iterable[bytes]) -> None:
-        """Each before those before it."""
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Unpin the blocks with these keys; a block's key comes before its predecessor's."""
         ...
 
 
 @dataclass(slots=True)
 class _Link:
-    """A key. uses: entries that end here, and keys right after it."""
+    """A pinned key.
+
+    parent: the key of the block before it, None for a first block.
+    uses: entries that end here, and keys right after it.
+    """
 
     parent: bytes | None
     uses: int = 0
@@ -52,20 +56,26 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """until_s: in the clock of `now`. number: of entries before it."""
+    """What one request has pinned.
+
+    last_key: of the last pinned block; the blocks before it are pinned as well.
+    until_s: when the pin expires, in the clock of `now`.
+    number: of entries before it.
+    """
 
     last_key: bytes
     until_s: float
     number: int
 
 
-class Kept:
-    """Entries by the id of the request that left them.
+class Pins:
+    """Pinned blocks by the id of the request that computed them.
 
-    max_blocks: most different blocks that are kept at once. max_entries: most requests.
+    max_blocks: most different blocks that are pinned at once; the oldest entry goes first.
+    max_entries: most requests whose blocks are pinned at once.
     """
 
-    def __init__(self, cache: Keeper, max_blocks: int, max_entries: int = 10_000) -> None:
+    def __init__(self, cache: PinnedCache, max_blocks: int, max_entries: int = 10_000) -> None:
         self._cache = cache
         self._max_blocks = max_blocks
         self._max_entries = max_entries
@@ -77,11 +87,11 @@ class Kept:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def keep(self, request_id: str, keys: Sequence[bytes], until_s: float) -> None:
-        """Keep the blocks of a request; instead of what was kept by this id, if anything is.
+    def pin(self, request_id: str, keys: Sequence[bytes], until_s: float) -> None:
+        """Pin the blocks of a request; an earlier pin of this id is released.
 
-        keys: of its full blocks from the first one on, see `extend_keys`. What is beyond
-        max_blocks is not kept.
+        keys: of its full blocks from the first one on, see `extend_keys`. Blocks beyond the
+        first max_blocks are not pinned.
         """
         self.release(request_id)
         keys = keys[: self._max_blocks]
@@ -95,7 +105,7 @@ class Kept:
             if index:
                 self._links[keys[index - 1]].uses += 1
         self._links[keys[-1]].uses += 1
-        self._cache.keep(keys[known:])
+        self._cache.pin(keys[known:])
         self._count += 1
         self._entries[request_id] = _Entry(keys[-1], until_s, self._count)
         heapq.heappush(self._ends, (until_s, self._count, request_id))
@@ -104,7 +114,7 @@ class Kept:
         self._forget_stale()
 
     def release(self, request_id: str) -> None:
-        """What a request has left is not kept any more, but as far as others keep it."""
+        """Unpin the blocks of a request, except blocks that another entry pins."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
@@ -116,10 +126,10 @@ class Kept:
                 break
             gone.append(key)
             key = links.pop(key).parent
-        self._cache.keep_no_more(gone)
+        self._cache.unpin(gone)
 
     def expire(self, now: float) -> None:
-        """Release all whose time is over."""
+        """Release all entries that have expired."""
         while self._ends and self._ends[0][0] <= now:
             _, number, request_id = heapq.heappop(self._ends)
             entry = self._entries.get(request_id)
@@ -165,7 +175,7 @@ class Prefixes:
     def __init__(self, kv: KvCacheManager, counters: Mapping[ServiceClass, ClassCounters]) -> None:
         self._kv = kv
         self._counters = counters
-        self._kept = Kept(kv, kv.num_blocks // 2)
+        self._pins = Pins(kv, kv.num_blocks // 2)
 
     def cached_tokens(self, request: EngineRequest) -> int:
         """How much of a prompt is there now."""
@@ -221,15 +231,15 @@ class Prefixes:
         keep_s = state.request.hints.keep_s
         if keep_s > 0.0 and self._kv.finds_prefixes:
             keys = state.keys(self._kv.block_size, state.num_known)
-            self._kept.keep(state.request_id, keys, now + keep_s)
+            self._pins.pin(state.request_id, keys, now + keep_s)
 
     def release(self, request_id: str) -> None:
         """Nobody comes back to it."""
-        self._kept.release(request_id)
+        self._pins.release(request_id)
 
     def expire(self, now: float) -> None:
         """Forget those that nobody has come back to in time."""
-        self._kept.expire(now)
+        self._pins.expire(now)
 
     def waits(self, state: RequestState) -> None:
         """What waiting best-effort requests begin with is worth keeping."""

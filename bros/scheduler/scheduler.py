@@ -169,7 +169,7 @@ class Notices:
         """Keep account of changes from now on."""
         if not self._watched:
             self._watched = True
-            self._kv.watch()
+            self._kv.subscribe()
 
     def take(self, now: float, full: bool) -> Notice | None:
         """What has changed since the last one, or everything; None if nothing has, or if nobody
@@ -177,7 +177,7 @@ class Notices:
         if not self._watched:
             return None
         full = full or self._version == 0
-        kept, load = self._kv.take_kept(full), self._load_now()
+        kept, load = self._kv.take_cached_lengths(full), self._load_now()
         if not (full or kept or load != self._load):
             return None
         self._version += 1

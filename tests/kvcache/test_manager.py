@@ -145,7 +145,7 @@ class KvMachine(RuleBasedStateMachine):
         earlier = self.kv.match(keys[: len(keys) // 2])
         match = self.kv.match(keys, earlier)
         assert match == self.kv.match(keys)
-        assert match.filler in (None, *self.lengths)
+        assert match.producer in (None, *self.lengths)
         return match
 
     @rule(name=st.sampled_from(NAMES), keep=st.booleans())
@@ -355,15 +355,15 @@ def test_whoever_computes_a_prompt_is_named_until_it_is_there_or_gone() -> None:
     prompts.texts["b"] = array("i", range(40))
     keys = prompts.keys("b", 39)
     match = prompts.kv.match(keys)
-    assert match.filler is None
+    assert match.producer is None
     prompts.kv.append("a", 12, Side.LEFT, match=match)
-    assert (prompts.kv.match(keys).filler, prompts.kv.match(keys).num_filling) == ("a", 36)
+    assert (prompts.kv.match(keys).producer, prompts.kv.match(keys).num_producing) == ("a", 36)
     prompts.texts["a"] = prompts.texts["b"]
     prompts.kv.computed("a", prompts.keys("a", 12), Side.LEFT)
     match = prompts.kv.match(keys)
-    assert (match.num_tokens, match.filler, match.num_filling) == (12, "a", 24)
+    assert (match.num_tokens, match.producer, match.num_producing) == (12, "a", 24)
     prompts.kv.free("a")
-    assert prompts.kv.match(keys).filler is None
+    assert prompts.kv.match(keys).producer is None
 
 
 def test_two_who_computed_the_same_keep_one_block() -> None:

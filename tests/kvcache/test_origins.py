@@ -79,7 +79,7 @@ class OriginsMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.watched)
     @rule()
     def watch(self) -> None:
-        self.kv.watch()
+        self.kv.subscribe()
         self.watched = True
         self.tell(everything=True)
 
@@ -176,7 +176,7 @@ class OriginsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.watched)
     @rule(everything=st.booleans())
     def tell(self, everything: bool) -> None:
-        told = (len(self.told) + 1, everything, self.kv.take_kept(everything))
+        told = (len(self.told) + 1, everything, self.kv.take_cached_lengths(everything))
         if everything:
             ends = {
                 name: SIZE * (1 + max(self.keys[name].index(key) for key in keys))
@@ -240,52 +240,54 @@ def keys_of(*tokens: int) -> list[bytes]:
 
 def test_blocks_belong_to_who_computed_them_first_and_the_last_word_is_what_was_before() -> None:
     kv = KvCacheManager(4, SIZE, prefixes=PrefixCache())
-    assert kv.take_kept(everything=True) == {}, "nobody watches"
-    kv.watch()
+    assert kv.take_cached_lengths(everything=True) == {}, "nobody watches"
+    kv.subscribe()
     first, second = keys_of(*[1] * 8), keys_of(*[1] * 8, *[2] * 4)
     compute(kv, "a", first, 8)
     compute(kv, "b", second, 12)
-    assert list(kv.take_kept(everything=False).items()) == [("a", 8), ("b", 12)]
-    assert kv.take_kept(everything=False) == {}
+    assert list(kv.take_cached_lengths(everything=False).items()) == [("a", 8), ("b", 12)]
+    assert kv.take_cached_lengths(everything=False) == {}
     for name in "ab":
         kv.free(name)
     compute(kv, "c", keys_of(*[3] * 8), 8)  # b's block has to go
-    assert list(kv.take_kept(everything=False).items()) == [("b", 8), ("c", 8)]
-    assert kv.take_kept(everything=True) == {"a": 8, "c": 8}
+    assert list(kv.take_cached_lengths(everything=False).items()) == [("b", 8), ("c", 8)]
+    assert kv.take_cached_lengths(everything=True) == {"a": 8, "c": 8}
 
 
 def test_an_id_that_comes_back_with_another_prompt_is_told_of_the_later_one() -> None:
     kv = KvCacheManager(4, SIZE, prefixes=PrefixCache())
-    kv.watch()
+    kv.subscribe()
     for token in (1, 2):
         compute(kv, "a", keys_of(*[token] * 8), 8)
         kv.free("a")
-    assert kv.take_kept(everything=True) == {"a": 8}
+    assert kv.take_cached_lengths(everything=True) == {"a": 8}
     compute(kv, "b", keys_of(*[3] * 16), 16)  # all make way
-    assert kv.take_kept(everything=False)["b"] == 16
-    assert kv.take_kept(everything=True) == {"b": 16}
+    assert kv.take_cached_lengths(everything=False)["b"] == 16
+    assert kv.take_cached_lengths(everything=True) == {"b": 16}
 
 
 def test_a_request_may_have_computed_what_comes_before_and_after_the_blocks_of_another() -> None:
     kv = KvCacheManager(6, SIZE, prefixes=PrefixCache())
-    kv.watch()
+    kv.subscribe()
     keys = keys_of(*[1] * 20)
     compute(kv, "a", keys, 8)
     compute(kv, "b", keys, 16)
     for count in (8, 4):  # the first two that it computes now are b's
         assert kv.append("a", count, Side.LEFT) is not None
         kv.computed("a", keys[: kv.num_tokens("a") // SIZE], Side.LEFT)
-    assert kv.take_kept(everything=True) == {"a": 20, "b": 16}
+    assert kv.take_cached_lengths(everything=True) == {"a": 20, "b": 16}
     for name in "ab":
         kv.free(name)
     compute(kv, "c", keys_of(*[2] * 8), 8)
-    assert kv.take_kept(everything=False) == {"a": 16, "c": 8}, "so much of it is there"
-    assert kv.take_kept(everything=True) == {"a": 8, "b": 16, "c": 8}, "so much is its own"
+    assert kv.take_cached_lengths(everything=False) == {"a": 16, "c": 8}, "so much of it is there"
+    assert kv.take_cached_lengths(everything=True) == {"a": 8, "b": 16, "c": 8}, (
+        "so much is its own"
+    )
 
 
 def test_who_has_the_last_word_comes_last() -> None:
     kv = KvCacheManager(4, SIZE, prefixes=PrefixCache())
-    kv.watch()
+    kv.subscribe()
     keys = keys_of(*[1] * 16)
     compute(kv, "a", keys, 8)
     compute(kv, "b", keys, 16)
@@ -296,5 +298,5 @@ def test_who_has_the_last_word_comes_last() -> None:
     kv.append("d", 8, Side.LEFT)
     kv.free("d")
     compute(kv, "a", keys, 16)  # and a computes them in its turn
-    changes = list(kv.take_kept(everything=False).items())
+    changes = list(kv.take_cached_lengths(everything=False).items())
     assert changes[-1] == ("a", 16) and ("b", 8) in changes[:-1]

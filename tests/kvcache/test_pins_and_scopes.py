@@ -1,4 +1,4 @@
-"""In which order idle blocks go if some are kept for somebody, and who may share what."""
+"""The order in which idle blocks are evicted if some are pinned, and scopes of sharing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Blocks:
         self.cache = PrefixCache(rule, protected)
         self.rule, self.protected = rule, protected
         self.idle: dict[bytes, bool] = {}  # key -> used by real-time requests
-        self.kept: set[bytes] = set()
+        self.pinned: set[bytes] = set()
         self._count = 0
 
     def use(self, prompt: Prompt) -> None:
@@ -53,17 +53,17 @@ class Blocks:
             cache.release(node, self._count)
         self.idle = {node.key: node.real_time for node in cache.nodes()}
 
-    def keep(self, prompt: Prompt) -> None:
-        new = [key for key in prompt.keys if key not in self.kept]
-        self.cache.keep(new)
-        self.kept.update(new)
+    def pin(self, prompt: Prompt) -> None:
+        new = [key for key in prompt.keys if key not in self.pinned]
+        self.cache.pin(new)
+        self.pinned.update(new)
 
-    def keep_no_more(self, prompt: Prompt) -> None:
-        """Those of its keys that no other kept path goes through."""
+    def unpin(self, prompt: Prompt) -> None:
+        """Those of its keys that no other pinned path goes through."""
         for key in reversed(prompt.keys):
-            if key in self.kept and not any(other[:-1] == key for other in self.kept):
-                self.cache.keep_no_more([key])
-                self.kept.discard(key)
+            if key in self.pinned and not any(other[:-1] == key for other in self.pinned):
+                self.cache.unpin([key])
+                self.pinned.discard(key)
 
     def evict(self, real_time: bool) -> None:
         """The next one has to be of the best kind there is."""
@@ -71,7 +71,7 @@ class Blocks:
         spared = self.rule == "class-aware" and not real_time and of_real_time <= self.protected
 
         def kind(key: bytes) -> tuple[bool, bool]:
-            return key in self.kept, self.idle[key] and self.rule == "class-aware"
+            return key in self.pinned, self.idle[key] and self.rule == "class-aware"
 
         allowed = [key for key in self.idle if not (spared and self.idle[key])]
         node = self.cache.evict(real_time)
@@ -86,38 +86,38 @@ prompts = st.builds(Prompt, st.text("xyz", min_size=1, max_size=5), st.booleans(
 
 
 @given(data=st.data())
-def test_what_is_kept_goes_after_all_that_a_request_may_have_otherwise(data: st.DataObject) -> None:
+def test_pinned_blocks_are_evicted_after_all_other_idle_blocks(data: st.DataObject) -> None:
     blocks = Blocks(
         data.draw(st.sampled_from(["class-aware", "lru"])), data.draw(st.integers(0, 4))
     )
     for _ in range(data.draw(st.integers(1, 30))):
-        what = data.draw(st.sampled_from(["use", "use", "keep", "keep no more", "evict", "evict"]))
+        what = data.draw(st.sampled_from(["use", "use", "pin", "unpin", "evict", "evict"]))
         if what == "evict":
             blocks.evict(data.draw(st.booleans()))
         elif what == "use":
             blocks.use(data.draw(prompts))
-        elif what == "keep":
-            blocks.keep(data.draw(prompts))
+        elif what == "pin":
+            blocks.pin(data.draw(prompts))
         else:
-            blocks.keep_no_more(data.draw(prompts))
+            blocks.unpin(data.draw(prompts))
         blocks.cache.check_integrity()
-        assert blocks.cache.num_kept == len(blocks.kept)
+        assert blocks.cache.num_pinned == len(blocks.pinned)
         assert blocks.cache.num_idle == len(blocks.idle)
 
 
-def test_what_is_kept_makes_way_before_anybody_loses_anything() -> None:
+def test_pinned_blocks_are_evicted_before_any_request_is_preempted() -> None:
     kv = KvCacheManager(4, SIZE, prefixes=PrefixCache(), num_host_blocks=8)
     keys: list[bytes] = []
     extend_keys(keys, array("i", range(8)), SIZE, 2)
     assert kv.append("ended", 8, Side.LEFT) is not None
     kv.computed("ended", keys, Side.LEFT)
     kv.free("ended")
-    kv.keep(keys)
+    kv.pin(keys)
     assert kv.append("be", 8, Side.RIGHT) is not None
     assert kv.append("rt", 8, Side.LEFT, lambda: ["be"]) is not None
     assert kv.num_missing("be") == 0 and kv.match(keys).num_tokens == 0
     kv.check_integrity()
-    assert kv.num_parked_blocks == 2, "to be kept again when it has been computed again"
+    assert kv.num_parked_blocks == 2, "pinned again as soon as they are computed again"
 
 
 # Scopes

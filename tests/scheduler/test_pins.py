@@ -1,4 +1,4 @@
-"""What is kept for whom: any history against a model that knows nothing of trees or heaps."""
+"""Pinned blocks: any history against a model that knows nothing of trees or heaps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bros.scheduler.prefixes import Kept
+from bros.scheduler.prefixes import Pins
 from support.tier import examples
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
@@ -25,34 +25,34 @@ class Cache:
     """Takes keys in the order that PrefixCache asks for, and only once each."""
 
     def __init__(self) -> None:
-        self.kept: set[bytes] = set()
+        self.pinned: set[bytes] = set()
 
-    def keep(self, keys: Iterable[bytes]) -> None:
+    def pin(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            assert key not in self.kept
-            assert len(key) == 1 or key[:-1] in self.kept, "those before it come first"
-            self.kept.add(key)
+            assert key not in self.pinned
+            assert len(key) == 1 or key[:-1] in self.pinned, "those before it come first"
+            self.pinned.add(key)
 
-    def keep_no_more(self, keys: Iterable[bytes]) -> None:
+    def unpin(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            self.kept.remove(key)
-            assert not any(other[:-1] == key for other in self.kept), "those after it come first"
+            self.pinned.remove(key)
+            assert not any(other[:-1] == key for other in self.pinned), "those after it come first"
 
 
-class KeptMachine(RuleBasedStateMachine):
-    """entries: (name, keys, until) of what should be kept, the oldest first."""
+class PinsMachine(RuleBasedStateMachine):
+    """entries: (name, keys, until) of what should be pinned, the oldest first."""
 
     @initialize(max_blocks=st.integers(0, 8), max_entries=st.integers(1, 4))
     def start(self, max_blocks: int, max_entries: int) -> None:
         self.cache = Cache()
-        self.kept = Kept(self.cache, max_blocks, max_entries)
+        self.pins = Pins(self.cache, max_blocks, max_entries)
         self.max_blocks, self.max_entries = max_blocks, max_entries
         self.entries: list[tuple[str, set[bytes], float]] = []
         self.now = 0.0
 
     @rule(name=NAMES, path=PATHS, keep_s=st.integers(1, 9))
-    def keep(self, name: str, path: str, keep_s: float) -> None:
-        self.kept.keep(name, keys_of(path), self.now + keep_s)
+    def pin(self, name: str, path: str, keep_s: float) -> None:
+        self.pins.pin(name, keys_of(path), self.now + keep_s)
         self.forget(name)
         keys = set(keys_of(path)[: self.max_blocks])
         if keys:
@@ -62,14 +62,14 @@ class KeptMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def release(self, name: str) -> None:
-        self.kept.release(name)
+        self.pins.release(name)
         self.forget(name)
 
     @precondition(lambda self: self.now < 100.0)
     @rule(seconds=st.integers(0, 5))
     def expire(self, seconds: float) -> None:
         self.now += seconds
-        self.kept.expire(self.now)
+        self.pins.expire(self.now)
         self.entries = [entry for entry in self.entries if entry[2] > self.now]
 
     def forget(self, name: str) -> None:
@@ -80,28 +80,28 @@ class KeptMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_right(self) -> None:
-        if not hasattr(self, "kept"):
+        if not hasattr(self, "pins"):
             return
-        self.kept.check_integrity()
-        assert len(self.kept) == len(self.entries)
-        assert self.cache.kept == self.expected()
+        self.pins.check_integrity()
+        assert len(self.pins) == len(self.entries)
+        assert self.cache.pinned == self.expected()
 
     def teardown(self) -> None:
-        if hasattr(self, "kept"):
-            self.kept.expire(1000.0)
-            assert not self.cache.kept
+        if hasattr(self, "pins"):
+            self.pins.expire(1000.0)
+            assert not self.cache.pinned
 
 
-KeptMachine.TestCase.settings = settings(
+PinsMachine.TestCase.settings = settings(
     max_examples=examples(60, long=2000), stateful_step_count=40, deadline=None
 )
-TestKept: Any = KeptMachine.TestCase
+TestPins: Any = PinsMachine.TestCase
 
 
 def test_what_is_released_again_and_again_leaves_nothing_behind() -> None:
     """Its time would be over in hours."""
-    kept = Kept(Cache(), max_blocks=4)
+    pins = Pins(Cache(), max_blocks=4)
     for number in range(1000):
-        kept.keep(f"r{number}", keys_of("xyz"), until_s=1e6)
-        kept.release(f"r{number}")
-    assert len(kept._ends) < 100
+        pins.pin(f"r{number}", keys_of("xyz"), until_s=1e6)
+        pins.release(f"r{number}")
+    assert len(pins._ends) < 100
