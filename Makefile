@@ -48,8 +48,8 @@ $(INSTALLED): Makefile pyproject.toml setup.py $(wildcard csrc/*)
 serve: $(INSTALLED) ## start the server on port 8000 with the embedded model
 	@exec $(BIN)/bros serve $(ARGS)
 
-# Files stay whole, because the tests of a file share servers and models.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# tests/conftest.py says which tests stay together on one worker.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 test: $(INSTALLED) ## run the fast tier of the tests, 6 min
 	$(PYTEST) --session-timeout=$(TEST_TIMEOUT) $(ARGS)

@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"tier: long, BROS_TEST_SEED={run_seed()}" if is_long() else "tier: fast"
+    return f"tier: long, TEST_SEED={run_seed()}" if is_long() else "tier: fast"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -94,6 +94,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        _group_for_workers(items)
         _slow_files_first(items)
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
@@ -102,6 +103,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if inspect.iscoroutinefunction(getattr(item, "function", None)):
                 item.add_marker(pytest.mark.skip(reason="needs pytest-asyncio"))
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
+
+
+def _group_for_workers(items: list[pytest.Item]) -> None:
+    """One worker runs all tests of a file, which share servers and models, and one worker runs all
+    tests of Ray: two instances of Ray on one machine mistake each other's tokens."""
+    for item in items:
+        uses_ray = "ray_address" in getattr(item, "fixturenames", ())
+        group = "ray" if uses_ray else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _slow_files_first(items: list[pytest.Item]) -> None:

@@ -61,6 +61,7 @@ class MessageClient:
         self._send = send
         self._info: EngineInfo | None = None
         self._alive = False
+        self._came_up = False  # in the present life
         self._death = "The engine is not running."
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, OutputStream] = {}
@@ -176,12 +177,11 @@ class MessageClient:
     def on_death(self, message: str) -> None:
         """The engine is gone: fail everything that is open, at once. May be called twice."""
         self._alive, self._death = False, message
-        error = EngineDeadError(message)
         if self._ready.done():
             self._ready = asyncio.get_running_loop().create_future()
-        else:
-            self._ready.set_exception(error)
-            self._ready.exception()  # it may be that nobody waits
+        if not self._came_up:
+            self._ready.set_exception(EngineDeadError(message))
+            self._ready.exception()  # asyncio logs an exception that was never retrieved
         waiting: list[asyncio.Future[Any]] = [*self._submissions.values(), *self._questions]
         for future in waiting:
             if not future.done():
@@ -193,9 +193,10 @@ class MessageClient:
         self._streams.clear()
 
     def _come_up(self, info: EngineInfo) -> None:
-        self._info, self._alive = info, True
-        if not self._ready.done():
-            self._ready.set_result(None)
+        self._info, self._alive, self._came_up = info, True, True
+        if self._ready.done():  # an earlier life failed to start
+            self._ready = asyncio.get_running_loop().create_future()
+        self._ready.set_result(None)
         if self._listener is not None:
             self._send(Watch())
 

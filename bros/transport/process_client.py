@@ -204,9 +204,7 @@ class SupervisedClient(MessageClient, ABC):
 
     def _take(self, frames: list[bytes]) -> None:
         message = self._decoder.decode(frames)
-        if isinstance(message, Ready):
-            self._came_up = True
-        elif isinstance(message, Failed):
+        if isinstance(message, Failed):
             self._last_words = self._last_words or message.message
         if isinstance(message, Ready | Alive):
             of_host = isinstance(message, Alive) and message.host

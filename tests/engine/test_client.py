@@ -23,6 +23,7 @@ from bros.engine.messages import (
     AskStats,
     AskTrace,
     Command,
+    Failed,
     Outputs,
     Promote,
     Ready,
@@ -210,6 +211,20 @@ async def test_a_listener_hears_of_every_engine_that_comes_up() -> None:
             client.on_reply(Told(notice))
         client.on_death("It was killed.")
     assert sent == [Watch()] * 2 and heard == notices * 2
+
+
+async def test_the_death_of_an_engine_that_was_up_may_be_reported_twice() -> None:
+    """By the engine's last message, and by the end of its process."""
+    client = _Engine([].append)
+    client.on_reply(Ready(INFO))
+    client.on_reply(Failed("Out of memory."))
+    client.on_death("Out of memory.")
+    waiting = asyncio.create_task(client.wait_ready())
+    await asyncio.sleep(0)
+    assert not waiting.done(), "the next life is waited for"
+    client.on_reply(Ready(INFO))
+    assert await waiting == INFO
+    await client.close()
 
 
 async def test_an_engine_that_is_up_is_asked_at_once(wire: Wire) -> None:

@@ -13,13 +13,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_TIER = "BROS_TEST_TIER"
-_SEED = "BROS_TEST_SEED"
+_TIER = "TEST_TIER"
+_SEED = "TEST_SEED"
 
 
 def choose_tier(long: bool) -> None:
     """Called once, by tests/conftest.py. The seed of a long run is new unless it is given in
-    BROS_TEST_SEED; workers of pytest-xdist get the one of their parent."""
+    TEST_SEED; workers of pytest-xdist get the one of their parent."""
     os.environ[_TIER] = "long" if long else "fast"
     if long:
         os.environ.setdefault(_SEED, str(random.SystemRandom().getrandbits(32)))
@@ -45,5 +45,5 @@ def seed(fixed: int) -> int:
 
 
 def run_seed() -> int:
-    """What `seed` derives its numbers from in the long tier; BROS_TEST_SEED repeats a run."""
+    """What `seed` derives its numbers from in the long tier; TEST_SEED repeats a run."""
     return int(os.environ.get(_SEED, "0"))
