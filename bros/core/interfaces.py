@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from bros.core.errors import EngineDeadError
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 
@@ -267,18 +268,28 @@ class LaunchingExecutor(Executor, Protocol):
         ...
 
 
-class RequestStream(Protocol):
-    """The outputs of one accepted request; iteration ends after the one that has a finish_reason.
+OutputSink = Callable[[RequestOutput | EngineDeadError], None]
+"""Takes the outputs of one request, one after the other: the last one has a finish_reason, or is
+the error that the engine died."""
 
-    Raises EngineDeadError from the iterator if the engine dies first.
-    """
+
+class RequestStream(Protocol):
+    """The outputs of one accepted request, for one taker: `connect` it, or iterate over it."""
 
     @property
     def service_class(self) -> ServiceClass:
         """What the engine accepted it as; BE for a real-time request that was relegated."""
         ...
 
-    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    def connect(self, sink: OutputSink) -> None:
+        """Have `sink` called with each output when it comes, in the event loop. What has come
+        before is handed over at once, merged into one output. The sink must not raise."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """Ends after the output that has a finish_reason. What comes while the reader is busy is
+        merged into one output. Raises EngineDeadError if the engine dies first."""
+        ...
 
 
 class EngineClient(Protocol):

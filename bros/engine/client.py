@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from bros.core.errors import EngineDeadError, InvalidRequestError
-from bros.core.interfaces import EngineInfo, EngineStats, Notice, RequestTrace
+from bros.core.interfaces import EngineInfo, EngineStats, Notice, OutputSink, RequestTrace
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.engine.messages import (
     Abort,
@@ -32,23 +33,63 @@ from bros.engine.messages import (
 
 
 class OutputStream:
-    """Outputs of one request, in order. One consumer; ends after a finish_reason."""
+    """The outputs of one request, for one taker: a sink that is called, or a reader that iterates.
+
+        put -> slot                 nobody takes yet, or the reader is busy: merged into one output
+        put -> sink                 since `connect`
+
+    A reader therefore gets at least one output and at most as many as were put, the same tokens in
+    the same order, and one finish_reason; or EngineDeadError after what came before it.
+    """
+
+    __slots__ = ("_death", "_reader", "_slot", "put", "service_class")
 
     def __init__(self, service_class: ServiceClass) -> None:
         self.service_class = service_class  # the engine's word replaces the caller's wish
-        self._queue: asyncio.Queue[RequestOutput | EngineDeadError] = asyncio.Queue()
+        self.put: OutputSink = self._keep
+        """Take in the next output, or that none follows. Call it in the event loop."""
+        self._slot: RequestOutput | None = None
+        self._death: EngineDeadError | None = None
+        self._reader: asyncio.Future[None] | None = None
 
-    def put(self, item: RequestOutput | EngineDeadError) -> None:
-        self._queue.put_nowait(item)
+    def connect(self, sink: OutputSink) -> None:
+        """Hand everything to `sink` from now on, what waits in the slot first."""
+        output, death = self._slot, self._death
+        self.put, self._slot, self._death = sink, None, None
+        if output is not None:
+            sink(output)
+        if death is not None:
+            sink(death)
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while True:
-            item = await self._queue.get()
-            if isinstance(item, EngineDeadError):
-                raise item
-            yield item
-            if item.finish_reason is not None:
+            while self._slot is None:
+                if self._death is not None:
+                    raise self._death
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+            output, self._slot = self._slot, None
+            yield output
+            if output.finish_reason is not None:
                 return
+
+    def _keep(self, item: RequestOutput | EngineDeadError) -> None:
+        if isinstance(item, EngineDeadError):
+            self._death = item
+        else:
+            self._slot = item if self._slot is None else merged(self._slot, item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
+    """Both as if one step had given them."""
+    return dataclasses.replace(
+        then,
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=first.logprobs + then.logprobs,
+        cached_tokens=max(first.cached_tokens, then.cached_tokens),
+    )
 
 
 class MessageClient:

@@ -26,7 +26,7 @@ from bros.core.request import IdGenerator
 from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
 from bros.server.operations.metrics import ServerMetrics
-from bros.text.generation import TextGenerator, numbered
+from bros.text.generation import TextGenerator, choice_ids
 from bros.text.tokenizer import Tokenizer
 
 # ---- Under which ids the engine knows the latest requests.
@@ -51,12 +51,7 @@ class RecentRequests:
 
     def parts(self, request_id: str) -> tuple[str, ...]:
         """What its choices are called in the engine, by index; the id itself if it is unknown."""
-        prompts, n = self._shapes.get(request_id, (1, 1))
-        return tuple(
-            choice_id
-            for prompt_id in numbered(request_id, prompts)
-            for choice_id in numbered(prompt_id, n)
-        )
+        return choice_ids(request_id, *self._shapes.get(request_id, (1, 1)))
 
 
 # ---- What the routes for files and batches work with; built by the composition root.

@@ -7,6 +7,8 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bros.core.clock import SystemClock
 from bros.core.errors import EngineDeadError, OverloadedError
@@ -17,7 +19,7 @@ from bros.core.request import (
     ServiceClass,
     Slo,
 )
-from bros.engine.client import MessageClient
+from bros.engine.client import MessageClient, OutputStream
 from bros.engine.messages import (
     Accepted,
     AskStats,
@@ -88,6 +90,76 @@ def trace_of(request_id: str) -> RequestTrace:
         request_id=request_id, service_class=ServiceClass.RT, requested_class=ServiceClass.RT,
         slo=Slo(), prompt_tokens=1, output_tokens=2, events=((0.0, "queued"),), waits={"rows": 0.5},
     )  # fmt: skip
+
+
+# ---- The slot of a stream
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    taken_after=st.sets(st.integers(0, 12)),
+    dies=st.booleans(),
+)
+def test_any_turns_of_putting_and_reading_give_the_same_tokens(
+    sizes: list[int], taken_after: set[int], dies: bool
+) -> None:
+    async def run() -> list[RequestOutput]:
+        stream, read = OutputStream(ServiceClass.RT), list[RequestOutput]()
+        reader = aiter(stream)
+        waits = False
+        for i, size in enumerate(sizes):
+            ends = i + 1 == len(sizes) and not dies
+            stream.put(
+                RequestOutput(
+                    request_id="r", token_ids=(i,) * size, cached_tokens=i,
+                    finish_reason=FinishReason.LENGTH if ends else None,
+                )
+            )  # fmt: skip
+            waits = True
+            if i in taken_after:
+                read.append(await anext(reader))
+                waits = False
+        if dies:
+            stream.put(EngineDeadError("It burnt."))
+            if waits:
+                read.append(await anext(reader))
+            with pytest.raises(EngineDeadError, match="burnt"):
+                await anext(reader)
+        else:
+            read += [output async for output in reader]
+        return read
+
+    outputs = asyncio.run(run())
+    assert len(outputs) <= len(sizes)
+    tokens = [token_id for output in outputs for token_id in output.token_ids]
+    assert tokens == [i for i, size in enumerate(sizes) for _ in range(size)]
+    assert [output.finish_reason for output in outputs] == [
+        *[None] * (len(outputs) - 1), None if dies else FinishReason.LENGTH
+    ]  # fmt: skip
+    assert outputs[-1].cached_tokens == len(sizes) - 1
+
+
+async def test_a_sink_gets_what_came_before_it_and_then_everything_at_once() -> None:
+    stream, taken = OutputStream(ServiceClass.RT), list[RequestOutput | EngineDeadError]()
+    for token_id in (1, 2, 3):
+        stream.put(RequestOutput(request_id="r", token_ids=(token_id,)))
+    stream.connect(taken.append)
+    last = RequestOutput(request_id="r", token_ids=(4,), finish_reason=FinishReason.STOP)
+    stream.put(last)
+    assert taken == [RequestOutput(request_id="r", token_ids=(1, 2, 3)), last]
+
+
+async def test_a_reader_that_waits_is_woken_by_what_comes() -> None:
+    stream = OutputStream(ServiceClass.RT)
+    reader = asyncio.ensure_future(anext(aiter(stream)))
+    await asyncio.sleep(0)
+    assert not reader.done()
+    output = RequestOutput(request_id="r", token_ids=(1,))
+    stream.put(output)
+    assert await reader == output
+
+
+# ---- Submissions, questions, death
 
 
 @pytest.mark.parametrize("served_as", ServiceClass)

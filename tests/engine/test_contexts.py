@@ -183,8 +183,8 @@ async def test_a_context_has_one_job_at_a_time() -> None:
 
 async def test_a_job_that_ended_unseen_leaves_nothing() -> None:
     async with open_desk() as desk:
-        outputs = desk.contexts.generate("c", None, [11], SamplingParams(max_tokens=20))
-        await anext(outputs)
+        outputs = desk.contexts.generate("c", None, [11], SamplingParams(max_tokens=200))
+        assert (await anext(outputs)).finish_reason is None
         while (await desk.client.stats()).kv_blocks_parked == 0:
             pass  # its last output has not been read yet
         await outputs.aclose()

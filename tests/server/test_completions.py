@@ -97,13 +97,24 @@ async def test_logprobs_of_zero_give_only_the_chosen_tokens(server: Server) -> N
     assert "".join(choice["logprobs"]["tokens"]) == "Hello world"
 
 
-async def test_one_refused_prompt_refuses_all_and_leaves_nothing_running(server: Server) -> None:
+async def test_one_prompt_that_is_too_long_refuses_all_before_any_is_submitted(
+    server: Server,
+) -> None:
     error = assert_envelope(await server.complete(prompt=["fine", "x" * 600]), 400)
     assert error["param"] == "prompt"
     assert "600 tokens" in error["message"]
-    accepted = [request.request_id for request in server.engine.submitted]
-    assert len(accepted) == 1
-    assert set(accepted) <= set(server.engine.aborted)
+    assert server.engine.submitted == []
+
+
+async def test_one_prompt_that_the_engine_refuses_refuses_all_and_leaves_nothing_running(
+    server: Server,
+) -> None:
+    server.engine.refuses = "-1"
+    response = await server.complete(prompt=["fine", "not fine", "fine as well"])
+    assert assert_envelope(response, 429)["code"] == "rate_limit_exceeded"
+    accepted = {request.request_id for request in server.engine.submitted}
+    assert len(accepted) == 2
+    assert accepted <= set(server.engine.aborted)
 
 
 async def test_empty_prompt_is_refused(server: Server) -> None:

@@ -22,6 +22,7 @@ from bros.semantic.service.live import SessionSettings
 from bros.semantic.service.service import SessionService
 from bros.simulator.virtual_loop import LoopClock
 from bros.text.generation import TextGenerator
+from support.played_stream import PlayedStream
 from support.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -44,15 +45,6 @@ def text_of(token_ids: Sequence[int]) -> str:
 def echo(prompt: str) -> str:
     """An answer that depends on all of the prompt."""
     return f"<{zlib.crc32(prompt.encode()):08x}>"
-
-
-class _Stream:
-    def __init__(self, service_class: ServiceClass, outputs: AsyncIterator[RequestOutput]) -> None:
-        self.service_class = service_class
-        self._outputs = outputs
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self._outputs
 
 
 class ProgramEngine:
@@ -79,6 +71,7 @@ class ProgramEngine:
         self.promoted: dict[str, Slo] = {}
         self.released: list[str] = []
         self.open: dict[str, asyncio.Future[None]] = {}
+        self._streams: dict[str, PlayedStream] = {}
         self.most_open = 0
         self.kept: set[str] = set()
         self.info = EngineInfo(
@@ -87,7 +80,7 @@ class ProgramEngine:
             num_kv_blocks=1000, policy="bros", eos_token_ids=(EOS,),
         )  # fmt: skip
 
-    async def submit(self, request: EngineRequest) -> _Stream:
+    async def submit(self, request: EngineRequest) -> PlayedStream:
         await asyncio.sleep(0)
         if not self.alive:
             raise EngineDeadError("The engine is dead.")
@@ -99,12 +92,15 @@ class ProgramEngine:
         self.open[request.request_id] = asyncio.get_running_loop().create_future()
         self.most_open = max(self.most_open, len(self.open))
         served = ServiceClass.BE if self.relegates else request.service_class
-        return _Stream(served, self._outputs(request, self.open[request.request_id]))
+        stream = PlayedStream(served, self._outputs(request, self.open[request.request_id]))
+        self._streams[request.request_id] = stream
+        return stream
 
     async def abort(self, request_id: str) -> None:
         if request_id in self.open:
             self.aborted.append(request_id)
             del self.open[request_id]
+            self._streams[request_id].stop()
 
     async def promote(self, request_id: str, slo: Slo) -> None:
         if request_id in self.open:

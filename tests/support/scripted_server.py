@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from bros.batch.store import Store
 from bros.core.clock import ManualClock
 from bros.core.config import ServerConfig
-from bros.core.errors import EngineDeadError
+from bros.core.errors import EngineDeadError, QueueFullError
 from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
 from bros.core.request import (
     EngineRequest,
@@ -37,6 +37,7 @@ from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState, load_tenants
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import ChatTemplates, Tokenizer
+from support.played_stream import PlayedStream
 
 EOS_TEXT = "<|im_end|>"
 CHATML = (
@@ -59,26 +60,15 @@ def make_tokenizer() -> Tokenizer:
     return Tokenizer(backend, special, ChatTemplates({"default": CHATML}, special, ManualClock()))
 
 
-class ScriptedStream:
-    """The outputs of one request."""
-
-    def __init__(self, service_class: ServiceClass, outputs: AsyncIterator[RequestOutput]) -> None:
-        self.service_class = service_class
-        self._outputs = outputs
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self._outputs
-
-
 class ScriptedEngine:
     """An EngineClient that answers with a text, token by token, and EOS.
 
-    Tests set: `text`; `refusal`, raised on submission; `hold_after`, tokens after which a request
-    waits for `go_on`; `die_after`, tokens after which the engine dies of `death`; `fail_after`,
-    after which requests whose id ends with `fails` end with an error, one that may be tried again
-    after `retry_after_s` if that is not None; `relegates`, the end of ids that are served as
-    best-effort; `step_s`, by which each token moves the clock; `cached_tokens`; `figures`, its
-    statistics; `traces` by request id; `alive`.
+    Tests set: `text`; `refusal`, raised on submission; `refuses`, the end of ids that find the
+    queue full; `hold_after`, tokens after which a request waits for `go_on`; `die_after`, tokens
+    after which the engine dies of `death`; `fail_after`, after which requests whose id ends with
+    `fails` end with an error, one that may be tried again after `retry_after_s` if that is not
+    None; `relegates`, the end of ids that are served as best-effort; `step_s`, by which each token
+    moves the clock; `cached_tokens`; `figures`, its statistics; `traces` by request id; `alive`.
     """
 
     def __init__(self, tokenizer: Tokenizer, clock: ManualClock) -> None:
@@ -87,6 +77,7 @@ class ScriptedEngine:
         self.step_s = 0.0
         self.text = "Hello world"
         self.refusal: Exception | None = None
+        self.refuses: str | None = None
         self.hold_after: int | None = None
         self.die_after: int | None = None
         self.death: Exception = EngineDeadError("The engine died.")
@@ -102,6 +93,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.promoted: list[tuple[str, Slo]] = []
         self.released: list[str] = []
+        self._streams: dict[str, PlayedStream] = {}
         self.holding = asyncio.Event()
         self.go_on = asyncio.Event()
         self.abort_seen = asyncio.Event()
@@ -128,20 +120,26 @@ class ScriptedEngine:
             max_queue=8,
         )
 
-    async def submit(self, request: EngineRequest) -> ScriptedStream:
+    async def submit(self, request: EngineRequest) -> PlayedStream:
         if not self.alive:
             raise EngineDeadError("The engine is not running.")
         self._limits.check(request)
         if self.refusal is not None:
             raise self.refusal
+        if self.refuses is not None and request.request_id.endswith(self.refuses):
+            raise QueueFullError(5, 1.0)
         self.submitted.append(request)
         relegated = self.relegates is not None and request.request_id.endswith(self.relegates)
         service_class = ServiceClass.BE if relegated else request.service_class
-        return ScriptedStream(service_class, self._run(request))
+        stream = PlayedStream(service_class, self._run(request))
+        self._streams[request.request_id] = stream
+        return stream
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         self.abort_seen.set()
+        if request_id in self._streams:
+            self._streams[request_id].stop()
 
     async def promote(self, request_id: str, slo: Slo) -> None:
         self.promoted.append((request_id, slo))

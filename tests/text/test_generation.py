@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,7 @@ from bros.core.request import (
     Slo,
     TokenLogprobs,
 )
+from bros.engine.client import OutputStream
 from bros.text.generation import (
     ChoiceResult,
     Generation,
@@ -43,17 +45,6 @@ from support.tiny_tokenizer import tiny_tokenizer
 TOKENIZER = tiny_tokenizer()
 EOS = 1
 PROMPT = [5, 6, 7]
-
-
-class ScriptedStream:
-    """The outputs of one request."""
-
-    def __init__(self, service_class: ServiceClass, outputs: AsyncIterator[RequestOutput]) -> None:
-        self.service_class = service_class
-        self._outputs = outputs
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self._outputs
 
 
 class ScriptedEngine:
@@ -71,12 +62,11 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.refusals: dict[str, Exception] = {}
         self.relegated: set[str] = set()
-        self.queues: dict[str, asyncio.Queue[RequestOutput | Exception | None]] = {}
+        self.streams: dict[str, OutputStream] = {}
         self.gate = asyncio.Event()
         self.gate.set()
-        self.closed_streams = 0
 
-    async def submit(self, request: EngineRequest) -> ScriptedStream:
+    async def submit(self, request: EngineRequest) -> OutputStream:
         self.submitted.append(request)
         try:
             await self.gate.wait()
@@ -85,19 +75,10 @@ class ScriptedEngine:
             raise
         if request.request_id in self.refusals:
             raise self.refusals[request.request_id]
-        self.queues[request.request_id] = asyncio.Queue()
         relegated = request.request_id in self.relegated
         service_class = ServiceClass.BE if relegated else request.service_class
-        return ScriptedStream(service_class, self._stream(request.request_id))
-
-    async def _stream(self, request_id: str) -> AsyncIterator[RequestOutput]:
-        try:
-            while (item := await self.queues[request_id].get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            self.closed_streams += 1
+        self.streams[request.request_id] = OutputStream(service_class)
+        return self.streams[request.request_id]
 
     async def abort(self, request_id: str) -> None:
         await self.gate.wait()
@@ -137,7 +118,7 @@ class ScriptedEngine:
             error=error,
             retry_after_s=retry_after_s,
         )
-        self.queues[to].put_nowait(output)
+        self.streams[to].put(output)
 
 
 def one_by_one(text: str) -> tuple[int, ...]:
@@ -441,7 +422,6 @@ async def test_stop_string_across_tokens_ends_the_choice_and_aborts_it() -> None
         await anext(generation)
     await settled()
     assert engine.aborted == ["r"]
-    assert engine.closed_streams == 1
 
 
 async def test_stop_string_inside_a_token() -> None:
@@ -492,6 +472,7 @@ async def test_one_choice_may_stop_while_others_go_on() -> None:
     assert (await anext(generation)).text == "cd"
     engine.say("e", FinishReason.LENGTH, to="r-1")
     assert (await anext(generation)).finish_reason is FinishReason.LENGTH
+    await settled()
     assert engine.aborted == ["r-0"]
 
 
@@ -548,7 +529,6 @@ async def test_closing_aborts_what_is_unfinished_and_nothing_else() -> None:
     await anext(generation)
     await generation.aclose()
     assert engine.aborted == ["r-0", "r-2"]
-    assert engine.closed_streams == 3
     with pytest.raises(StopAsyncIteration):
         await anext(generation)
     await generation.aclose()
@@ -623,12 +603,11 @@ async def test_engine_death_is_raised_once_after_what_came_before() -> None:
     engine = ScriptedEngine()
     generation = await start(engine, n=2)
     engine.say("a", to="r-0")
-    for queue in engine.queues.values():
-        queue.put_nowait(EngineDeadError("gone"))
+    for stream in engine.streams.values():
+        stream.put(EngineDeadError("gone"))
     assert (await anext(generation)).text == "a"
     with pytest.raises(EngineDeadError, match="gone"):
         await anext(generation)
-    assert engine.closed_streams == 2
     with pytest.raises(StopAsyncIteration):
         await anext(generation)
 
@@ -637,14 +616,116 @@ async def test_engine_death_after_the_end_does_not_matter() -> None:
     engine = ScriptedEngine()
     generation = await start(engine, stop=("b",))
     engine.say("ab")
-    engine.queues["r"].put_nowait(EngineDeadError("gone"))
+    engine.streams["r"].put(EngineDeadError("gone"))
     [result] = await collect(generation)
     assert result.text == "a"
 
 
-async def test_a_stream_that_just_ends_is_a_dead_engine() -> None:
+# ---- Slots: what comes while the reader is busy is merged
+
+
+@given(
+    puts=st.lists(
+        st.tuples(st.integers(0, 2), st.text(st.sampled_from("abé世"), max_size=3)), max_size=12
+    ),
+    taken_after=st.sets(st.integers(0, 14)),
+    stops=st.sampled_from(((), ("b",), ("é世",))),
+)
+def test_any_turns_of_putting_and_taking_give_the_same_answer(
+    puts: list[tuple[int, str]], taken_after: set[int], stops: tuple[str, ...]
+) -> None:
+    script = [*puts, (0, "a"), (1, "é"), (2, "b")]
+    last = {index: i for i, (index, _) in enumerate(script)}
+
+    async def run(taken_after: Collection[int]) -> tuple[list[TextDelta], int]:
+        engine, deltas = ScriptedEngine(), list[TextDelta]()
+        generation = await start(engine, n=3, stop=stops, logprobs=0)
+        for i, (index, text) in enumerate(script):
+            end = FinishReason.LENGTH if last[index] == i else None
+            engine.say(text, end, to=f"r-{index}", logprobs=True, cached=index)
+            if i in taken_after:
+                reading = asyncio.ensure_future(generation.ready())
+                await asyncio.sleep(0)
+                if reading.done():
+                    deltas += reading.result()
+                reading.cancel()  # it waits, as what came was after a stop string
+        while ready := await generation.ready():
+            deltas += ready
+        return deltas, generation.num_output_tokens
+
+    merged, num_merged = asyncio.run(run(taken_after))
+    single, num_single = asyncio.run(run(range(len(script))))
+    assert num_merged == num_single
+    for index in range(3):
+        ours = [delta for delta in merged if delta.index == index]
+        theirs = [delta for delta in single if delta.index == index]
+        assert len(ours) <= len(theirs)
+        for deltas in (ours, theirs):
+            ends = [delta.finish_reason is not None for delta in deltas]
+            assert ends == [*[False] * (len(deltas) - 1), True], "once, and last"
+        assert _joined(ours) == _joined(theirs)
+
+
+def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """As if all had been merged."""
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+    )
+
+
+async def test_a_reader_that_is_late_finds_one_delta_for_each_choice() -> None:
     engine = ScriptedEngine()
-    generation = await start(engine)
-    engine.queues["r"].put_nowait(None)
-    with pytest.raises(EngineDeadError, match="without a finish reason"):
-        await anext(generation)
+    generation = await start(engine, n=2)
+    for _ in range(500):
+        engine.say("a", to="r-1")
+        engine.say("b", to="r-0")
+    engine.say("!", FinishReason.LENGTH, to="r-0")
+    first, second = await generation.ready()
+    assert (first.index, first.text, first.finish_reason) == (1, "a" * 500, None)
+    assert (second.index, second.text) == (0, "b" * 500 + "!")
+    assert second.finish_reason is FinishReason.LENGTH
+    assert (second.num_output_tokens, len(second.token_ids)) == (501, 501)
+    await generation.aclose()
+    assert await generation.ready() == []
+
+
+async def test_a_stop_string_ends_the_request_though_no_one_reads() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("END",))
+    engine.say("one E")
+    engine.say("ND two")
+    engine.say(" three", FinishReason.LENGTH)
+    await settled()
+    assert engine.aborted == ["r"]
+    [delta] = await generation.ready()
+    assert (delta.text, delta.stop_reason, delta.num_output_tokens) == ("one ", "END", 7)
+
+
+async def test_an_output_that_cannot_become_text_fails_its_reader_only() -> None:
+    engine = ScriptedEngine()
+    broken, fine = await start(engine), await generator(engine).start(PROMPT, SamplingParams())
+    other_id = engine.submitted[1].request_id
+    engine.say([object()], to="r")  # type: ignore[list-item]
+    engine.say("a", FinishReason.LENGTH, to=other_id)
+    assert [delta.text async for delta in fine] == ["a"]
+    with pytest.raises(TypeError):
+        await anext(broken)
+    assert engine.aborted == ["r"]
+
+
+async def test_choices_of_several_prompts_are_numbered_through() -> None:
+    engine = ScriptedEngine()
+    generation = await generator(engine).start_all(
+        [PROMPT, [8]], SamplingParams(n=2, seed=5), request_id="r"
+    )
+    assert [r.request_id for r in engine.submitted] == ["r-0-0", "r-0-1", "r-1-0", "r-1-1"]
+    assert [r.sampling.seed for r in engine.submitted] == [5, 6, 5, 6]
+    assert [len(r.prompt_token_ids) for r in engine.submitted] == [3, 3, 1, 1]
+    assert generation.prompt_tokens == 4
+    for request, cached in zip(engine.submitted, (2, 3, 1, 1), strict=True):
+        engine.say("a", FinishReason.LENGTH, to=request.request_id, cached=cached)
+    assert [result.index for result in await collect(generation)] == [0, 1, 2, 3]
+    assert generation.cached_tokens == 3, "2 of the first prompt, 1 of the second"

@@ -19,7 +19,7 @@ from bros.server.openai.calls import Call, Tier, slo_of, tier_of, tier_used
 from bros.server.openai.stream import Answer, AnswerStream, ChunkFrame, Observer
 from bros.server.sessions.joining import JoinedObserver
 from bros.server.state import ServerState
-from bros.text.generation import numbered
+from bros.text.generation import choice_ids
 
 
 class Exchange:
@@ -76,23 +76,19 @@ class Exchange:
         state, call = self._state, self._call
         prompts = await call.prompts()
         hints = NO_HINTS if self._joined is None else self._joined.hints
-        starts = [
-            state.generator.start(
-                prompt,
-                call.sampling,
-                request_id=request_id,
-                service_class=self._tier.service_class,
-                slo=self._slo,
-                tenant=self._tenant,
-                cache_salt=call.body.cache_salt or "",
-                param=call.param,
-                arrival_s=self._arrival_s,
-                hints=hints,
-            )
-            for request_id, prompt in zip(numbered(self._id, len(prompts)), prompts, strict=True)
-        ]
-        observe = partial(self._observer, prompts)
-        self._answer = await Answer.start(starts, call.sampling.n, observe)
+        generation = await state.generator.start_all(
+            prompts,
+            call.sampling,
+            request_id=self._id,
+            service_class=self._tier.service_class,
+            slo=self._slo,
+            tenant=self._tenant,
+            cache_salt=call.body.cache_salt or "",
+            param=call.param,
+            arrival_s=self._arrival_s,
+            hints=hints,
+        )
+        self._answer = Answer(generation, partial(self._observer, prompts))
         state.recent.note(self._id, prompts=len(prompts), n=call.sampling.n)
 
     async def complete(self) -> str:
@@ -119,11 +115,7 @@ class Exchange:
         joined = self._joined
         if joined is None:
             return observer
-        engine_ids = [
-            choice_id
-            for prompt_id in numbered(self._id, len(prompts))
-            for choice_id in numbered(prompt_id, self._call.sampling.n)
-        ]
+        engine_ids = choice_ids(self._id, len(prompts), self._call.sampling.n)
         served_as = ServiceClass.BE if ServiceClass.BE in classes else ServiceClass.RT
         joined.accepted(served_as, engine_ids)
         prompt_tokens = sum(map(len, prompts))

@@ -1,16 +1,14 @@
-"""The generations of one HTTP request, seen as one."""
+"""The answer to one HTTP request: its deltas, and the events or the response made of them."""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
-import contextlib
-import dataclasses
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -60,40 +58,24 @@ class FinishedChoice:
 
 
 class Answer:
-    """Choice c of prompt p has index p * n + c. Use `deltas` or `collect` once; always close.
+    """Choice c of prompt p has index p * n + c. Use `deltas` or `collect`; always close.
 
     best_effort: whether any choice is served as that, asked for or relegated.
     """
 
-    def __init__(self, generations: Sequence[Generation], n: int, observe: Observe) -> None:
+    def __init__(self, generation: Generation, observe: Observe) -> None:
         """observe: given what each choice is served as, makes who is told about its deltas."""
-        self._generations = generations
-        self._n = n
-        classes = [cls for generation in generations for cls in generation.service_classes]
-        self.best_effort = ServiceClass.BE in classes
-        self._observer = observe(classes)
+        self._generation = generation
+        self.best_effort = ServiceClass.BE in generation.service_classes
+        self._observer = observe(generation.service_classes)
+        self._failure: BrosError | None = None
         self._closed = False
-
-    @classmethod
-    async def start(
-        cls,
-        starts: Sequence[Coroutine[Any, Any, Generation]],
-        n: int,
-        observe: Observe,
-    ) -> Self:
-        """Await the generations of all prompts; if one is refused, none is left running."""
-        tasks = [asyncio.ensure_future(start) for start in starts]
-        try:
-            return cls(await asyncio.gather(*tasks), n, observe)
-        except BaseException:
-            await asyncio.shield(asyncio.ensure_future(_close_all(tasks)))
-            raise
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        prompt = sum(generation.prompt_tokens for generation in self._generations)
-        completion = sum(generation.num_output_tokens for generation in self._generations)
-        cached = sum(generation.cached_tokens for generation in self._generations)
+        prompt = self._generation.prompt_tokens
+        completion = self._generation.num_output_tokens
+        cached = self._generation.cached_tokens
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -101,37 +83,41 @@ class Answer:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         )
 
-    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """What happens, as it happens.
+    async def deltas(self) -> Sequence[TextDelta]:
+        """What has come since the last call, one delta for each choice that was given anything.
+        Waits until there is any; empty after the end.
 
         Raises OverloadedError if a choice was given up for want of capacity,
         GenerationFailedError if it ends without a proper finish for any other reason, and
         EngineDeadError if the engine dies.
         """
+        if self._failure is not None:
+            raise self._failure
         try:
-            if len(self._generations) == 1:
-                async for delta in self._generations[0]:
-                    self._take(delta)
-                    yield delta
-                return
-            async with contextlib.aclosing(self._merged()) as merged:
-                async for delta in merged:
-                    self._take(delta)
-                    yield delta
+            found = await self._generation.ready()
         except EngineDeadError as error:
             self._observer.on_error(str(error))
             raise
+        for position, delta in enumerate(found):
+            self._observer.on_delta(delta)
+            if delta.finish_reason is not None and not delta.finish_reason.complete:
+                self._failure = _failure_of(delta)
+                if not position:
+                    raise self._failure
+                return found[:position]  # what came before it first
+        return found
 
     async def collect(self) -> list[FinishedChoice]:
         """Wait for everything; the choices in the order of their index. Raises as `deltas`."""
-        choices = [FinishedChoice(i) for i in range(len(self._generations) * self._n)]
-        async for delta in self.deltas():
-            choice = choices[delta.index]
-            choice.text += delta.text
-            choice.logprobs += visible_logprobs(delta)
-            if delta.finish_reason is not None:
-                choice.finish_reason = delta.finish_reason.value
-                choice.stop_reason = delta.stop_reason
+        choices = [FinishedChoice(i) for i in range(len(self._generation.service_classes))]
+        while deltas := await self.deltas():
+            for delta in deltas:
+                choice = choices[delta.index]
+                choice.text += delta.text
+                choice.logprobs += visible_logprobs(delta)
+                if delta.finish_reason is not None:
+                    choice.finish_reason = delta.finish_reason.value
+                    choice.stop_reason = delta.stop_reason
         return choices
 
     async def aclose(self) -> None:
@@ -140,44 +126,14 @@ class Answer:
             return
         self._closed = True
         self._observer.close()
-        closing = asyncio.gather(*(generation.aclose() for generation in self._generations))
-        await asyncio.shield(closing)
+        await self._generation.aclose()
 
-    def _take(self, delta: TextDelta) -> None:
-        self._observer.on_delta(delta)
-        if delta.finish_reason is None or delta.finish_reason.complete:
-            return
-        message = delta.error or "The engine ended the request before it was complete."
-        if delta.retry_after_s is not None:
-            raise OverloadedError(message, delta.retry_after_s)
-        raise GenerationFailedError(message)
 
-    async def _merged(self) -> AsyncGenerator[TextDelta, None]:
-        queue: asyncio.Queue[TextDelta | Exception | None] = asyncio.Queue()
-
-        async def pump(position: int, generation: Generation) -> None:
-            first = position * self._n
-            try:
-                async for delta in generation:
-                    queue.put_nowait(dataclasses.replace(delta, index=first + delta.index))
-                queue.put_nowait(None)
-            except Exception as error:
-                queue.put_nowait(error)  # raised to whoever iterates
-
-        tasks = [asyncio.create_task(pump(*item)) for item in enumerate(self._generations)]
-        open_generations = len(tasks)
-        try:
-            while open_generations:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    open_generations -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
+def _failure_of(delta: TextDelta) -> BrosError:
+    message = delta.error or "The engine ended the request before it was complete."
+    if delta.retry_after_s is not None:
+        return OverloadedError(message, delta.retry_after_s)
+    return GenerationFailedError(message)
 
 
 def visible_logprobs(delta: TextDelta) -> tuple[TokenLogprobs, ...]:
@@ -185,14 +141,6 @@ def visible_logprobs(delta: TextDelta) -> tuple[TokenLogprobs, ...]:
     if delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str):
         return delta.logprobs[:-1]
     return delta.logprobs
-
-
-async def _close_all(tasks: Sequence[asyncio.Future[Generation]]) -> None:
-    for task in tasks:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, Generation):
-            await result.aclose()
 
 
 # ---- Log-probabilities in the two forms OpenAI has for them.
@@ -483,11 +431,10 @@ class AnswerStream(EventStream):
 
     async def send_all(self, send: Send) -> None:
         write = self._writer.write
-        async with contextlib.aclosing(self._answer.deltas()) as deltas:
-            async for delta in deltas:
-                events = write(delta)
-                if events:
-                    await self.send_events(send, events)
+        while deltas := await self._answer.deltas():
+            events = b"".join([write(delta) for delta in deltas])
+            if events:
+                await self.send_events(send, events)
 
     def ending(self) -> bytes:
         return self._writer.end(self._answer.usage())
