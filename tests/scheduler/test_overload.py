@@ -207,3 +207,15 @@ def test_prompts_that_are_due_later_are_not_in_the_way() -> None:
     run.drain()
     trace = run.scheduler.trace("urgent", run.now)
     assert trace is not None and trace.late_tokens == 0
+
+
+def test_prompts_that_are_late_already_are_not_in_the_way() -> None:
+    """They wait behind whoever can still be on time, so a newcomer need not wait for them."""
+    run = loaded("reject")
+    run.now += 3.0
+    run.step()
+    assert run.waiting(RT) == 19
+    assert run.submit("on time", 300, slo=SLOW) is RT
+    run.drain()
+    trace = run.scheduler.trace("on time", run.now)
+    assert trace is not None and trace.late_tokens == 0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.config import KV_FIND, KV_LAYOUTS, POLICIES
-from bros.core.plan import SampledToken, StepResult
+from bros.core.plan import SEGMENT_WIDTH, SampledToken, StepResult
 from bros.core.request import ServiceClass, Slo
 from support.prefix_run import BE, RT, SIZE, Run
 
@@ -117,6 +117,21 @@ def test_what_a_request_that_failed_has_computed_is_not_found() -> None:
     assert output.error == "NaN"
     run.submit("again", 40)
     assert run.step()["again"].start == 0
+    run.drain()
+
+
+def test_blocks_of_a_request_that_failed_do_not_replace_those_of_others_in_its_step() -> None:
+    """Both compute the same short prompt in one step, and keep one copy if both succeed."""
+    run = Run()
+    for name in ("fails", "goes on"):
+        run.submit(name, 15)
+    plan = run.schedule()
+    result = run.model.execute(plan)
+    assert result is not None
+    broken = SampledToken(result.samples[0].request_id, -1, error="NaN")
+    run.finish(plan, StepResult(plan.step, (broken, *result.samples[1:])))
+    read = run.step()["goes on"].segments[::SEGMENT_WIDTH]
+    assert {*read} == {slot // SIZE for slot in plan.chunks[1].slots}
     run.drain()
 
 
