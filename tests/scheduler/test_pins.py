@@ -105,3 +105,14 @@ def test_what_is_released_again_and_again_leaves_nothing_behind() -> None:
         pins.pin(f"r{number}", keys_of("xyz"), until_s=1e6)
         pins.release(f"r{number}")
     assert len(pins._ends) < 100
+
+
+def test_who_pins_something_again_is_given_the_later_time() -> None:
+    cache = Cache()
+    pins = Pins(cache, max_blocks=8)
+    pins.pin("a", keys_of("xy"), until_s=1.0)
+    pins.pin("a", keys_of("xyz"), until_s=5.0)
+    pins.expire(1.0)
+    assert cache.pinned == {*keys_of("xyz")}
+    pins.expire(5.0)
+    assert not cache.pinned
