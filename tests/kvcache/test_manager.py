@@ -471,3 +471,37 @@ def test_what_does_not_fit_on_the_host_is_lost_from_its_end() -> None:
     assert (lost.tokens, lost.copied) == (24, 8)
     assert kv.take_cuts() == {"be": 24}
     assert kv.num_missing("be") == 8  # tokens 16 to 23, which are on the host
+
+
+def test_copies_that_stay_are_no_room_for_the_rest_of_the_same_request() -> None:
+    """Two host blocks hold its first eight tokens since it made way before: four more are lost."""
+    kv = KvCacheManager(4, 4, num_host_blocks=2)
+    kv.append("a", 8, Side.LEFT)
+    kv.append("b", 16, Side.LEFT, lambda: ["a"])
+    kv.take_copies()
+    kv.free("b")
+    kv.append("a", 4, Side.LEFT)
+    kv.take_copies()
+    assert kv.append("b", 16, Side.LEFT, lambda: ["a"]) is not None
+    assert kv.take_cuts() == {"a": 8}
+    assert (kv.num_tokens("a"), kv.num_missing("a")) == (8, 8)
+    kv.check_integrity()
+
+
+def test_who_makes_way_in_the_step_that_brought_it_back_keeps_its_copies() -> None:
+    """Its row was given back, another one took the memory, and only then were copies made."""
+    kv = KvCacheManager(3, 4, num_host_blocks=2)
+    kv.append("a", 8, Side.LEFT)
+    kv.append("b", 12, Side.LEFT, lambda: ["a"])
+    kv.take_copies()
+    kv.free("b")
+    kv.append("a", 1, Side.LEFT)
+    kv.truncate("a", 8)
+    kv.append("b", 12, Side.LEFT, lambda: ["a"])
+    kv.take_copies()
+    kv.check_integrity()
+    kv.free("b")
+    kv.append("c", 8, Side.LEFT)
+    assert kv.append("d", 12, Side.LEFT, lambda: ["c"]) is not None
+    assert kv.take_cuts() == {"c": 0}, "no room beside the copies of the first one"
+    assert kv.num_missing("a") == 8
