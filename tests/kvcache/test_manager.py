@@ -505,3 +505,16 @@ def test_who_makes_way_in_the_step_that_brought_it_back_keeps_its_copies() -> No
     assert kv.append("d", 12, Side.LEFT, lambda: ["c"]) is not None
     assert kv.take_cuts() == {"c": 0}, "no room beside the copies of the first one"
     assert kv.num_missing("a") == 8
+
+
+def test_who_leaves_before_its_copies_are_read_gives_host_blocks_back_once() -> None:
+    kv = KvCacheManager(3, 4, num_host_blocks=2)
+    kv.append("a", 8, Side.LEFT)
+    kv.append("b", 12, Side.LEFT, lambda: ["a"])
+    kv.take_copies()
+    kv.free("b")
+    kv.append("a", 1, Side.LEFT)
+    kv.free("a")
+    kv.take_copies()
+    kv.check_integrity()
+    assert kv.num_host_blocks_used == 0
