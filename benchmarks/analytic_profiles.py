@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from bros.scheduler.analytic import analytic_profiles
-from bros.scheduler.published import published_profiles
+from step_time_formulas import analytic_profiles, published_profiles
 
 
 def main() -> None:

@@ -33,9 +33,9 @@ from engine_speed import environment
 from rich.console import Console
 from rich.table import Table
 
-from bros.bench.local_server import local_server
 from bros.bench.results import BenchResult, Scenario
 from bros.bench.running import batch_job
+from bros.cli.bench import local_server
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.text.tokenizer import Tokenizer
 

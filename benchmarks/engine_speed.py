@@ -23,6 +23,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from transformers_reference import load_in_transformers
 
 from bros.bench.results import environment as bench_environment
 from bros.core.clock import SystemClock
@@ -33,7 +34,6 @@ from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.inputs import build_inputs
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
-from bros.executor.transformers_model import load_in_transformers
 
 PROMPT_TOKENS = 64
 DECODE_STEPS = 12

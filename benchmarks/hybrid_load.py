@@ -42,7 +42,7 @@ from bros.scheduler.cost_model import CostModel
 from bros.scheduler.profiles import profile_folders
 from bros.simulator.metrics import report_of
 from bros.simulator.simulation import Simulation, SimulationResult
-from bros.simulator.workload import Arrival, BeLoad, PoissonLoad, Size
+from bros.workload.arrivals import Arrival, BeLoad, PoissonLoad, Size
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
 IN_FLIGHT = 16

@@ -28,7 +28,7 @@ from bros.simulator.metrics import ClassReport, Report
 from bros.simulator.simulation import Scenario, device_of, read_profile
 from bros.simulator.sweep import Progress as Told
 from bros.simulator.sweep import run_sweep
-from bros.simulator.workload import BeLoad, PoissonLoad
+from bros.workload.arrivals import BeLoad, PoissonLoad
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -38,7 +38,7 @@ from paper_common import (
 )
 from paper_drawing import BE_RATE, LATENCY, TPOT, TTFT, model_grids, share
 
-from bros.simulator.workload import RT_SIZES, BeLoad
+from bros.workload.arrivals import RT_SIZES, BeLoad
 
 RATE_STEP, HIGHEST_RATE = 0.5, 15.0
 TTFT_ASKED = 0.99

@@ -20,6 +20,7 @@ from typing import Any
 from engine_speed import environment
 from rich.console import Console
 
+from bros.cli.simulate_tables import progress_bar
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.request import ServiceClass
@@ -39,8 +40,7 @@ from bros.simulator.prefix_workloads import (
 )
 from bros.simulator.simulation import device_of
 from bros.simulator.sweep import run_all
-from bros.simulator.tables import progress_bar
-from bros.simulator.workload import generator
+from bros.workload.arrivals import generator
 
 ROOT = Path(__file__).resolve().parents[1]
 A6000, H100 = "1x-a6000/mistral-7b-fp16", "4x-h100/llama-3-70b-fp16"

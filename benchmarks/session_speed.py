@@ -51,7 +51,7 @@ from session_programs import (
     question,
 )
 
-from bros.bench.local_server import local_server
+from bros.cli.bench import local_server
 from bros.core.clock import SystemClock
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.text.tokenizer import Tokenizer

@@ -98,7 +98,7 @@ def test_programs_can_be_written_without_any_library() -> None:
 
 @pytest.mark.slow
 def test_commands_that_measure_run(model: Path, tmp_path: Path) -> None:
-    code = "from bros.cli import main; sys.exit(main(sys.argv[1:], {}))"
+    code = "from bros.cli.main import main; sys.exit(main(sys.argv[1:], {}))"
     arguments = ["profile", str(model), "--out", str(tmp_path), "--repeats", "1", "--threads", "1"]
     small = ["--kv-blocks", "40", "--max-num-seqs", "4", "--max-model-len", "128"]
     lines = output_of(run_without(f"{SERVER} {OTHERS} {CLIENTS}", code, *arguments, *small))
@@ -108,7 +108,7 @@ def test_commands_that_measure_run(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_doctor_looks_and_tests_in_plain_text() -> None:
-    code = "from bros.cli import main; sys.exit(main(['doctor', '--device', 'cpu'], {}))"
+    code = "from bros.cli.main import main; sys.exit(main(['doctor', '--device', 'cpu'], {}))"
     lines = output_of(run_without(f"{SERVER} {OTHERS} {CLIENTS}", code))
     assert lines[-1] == "Everything that is in use works."
     assert any(line.startswith("reference") for line in lines)

@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bros.bench.local_server import local_server
 from bros.bench.results import environment
-from bros.bench.workloads.recorded import BLOCK_TOKENS
+from bros.bench.workloads.catalogue import BLOCK_TOKENS
+from bros.cli.bench import local_server
 from bros.core.clock import SystemClock
 from bros.scheduler.profiles import available_cores
-from bros.simulator.workload import PoissonLoad
+from bros.workload.arrivals import PoissonLoad
 
 ASKED = 0.05
 TAIL_S = 15.0

@@ -9,8 +9,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from transformers_reference import load_in_transformers
+
 from bros.executor.model_store import default_cache_dir, resolve_model
-from bros.executor.transformers_model import load_in_transformers
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

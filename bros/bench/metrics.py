@@ -27,18 +27,11 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from bros.bench.client import Outcome, Record
 from bros.core.request import ServiceClass, Slo
-from bros.simulator.metrics import Share
+from bros.workload.attainment import Attainment, Summary, within
 
 # ---- One request: how long it took, and whether it met its objectives.
-
-
-_TOLERANCE_S = 1e-9
-"""Rounding of differences between times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +156,7 @@ def pieces_on_time(
     if limit_s is None or not times:
         return met, decided
     gaps = gaps_s(record)
-    met += sum(gap <= limit_s + _TOLERANCE_S for gap in gaps)
+    met += sum(within(gap, limit_s) for gap in gaps)
     lost = record.outcome not in (Outcome.COMPLETED, Outcome.OPEN)
     overdue = record.outcome is Outcome.OPEN and not _within(until_s - times[-1], limit_s)
     return met, decided + len(gaps) + int(lost or overdue)
@@ -177,35 +170,11 @@ def e2e_s(record: Record) -> float:
 
 
 def _within(seconds: float, limit_s: float | None) -> bool | None:
-    return None if limit_s is None else seconds <= limit_s + _TOLERANCE_S
+    return None if limit_s is None else within(seconds, limit_s)
 
 
 def _missed(limit_s: float | None) -> bool | None:
     return None if limit_s is None else False
-
-
-# ---- Many durations in a few figures.
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Mean, standard deviation (of the population) and percentiles in seconds; None of nothing."""
-
-    count: int
-    mean: float | None = None
-    std: float | None = None
-    p50: float | None = None
-    p90: float | None = None
-    p95: float | None = None
-    p99: float | None = None
-
-    @classmethod
-    def of(cls, values: ArrayLike) -> Summary:
-        found = np.asarray(values, dtype=np.float64)
-        if not found.size:
-            return cls(0)
-        percentiles = np.percentile(found, (50, 90, 95, 99)).tolist()
-        return cls(found.size, float(found.mean()), float(found.std()), *percentiles)
 
 
 # ---- The names under which `vllm bench serve` saves its figures, and its definitions of them.
@@ -340,10 +309,10 @@ class ClassMetrics:
     itl_s: Summary
     normalized_latency_s: Summary
     e2e_s: Summary
-    ttft_met: Share
-    tpot_met: Share
-    both_met: Share
-    tokens_on_time: Share
+    ttft_met: Attainment
+    tpot_met: Attainment
+    both_met: Attainment
+    tokens_on_time: Attainment
     goodput_per_s: float | None
     requests_per_s: float
     prompt_tokens_per_s: float
@@ -472,10 +441,10 @@ def _class_metrics(everything: Sequence[Record], slo: Slo | None, window: Window
         itl_s=Summary.of([gap for record in records for gap in gaps_s(record)]),
         normalized_latency_s=Summary.of([e2e / tokens for e2e, tokens in latencies if tokens]),
         e2e_s=Summary.of([e2e for e2e, _ in latencies]),
-        ttft_met=Share.of([j.ttft_met for j in judged]),
-        tpot_met=Share.of([j.tpot_met for j in judged]),
-        both_met=Share.of([j.both_met for j in judged]),
-        tokens_on_time=Share(sum(met for met, _ in on_time), sum(n for _, n in on_time)),
+        ttft_met=Attainment.of([j.ttft_met for j in judged]),
+        tpot_met=Attainment.of([j.tpot_met for j in judged]),
+        both_met=Attainment.of([j.both_met for j in judged]),
+        tokens_on_time=Attainment(sum(met for met, _ in on_time), sum(n for _, n in on_time)),
         **rates,
         prompt_tokens=sum(map(prompt_tokens, completed)),
         output_tokens=sum(map(output_tokens, completed)),
@@ -555,7 +524,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def likely(share: Share) -> Interval | None:
+def likely(share: Attainment) -> Interval | None:
     """Wilson's 95 % interval; None if nothing was decided.
 
     It holds every share p of which `share` is not further away than chance takes it in 95 % of

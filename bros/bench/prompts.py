@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from bros.bench.plan import Piece
 from bros.core.errors import ConfigError
-from bros.simulator.workload import generator
 from bros.text.tokenizer import Tokenizer
+from bros.workload.arrivals import generator
 
 _MOST_WORDS = 4096
 _FEWEST_WORDS = 8

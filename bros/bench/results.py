@@ -39,7 +39,7 @@ from bros.core.clock import Clock
 from bros.core.errors import BrosError
 from bros.core.request import ServiceClass, Slo
 from bros.scheduler.profiles import available_cores, cpu_name
-from bros.simulator.metrics import Share
+from bros.workload.attainment import Attainment
 
 SCHEMA_VERSION = 2
 _VLLM = "vllm"
@@ -159,7 +159,7 @@ class Tried:
     """both_met: real-time requests within both objectives."""
 
     rate: float
-    both_met: Share
+    both_met: Attainment
 
     def keeps(self, asked: float) -> bool:
         """Whether so many were within them; not if nothing was decided."""

@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bros.cli.simulate_flags import REPLICA_ROWS, REPLICA_STEP_TOKENS
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError, OverloadedError, QueueFullError
@@ -36,11 +37,10 @@ from bros.engine.engine import Engine
 from bros.router.fleet import Fleet, make_fleet
 from bros.router.state import ReplicaFacts, RouterSettings
 from bros.scheduler.build import build_scheduler
-from bros.simulator.flags import REPLICA_ROWS, REPLICA_STEP_TOKENS
-from bros.simulator.metrics import Share, Summary
 from bros.simulator.prefix_workloads import VOCAB, PrefixLoad, PrefixRequest, prompt_of
 from bros.simulator.simulation import BLOCK_SIZE, TOKEN, Device, SimExecutor, engine_info, slo_of
-from bros.simulator.workload import generator
+from bros.workload.arrivals import generator
+from bros.workload.attainment import Attainment, Summary
 
 _PROGRESS_REQUESTS = 200
 NO_SLO = Slo()
@@ -326,7 +326,7 @@ class FleetClassReport:
     latency_s: Summary
     ttft_s: Summary
     tpot_s: Summary
-    both_met: Share | None = None
+    both_met: Attainment | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,7 +394,7 @@ def _class_report(records: Sequence[FleetRecord], slo: Slo | None) -> FleetClass
         latency_s=Summary.of([_latency_s(record) for record in done]),
         ttft_s=Summary.of([_ttft_s(record) for record in done]),
         tpot_s=Summary.of([s for s in map(_tpot_s, done) if s is not None]),
-        both_met=None if slo is None else Share.of([_met(record, slo) for record in records]),
+        both_met=None if slo is None else Attainment.of([_met(record, slo) for record in records]),
     )
 
 

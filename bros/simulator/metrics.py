@@ -19,52 +19,12 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bros.core.interfaces import ClassStats
 from bros.core.request import ServiceClass, Slo
 from bros.simulator.simulation import RequestRecord, SimulationResult
-
-_TOLERANCE_S = 1e-9
-"""Rounding of virtual time; a step planned to end at the deadline is in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Mean and percentiles (nearest rank) in seconds; all None of nothing."""
-
-    count: int
-    mean: float | None = None
-    p50: float | None = None
-    p90: float | None = None
-    p95: float | None = None
-    p99: float | None = None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Summary:
-        if not values:
-            return cls(0)
-        ordered = sorted(values)
-        ranks = (ordered[math.ceil(p * len(ordered) / 100) - 1] for p in (50, 90, 95, 99))
-        return cls(len(ordered), math.fsum(ordered) / len(ordered), *ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """`met` of `decided`; value is None if nothing was decided."""
-
-    met: int
-    decided: int
-
-    @property
-    def value(self) -> float | None:
-        return self.met / self.decided if self.decided else None
-
-    @classmethod
-    def of(cls, verdicts: Sequence[bool | None]) -> Share:
-        decided = [verdict for verdict in verdicts if verdict is not None]
-        return cls(sum(decided), len(decided))
+from bros.workload.attainment import Attainment, Summary, within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +49,10 @@ class ClassReport:
     normalized_latency_s: float | None
     ttft_s: Summary
     tpot_s: Summary
-    ttft_met: Share
-    tpot_met: Share
-    both_met: Share
-    tokens_on_time: Share
+    ttft_met: Attainment
+    tpot_met: Attainment
+    both_met: Attainment
+    tokens_on_time: Attainment
     requests_per_s: float
     tokens_per_s: float
     output_tokens_per_s: float
@@ -190,10 +150,10 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
         normalized_latency_s=math.fsum(latencies) / len(latencies) if latencies else None,
         ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
         tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
-        ttft_met=Share.of([j.ttft_met for j in judged if held]),
-        tpot_met=Share.of([j.tpot_met for j in judged if held]),
-        both_met=Share.of([j.both_met for j in judged if held]),
-        tokens_on_time=Share(
+        ttft_met=Attainment.of([j.ttft_met for j in judged if held]),
+        tpot_met=Attainment.of([j.tpot_met for j in judged if held]),
+        both_met=Attainment.of([j.both_met for j in judged if held]),
+        tokens_on_time=Attainment(
             sum(j.tokens_met for j in judged), sum(j.tokens_decided for j in judged)
         ),
         requests_per_s=done / seconds,
@@ -230,11 +190,11 @@ def _first_token(
     """Time to the first token and whether that was in time."""
     if record.token_times_s:
         seconds = record.token_times_s[0] - record.arrival_s
-        return seconds, limit_s is not None and _within(seconds, limit_s)
+        return seconds, limit_s is not None and within(seconds, limit_s)
     if _lost(record):
         return None, False
     waited = end_s - record.arrival_s
-    if limit_s is not None and not _within(waited, limit_s):
+    if limit_s is not None and not within(waited, limit_s):
         return waited, False
     return None, None
 
@@ -248,12 +208,12 @@ def _later_tokens(
         if len(times) < 2:
             return None, None
         mean = (times[-1] - times[0]) / (len(times) - 1)
-        return mean, limit_s is not None and _within(mean, limit_s)
+        return mean, limit_s is not None and within(mean, limit_s)
     if _lost(record):
         return None, False
     if times and limit_s is not None:
         at_best = (end_s - times[0]) / len(times)  # if the next token came right now
-        if not _within(at_best, limit_s):
+        if not within(at_best, limit_s):
             return at_best, False
     return None, None
 
@@ -265,16 +225,12 @@ def _tokens_on_time(
     times = record.token_times_s
     met, decided = int(ttft_met is True), int(ttft_met is not None)
     gaps = map(operator.sub, times[1:], times)
-    met += sum(gap <= limit_s + _TOLERANCE_S for gap in gaps)
+    met += sum(within(gap, limit_s) for gap in gaps)
     decided += max(0, len(times) - 1)
-    overdue = times and not record.finished and not _within(end_s - times[-1], limit_s)
+    overdue = times and not record.finished and not within(end_s - times[-1], limit_s)
     return met, decided + bool(overdue)
 
 
 def _lost(record: RequestRecord) -> bool:
     """It was refused or given up, and will never be finished."""
     return record.refused or (record.finish is not None and not record.finished)
-
-
-def _within(seconds: float, limit_s: float) -> bool:
-    return seconds <= limit_s + _TOLERANCE_S

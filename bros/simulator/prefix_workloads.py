@@ -29,10 +29,9 @@ import numpy as np
 
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
-from bros.simulator.lengths import ClippedLogNormal, Lengths
 from bros.simulator.simulation import TOKEN
-from bros.simulator.traces import read_azure_trace
-from bros.simulator.workload import generator
+from bros.workload.arrivals import generator, read_azure_trace
+from bros.workload.lengths import ClippedLogNormal, Lengths
 
 # ---- Requests whose prompts have beginnings in common: recipes now, tokens when they are needed.
 #

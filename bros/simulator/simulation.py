@@ -39,7 +39,7 @@ from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.scheduler.profiles import Profile, load_profile
 from bros.scheduler.scheduler import Scheduler
-from bros.simulator.workload import Arrival, BeLoad, RtLoad, Size, generator
+from bros.workload.arrivals import Arrival, BeLoad, RtLoad, Size, generator
 
 # ---- An executor that computes nothing: it moves a virtual clock by what a step would take.
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bros.bench.planning import Case, Range, cases_of_policy, cases_of_target, find_capacity
 from bros.bench.results import Scenario
-from bros.simulator.metrics import Share
+from bros.workload.attainment import Attainment
 
 S0, S1, S2, S3 = Scenario
 ALL = frozenset(Scenario)
@@ -55,11 +55,11 @@ async def test_the_highest_good_rate_is_found_in_few_runs(
     assert rates.count == count
     limit = rates.rate(min(good, count) - 1) if good else -1.0
 
-    async def attempt(rate: float) -> Share:
+    async def attempt(rate: float) -> Attainment:
         met = math.ceil(asked * 1000)
         if rate <= limit:
-            return Share(met, 1000)
-        return Share(0, 0) if rate > limit + 5 else Share(met - 1, 1000)
+            return Attainment(met, 1000)
+        return Attainment(0, 0) if rate > limit + 5 else Attainment(met - 1, 1000)
 
     found = await find_capacity(attempt, rates, asked)
     assert found.rate == (limit if good else None)

@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bros.bench.client import Outcome, Record
-from bros.bench.metrics import Summary, Window, be_efficiency, judge, measure, rt_tax
+from bros.bench.metrics import Window, be_efficiency, judge, measure, rt_tax
 from bros.core.request import ServiceClass, Slo
-from bros.simulator.metrics import Share
+from bros.workload.attainment import Attainment, Summary
 from support.bench_records import BE, RT, SLO, make_record
 
 WINDOW = Window(10.0, 50.0, 60.0)
@@ -158,7 +158,7 @@ def check_summary(summary: Summary, values: Sequence[float | None]) -> None:
     assert shown == pytest.approx(expected, abs=1e-9)
 
 
-def check_share(share: Share, verdicts: Sequence[bool | None]) -> None:
+def check_share(share: Attainment, verdicts: Sequence[bool | None]) -> None:
     decided = [verdict for verdict in verdicts if verdict is not None]
     assert (share.met, share.decided) == (decided.count(True), len(decided))
 
@@ -258,8 +258,12 @@ def test_open_request_is_decided_once_it_is_overdue() -> None:
 def test_lost_request_is_missed_even_if_its_tokens_were_in_time(outcome: Outcome) -> None:
     part = measure([make_record(due_s=20.0, gaps_s=[0.1] * 4, outcome=outcome)], SLO, WINDOW)
     rt = part.by_class[RT]
-    assert (rt.ttft_met, rt.tpot_met, rt.both_met) == (Share(1, 1), Share(0, 1), Share(0, 1))
-    assert rt.tokens_on_time == Share(4, 5)
+    assert (rt.ttft_met, rt.tpot_met, rt.both_met) == (
+        Attainment(1, 1),
+        Attainment(0, 1),
+        Attainment(0, 1),
+    )
+    assert rt.tokens_on_time == Attainment(4, 5)
     assert rt.ttft_s.count == 1
 
 
@@ -275,7 +279,7 @@ def test_answer_after_the_window_counts_for_latency_and_not_for_rates() -> None:
 def test_request_that_came_before_the_window_counts_for_rates_only() -> None:
     record = make_record(due_s=9.0, gaps_s=[0.2, 0.1, 2.0])
     rt = measure([record], SLO, WINDOW).by_class[RT]
-    assert (rt.requests, rt.outside, rt.ttft_s, rt.both_met) == (0, 1, Summary(0), Share(0, 0))
+    assert (rt.requests, rt.outside, rt.ttft_s, rt.both_met) == (0, 1, Summary(0), Attainment(0, 0))
     assert rt.requests_per_s == pytest.approx(1 / 40)
     assert rt.output_tokens_per_s == pytest.approx(1 / 40)
     assert rt.prompt_tokens_per_s == 0.0
@@ -293,7 +297,7 @@ def test_answer_without_pieces_counts_when_it_ends() -> None:
 def test_one_token_has_a_first_token_time_only() -> None:
     rt = measure([make_record(due_s=20.0, gaps_s=[0.1])], SLO, WINDOW).by_class[RT]
     assert (rt.ttft_s.count, rt.tpot_s, rt.itl_s) == (1, Summary(0), Summary(0))
-    assert (rt.tpot_met, rt.both_met) == (Share(0, 0), Share(1, 1))
+    assert (rt.tpot_met, rt.both_met) == (Attainment(0, 0), Attainment(1, 1))
 
 
 def test_nothing_is_none_and_not_nan() -> None:
@@ -312,13 +316,17 @@ def test_nothing_is_none_and_not_nan() -> None:
 def test_objectives_of_a_request_go_before_those_of_the_run() -> None:
     own = make_record(due_s=20.0, gaps_s=[0.5], own=Slo(ttft_s=0.6))
     rt = measure([own, make_record(due_s=20.0, gaps_s=[0.5])], SLO, WINDOW).by_class[RT]
-    assert rt.ttft_met == Share(1, 2)
+    assert rt.ttft_met == Attainment(1, 2)
 
 
 def test_best_effort_work_is_held_to_nothing() -> None:
     slow = make_record(BE, due_s=20.0, gaps_s=[9.0, 9.0], own=Slo(ttft_s=0.1))
     be = measure([slow], SLO, WINDOW).by_class[BE]
-    assert (be.both_met, be.tokens_on_time, be.goodput_per_s) == (Share(0, 0), Share(0, 0), None)
+    assert (be.both_met, be.tokens_on_time, be.goodput_per_s) == (
+        Attainment(0, 0),
+        Attainment(0, 0),
+        None,
+    )
 
 
 def test_requests_served_in_another_class_are_counted() -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bros.bench.planning import Case, Wanted, has_own_times, make_plan, text_seed
+from bros.bench.planning import Case, Overlong, Wanted, has_own_times, make_plan, text_seed
 from bros.bench.results import Scenario
-from bros.bench.workloads.fitting import Overlong
 from bros.core.request import ServiceClass, Slo
 from support.tiny_tokenizer import tiny_tokenizer
 

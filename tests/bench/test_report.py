@@ -18,8 +18,13 @@ from rich.console import Console
 
 from bros.bench.client import Outcome, Record
 from bros.bench.metrics import NAMES, Window, likely
-from bros.bench.report.files import requests_file_name, write_report, write_requests, write_summary
-from bros.bench.report.html import page
+from bros.bench.report.files import (
+    page,
+    requests_file_name,
+    write_report,
+    write_requests,
+    write_summary,
+)
 from bros.bench.report.plots import DARK, LIGHT, figures
 from bros.bench.report.terminal import LiveView, print_report
 from bros.bench.report.words import verdict, warnings
@@ -33,7 +38,7 @@ from bros.bench.results import (
     Tried,
 )
 from bros.core.request import Slo
-from bros.simulator.metrics import Share
+from bros.workload.attainment import Attainment
 from support.bench_records import (
     BE,
     COMMAND,
@@ -359,7 +364,10 @@ def test_one_missed_request_is_never_rounded_away() -> None:
 
 
 def test_capacity_is_said_in_words() -> None:
-    tried = (Tried(rate=0.1, both_met=Share(80, 100)), Tried(rate=0.2, both_met=Share(0, 0)))
+    tried = (
+        Tried(rate=0.1, both_met=Attainment(80, 100)),
+        Tried(rate=0.2, both_met=Attainment(0, 0)),
+    )
     none = CapacityResult(
         command=COMMAND, target="bros", policy="rr", asked=0.99, rate=None, tried=tried
     )

@@ -19,12 +19,12 @@ from bros.bench.results import (
     Tried,
 )
 from bros.core.request import Slo
-from bros.simulator.metrics import Share
+from bros.workload.attainment import Attainment
 from support.bench_records import typical_bench
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(max_size=8)
-SHARES = st.integers(0, 9).flatmap(lambda n: st.builds(Share, st.integers(0, n), st.just(n)))
+SHARES = st.integers(0, 9).flatmap(lambda n: st.builds(Attainment, st.integers(0, n), st.just(n)))
 COMMANDS = st.builds(
     Command,
     environment=st.builds(Environment, packages=st.dictionaries(TEXT, TEXT, max_size=3)),

@@ -8,10 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.workloads.contents import chats
-from bros.bench.workloads.loops import Arrivals, OpenLoop, RandomArrivals, RecordedArrivals
+from bros.bench.workloads.contents import (
+    Arrivals,
+    OpenLoop,
+    RandomArrivals,
+    RecordedArrivals,
+    chats,
+)
 from bros.core.errors import ConfigError
-from bros.simulator.workload import PoissonLoad
+from bros.workload.arrivals import PoissonLoad
 
 arrivals = st.one_of(
     st.builds(RandomArrivals, st.floats(0, 50), st.sampled_from([1.0, 0.2, 0.7, 5.0])),

@@ -11,10 +11,17 @@ import pytest
 
 from bros.bench.plan import digest
 from bros.bench.workloads.catalogue import find
-from bros.bench.workloads.contents import CHATS, NAMES, SHARED_PREFIX, TABLE_1
-from bros.bench.workloads.loops import ClosedLoop, OpenLoop, RandomArrivals
+from bros.bench.workloads.contents import (
+    CHATS,
+    NAMES,
+    SHARED_PREFIX,
+    TABLE_1,
+    ClosedLoop,
+    OpenLoop,
+    RandomArrivals,
+)
 from bros.core.errors import ConfigError
-from bros.simulator.workload import RT_SIZES
+from bros.workload.arrivals import RT_SIZES
 from support.bench_tokenizers import joining
 
 GENERATED = [name for name in NAMES if ":" not in name]
@@ -60,9 +67,9 @@ def test_plans_are_the_same_on_every_machine(name: str) -> None:
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     script = (
         "from bros.bench.plan import digest\n"
-        "from bros.bench.workloads.loops import RandomArrivals\n"
+        "from bros.bench.workloads.contents import RandomArrivals\n"
         "from bros.bench.workloads.catalogue import find\n"
-        "from bros.bench.workloads.loops import OpenLoop\n"
+        "from bros.bench.workloads.contents import OpenLoop\n"
         f"for name in {GENERATED}:\n"
         "    content = find(name, seed=3, requests=99).content\n"
         "    print(digest(OpenLoop(content, RandomArrivals(5.0)).sessions(20.0, 3), []))\n"

@@ -12,31 +12,29 @@ from hypothesis import strategies as st
 
 from bros.bench.plan import Piece
 from bros.bench.workloads.contents import (
+    BE_TERMS,
+    RT_TERMS,
     TABLE_1,
     Chats,
+    ClosedLoop,
     Content,
     Conversation,
     Draft,
+    OpenLoop,
+    RandomArrivals,
     Recorded,
+    RecordedArrivals,
     SharedPrefix,
+    Terms,
     chats,
     cut,
     documents,
     preble,
     texts_of,
 )
-from bros.bench.workloads.loops import (
-    BE_TERMS,
-    RT_TERMS,
-    ClosedLoop,
-    OpenLoop,
-    RandomArrivals,
-    RecordedArrivals,
-    Terms,
-)
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass, Slo
-from bros.simulator.lengths import Uniform
+from bros.workload.lengths import Uniform
 
 
 def first(content: Content, count: int, seed: int = 1) -> list[Conversation]:

@@ -10,19 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.bench.plan import Piece, Planned, Session, Turn
-from bros.bench.workloads.contents import Chats, documents, preble
-from bros.bench.workloads.fitting import (
-    FitCounts,
-    FittedBacklog,
-    Fitter,
-    Overlong,
-    factor_for,
-    fit,
+from bros.bench.planning import FitCounts, FittedBacklog, Fitter, Overlong, factor_for, fit
+from bros.bench.workloads.contents import (
+    Chats,
+    ClosedLoop,
+    OpenLoop,
+    RandomArrivals,
+    documents,
+    preble,
 )
-from bros.bench.workloads.loops import ClosedLoop, OpenLoop, RandomArrivals
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
-from bros.simulator.lengths import Uniform
+from bros.workload.lengths import Uniform
 
 
 def request(pieces: list[int], output: int, name: str = "r") -> Planned:

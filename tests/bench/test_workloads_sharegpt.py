@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bros.bench.plan import digest
-from bros.bench.workloads.loops import OpenLoop, RandomArrivals
-from bros.bench.workloads.recorded import Limits, ShareGpt, read_sharegpt
+from bros.bench.workloads.catalogue import Limits, ShareGpt, read_sharegpt
+from bros.bench.workloads.contents import OpenLoop, RandomArrivals
 from bros.core.errors import ConfigError
 
 

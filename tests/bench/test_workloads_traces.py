@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.bench.plan import Piece
-from bros.bench.workloads.loops import OpenLoop
-from bros.bench.workloads.recorded import (
+from bros.bench.workloads.catalogue import (
     BLOCK_TOKENS,
     Trace,
     read_azure,
     read_burstgpt,
     read_mooncake,
 )
+from bros.bench.workloads.contents import OpenLoop
 from bros.core.errors import ConfigError
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

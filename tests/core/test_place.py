@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.cli import main
+from bros.cli.main import main
 from bros.core.config import Config
 from bros.core.errors import ConfigError
 from bros.core.place import Place, torchrun_place, with_ranks

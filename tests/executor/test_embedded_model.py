@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from transformers import AutoTokenizer
+from transformers_reference import load_in_transformers
 
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
@@ -14,7 +15,6 @@ from bros.core.plan import StepPlan
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.executor.runner import ModelRunner
-from bros.executor.transformers_model import load_in_transformers
 from support.checkpoints import ScatteredRequest, all_logits
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bros.cli import main
+from bros.cli.main import main
 from support.processes import descendants, exists, wait_until_gone
 from support.ray_cluster import actors
 from support.server_process import ServerProcess, running_server, wait_until

@@ -23,6 +23,7 @@ from zlib import crc32
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers_reference import load_in_transformers
 
 from bros.core.clock import ManualClock, SystemClock
 from bros.core.config import KV_FIND, KV_LAYOUTS, POLICIES, PREFIX_CACHE, EngineConfig
@@ -35,7 +36,6 @@ from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.executor.target import grouping_for
-from bros.executor.transformers_model import load_in_transformers
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.profiles import profile_folders

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bros.cli import main
+from bros.cli.main import main
 from support.server_process import ServerProcess, running_server, wait_until
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer

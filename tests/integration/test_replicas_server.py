@@ -16,7 +16,7 @@ import openai
 import pytest
 
 import bros.semantic as P
-from bros.cli import main
+from bros.cli.main import main
 from support.processes import children, descendants, wait_until_gone
 from support.server_process import ServerProcess, running_server, wait_until
 from support.tiny_models import save_tiny_llama

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from bros.cli import main
+from bros.cli.main import main
 from support.server_process import ServerProcess, rss_mib, running_server, wait_until
 from support.tier import by_tier
 

@@ -15,8 +15,9 @@ import httpx
 import pytest
 from rich.console import Console
 
-from bros.admin_command import run_admin
-from bros.cli import main
+from bros.cli.admin import run_admin
+from bros.cli.admin_flags import add_arguments
+from bros.cli.main import main
 from bros.core.clock import SystemClock
 from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
@@ -24,7 +25,6 @@ from bros.core.request import EngineRequest, SamplingParams
 from bros.router.balance import PlanReport
 from bros.router.client import RouterClient
 from bros.router.e2 import E2, LeastLoaded, RoundRobin
-from bros.router.flags import add_arguments
 from bros.server.app import create_app
 from bros.server.errors import describe
 from bros.server.operations.metrics import ReplicaCollector

@@ -20,7 +20,7 @@ from bros.simulator import fleet as fleet_build
 from bros.simulator.fleet import FleetResult, FleetScenario, build_fleet_simulation
 from bros.simulator.prefix_workloads import published
 from bros.simulator.simulation import build_simulation
-from bros.simulator.workload import Arrival, BeLoad, Size, TraceLoad
+from bros.workload.arrivals import Arrival, BeLoad, Size, TraceLoad
 from support.fleets import GivenLoad, fleet_scenario, request
 from support.scenarios import scenario
 from support.tier import examples

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from bros.core.interfaces import ClassStats, EngineStats
 from bros.core.request import FinishReason, ServiceClass, Slo
-from bros.simulator.metrics import ClassReport, Report, Share, Summary, report_of
+from bros.simulator.metrics import ClassReport, Report, report_of
 from bros.simulator.simulation import RequestRecord, SimulationResult, Totals
-from bros.simulator.workload import Size
+from bros.workload.arrivals import Size
+from bros.workload.attainment import Attainment, Summary
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.5)
 END_S = 10.0
@@ -65,11 +66,11 @@ def test_report_of_finished_requests() -> None:
         record(3.0, [3.5]),  # a single token: no tpot
     )
     assert (report.requests, report.finished, report.unfinished, report.refused) == (4, 4, 0, 0)
-    assert report.ttft_met == Share(3, 4)
-    assert report.tpot_met == Share(1, 3)
-    assert report.both_met == Share(2, 4)
+    assert report.ttft_met == Attainment(3, 4)
+    assert report.tpot_met == Attainment(1, 3)
+    assert report.both_met == Attainment(2, 4)
     # First tokens 3 of 4; gaps 2 of 2, 0 of 1, 1 of 2.
-    assert report.tokens_on_time == Share(6, 9)
+    assert report.tokens_on_time == Attainment(6, 9)
     assert report.ttft_s.mean == pytest.approx((1.0 + 1.5 + 0.5 + 0.5) / 4)
     assert report.tpot_s.mean == pytest.approx((0.25 + 1.5 + 0.625) / 3)
     assert report.normalized_latency_s == pytest.approx((1.5 / 3 + 3 / 2 + 1.75 / 3 + 0.5) / 4)
@@ -81,42 +82,42 @@ def test_report_of_finished_requests() -> None:
 def test_open_requests_that_are_overdue_count_as_missed() -> None:
     report = real_time(record(8.0, [], None))
     assert (report.finished, report.unfinished) == (0, 1)
-    assert report.ttft_met == Share(0, 1) and report.both_met == Share(0, 1)
-    assert report.tpot_met == Share(0, 0) and report.tpot_met.value is None
+    assert report.ttft_met == Attainment(0, 1) and report.both_met == Attainment(0, 1)
+    assert report.tpot_met == Attainment(0, 0) and report.tpot_met.value is None
     assert report.ttft_s.mean == 2.0  # at least
-    assert report.tokens_on_time == Share(0, 1)
+    assert report.tokens_on_time == Attainment(0, 1)
     assert report.normalized_latency_s is None
 
 
 def test_open_requests_that_may_still_make_it_are_left_out() -> None:
     report = real_time(record(9.5, [], None), record(9.0, [9.5, 9.75], None))
     assert report.unfinished == 2
-    assert report.ttft_met == Share(1, 1)
-    assert report.tpot_met == report.both_met == Share(0, 0)
-    assert report.tokens_on_time == Share(2, 2)
+    assert report.ttft_met == Attainment(1, 1)
+    assert report.tpot_met == report.both_met == Attainment(0, 0)
+    assert report.tokens_on_time == Attainment(2, 2)
     assert report.ttft_s.count == 1 and report.tpot_s.count == 0
 
 
 def test_an_open_request_can_have_missed_its_tpot_already() -> None:
     # Three tokens by 6.0 and none since: the fourth makes it (10 - 5) / 3 at best.
     report = real_time(record(4.5, [5.0, 5.5, 6.0], None))
-    assert report.ttft_met == Share(1, 1)
-    assert report.tpot_met == report.both_met == Share(0, 1)
+    assert report.ttft_met == Attainment(1, 1)
+    assert report.tpot_met == report.both_met == Attainment(0, 1)
     assert report.tpot_s.mean == pytest.approx(5 / 3)
-    assert report.tokens_on_time == Share(3, 4)
+    assert report.tokens_on_time == Attainment(3, 4)
 
 
 def test_refused_requests_are_missed_be_it_on_arrival_or_later() -> None:
     report = real_time(record(9.9, [], None, refused=True), record(9.9, [], FinishReason.ERROR))
     assert (report.requests, report.refused, report.unfinished, report.finished) == (2, 2, 0, 0)
-    assert report.ttft_met == report.tpot_met == report.both_met == Share(0, 2)
+    assert report.ttft_met == report.tpot_met == report.both_met == Attainment(0, 2)
     assert report.ttft_s.count == 0
 
 
 def test_a_request_given_up_on_the_way_is_missed_but_its_first_token_was_in_time() -> None:
     report = real_time(record(1.0, [1.5, 1.6], FinishReason.ERROR))
-    assert report.ttft_met == Share(1, 1)
-    assert report.tpot_met == report.both_met == Share(0, 1)
+    assert report.ttft_met == Attainment(1, 1)
+    assert report.tpot_met == report.both_met == Attainment(0, 1)
     assert report.tokens_per_s == pytest.approx(12 / 10)
 
 
@@ -131,7 +132,7 @@ def test_best_effort_is_held_to_nothing() -> None:
     report = report_of(result, SLO).by_class[be]
     assert (report.preemptions, report.relegated) == (7, 3)
     shares = (report.ttft_met, report.tpot_met, report.both_met, report.tokens_on_time)
-    assert set(shares) == {Share(0, 0)}
+    assert set(shares) == {Attainment(0, 0)}
     assert report.ttft_s.mean == 5.0 and report.tpot_s.mean == 4.0
     assert report_of(result, SLO).by_class[ServiceClass.RT].requests == 0
 
@@ -144,7 +145,7 @@ def test_figures_of_the_whole_run() -> None:
 
 
 def test_a_deadline_met_to_the_rounding_is_met() -> None:
-    assert real_time(record(0.1 + 0.2, [1.3])).ttft_met == Share(1, 1)
+    assert real_time(record(0.1 + 0.2, [1.3])).ttft_met == Attainment(1, 1)
 
 
 def test_digest_tells_records_apart() -> None:
@@ -226,7 +227,7 @@ def test_a_warm_up_is_left_out() -> None:
     )
     report = report_of(result_of(*records, warm_up_s=2.0), SLO).by_class[ServiceClass.RT]
     assert (report.requests, report.finished, report.unfinished) == (3, 2, 1)
-    assert report.ttft_met == Share(1, 2)
+    assert report.ttft_met == Attainment(1, 2)
     assert report.normalized_latency_s == pytest.approx((0.5 + 3.25) / 2)
     seconds = END_S - 2.0
     assert report.requests_per_s == pytest.approx(3 / seconds)

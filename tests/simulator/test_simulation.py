@@ -25,7 +25,7 @@ from bros.simulator.simulation import (
     build_simulation,
     load_of,
 )
-from bros.simulator.workload import BE_SIZES, RT_SIZES, Arrival, BeLoad, Size, TraceLoad, generator
+from bros.workload.arrivals import BE_SIZES, RT_SIZES, Arrival, BeLoad, Size, TraceLoad, generator
 from support.scenarios import SLOW, STEPS, scenario
 
 Observed = list[tuple[StepPlan, float]]

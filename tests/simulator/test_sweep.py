@@ -8,7 +8,7 @@ import pytest
 
 from bros.core.errors import ConfigError
 from bros.simulator.sweep import WorkerError, run_scenario, run_sweep
-from bros.simulator.workload import BeLoad, PoissonLoad
+from bros.workload.arrivals import BeLoad, PoissonLoad
 from support.scenarios import DeadlyLoad, scenario
 
 SCENARIOS = [

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from bros.batch import flags
-from bros.batch_command import run_batch
+from bros.cli import batch_flags as flags
+from bros.cli.batch import run_batch
 from bros.core.clock import ManualClock
 from support.fake_batches import CREATED_AT, FakeBatches, counts
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from bros.core.config import EngineConfig
 from bros.scheduler.cost_model import CostModel
 from bros.simulator.simulation import Device, Scenario
-from bros.simulator.workload import BeLoad, PoissonLoad
+from bros.workload.arrivals import BeLoad, PoissonLoad
 
 STEPS = CostModel(
     constant_s=6e-3,

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from bros.bench.client import Outcome, Record
-from bros.bench.metrics import Summary, Window, judge, tokens_per_s
+from bros.bench.metrics import Window, judge, tokens_per_s
 from bros.bench.report.words import (
     CLASS_NAMES,
     NOTHING,
@@ -33,7 +33,7 @@ from bros.bench.report.words import (
 )
 from bros.bench.results import BenchResult, Scenario, ScenarioResult
 from bros.core.request import ServiceClass, Slo
-from bros.simulator.metrics import Share
+from bros.workload.attainment import Attainment, Summary
 
 COLUMNS = (
     *("both\nmet %", "95 %\nlikely", "TTFT\nmet %", "TPOT\nmet %"),
@@ -106,7 +106,7 @@ class Standing:
     errors: int
     ttft_s: Summary
     tpot_s: Summary
-    both_met: Share
+    both_met: Attainment
     tokens_per_s: float
 
 
@@ -124,7 +124,7 @@ def standing(records: Sequence[Record], slo: Slo | None, elapsed_s: float) -> St
         errors=len(records) - completed - len(still_open),
         ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
         tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
-        both_met=Share.of([j.both_met for j in judged]),
+        both_met=Attainment.of([j.both_met for j in judged]),
         tokens_per_s=sum(rates),
     )
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from bros.bench.client import Outcome
-from bros.bench.flags import FLAGS
 from bros.bench.metrics import ClassMetrics, likely
 from bros.bench.results import BenchResult, CapacityResult, Scenario, ScenarioResult
+from bros.cli.bench_flags import FLAGS
 from bros.core.request import ServiceClass, Slo
-from bros.simulator.metrics import Share
+from bros.workload.attainment import Attainment
 
 NOTHING = "-"
 CLASS_NAMES = {ServiceClass.RT: "real-time", ServiceClass.BE: "best-effort"}
@@ -26,12 +26,12 @@ _WORDS = {
 }
 
 
-def percent(share: Share) -> str:
+def percent(share: Attainment) -> str:
     """With one decimal; never 100 if one was missed."""
     return NOTHING if share.value is None else f"{share.met * 1000 // share.decided / 10:.1f}"
 
 
-def likely_percent(share: Share) -> str:
+def likely_percent(share: Attainment) -> str:
     """`65-99`: the 95 % interval, rounded away from the share; NOTHING of nothing."""
     interval = likely(share)
     if interval is None:

@@ -9,9 +9,17 @@ sharegpt:FILE                                          real text
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+from bros.bench.plan import Piece
 from bros.bench.workloads.contents import (
     CHATS,
     FILES,
@@ -19,21 +27,317 @@ from bros.bench.workloads.contents import (
     SHARED_PREFIX,
     Chats,
     Content,
+    Conversation,
+    Draft,
+    Recorded,
+    RecordedArrivals,
     chats,
     documents,
     preble,
 )
-from bros.bench.workloads.loops import RecordedArrivals
-from bros.bench.workloads.recorded import (
-    Encoder,
-    read_azure,
-    read_burstgpt,
-    read_mooncake,
-    read_sharegpt,
-)
 from bros.core.errors import ConfigError
-from bros.simulator.lengths import Uniform
-from bros.simulator.workload import RT_SIZES
+from bros.workload.arrivals import RT_SIZES, Size, generator, read_azure_trace
+from bros.workload.lengths import Uniform
+
+# ---- ShareGPT files: prompts that people wrote, with the lengths of the answers they got.
+#
+#     [{"id": ..., "conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}]
+#
+# Of each conversation the first thing a human said is the prompt, and the answer to it says how
+# many tokens to generate. Conversations that are too short or too long are left out, with the
+# limits that vLLM's benchmark has; how many is told.
+
+
+_HUMANS = frozenset({"human", "user"})
+_NO_ANSWERS = frozenset({"human", "user", "system"})
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class Encoder(Protocol):
+    """What of bros.text.tokenizer.Tokenizer is needed to count tokens."""
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: int | None = None
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Tokens that prompts and answers may have; both ends are allowed."""
+
+    shortest_prompt: int = 4
+    shortest_answer: int = 4
+    longest_prompt: int = 1024
+    longest_together: int = 2048
+
+
+class ShareGpt(NamedTuple):
+    """The conversations that can be used, and how many of those looked at cannot.
+
+    without_question: no human was answered. too_short, too_long: beyond the limits.
+    """
+
+    content: Recorded
+    without_question: int
+    too_short: int
+    too_long: int
+
+
+def read_sharegpt(
+    path: Path,
+    tokenizer: Encoder,
+    *,
+    seed: int,
+    take: int | None = None,
+    limits: Limits | None = None,
+) -> ShareGpt:
+    """Conversations in an order that depends on the seed.
+
+    take: stop looking when so many can be used; None looks at all, which takes about a second
+    per thousand. Raises ConfigError naming file and line if the file is not what it should be,
+    and if no conversation can be used.
+    """
+    limits = limits or Limits()
+    asked = _read(path)
+    generator(seed, "sharegpt order").shuffle(asked)
+    texts: dict[str, str] = {}
+    drafts: list[Draft] = []
+    counts = {"without_question": 0, "too_short": 0, "too_long": 0}
+    for pair in asked:
+        if take is not None and len(drafts) >= take:
+            break
+        if pair is None:
+            counts["without_question"] += 1
+            continue
+        prompt, answer = (len(tokenizer.encode(text, add_special_tokens=False)) for text in pair)
+        if prompt < max(1, limits.shortest_prompt) or answer < max(1, limits.shortest_answer):
+            counts["too_short"] += 1
+        elif prompt > limits.longest_prompt or prompt + answer > limits.longest_together:
+            counts["too_long"] += 1
+        else:
+            # Known by its hash, so that a plan's digest is one of the texts as well.
+            key = f"text/{hashlib.sha256(pair[0].encode()).hexdigest()}"
+            texts[key] = pair[0]
+            drafts.append(Draft((Piece(key, prompt),), answer))
+    if not drafts:
+        raise ConfigError(f"{path} has no conversation that can be used: {counts}")
+    content = Recorded(path.stem, tuple((draft,) for draft in drafts), texts)
+    return ShareGpt(content, **counts)
+
+
+def _read(path: Path) -> list[tuple[str, str] | None]:
+    """The prompt and the answer of each conversation; None where there are none."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    found: list[tuple[str, str] | None] = []
+    try:
+        for at, entry in _entries(text):
+            try:
+                found.append(_question(entry))
+            except (KeyError, TypeError, AttributeError):
+                line = text.count("\n", 0, at) + 1
+                raise ConfigError(
+                    f"{path}:{line}: not a conversation: an object whose `conversations` is a "
+                    "list of objects with `from` and `value`, both text"
+                ) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not a JSON list: {error.msg}") from None
+    return found
+
+
+def _entries(text: str) -> Iterator[tuple[int, Any]]:
+    """The elements of a JSON list one by one, each with where it begins in the text.
+
+    Raises JSONDecodeError.
+    """
+    decoder = json.JSONDecoder()
+    at = _skip(text, 0)
+    if text[at : at + 1] != "[":
+        raise json.JSONDecodeError("it does not begin with [", text, at)
+    at = _skip(text, at + 1)
+    if text[at : at + 1] == "]":
+        return
+    while True:
+        entry, end = decoder.raw_decode(text, at)
+        yield at, entry
+        at = _skip(text, end)
+        if text[at : at + 1] == "]":
+            return
+        if text[at : at + 1] != ",":
+            raise json.JSONDecodeError("neither , nor ] follows an element", text, at)
+        at = _skip(text, at + 1)
+
+
+def _skip(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
+
+
+def _question(entry: Any) -> tuple[str, str] | None:
+    """Raises KeyError, TypeError or AttributeError if this is no conversation."""
+    turns: Sequence[Any] = entry["conversations"]
+    if not isinstance(turns, list):
+        raise TypeError
+    said = [(turn["from"].lower(), turn["value"].strip()) for turn in turns]
+    for (who, prompt), (other, answer) in zip(said, said[1:], strict=False):
+        if who in _HUMANS:
+            # Only the first: later questions mean little without what was said before.
+            return None if other in _NO_ANSWERS else (prompt, answer)
+    return None
+
+
+# ---- Trace files: when requests came and how long they were, for three formats.
+#
+#     Azure 2023   TIMESTAMP,ContextTokens,GeneratedTokens
+#     Mooncake     {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}
+#     BurstGPT     Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+#
+# Times count from the first request. All readers raise ConfigError that names the file and the
+# line that is wrong.
+
+
+BLOCK_TOKENS = 512
+"""Tokens of a prompt that one hash id of a Mooncake trace stands for."""
+
+_BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSizes:
+    """Conversations of one request each with the lengths of a file; prompts share nothing.
+
+    They are made as they are asked for: traces may have millions of rows.
+    """
+
+    label: str
+    sizes: tuple[Size, ...] = field(repr=False)
+
+    def conversations(self, seed: int) -> Iterator[Conversation]:
+        """In the order of the file whatever the seed is."""
+        for number, (prompt_tokens, output_tokens) in enumerate(self.sizes):
+            yield (Draft((Piece(f"{self.label}/{number}", prompt_tokens),), output_tokens),)
+
+
+class Trace(NamedTuple):
+    """A file's requests and when they came. skipped: rows that are no requests to play."""
+
+    content: Recorded | RecordedSizes
+    arrivals: RecordedArrivals
+    skipped: int = 0
+
+
+def read_azure(path: Path) -> Trace:
+    """An Azure LLM inference trace of 2023. Prompts share nothing."""
+    try:
+        arrivals = read_azure_trace(path)
+    except ConfigError as error:  # names a flag of the simulator
+        raise ConfigError(str(error).removeprefix("--trace: ")) from None
+    return _sized(path, [(time_s, *size) for time_s, size in arrivals], 0)
+
+
+def read_burstgpt(path: Path, model: str | None = None) -> Trace:
+    """A BurstGPT trace; other columns may stand between those it has always had.
+
+    model: only rows of this model (`ChatGPT`, `GPT-4`). Rows without response tokens (the
+    request failed) or without request tokens are skipped and counted. Prompts share nothing.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(_burstgpt_rows(path, csv.reader(file), model))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    played = sorted(row for row in rows if row[1] and row[2])
+    return _sized(path, played, len(rows) - len(played))
+
+
+def read_mooncake(path: Path) -> Trace:
+    """A Mooncake trace: every block of a prompt is a piece known by its hash id.
+
+    Equal ids are equal text, so requests share exactly the prefixes that the file says.
+    """
+    found: list[tuple[float, Draft]] = []
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    found.append(_mooncake_row(path, number, line))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    found.sort(key=lambda row: row[0])
+    arrivals = _arrivals(path, [time_s for time_s, _ in found])
+    return Trace(Recorded(path.stem, tuple((draft,) for _, draft in found)), arrivals)
+
+
+def _burstgpt_rows(
+    path: Path, lines: Iterator[list[str]], model: str | None
+) -> Iterator[tuple[float, int, int]]:
+    header = [name.strip() for name in next(lines, [])]
+    missing = [name for name in _BURSTGPT_COLUMNS if name not in header]
+    if missing:
+        _wrong(path, 1, f"there is no column {missing[0]!r} in the first line")
+    time_at, model_at, prompt_at, output_at = (header.index(name) for name in _BURSTGPT_COLUMNS)
+    for number, line in enumerate(lines, start=2):
+        if not line:
+            continue
+        try:
+            time_s, name = float(line[time_at]), line[model_at]
+            prompt_tokens, output_tokens = int(line[prompt_at]), int(line[output_at])
+        except (ValueError, IndexError):
+            _wrong(path, number, f"{','.join(line)!r} has no time or no token counts")
+        if not math.isfinite(time_s) or prompt_tokens < 0 or output_tokens < 0:
+            _wrong(path, number, "the time must be a number, token counts must not be negative")
+        if model is None or name == model:
+            yield time_s, prompt_tokens, output_tokens
+
+
+def _mooncake_row(path: Path, number: int, line: str) -> tuple[float, Draft]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        _wrong(path, number, f"not JSON: {error}")
+    if not isinstance(row, dict):
+        _wrong(path, number, "not a JSON object")
+    time_ms: Any = row.get("timestamp")
+    if type(time_ms) not in (int, float) or not math.isfinite(time_ms):
+        _wrong(path, number, "timestamp must be a number of milliseconds")
+    counts: list[Any] = [row.get("input_length"), row.get("output_length")]
+    if any(type(count) is not int or count < 1 for count in counts):
+        _wrong(path, number, "input_length and output_length must be token counts of at least 1")
+    ids: Any = row.get("hash_ids")
+    if not isinstance(ids, list) or any(type(hash_id) is not int for hash_id in ids):
+        _wrong(path, number, "hash_ids must be a list of whole numbers")
+    prompt_tokens, output_tokens = counts
+    if len(ids) != -(-prompt_tokens // BLOCK_TOKENS):
+        _wrong(
+            path,
+            number,
+            f"{len(ids)} hash_ids for {prompt_tokens} tokens: each stands for {BLOCK_TOKENS}, "
+            "the last one for the rest",
+        )
+    prompt = tuple(
+        Piece(f"{path.stem}/{hash_id}", min(BLOCK_TOKENS, prompt_tokens - k * BLOCK_TOKENS))
+        for k, hash_id in enumerate(ids)
+    )
+    return time_ms / 1000, Draft(prompt, output_tokens)
+
+
+def _sized(path: Path, rows: list[tuple[float, int, int]], skipped: int) -> Trace:
+    """rows: time, prompt tokens and output tokens, sorted."""
+    arrivals = _arrivals(path, [time_s for time_s, _, _ in rows])
+    sizes = tuple(Size(prompt_tokens, output_tokens) for _, prompt_tokens, output_tokens in rows)
+    return Trace(RecordedSizes(path.stem, sizes), arrivals, skipped)
+
+
+def _arrivals(path: Path, times_s: list[float]) -> RecordedArrivals:
+    if not times_s:
+        raise ConfigError(f"{path} has no requests")
+    return RecordedArrivals(tuple(time_s - times_s[0] for time_s in times_s))
+
+
+def _wrong(path: Path, line: int, why: str) -> NoReturn:
+    raise ConfigError(f"{path}:{line}: {why}")
 
 
 class Found(NamedTuple):

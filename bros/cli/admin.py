@@ -1,0 +1,173 @@
+"""`bros admin`: the replicas of a running server, over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bros.cli.admin_flags import DEFAULT_URL
+from bros.cli.flags import whole
+from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
+from bros.core.errors import BrosError, ConfigError
+
+_TIMEOUT_S = 30.0
+_LOOK_S = 0.5
+_STYLES = {"up": "green", "down": "red", "gone": "red"}
+_WIDTH = 120
+"""Where there is no terminal."""
+
+Fields = Mapping[str, Any]
+
+
+def run_admin(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    warn: Callable[[str], None],
+    *,
+    pause: Callable[[float], object] | None = None,
+    transport: httpx.BaseTransport | None = None,
+    console: Console | None = None,
+) -> int:
+    """Do what was asked; returns the exit status.
+
+    pause: lets seconds pass. transport: instead of the network. console: standard output.
+    Raises ConfigError for wrong usage, BrosError for other errors, KeyboardInterrupt.
+    """
+    config = load_config(given_flags(args), environ, warn)
+    url = args.admin_url or environ.get(URL_VARIABLE) or DEFAULT_URL
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url: {url!r} must start with http:// or https://")
+    key = config.server.api_key
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    base = url.rstrip("/").removesuffix("/v1") + "/admin/replicas"
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    with httpx.Client(headers=headers, timeout=_TIMEOUT_S, transport=transport) as http:
+        command = _Command(args, http, base, pause or threading.Event().wait, console)
+        actions = {"replicas": command.show, "drain": command.drain, "resume": command.resume}
+        actions[args.admin_action]()
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """One action with all it needs."""
+
+    args: argparse.Namespace
+    http: httpx.Client
+    url: str
+    pause: Callable[[float], object]
+    console: Console
+
+    def show(self) -> None:
+        found = self._ask("GET", "")
+        if self.args.admin_json:
+            print(json.dumps(found, indent=2), file=self.console.file)
+            return
+        self.console.print(replica_table(found["data"]))
+        self.console.print(
+            f"router {found['router']}; requests that went on elsewhere: {found['continued']} as "
+            f"their replica was lost, {found['moved']} as it was drained or had a longer queue"
+        )
+        if plan := found.get("plan"):
+            self.console.print(_plan_line(plan))
+
+    def drain(self) -> None:
+        args, number = self.args, whole("N", self.args.admin_number, low=0)
+        body = {"move": args.admin_move, "restart": args.admin_restart}
+        found = self._ask("POST", f"/{number}/drain", body)
+        last = None
+        while not args.admin_no_wait:
+            replica = _of(found, number)
+            state, count = replica["state"], replica["open"]
+            said = f"{replica['name']} is {state}" + (f": {count} open" if count else "")
+            if said != last:
+                self.console.print(said)
+                last = said
+            # While it is restarted, `drained` is passed on the way.
+            if state in ("up", "gone") or (state == "drained" and not args.admin_restart):
+                return
+            self.pause(_LOOK_S)
+            found = self._ask("GET", "")
+
+    def resume(self) -> None:
+        number = whole("N", self.args.admin_number, low=0)
+        replica = _of(self._ask("POST", f"/{number}/resume"), number)
+        self.console.print(f"{replica['name']} is {replica['state']}")
+
+    def _ask(self, method: str, path: str, body: Fields | None = None) -> Any:
+        try:
+            answer = self.http.request(method, self.url + path, json=body)
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise BrosError(f"{self.url} does not answer: {reason}") from error
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"--url: {error}") from error
+        if answer.status_code == 404 and not path:
+            raise BrosError(
+                "This server has one engine; start it with --replicas 2, say, to have more."
+            )
+        try:
+            found = answer.json()
+            if answer.is_success:
+                return found
+            message = found["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = answer.text.strip()[:200] or answer.reason_phrase
+        raise BrosError(f"{answer.status_code}: {message}")
+
+
+def _of(found: Fields, number: int) -> Fields:
+    """One of the replicas that a server tells of; it may have been removed meanwhile."""
+    for replica in found["data"]:
+        if replica["number"] == number:
+            return replica  # type: ignore[no-any-return]
+    raise BrosError(f"Replica {number} is no more.")
+
+
+def replica_table(replicas: list[Fields]) -> Table:
+    """One line each."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("replica", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("open", "waiting", "KV in use", "KV cached", "prompts cached", "lost"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("sent there because of")
+    for replica in replicas:
+        state, blocks = replica["state"], replica["total_blocks"]
+        reasons = sorted(replica["routed"].items(), key=lambda item: -item[1])
+        table.add_row(
+            str(replica["number"]),
+            Text(state, style=_STYLES.get(state, "yellow")),
+            str(replica["open"]),
+            str(replica["waiting"]),
+            _share(replica["used_blocks"], blocks),
+            _share(replica["cached_blocks"], blocks),
+            _share(replica["cached_tokens"], replica["prompt_tokens"]),
+            str(replica["lost"]),
+            ", ".join(f"{reason} {count}" for reason, count in reasons),
+        )
+    return table
+
+
+def _plan_line(plan: Fields) -> str:
+    """What planned places for prefixes gain."""
+    return (
+        f"plan: {plan['requests']} requests, {plan['prefill_s']:.1f} s of prompts, "
+        f"{plan['planned_s']:.1f} s as planned; busiest replica {plan['balance']:.2f} times the "
+        f"mean, {plan['planned_balance']:.2f} as planned"
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"

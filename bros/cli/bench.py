@@ -1,0 +1,452 @@
+"""`bros bench`: policies or servers compared under a hybrid load."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from rich.console import Console
+
+from bros.bench.dialects import Endpoint, dialect_of
+from bros.bench.load import OnProgress
+from bros.bench.planning import (
+    Case,
+    Overlong,
+    Range,
+    Wanted,
+    cases_of_policy,
+    cases_of_target,
+    find_capacity,
+    has_own_times,
+    mixed_scenario,
+)
+from bros.bench.report.files import read_result, requests_file_name, write_report, write_requests
+from bros.bench.report.terminal import LiveView, print_report
+from bros.bench.results import (
+    BadResultsError,
+    BenchResult,
+    CapacityResult,
+    Command,
+    Scenario,
+    environment,
+)
+from bros.bench.running import BeAs, Measuring, Run, Runner, Target
+from bros.bench.workloads.catalogue import find
+from bros.bench.workloads.contents import FILES
+from bros.cli.bench_flags import SCENARIOS
+from bros.cli.flags import number, policies, rates, whole
+from bros.cli.simulate_tables import wide
+from bros.core.clock import Clock
+from bros.core.config import Config
+from bros.core.config_sources import given_flags, load_config, options_of
+from bros.core.errors import BrosError, ConfigError
+from bros.core.request import Slo
+from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.text.tokenizer import Tokenizer
+from bros.workload.attainment import Attainment
+
+# ---- What the command line of `bros bench` asks for, checked.
+
+
+T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
+
+_NOT_FOR_SERVERS = ("policy", "host", "port")
+_OF_FILES = ("bench_out", "bench_append", "bench_report_only")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the command line asks for. server_arguments: for the servers that are started here."""
+
+    config: Config
+    policies: tuple[str, ...]
+    target: Target | None
+    scenarios: frozenset[Scenario]
+    rates: tuple[float | None, ...]
+    capacity: tuple[float, Range] | None
+    wanted: Wanted
+    measuring: Measuring
+    server_arguments: tuple[str, ...]
+    out: Path
+    append: bool
+
+
+def read_settings(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    warn: Callable[[str], None],
+    clock: Clock,
+) -> Settings:
+    """Raises ConfigError naming the flag that is wrong and what is allowed."""
+    flags = given_flags(args)
+    config = load_config(flags, environ, warn)
+    slo = Slo(config.engine.slo_ttft / 1e3, config.engine.slo_tpot / 1e3)
+    target = _target(args, config)
+    wanted = _wanted(args, config, slo if target is not None else Slo())
+    warm_up_s = number("--warm-up", args.bench_warm_up, low=0)
+    if warm_up_s >= wanted.duration_s:
+        raise ConfigError(f"--warm-up: nothing is left of --duration {wanted.duration_s:g}")
+    rt_rates, capacity = _rates(args, wanted)
+    fastest = capacity[1].high if capacity else max((rate or 1.0 for rate in rt_rates), default=1.0)
+    wanted = replace(wanted, sessions=max(1, round(fastest * wanted.duration_s)))
+    passed_on = {name: text for name, text in flags.items() if name not in _NOT_FOR_SERVERS}
+    server_arguments = [part for pair in _by_flag(passed_on).items() for part in pair]
+    command = Command(
+        environment=environment(clock), settings=_shown(args, config), seed=wanted.seed, slo=slo
+    )
+    return Settings(
+        config=config,
+        policies=policies("--policies", args.bench_policies),
+        target=target,
+        scenarios=_scenarios(args.bench_scenarios),
+        rates=rt_rates,
+        capacity=capacity,
+        wanted=wanted,
+        measuring=Measuring(
+            command=command,
+            warm_up_s=warm_up_s,
+            endpoint=_choice("--endpoint", Endpoint, args.bench_endpoint),
+            context=_optional_whole("--context", args.bench_context),
+            be_as=_choice("--be-as", BeAs, args.bench_be_as),
+        ),
+        server_arguments=tuple(server_arguments),
+        out=Path(args.bench_out).expanduser(),
+        append=args.bench_append,
+    )
+
+
+def _target(args: argparse.Namespace, config: Config) -> Target | None:
+    if args.bench_target is None:
+        return None
+    dialect = dialect_of(args.bench_dialect).name
+    return Target(
+        url=args.bench_target,
+        name=args.bench_target_name or dialect,
+        dialect=dialect,
+        policy=args.bench_target_policy,
+        model=args.bench_target_model,
+        api_key=config.server.api_key,
+    )
+
+
+def _wanted(args: argparse.Namespace, config: Config, slo: Slo) -> Wanted:
+    wanted = Wanted(
+        rt=args.bench_rt,
+        be=args.bench_be,
+        in_flight=whole("--in-flight", args.bench_in_flight, low=0),
+        duration_s=number("--duration", args.bench_duration, above=0),
+        seed=config.engine.seed,
+        longest_prompt=_optional_whole("--longest-prompt", args.bench_longest_prompt),
+        burstiness=number("--burstiness", args.bench_burstiness, above=0),
+        zipf=number("--zipf", args.bench_zipf, low=0),
+        speed=number("--speed", args.bench_speed, above=0),
+        forced=not args.bench_natural,
+        factor=number("--scale", args.bench_scale, above=0),
+        overlong=Overlong.SKIP if args.bench_skip_overlong else Overlong.CLIP,
+        slo=slo,
+    )
+    if wanted.factor > 1:
+        raise ConfigError(f"--scale: {args.bench_scale} must be at most 1")
+    for flag, name in (("--rt", wanted.rt), ("--be", wanted.be)):
+        if not name.startswith("sharegpt:"):  # which needs a tokenizer and takes its time
+            try:
+                find(name, seed=wanted.seed, requests=1)
+            except ConfigError as error:
+                raise ConfigError(f"{flag}: {error}") from None
+    return wanted
+
+
+def _rates(
+    args: argparse.Namespace, wanted: Wanted
+) -> tuple[tuple[float | None, ...], tuple[float, Range] | None]:
+    """The rates to run, and where the highest good one is searched."""
+    if has_own_times(wanted.rt):
+        if args.bench_capacity is not None:
+            raise ConfigError("--capacity: a trace has its own rate; see --speed")
+        return (None,), None
+    found = rates("--rates", args.bench_rates)
+    if args.bench_capacity is None:
+        return tuple(found), None
+    asked = number("--capacity", args.bench_capacity, above=0)
+    if asked > 1 or len(found) < 2 or ":" not in args.bench_rates:
+        raise ConfigError(
+            "--capacity: needs a share of at most 1, and a range in --rates, e.g. 0.1:2:0.1"
+        )
+    return (), (asked, Range(found[0], found[-1], found[1] - found[0]))
+
+
+def _scenarios(text: str) -> frozenset[Scenario]:
+    try:
+        return frozenset(Scenario(part.strip().upper()) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--scenarios: {text!r} is not a list of {SCENARIOS}") from None
+
+
+def _choice(flag: str, kind: type[E], text: str) -> E:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{flag}: {text!r} is not one of {', '.join(kind)}") from None
+
+
+def _optional_whole(flag: str, text: str | None) -> int | None:
+    return None if text is None else whole(flag, text, low=1)
+
+
+def _shown(args: argparse.Namespace, config: Config) -> dict[str, str | int | float | bool | None]:
+    """Our own options, and those of servers that are no defaults, wherever they were set.
+
+    No keys, and of folders only their names.
+    """
+    given = {
+        name.removeprefix("bench_"): value
+        for name, value in sorted(vars(args).items())
+        if name.startswith("bench_") and name not in _OF_FILES
+    }
+    for part in (config.engine, config.server):
+        for option in options_of(type(part)):
+            value = getattr(part, option.name)
+            hidden = option.name in _NOT_FOR_SERVERS or option.field.metadata.get("secret")
+            if value != option.field.default and not hidden:
+                given[option.name] = value
+    return _by_flag({name: _without_folder(value) for name, value in given.items()})
+
+
+def _by_flag(values: Mapping[str, T]) -> dict[str, T]:
+    """Option names as they are written."""
+    return {"--" + name.replace("_", "-"): value for name, value in values.items()}
+
+
+def _without_folder(value: Any) -> Any:
+    """`value`, or of a path, or of a path in the name of a workload, the file name."""
+    if not isinstance(value, str):
+        return value
+    kind, colon, path = value.partition(":")
+    if colon and kind in FILES:
+        return f"{kind}:{Path(path).name}"
+    return Path(value).name if Path(value).is_absolute() else value
+
+
+# ---- A bros server of our own on a free port, for as long as it is measured.
+
+
+STOP_S = 15.0
+"""How long a server may take to end before it is killed."""
+
+_READY = re.compile(r"bros is ready at (\S+)")
+_LAST_LINES = 5
+
+
+class ServerStartError(BrosError):
+    """The server ended before it was ready; the text has its last lines."""
+
+
+@contextlib.asynccontextmanager
+async def local_server(arguments: Sequence[str]) -> AsyncIterator[str]:
+    """Start `bros serve` with these arguments; gives its URL once it answers.
+
+    It is told to stop when the block is left, whatever the reason. Raises ServerStartError.
+    """
+    command = (sys.executable, "-m", "bros", "serve", "--host", "127.0.0.1", "--port", "0")
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="bros-") as folder:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            *("--store", folder),  # not the user's, whose jobs it would run
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for us, who then stop the server in order
+        )
+        assert process.stdout is not None
+        try:
+            url = await _url(process.stdout)
+            if url is None:
+                await process.wait()
+                raise ServerStartError(f"the server did not start: {_tail(log)}")
+            drain = asyncio.create_task(_drain(process.stdout))
+            try:
+                yield url
+            finally:
+                drain.cancel()
+        finally:
+            await _stop(process)
+
+
+async def _url(lines: asyncio.StreamReader) -> str | None:
+    """Where it is ready; None if its output ends before."""
+    async for line in lines:
+        found = _READY.search(line.decode(errors="replace"))
+        if found:
+            return found[1]
+    return None
+
+
+async def _drain(lines: asyncio.StreamReader) -> None:
+    """Nobody reads what it says later, but a full pipe would stop it."""
+    while await lines.read(65536):
+        pass
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(asyncio.shield(process.wait()), STOP_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _tail(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return "; ".join(line.strip() for line in lines[-_LAST_LINES:]) or "it said nothing"
+
+
+def run_bench(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    warn: Callable[[str], None],
+    clock: Clock,
+    console: Console | None = None,
+) -> int:
+    """Measure, print the report and write its files; returns the exit status.
+
+    The files are written anew after every run, so that an interrupted comparison keeps what it
+    has. Raises ConfigError for a wrong option, NoServerError, ServerStartError or ModelError.
+    """
+    console = wide(console)
+    if args.bench_report_only is not None:
+        folder = Path(args.bench_report_only).expanduser()
+        result = _read("--report-only", folder)
+        write_report(folder, result)
+    else:
+        settings = read_settings(args, environ, warn, clock)
+        folder, result = settings.out, _measure(settings, clock, console)
+    print_report(console, result)
+    console.print(f"The report is in {folder}/report.html", highlight=False)
+    return 0
+
+
+def _measure(settings: Settings, clock: Clock, console: Console) -> BenchResult:
+    data_dir = settings.config.server.data_dir
+    cache_dir = Path(data_dir).expanduser() if data_dir else default_cache_dir()
+    files = resolve_model(settings.config.engine.model, cache_dir, console.print)
+    bench = _Bench(settings, Tokenizer.load(files.folder), clock, console)
+    asyncio.run(bench.run())
+    return bench.result
+
+
+def _read(flag: str, folder: Path) -> BenchResult:
+    try:
+        return read_result(folder)
+    except (OSError, UnicodeDecodeError, BadResultsError) as error:
+        raise ConfigError(f"{flag}: the result.json in {folder} cannot be used: {error}") from None
+
+
+class _Bench:
+    """The runs of one command and what has come of them so far."""
+
+    def __init__(
+        self, settings: Settings, tokenizer: Tokenizer, clock: Clock, console: Console
+    ) -> None:
+        self._settings = settings
+        self._command = settings.measuring.command
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._console = console
+        self.result = BenchResult(results=())
+        if settings.append and (settings.out / "result.json").exists():
+            self.result = _read("--append", settings.out)
+
+    async def run(self) -> None:
+        """Raises NoServerError, ServerStartError or ConfigError."""
+        async for target, cases in self._targets():
+            runner = Runner(
+                target,
+                self._settings.wanted,
+                self._settings.measuring,
+                self._tokenizer,
+                self._clock,
+                self._view,
+            )
+            for case in cases:
+                if case.scenario is not Scenario.S2 or self._settings.wanted.in_flight:
+                    self._take(await runner.run(case))
+            if self._settings.capacity is not None:
+                await self._search(runner, target, *self._settings.capacity)
+
+    async def _targets(self) -> AsyncIterator[tuple[Target, list[Case]]]:
+        """Every server with its cases, while it runs."""
+        settings = self._settings
+        if settings.target is not None:
+            classes = dialect_of(settings.target.dialect).has_classes
+            yield (
+                settings.target,
+                cases_of_target(settings.rates, settings.scenarios, has_classes=classes),
+            )
+            return
+        for policy in settings.policies:
+            cases = cases_of_policy(policy, settings.policies, settings.rates, settings.scenarios)
+            if not cases and settings.capacity is None:
+                continue
+            self._console.print(f"Starting bros with --policy {policy} ...", highlight=False)
+            arguments = (*settings.server_arguments, "--policy", policy)
+            async with local_server(arguments) as url:
+                key = settings.config.server.api_key
+                yield (
+                    Target(url=url, name="bros", dialect="bros", policy=policy, api_key=key),
+                    cases,
+                )
+
+    async def _search(self, runner: Runner, target: Target, asked: float, tried: Range) -> None:
+        classes = dialect_of(target.dialect).has_classes
+        scenario = mixed_scenario(target.policy, has_classes=classes)
+
+        async def attempt(rate: float) -> Attainment:
+            run = await runner.run(Case(scenario, rate))
+            self._take(run)
+            return run.result.rt.both_met
+
+        found = await find_capacity(attempt, tried, asked)
+        capacity = CapacityResult(
+            command=self._command,
+            target=target.name,
+            policy=target.policy,
+            asked=asked,
+            rate=found.rate,
+            tried=found.tried,
+        )
+        self.result = self.result.with_capacity(capacity)
+        self._write()
+
+    def _take(self, run: Run) -> None:
+        self.result = self.result.with_run(run.result)
+        self._write()
+        path = self._settings.out / requests_file_name(run.result)
+        write_requests(path, run.records, self._command.slo, run.window)
+        for note in run.notes:
+            self._console.print(f"note: {note}", highlight=False)
+
+    def _write(self) -> None:
+        write_report(self._settings.out, self.result)
+
+    @contextlib.contextmanager
+    def _view(self, title: str) -> Iterator[OnProgress]:
+        with LiveView(self._console, title, self._command.slo) as live:
+            yield lambda elapsed_s, records: live.update(
+                elapsed_s, self._settings.wanted.duration_s, records
+            )

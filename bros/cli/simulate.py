@@ -1,0 +1,474 @@
+"""`bros simulate`: policies compared on a virtual clock, without a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bros import __version__
+from bros.cli.flags import doublings, number, policies, rates, whole
+from bros.cli.simulate_flags import (
+    AZURE,
+    AZURE_RATE,
+    DEFAULT_POLICIES,
+    DEFAULT_PROFILE,
+    MOONCAKE_RATE,
+    MOST_REQUESTS,
+    OF_REPLICAS,
+    ONE_ENGINE,
+    POPULARITIES,
+    RECORDED,
+    REPLICA_POLICY,
+    REPLICA_PROFILE,
+    WORKLOADS,
+    changed_flags,
+)
+from bros.cli.simulate_tables import (
+    print_fleet_reports,
+    print_reports,
+    progress_bar,
+    wide,
+    writable,
+    write,
+)
+from bros.core.clock import Clock
+from bros.core.config import EngineConfig
+from bros.core.config_sources import given_flags, load_config, near_matches
+from bros.core.errors import ConfigError
+from bros.router.state import ROUTERS
+from bros.scheduler.build import unused_options, without_effect
+from bros.scheduler.profiles import Profile, available_cores, profile_folders
+from bros.simulator.fleet import (
+    FleetReport,
+    FleetScenario,
+    check_fleet_scenario,
+    fleet_config,
+    run_fleet,
+)
+from bros.simulator.metrics import Report
+from bros.simulator.prefix_workloads import (
+    KINDS,
+    AzureLoad,
+    MooncakeLoad,
+    PrefixLoad,
+    Workload,
+    published,
+    read_azure_times,
+    read_mooncake_trace,
+)
+from bros.simulator.simulation import (
+    Disturbance,
+    Scenario,
+    check_scenario,
+    device_of,
+    read_profile,
+    with_step_bounds,
+)
+from bros.simulator.sweep import run_all, run_sweep
+from bros.workload.arrivals import (
+    RT_SIZES,
+    BeLoad,
+    PoissonLoad,
+    RtLoad,
+    TraceLoad,
+    read_azure_trace,
+)
+
+# ---- `bros simulate --replicas`: routers compared on a virtual clock, without a model.
+
+
+_MOST_REPLICAS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """What the command line asks for. shortened: replicas for which there would be more requests
+    if runs with as many were not too long."""
+
+    scenarios: tuple[FleetScenario, ...]
+    profile: Profile
+    shortened: tuple[int, ...]
+    jobs: int
+    json_path: Path | None
+
+
+def run_replicas(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    warn: Callable[[str], None],
+    clock: Clock,
+    console: Console | None = None,
+) -> int:
+    """Simulate, print tables and write the file; returns the exit status.
+
+    Raises ConfigError for a wrong option.
+    """
+    settings = read_replica_settings(args, environ, warn)
+    console = wide(console)
+    start_s = clock.now()
+    with progress_bar(len(settings.scenarios)) as told:
+        reports = run_all(run_fleet, settings.scenarios, settings.jobs, told)
+    wall_s = clock.now() - start_s
+    key, first = settings.profile.key, settings.scenarios[0]
+    console.print(
+        f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile, "
+        f"each replica; seed {first.seed}"
+    )
+    if settings.shortened:
+        counts = ", ".join(map(str, settings.shortened))
+        console.print(
+            f"With {counts} replicas: only {MOST_REQUESTS} requests, and families to match, "
+            "so these runs are shorter than others; --requests N asks for more"
+        )
+    console.print()
+    print_fleet_reports(console, list(zip(settings.scenarios, reports, strict=True)))
+    if settings.json_path is not None:
+        content = {**replicas_json(settings, reports), "wall_s": round(wall_s, 3)}
+        write(settings.json_path, json.dumps(content, indent=2) + "\n")
+    runs = f"{len(reports)} runs" if len(reports) > 1 else "1 run"
+    console.print(f"{runs} in {wall_s:.1f} s", style="dim")
+    return 0
+
+
+def read_replica_settings(
+    args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
+) -> ReplicaSettings:
+    """Raises ConfigError naming the flag that is wrong and what is allowed."""
+    names = policies("--policy", args.simulate_policy or REPLICA_POLICY)
+    config = load_config({**given_flags(args), "policy": names[0]}, environ, warn)
+    engine = config.engine
+    data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
+    profile = read_profile(engine.profile or REPLICA_PROFILE, profile_folders(data_dir))
+    device = device_of(profile, engine.kv_blocks)
+    counts = doublings("--replicas", args.simulate_replicas, _MOST_REPLICAS)
+    loads = {replicas: _load(args, replicas) for replicas in counts}
+    be_share = number("--be-requests", args.simulate_be_requests, low=0)
+    scenarios = tuple(
+        FleetScenario(
+            config=_under(engine, policy),
+            device=device,
+            replicas=replicas,
+            router=router,
+            load=loads[replicas],
+            seed=engine.seed,
+            notice_s=number("--notice-delay", args.simulate_notice_delay, low=0) / 1e3,
+            decision_s=number("--decision-time", args.simulate_decision_time, low=0) / 1e3,
+            classes=be_share > 0.0,
+        )
+        for policy in names
+        for replicas in counts
+        for router in _names("--router", args.simulate_router, ROUTERS)
+    )
+    for scenario in scenarios:
+        check_fleet_scenario(scenario)
+    _warn_of_one_engine(args, warn)
+    jobs, asked = args.simulate_jobs, args.simulate_requests
+    return ReplicaSettings(
+        scenarios=scenarios,
+        profile=profile,
+        shortened=tuple(n for n in counts if asked is None and _is_shortened(loads[n], n)),
+        jobs=available_cores() if jobs is None else whole("--jobs", jobs, low=1),
+        json_path=writable(args.simulate_json),
+    )
+
+
+def replicas_json(settings: ReplicaSettings, reports: Sequence[FleetReport]) -> dict[str, Any]:
+    """Everything that determines the runs, and what came of them."""
+    return {
+        "bros": __version__,
+        "python": platform.python_version(),
+        "profile": json.loads(settings.profile.to_json()),
+        "runs": [
+            {
+                "replicas": scenario.replicas,
+                "router": scenario.router,
+                "policy": scenario.config.policy,
+                "load": scenario.load.label,
+                "settings": scenario_json(scenario),
+                "results": dataclasses.asdict(report),
+            }
+            for scenario, report in zip(settings.scenarios, reports, strict=True)
+        ],
+    }
+
+
+def scenario_json(scenario: FleetScenario) -> dict[str, Any]:
+    """Without the recorded requests of a trace."""
+    load = dataclasses.asdict(scenario.load)  # type: ignore[call-overload]
+    load.pop("recorded", None)
+    return {
+        "seed": scenario.seed,
+        "load": load,
+        "kv_blocks": scenario.device.kv_blocks,
+        "notice_s": scenario.notice_s,
+        "decision_s": scenario.decision_s,
+        "router": dataclasses.asdict(scenario.settings),
+        "engine": dataclasses.asdict(scenario.config),
+    }
+
+
+def _under(engine: EngineConfig, policy: str) -> EngineConfig:
+    return dataclasses.replace(fleet_config(engine), policy=policy)
+
+
+def _load(args: argparse.Namespace, replicas: int) -> PrefixLoad:
+    """The workload of one run, scaled to so many replicas where nothing else is asked for."""
+    (name,) = _names("--workload", args.simulate_workload, WORKLOADS, most=1)
+    (popularity,) = _names("--popularity", args.simulate_popularity, POPULARITIES, most=1)
+    rate = _optional_number("--rate", args.simulate_rate)
+    count = _optional_whole("--requests", args.simulate_requests)
+    families = _optional_whole("--families", args.simulate_families)
+    be_share = number("--be-requests", args.simulate_be_requests, low=0)
+    if be_share > 1.0:
+        raise ConfigError(f"--be-requests: {be_share:g} must be at most 1")
+    if name in RECORDED:
+        if families is not None or popularity != POPULARITIES[0]:
+            raise ConfigError(f"--families, --popularity: not to be set with --workload {name}")
+        return _recorded(name, args.simulate_trace, replicas, rate, count, be_share)
+    if args.simulate_trace is not None:
+        raise ConfigError(f"--trace: only --workload {' and '.join(RECORDED)} have one")
+    if count is None:
+        count = min(_published_count(name, replicas), MOST_REQUESTS)
+    return published(
+        name,
+        replicas,
+        rate=rate,
+        count=count,
+        families=families,
+        popularity=popularity,
+        be_share=be_share,
+    )
+
+
+def _recorded(
+    name: str,
+    trace: str | None,
+    replicas: int,
+    rate: float | None,
+    count: int | None,
+    be_share: float,
+) -> PrefixLoad:
+    if trace is None:
+        raise ConfigError(f"--workload {name}: --trace says which file")
+    if name == AZURE:
+        paths = [Path(part.strip()).expanduser() for part in trace.split(",")]
+        if len(paths) != 2:
+            raise ConfigError(f"--trace: {AZURE} has two, of code and of conversations: CODE,CHATS")
+        times = read_azure_times(*paths)
+        return AzureLoad(
+            recorded=times,
+            rate=rate or AZURE_RATE * replicas,
+            count=min(count or MOST_REQUESTS, len(times)),
+            be_share=be_share,
+        )
+    path = Path(trace).expanduser()
+    lines = read_mooncake_trace(path)
+    return MooncakeLoad(
+        source=path.name,
+        recorded=lines,
+        rate=rate or MOONCAKE_RATE * replicas,
+        count=min(count or MOST_REQUESTS, len(lines)),
+        be_share=be_share,
+    )
+
+
+def _published_count(name: str, replicas: int) -> int:
+    return max(1, KINDS[name].count * replicas // 2)
+
+
+def _is_shortened(load: PrefixLoad, replicas: int) -> bool:
+    return isinstance(load, Workload) and load.count < _published_count(load.name, replicas)
+
+
+def _names(flag: str, text: str, known: Sequence[str], most: int | None = None) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in known:
+            near = near_matches(name, known)
+            raise ConfigError(f"{flag}: {name!r} is not one of {', '.join(known)}{near}")
+    if most is not None and len(names) > most:
+        raise ConfigError(f"{flag}: takes one of {', '.join(known)}, not {len(names)}")
+    return names
+
+
+def _optional_number(flag: str, text: str | None) -> float | None:
+    return None if text is None else number(flag, text, above=0)
+
+
+def _optional_whole(flag: str, text: str | None) -> int | None:
+    return None if text is None else whole(flag, text, low=1)
+
+
+def _warn_of_one_engine(args: argparse.Namespace, warn: Callable[[str], None]) -> None:
+    """One line if flags were changed that only a single engine has a use for."""
+    unused = [flag for flag in changed_flags(args) if flag in ONE_ENGINE]
+    if unused:
+        warn(f"{', '.join(unused)}: without effect with --replicas")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the command line asks for."""
+
+    scenarios: tuple[Scenario, ...]
+    profile: Profile
+    jobs: int
+    json_path: Path | None
+
+
+def run_simulate(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    warn: Callable[[str], None],
+    clock: Clock,
+    console: Console | None = None,
+) -> int:
+    """Simulate, print tables and write the file; returns the exit status.
+
+    Raises ConfigError for a wrong option.
+    """
+    if args.simulate_replicas is not None:
+        return run_replicas(args, environ, warn, clock, console)
+    settings = read_settings(args, environ, warn)
+    console = wide(console)
+    start_s = clock.now()
+    with progress_bar(len(settings.scenarios)) as told:
+        reports = run_sweep(settings.scenarios, settings.jobs, told)
+    wall_s = clock.now() - start_s
+    key, first = settings.profile.key, settings.scenarios[0]
+    warm_up = f", the first {first.warm_up_s:g} s not counted" if first.warm_up_s else ""
+    console.print(
+        f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile; "
+        f"{first.duration_s:g} s simulated{warm_up}, seed {first.seed}\n"
+    )
+    print_reports(console, list(zip(settings.scenarios, reports, strict=True)))
+    if settings.json_path is not None:
+        content = {**as_json(settings, reports), "wall_s": round(wall_s, 3)}
+        write(settings.json_path, json.dumps(content, indent=2) + "\n")
+    runs = f"{len(reports)} runs" if len(reports) > 1 else "1 run"
+    console.print(f"{runs} in {wall_s:.1f} s", style="dim")
+    return 0
+
+
+def read_settings(
+    args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
+) -> Settings:
+    """Raises ConfigError naming the flag that is wrong and what is allowed."""
+    flags = given_flags(args)
+    names = policies("--policy", args.simulate_policy or DEFAULT_POLICIES)
+    config = load_config({**flags, "policy": names[0]}, environ, warn)
+    engine = config.engine
+    data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
+    profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
+    device = device_of(profile, engine.kv_blocks)
+    duration_s = number("--duration", args.simulate_duration, above=0)
+    warm_up_s = number("--warm-up", args.simulate_warm_up, low=0)
+    if warm_up_s >= duration_s:
+        raise ConfigError(f"--warm-up: {warm_up_s:g} s leave nothing of --duration {duration_s:g}")
+    scenarios = tuple(
+        Scenario(
+            config=_engine_config(engine, policy, alone=len(names) == 1),
+            device=device,
+            rt=load,
+            be=BeLoad(whole("--be", args.simulate_be, low=0), args.be_batches),
+            seed=engine.seed,
+            duration_s=duration_s,
+            warm_up_s=warm_up_s,
+            disturbance=Disturbance(
+                noise=number("--noise", args.simulate_noise, low=0),
+                slowdown=number("--slowdown", args.simulate_slowdown, above=0),
+            ),
+        )
+        for load in _loads(args)
+        for policy in names
+    )
+    for scenario in scenarios:
+        check_scenario(scenario)
+    _warn_of_unused(engine, names, warn)
+    unused = [flag for flag in changed_flags(args) if flag in OF_REPLICAS]
+    if unused:
+        warn(f"{', '.join(unused)}: without effect, --replicas is missing")
+    jobs = args.simulate_jobs
+    return Settings(
+        scenarios=scenarios,
+        profile=profile,
+        jobs=available_cores() if jobs is None else whole("--jobs", jobs, low=1),
+        json_path=writable(args.simulate_json),
+    )
+
+
+def as_json(settings: Settings, reports: Sequence[Report]) -> dict[str, Any]:
+    """Everything that determines the runs, and what came of them."""
+    return {
+        "bros": __version__,
+        "python": platform.python_version(),
+        "profile": json.loads(settings.profile.to_json()),
+        "runs": [
+            {
+                "policy": scenario.config.policy,
+                "load": scenario.rt.label,
+                "settings": _scenario_json(scenario),
+                "results": dataclasses.asdict(report),
+            }
+            for scenario, report in zip(settings.scenarios, reports, strict=True)
+        ],
+    }
+
+
+def _scenario_json(scenario: Scenario) -> dict[str, Any]:
+    rt = scenario.rt
+    arrivals: dict[str, Any] = (
+        {"trace": rt.source, "speed": rt.speed}
+        if isinstance(rt, TraceLoad)
+        else dataclasses.asdict(rt)  # type: ignore[call-overload]
+    )
+    return {
+        "seed": scenario.seed,
+        "duration_s": scenario.duration_s,
+        "warm_up_s": scenario.warm_up_s,
+        "rt": arrivals,
+        "be": dataclasses.asdict(scenario.be),
+        "kv_blocks": scenario.device.kv_blocks,
+        "disturbance": dataclasses.asdict(scenario.disturbance),
+        "engine": dataclasses.asdict(scenario.config),
+    }
+
+
+def _engine_config(engine: EngineConfig, policy: str, alone: bool) -> EngineConfig:
+    """The options under one of the policies; what only bros can do is not asked of the others."""
+    changes = {"policy": policy}
+    if policy != "bros" and not alone:
+        changes["overload"] = "late"
+    return dataclasses.replace(with_step_bounds(engine), **changes)  # type: ignore[arg-type]
+
+
+def _warn_of_unused(
+    engine: EngineConfig, policies: Sequence[str], warn: Callable[[str], None]
+) -> None:
+    """One line for each policy that options were given for which it has no use."""
+    for policy in policies:
+        unused = unused_options(dataclasses.replace(engine, policy=policy))
+        if _engine_config(engine, policy, alone=len(policies) == 1).overload != engine.overload:
+            unused.append("--overload")
+        if unused:
+            warn(without_effect(unused, policy))
+
+
+def _loads(args: argparse.Namespace) -> list[RtLoad]:
+    if args.simulate_trace is not None:
+        path = Path(args.simulate_trace)
+        speed = number("--trace-speed", args.simulate_trace_speed, above=0)
+        return [TraceLoad(path.name, read_azure_trace(path), speed)]
+    sizes = args.simulate_rt_lengths
+    if sizes not in RT_SIZES:
+        near = near_matches(sizes, RT_SIZES)
+        raise ConfigError(f"--rt-lengths: {sizes!r} is not one of {', '.join(RT_SIZES)}{near}")
+    return [PoissonLoad(rate, sizes) for rate in rates("--rt-rate", args.simulate_rt_rate)]

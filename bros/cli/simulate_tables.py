@@ -1,0 +1,252 @@
+"""Reports as tables for the terminal, 100 columns wide."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bros.core.errors import ConfigError
+from bros.core.request import ServiceClass
+from bros.simulator.fleet import FleetReport, FleetScenario
+from bros.simulator.metrics import ClassReport, Report
+from bros.simulator.simulation import Scenario
+from bros.workload.attainment import Attainment, Summary
+
+Row = tuple[Scenario, Report]
+_NOTHING = "-"
+_WIDTH = 100
+
+
+def wide(console: Console | None) -> Console:
+    """`console` or standard output, as wide as tables are where it is no terminal."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    return console
+
+
+def print_reports(console: Console, rows: Sequence[Row]) -> None:
+    """One block per load, in the order of the rows: a table per class, a line per policy."""
+    loads: dict[str, list[Row]] = {}
+    for scenario, report in rows:
+        loads.setdefault(scenario.rt.label, []).append((scenario, report))
+    for label, group in loads.items():
+        _print_load(console, label, group)
+
+
+def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
+    scenario, first = rows[0]
+    if first.by_class[ServiceClass.RT].requests:
+        slo = scenario.config
+        console.print(
+            f"[bold]Real-time, {label}[/bold]: {first.by_class[ServiceClass.RT].requests} requests,"
+            f" first token within {slo.slo_ttft:g} ms, then one every {slo.slo_tpot:g} ms"
+        )
+        if first.skipped:
+            console.print(f"{first.skipped} more left out, too long to be served")
+        console.print(_real_time(rows))
+    if scenario.be.in_flight:
+        how = "batches of" if scenario.be.batches else "always"
+        console.print(
+            f"[bold]Best-effort beside {label}[/bold]: {how} {scenario.be.in_flight} in flight"
+        )
+        console.print(_best_effort(rows))
+    given_up = [
+        f"{scenario.config.policy} {report.abandoned_steps} ({report.abandoned_s:.1f} s)"
+        for scenario, report in rows
+        if report.abandoned_steps
+    ]
+    if given_up:
+        console.print(f"Steps given up for somebody's first token: {', '.join(given_up)}\n")
+
+
+def _real_time(rows: Sequence[Row]) -> Table:
+    table = _table(
+        *("finished", "open", "refused", "TTFT\nmet %", "TPOT\nmet %", "both\nmet %"),
+        *("TTFT\np50 ms", "TTFT\np99 ms", "TPOT\np50 ms", "TPOT\np99 ms", "ms per\ntoken"),
+    )
+    for scenario, report in rows:
+        part = report.by_class[ServiceClass.RT]
+        table.add_row(
+            scenario.config.policy,
+            *_counts(part),
+            *(_percent(share) for share in (part.ttft_met, part.tpot_met, part.both_met)),
+            *_percentiles(part.ttft_s),
+            *_percentiles(part.tpot_s),
+            _ms(part.normalized_latency_s),
+        )
+    return table
+
+
+def _best_effort(rows: Sequence[Row]) -> Table:
+    table = _table(
+        *("finished", "open", "refused", "requests\nper s", "tokens\nper s", "output\nper s"),
+        *("ms per\ntoken", "preemp-\ntions", "busy\n%", "step\nms"),
+    )
+    for scenario, report in rows:
+        part = report.by_class[ServiceClass.BE]
+        table.add_row(
+            scenario.config.policy,
+            *_counts(part),
+            f"{part.requests_per_s:.2f}",
+            f"{part.tokens_per_s:.0f}",
+            f"{part.output_tokens_per_s:.0f}",
+            _ms(part.normalized_latency_s),
+            str(part.preemptions),
+            f"{100 * report.busy:.0f}",
+            _ms(report.mean_step_s),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _counts(part: ClassReport) -> tuple[str, str, str]:
+    return str(part.finished), str(part.unfinished), str(part.refused)
+
+
+def _percent(share: Attainment) -> str:
+    """Never 100 if one was missed."""
+    if share.value is None:
+        return _NOTHING
+    tenths = share.met * 1000 // share.decided
+    return f"{tenths / 10:.1f}"
+
+
+def _percentiles(summary: Summary) -> tuple[str, str]:
+    return _ms(summary.p50), _ms(summary.p99)
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return _NOTHING
+    ms = 1000 * seconds
+    return f"{ms:.1f}" if ms < 99.95 else f"{ms:.0f}"
+
+
+# ---- Reports of runs on several replicas as tables for the terminal, 100 columns wide.
+
+
+FleetRow = tuple[FleetScenario, FleetReport]
+
+
+def print_fleet_reports(console: Console, rows: Sequence[FleetRow]) -> None:
+    """One table per load and policy, in the order of the rows: a line per router."""
+    groups: dict[tuple[int, str, str], list[FleetRow]] = {}
+    for scenario, report in rows:
+        key = (scenario.replicas, scenario.load.label, scenario.config.policy)
+        groups.setdefault(key, []).append((scenario, report))
+    for (replicas, label, policy), group in groups.items():
+        several = f"{replicas} replicas" if replicas > 1 else "1 replica"
+        requests = group[0][1].requests
+        console.print(f"[bold]{several}, {label}[/bold]: {requests} requests, policy {policy}")
+        console.print(_fleet_table(group))
+
+
+def _fleet_table(rows: Sequence[FleetRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("router", no_wrap=True, vertical="bottom")
+    mixed = rows[0][0].classes
+    for column in (
+        *("latency\nmean s", "p99 s", "x faster\nthan rr\nmean", "p99"),
+        *("TTFT\np50 s", "p99 s", "cached\n%", "busy\n%", "most/\nmean", "req\nper s"),
+        *(("RT\nmet %", "BE\nmean s") if mixed else ()),
+    ):
+        table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
+    baseline = next((report for scenario, report in rows if scenario.router == "rr"), None)
+    for scenario, report in rows:
+        table.add_row(
+            scenario.router,
+            _seconds(report.latency_s.mean),
+            _seconds(report.latency_s.p99),
+            *_times_faster(report, baseline),
+            _seconds(report.ttft_s.p50),
+            _seconds(report.ttft_s.p99),
+            f"{100 * report.hits:.1f}",
+            f"{100 * report.busy:.0f}",
+            f"{report.balance:.2f}",
+            _short(report.requests_per_s),
+            *(_of_classes(report) if mixed else ()),
+        )
+    return table
+
+
+def _times_faster(report: FleetReport, baseline: FleetReport | None) -> tuple[str, str]:
+    """How many times as long requests take with round robin: the mean, and the slowest ones."""
+    if baseline is None:
+        return _NOTHING, _NOTHING
+    theirs, ours = baseline.latency_s, report.latency_s
+    return _ratio(theirs.mean, ours.mean), _ratio(theirs.p99, ours.p99)
+
+
+def _ratio(theirs: float | None, ours: float | None) -> str:
+    return _short(theirs / ours) if theirs is not None and ours else _NOTHING
+
+
+def _of_classes(report: FleetReport) -> tuple[str, str]:
+    met = report.by_class[ServiceClass.RT].both_met
+    share = None if met is None else met.value
+    return (
+        _NOTHING if share is None else f"{100 * share:.1f}",
+        _seconds(report.by_class[ServiceClass.BE].latency_s.mean),
+    )
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return _NOTHING
+    return f"{value:.3f}" if value < 1 else _short(value)
+
+
+def _short(value: float) -> str:
+    """Three digits, or more where there are more before the point."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+# ---- Where results of `bros simulate` go, and how far it has come.
+
+
+def writable(text: str | None) -> Path | None:
+    """Found out before minutes of work and not after. Raises ConfigError."""
+    if text is None:
+        return None
+    path = Path(text).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--json: {text} cannot be written: no such folder, or it is one")
+    return path
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def progress_bar(runs: int) -> Iterator[Callable[[int, float], None]]:
+    """A bar on stderr while the block runs, if that is a terminal."""
+    shares = [0.0] * runs
+    columns = (TextColumn("simulating"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("simulating", total=runs)
+
+        def told(index: int, share: float) -> None:
+            shares[index] = share
+            bar.update(task, completed=sum(shares))
+
+        yield told

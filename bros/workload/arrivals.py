@@ -1,0 +1,193 @@
+"""What arrives when, and how long it is: seeded, and the same for every policy.
+
+Real-time requests come by themselves (a Poisson process or a recorded trace). Best-effort
+requests come in a closed loop: so many are in flight, and the next one follows when one (or the
+whole batch) has finished. Each kind draws from generators of its own, seeded by name, so the
+k-th request is the same whatever else happens; at another rate the same requests arrive with
+their gaps stretched.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from bros.core.errors import ConfigError
+from bros.workload.lengths import ClippedLogNormal, Lengths, Uniform
+
+
+class Size(NamedTuple):
+    """Tokens of one request: of its prompt, and those it is made to generate."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Arrival(NamedTuple):
+    """A request that comes at a given time, in seconds after the start."""
+
+    time_s: float
+    size: Size
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSizes:
+    """Prompt and output lengths, drawn independently of each other."""
+
+    prompt: Lengths
+    output: Lengths
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that prompt and output can have together."""
+        return self.prompt.high + self.output.high
+
+    def stream(self, rng: random.Random) -> Iterator[Size]:
+        while True:
+            yield Size(self.prompt.draw(rng), self.output.draw(rng))
+
+
+RT_SIZES = {
+    "lmsys": RequestSizes(
+        ClippedLogNormal(90.50, 148.52, 4, 1024), ClippedLogNormal(237.04, 228.21, 1, 1024)
+    ),
+    "sharegpt": RequestSizes(
+        ClippedLogNormal(222.76, 256.36, 4, 1024), ClippedLogNormal(234.51, 268.50, 1, 1024)
+    ),
+}
+"""Means and deviations of chats as published for BROS (Table 2). Clipped to prompts of 4 to 1024
+and outputs of 1 to 1024 tokens, so that a request fits a context of 2048."""
+
+BE_SIZES = RequestSizes(Uniform(512, 1024), Uniform(32, 128))
+"""Best-effort requests of the same table."""
+
+
+class RtLoad(Protocol):
+    """Where real-time requests come from."""
+
+    @property
+    def label(self) -> str:
+        """For people, e.g. `4 req/s`."""
+        ...
+
+    def arrivals(self, duration_s: float, seed: int) -> Sequence[Arrival]:
+        """Everything that arrives before `duration_s`, sorted by time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoissonLoad:
+    """`rate` requests per second on average, with independent gaps. sizes: key of RT_SIZES."""
+
+    rate: float
+    sizes: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.rate:g} req/s"
+
+    def arrivals(self, duration_s: float, seed: int) -> list[Arrival]:
+        found: list[Arrival] = []
+        if self.rate <= 0:
+            return found
+        gaps = generator(seed, "rt gaps")
+        sizes = RT_SIZES[self.sizes].stream(generator(seed, "rt sizes"))
+        time_s = gaps.expovariate(1.0) / self.rate
+        while time_s < duration_s:
+            found.append(Arrival(time_s, next(sizes)))
+            time_s += gaps.expovariate(1.0) / self.rate
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLoad:
+    """Recorded arrivals (traces.py), played `speed` times as fast. source: the file's name."""
+
+    source: str
+    recorded: tuple[Arrival, ...] = field(repr=False)
+    speed: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return self.source if self.speed == 1.0 else f"{self.source} x{self.speed:g}"
+
+    def arrivals(self, duration_s: float, seed: int) -> list[Arrival]:
+        played = (Arrival(a.time_s / self.speed, a.size) for a in self.recorded)
+        return [arrival for arrival in played if arrival.time_s < duration_s]
+
+
+@dataclass(frozen=True, slots=True)
+class BeLoad:
+    """A closed loop of `in_flight` best-effort requests; 0 is none.
+
+    batches: the next `in_flight` requests follow when all of the last ones have finished,
+    instead of one whenever one finishes.
+    """
+
+    in_flight: int
+    batches: bool = False
+    sizes: RequestSizes = BE_SIZES
+
+
+def generator(seed: int, purpose: str) -> random.Random:
+    """A generator of its own for each purpose, the same on every machine and in every run."""
+    return random.Random(f"bros/{seed}/{purpose}")
+
+
+# ---- Recorded arrivals: CSV files with the columns of the Azure LLM inference traces of 2023.
+#
+#     TIMESTAMP,ContextTokens,GeneratedTokens
+#     2023-11-16 18:15:46.6805900,374,44
+#
+# Times count from the first row. Fractions of a second may have any number of digits.
+
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+def read_azure_trace(path: Path) -> tuple[Arrival, ...]:
+    """All rows, sorted by time. Raises ConfigError naming the file and the line that is wrong."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(_rows(path, csv.reader(file)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"--trace: {path} cannot be read: {error}") from None
+    if not rows:
+        raise ConfigError(f"--trace: {path} has no requests")
+    first = min(time_s for time_s, _ in rows)
+    return tuple(sorted(Arrival(time_s - first, size) for time_s, size in rows))
+
+
+def _rows(path: Path, lines: Iterator[list[str]]) -> Iterator[tuple[float, Size]]:
+    header = next(lines, [])
+    if tuple(header) != COLUMNS:
+        raise ConfigError(f"--trace: {path}:1: the first line must be {','.join(COLUMNS)}")
+    origin: datetime | None = None
+    for number, line in enumerate(lines, start=2):
+        if not line:
+            continue
+        try:
+            stamp, prompt, output = line
+            moment, fraction = _parse_time(stamp)
+            size = Size(int(prompt), int(output))
+        except ValueError:
+            raise ConfigError(
+                f"--trace: {path}:{number}: {','.join(line)!r} is not a time and two token counts"
+            ) from None
+        if size.prompt_tokens < 1 or size.output_tokens < 1:
+            raise ConfigError(f"--trace: {path}:{number}: token counts must be at least 1")
+        origin = origin or moment
+        yield (moment - origin).total_seconds() + fraction, size
+
+
+def _parse_time(stamp: str) -> tuple[datetime, float]:
+    """The whole second and the fraction after it, which may be finer than datetime is."""
+    whole, _, digits = stamp.partition(".")
+    if digits and not digits.isdecimal():
+        raise ValueError(stamp)
+    return datetime.strptime(whole, "%Y-%m-%d %H:%M:%S"), float(f"0.{digits or 0}")

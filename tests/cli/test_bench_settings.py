@@ -1,0 +1,46 @@
+"""What is kept of the options that a command was given."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from bros.cli.bench import Settings, read_settings
+from bros.cli.bench_flags import add_arguments
+from bros.core.clock import ManualClock
+from bros.core.request import Slo
+
+
+def settings(arguments: list[str], environ: dict[str, str] | None = None) -> Settings:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return read_settings(parser.parse_args(arguments), environ or {}, pytest.fail, ManualClock())
+
+
+def test_options_are_kept_wherever_they_were_set(tmp_path: Path) -> None:
+    config = tmp_path / "bros.toml"
+    config.write_text("max_num_seqs = 8\nbe_share = 0.1\n")
+    environ = {"BROS_SLO_TTFT": "300", "BROS_KV_BLOCKS": "70", "BROS_SEED": "5"}
+    arguments = ["--config", str(config), "--kv-blocks", "90", "--be-share", "0.02", "--rates", "1"]
+    command = settings(arguments, environ).measuring.command
+    kept = command.settings
+    assert (kept["--kv-blocks"], kept["--max-num-seqs"], kept["--slo-ttft"]) == (90, 8, 300.0)
+    assert (kept["--rates"], kept["--in-flight"], kept["--capacity"]) == ("1", "16", None)
+    assert (command.seed, command.slo) == (5, Slo(0.3, 0.2))
+    assert "--be-share" not in kept, "a default is not worth a line"
+
+
+def test_no_keys_and_no_folders_are_kept(tmp_path: Path) -> None:
+    trace = tmp_path / "chat.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,374,44\n")
+    arguments = [
+        *("--rt", f"azure:{trace}", "--api-key", "hidden", "--model", str(tmp_path / "model")),
+        *("--target", "http://127.0.0.1:8000", "--out", str(tmp_path), "--append"),
+    ]
+    kept = settings(arguments).measuring.command.settings
+    assert kept["--rt"] == "azure:chat.csv" and kept["--model"] == "model"
+    assert kept["--target"] == "http://127.0.0.1:8000"
+    assert not any("hidden" in str(value) or str(tmp_path) in str(value) for value in kept.values())
+    assert {"--out", "--append", "--report-only", "--api-key", "--policy"}.isdisjoint(kept)

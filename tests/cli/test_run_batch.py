@@ -1,0 +1,196 @@
+"""bros run-batch: a file of requests answered without a server, by a tiny model."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bros.batch.objects import BatchStatus, RowOutcome, RowRef, StoreError
+from bros.batch.rows import RowReply, reply_line
+from bros.batch.store import BatchStore, open_store
+from bros.cli.main import main
+from bros.cli.run_batch import Wanted, begin
+from bros.core.clock import SystemClock
+from bros.engine.engine import Engine
+from support.tiny_models import save_tiny_llama
+from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+
+COMPLETIONS = "/v1/completions"
+FLAGS = ("--kernels", "reference", "--kv-blocks", "64", "--threads", "1", "--policy", "fcfs")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(folder, vocab_size=1000)
+    return save_tokenizer(folder, chat_template=TEMPLATE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def row(number: int, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": f"prompt {number}", "max_tokens": 3, "temperature": 0, **fields}
+    return {"custom_id": f"row-{number}", "method": "POST", "url": COMPLETIONS, "body": body}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in rows), encoding="utf-8")
+    return path
+
+
+def run(model: Path, *arguments: str) -> int:
+    return main(["run-batch", *arguments, "--model", str(model), *FLAGS], {})
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_answers_come_in_the_order_of_the_input(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "in.jsonl", *(row(number) for number in (3, 1, 2)))
+    assert run(model, "in.jsonl", "out.jsonl") == 0
+    found = lines(folder / "out.jsonl")
+    assert [line["custom_id"] for line in found] == ["row-3", "row-1", "row-2"]
+    for line in found:
+        assert line["error"] is None and line["response"]["status_code"] == 200
+        assert line["response"]["body"]["usage"]["completion_tokens"] <= 3
+    assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert "3 of 3 rows done; wrote out.jsonl" in capsys.readouterr().err
+
+
+def test_a_row_that_fails_is_in_its_place(model: Path, folder: Path) -> None:
+    write(folder / "in.jsonl", row(1), row(2, prompt=[5] * 5000), row(3))
+    assert run(model, "in.jsonl", "out.jsonl") == 3
+    first, bad, last = lines(folder / "out.jsonl")
+    assert first["response"]["status_code"] == last["response"]["status_code"] == 200
+    assert bad["custom_id"] == "row-2" and bad["response"]["status_code"] == 400
+    assert bad["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+def test_an_input_with_mistakes_is_not_run(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "in.jsonl", row(1), {**row(2), "method": "GET"}, row(1))
+    assert run(model, "in.jsonl", "out.jsonl") == 4
+    said = capsys.readouterr().err
+    assert "line 2" in said and "line 3" in said
+    assert [path.name for path in folder.iterdir()] == ["in.jsonl"]
+
+
+def begun(folder: Path, source: Path, model: Path) -> None:
+    """As a run leaves it that was killed after the first row, whose answer nobody would guess."""
+    clock, store = SystemClock(), open_store(folder / "out.jsonl.partial")
+    begin(store, Wanted(source, COMPLETIONS, model.name), clock)
+    now = clock.unix_time()
+    ((lease, batch),) = store.batches.claim("killed", now, lease_s=3600.0)
+
+    places, offset = [], 0
+    for number, line in enumerate(source.read_bytes().splitlines(keepends=True), start=1):
+        places.append(RowRef(number, f"row-{number}", offset, len(line), rank=number))
+        offset += len(line)
+    store.batches.admit(lease, places, model="tiny", tokens=1, max_tokens=100, now=now)
+    answer = reply_line("batch_req_1", "row-1", "req-1", RowReply(200, '{"made": "before"}'))
+    store.batches.commit(lease, [RowOutcome(1, True, answer)], None)
+    assert store.batches.get("", batch.id).status is BatchStatus.IN_PROGRESS
+    store.close()
+
+
+def test_an_interrupted_run_goes_on_where_it_was(model: Path, folder: Path) -> None:
+    begun(folder, write(folder / "in.jsonl", row(1), row(2)), model)
+    assert run(model, "in.jsonl", "out.jsonl") == 0
+    first, second = lines(folder / "out.jsonl")
+    assert first["response"]["body"] == {"made": "before"}
+    assert second["response"]["body"]["object"] == "text_completion"
+    assert not (folder / "out.jsonl.partial").exists()
+
+
+def test_what_is_kept_of_another_input_is_not_taken(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(folder, write(folder / "in.jsonl", row(1), row(2)), model)
+    write(folder / "in.jsonl", row(1), row(3))
+    assert run(model, "in.jsonl", "out.jsonl") == 2
+    assert "out.jsonl.partial is of another input" in capsys.readouterr().err
+    write(folder / "in.jsonl", row(1), row(2))
+    assert run(model, "in.jsonl", "out.jsonl", "--served-model-name", "other") == 2
+    assert "out.jsonl.partial is of another model" in capsys.readouterr().err
+    assert run(model, "in.jsonl", "out.jsonl", "--endpoint", "/v1/chat/completions") == 2
+    assert "out.jsonl.partial is of another endpoint" in capsys.readouterr().err
+    assert run(model, "in.jsonl", "out.jsonl") == 0
+
+
+def test_two_runs_do_not_work_on_one_output(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "in.jsonl", row(1))
+    (folder / "out.jsonl.partial").mkdir()
+    with (folder / "out.jsonl.partial" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run(model, "in.jsonl", "out.jsonl") == 2
+    assert "another run is at work" in capsys.readouterr().err
+
+
+def test_an_engine_that_ends_ends_the_run(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder / "in.jsonl", row(1), row(2))
+
+    def overflow(engine: Engine, **_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", overflow)
+        assert run(model, "in.jsonl", "out.jsonl") == 1
+    assert "The engine has ended; the same command goes on" in capsys.readouterr().err
+    assert run(model, "in.jsonl", "out.jsonl") == 0
+    assert len(lines(folder / "out.jsonl")) == 2
+
+
+def test_what_is_answered_is_written_even_if_the_rest_cannot_be(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(folder, write(folder / "in.jsonl", row(1), row(2)), model)
+
+    def broken(*_: object) -> None:
+        raise StoreError("the store cannot be used: a page is damaged")
+
+    monkeypatch.setattr(BatchStore, "pending", broken)
+    assert run(model, "in.jsonl", "out.jsonl", "--batch-lease", "1") == 4
+    answered, lost = lines(folder / "out.jsonl")
+    assert answered["response"]["body"] == {"made": "before"}
+    assert (lost["custom_id"], lost["error"]["code"]) == ("row-2", "batch_failed")
+    said = capsys.readouterr().err
+    assert "1 error, 1 of 2 rows succeeded, 1 failed or not run" in said
+    assert "internal_error" in said
+    assert not (folder / "out.jsonl.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("none.jsonl", "out.jsonl"), "none.jsonl cannot be read"),
+        (("in.jsonl", "no/such/out.jsonl"), "cannot be written"),
+        (("in.jsonl", "."), "cannot be written"),
+        (("in.jsonl", "./in.jsonl"), "is the input"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    model: Path,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, str],
+    message: str,
+) -> None:
+    write(folder / "in.jsonl", row(1))
+    assert run(model, *arguments) == 2
+    assert message in capsys.readouterr().err
