@@ -9,9 +9,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from transformers_reference import load_in_transformers
-
 from bros.executor.model_store import default_cache_dir, resolve_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from transformers_reference import load_in_transformers
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

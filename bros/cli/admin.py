@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bros.cli.admin_flags import DEFAULT_URL
-from bros.cli.flags import whole
+from bros.cli.flags import DEFAULT_URL, AdminFlags, read_own, whole
 from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
 from bros.core.errors import BrosError, ConfigError
 
@@ -43,7 +42,8 @@ def run_admin(
     Raises ConfigError for wrong usage, BrosError for other errors, KeyboardInterrupt.
     """
     config = load_config(given_flags(args), environ, warn)
-    url = args.admin_url or environ.get(URL_VARIABLE) or DEFAULT_URL
+    own = read_own(AdminFlags, args)
+    url = own.url or environ.get(URL_VARIABLE) or DEFAULT_URL
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url: {url!r} must start with http:// or https://")
     key = config.server.api_key
@@ -53,7 +53,7 @@ def run_admin(
     if not console.is_terminal:
         console.width = _WIDTH
     with httpx.Client(headers=headers, timeout=_TIMEOUT_S, transport=transport) as http:
-        command = _Command(args, http, base, pause or threading.Event().wait, console)
+        command = _Command(own, http, base, pause or threading.Event().wait, console)
         actions = {"replicas": command.show, "drain": command.drain, "resume": command.resume}
         actions[args.admin_action]()
     return 0
@@ -63,7 +63,7 @@ def run_admin(
 class _Command:
     """One action with all it needs."""
 
-    args: argparse.Namespace
+    own: AdminFlags
     http: httpx.Client
     url: str
     pause: Callable[[float], object]
@@ -71,7 +71,7 @@ class _Command:
 
     def show(self) -> None:
         found = self._ask("GET", "")
-        if self.args.admin_json:
+        if self.own.json:
             print(json.dumps(found, indent=2), file=self.console.file)
             return
         self.console.print(replica_table(found["data"]))
@@ -83,11 +83,11 @@ class _Command:
             self.console.print(_plan_line(plan))
 
     def drain(self) -> None:
-        args, number = self.args, whole("N", self.args.admin_number, low=0)
-        body = {"move": args.admin_move, "restart": args.admin_restart}
+        own, number = self.own, whole("N", self.own.number, low=0)
+        body = {"move": own.move, "restart": own.restart}
         found = self._ask("POST", f"/{number}/drain", body)
         last = None
-        while not args.admin_no_wait:
+        while not own.no_wait:
             replica = _of(found, number)
             state, count = replica["state"], replica["open"]
             said = f"{replica['name']} is {state}" + (f": {count} open" if count else "")
@@ -95,13 +95,13 @@ class _Command:
                 self.console.print(said)
                 last = said
             # While it is restarted, `drained` is passed on the way.
-            if state in ("up", "gone") or (state == "drained" and not args.admin_restart):
+            if state in ("up", "gone") or (state == "drained" and not own.restart):
                 return
             self.pause(_LOOK_S)
             found = self._ask("GET", "")
 
     def resume(self) -> None:
-        number = whole("N", self.args.admin_number, low=0)
+        number = whole("N", self.own.number, low=0)
         replica = _of(self._ask("POST", f"/{number}/resume"), number)
         self.console.print(f"{replica['name']} is {replica['state']}")
 

@@ -41,8 +41,7 @@ from bros.cli.batch_client import (
     status_words,
     wait_for_end,
 )
-from bros.cli.batch_flags import DEFAULT_URL
-from bros.cli.flags import whole
+from bros.cli.flags import DEFAULT_URL, BatchFlags, read_own, whole
 from bros.core.clock import Clock
 from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
 from bros.core.errors import BrosError, ConfigError, InvalidRequestError
@@ -222,16 +221,18 @@ def run_batch(
     out: Console | None = None,
     err: Console | None = None,
 ) -> int:
-    """Do what was asked; returns the exit status, see bros.cli.batch_flags.EXIT_STATUSES.
+    """Do what was asked; returns the exit status, see bros batch ACTION --help.
 
     pause: lets seconds pass. transport: instead of the network. out, err: standard output and
     error. Raises ConfigError for wrong usage, BrosError for other errors, KeyboardInterrupt.
     """
     config = load_config(given_flags(args), environ, warn)
-    url = args.batch_url or environ.get(URL_VARIABLE) or DEFAULT_URL
+    own = read_own(BatchFlags, args)
+    url = own.url or environ.get(URL_VARIABLE) or DEFAULT_URL
     with batch_client(url, config.server.api_key, transport) as client:
         command = _Command(
-            args,
+            args.batch_action,
+            own,
             client,
             clock,
             pause or threading.Event().wait,
@@ -250,7 +251,8 @@ def run_batch(
 class _Command:
     """One action with all it needs."""
 
-    args: argparse.Namespace
+    action: str
+    own: BatchFlags
     client: BatchClient
     clock: Clock
     pause: Pause
@@ -258,7 +260,7 @@ class _Command:
     err: Console
 
     def run(self) -> int:
-        if getattr(self.args, "batch_id", None) == "":
+        if self.action in ("status", "cancel", "results") and not self.own.id:
             raise ConfigError("ID: there is none; did submitting the batch fail?")
         actions: dict[str, Callable[[], int]] = {
             "submit": self._submit,
@@ -267,16 +269,16 @@ class _Command:
             "cancel": self._cancel,
             "results": self._results,
         }
-        return actions[self.args.batch_action]()
+        return actions[self.action]()
 
     def _submit(self) -> int:
-        args, path = self.args, expanded(self.args.batch_file)
-        window = _window(args.batch_window)
-        metadata = _metadata(args.batch_metadata)
-        target = writable("-o", args.batch_output)
-        if target is not None and not args.batch_wait:
+        own, path = self.own, expanded(self.own.file)
+        window = _window(own.window)
+        metadata = _metadata(own.metadata)
+        target = writable("-o", own.output)
+        if target is not None and not own.wait:
             raise ConfigError("-o: only with --wait; else fetch them with `bros batch results`")
-        endpoint = args.batch_endpoint or first_url(path)
+        endpoint = own.endpoint or first_url(path)
         if isinstance(target, Path) and target.exists() and target.samefile(path):
             raise ConfigError("-o: this is the input; the answers need another file")
         file_id = self._upload(path)
@@ -287,7 +289,7 @@ class _Command:
                 self.client.delete_file(file_id)
             raise
         print(printable(batch.id), file=self.out.file, flush=True)
-        if not args.batch_wait:
+        if not own.wait:
             self._say(f"Submitted for {endpoint}, to be done within {window}.")
             self._say(f"See how it goes: {self._hint('status', batch)} --wait", style="dim")
             return 0
@@ -301,19 +303,19 @@ class _Command:
         return _outcome(batch)
 
     def _status(self) -> int:
-        batch = self.client.get(self.args.batch_id)
-        if self.args.batch_wait:
+        batch = self.client.get(self.own.id)
+        if self.own.wait:
             batch = self._wait(batch, told=False)
-        if self.args.batch_json:
+        if self.own.json:
             self._print_json(dict(batch.fields))
         else:
             block = batch_block(batch, self.clock.unix_time())
             self.out.print(block, highlight=False, soft_wrap=True)
-        return _outcome(batch) if self.args.batch_wait else 0
+        return _outcome(batch) if self.own.wait else 0
 
     def _list(self) -> int:
-        batches = self.client.newest(whole("--limit", self.args.batch_limit, low=1))
-        if self.args.batch_json:
+        batches = self.client.newest(whole("--limit", self.own.limit, low=1))
+        if self.own.json:
             self._print_json([dict(batch.fields) for batch in batches])
         elif batches:
             self.out.print(batch_table(batches, self.clock.unix_time()))
@@ -322,8 +324,8 @@ class _Command:
         return 0
 
     def _cancel(self) -> int:
-        batch = self.client.cancel(self.args.batch_id)
-        if self.args.batch_wait:
+        batch = self.client.cancel(self.own.id)
+        if self.own.wait:
             batch = self._wait(batch)
         elif batch.has_ended:
             self._say(ending(batch))
@@ -335,11 +337,11 @@ class _Command:
         return _outcome(batch)
 
     def _results(self) -> int:
-        target = writable("-o", self.args.batch_output) or STDOUT
-        errors = writable("--errors", self.args.batch_errors)
+        target = writable("-o", self.own.output) or STDOUT
+        errors = writable("--errors", self.own.errors)
         if target == errors:
             raise ConfigError("--errors: this is where the answers go; name another file")
-        batch = self.client.get(self.args.batch_id)
+        batch = self.client.get(self.own.id)
         if not batch.has_ended:
             raise BrosError(
                 f"{printable(batch.id)} has not ended, it is {status_words(batch)}: "
@@ -447,7 +449,7 @@ class _Command:
             self._say(f"See what failed: {hint}", style="dim")
 
     def _hint(self, action: str, batch: RemoteBatch) -> str:
-        server = f" --url {self.args.batch_url}" if self.args.batch_url else ""
+        server = f" --url {self.own.url}" if self.own.url else ""
         return f"bros batch {action} {printable(batch.id)}{server}"
 
     def _print_json(self, value: object) -> None:

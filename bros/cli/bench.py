@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import re
 import signal
 import sys
@@ -43,8 +44,7 @@ from bros.bench.results import (
 from bros.bench.running import BeAs, Measuring, Run, Runner, Target
 from bros.bench.workloads.catalogue import find
 from bros.bench.workloads.contents import FILES
-from bros.cli.bench_flags import SCENARIOS
-from bros.cli.flags import number, policies, rates, whole
+from bros.cli.flags import SCENARIOS, BenchFlags, flag_of, number, policies, rates, read_own, whole
 from bros.cli.simulate_tables import wide
 from bros.core.clock import Clock
 from bros.core.config import Config
@@ -62,7 +62,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
 
 _NOT_FOR_SERVERS = ("policy", "host", "port")
-_OF_FILES = ("bench_out", "bench_append", "bench_report_only")
+_OF_FILES = ("out", "append", "report_only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,75 +89,75 @@ def read_settings(
     clock: Clock,
 ) -> Settings:
     """Raises ConfigError naming the flag that is wrong and what is allowed."""
-    flags = given_flags(args)
+    flags, own = given_flags(args), read_own(BenchFlags, args)
     config = load_config(flags, environ, warn)
     slo = Slo(config.engine.slo_ttft / 1e3, config.engine.slo_tpot / 1e3)
-    target = _target(args, config)
-    wanted = _wanted(args, config, slo if target is not None else Slo())
-    warm_up_s = number("--warm-up", args.bench_warm_up, low=0)
+    target = _target(own, config)
+    wanted = _wanted(own, config, slo if target is not None else Slo())
+    warm_up_s = number("--warm-up", own.warm_up, low=0)
     if warm_up_s >= wanted.duration_s:
         raise ConfigError(f"--warm-up: nothing is left of --duration {wanted.duration_s:g}")
-    rt_rates, capacity = _rates(args, wanted)
+    rt_rates, capacity = _rates(own, wanted)
     fastest = capacity[1].high if capacity else max((rate or 1.0 for rate in rt_rates), default=1.0)
     wanted = replace(wanted, sessions=max(1, round(fastest * wanted.duration_s)))
     passed_on = {name: text for name, text in flags.items() if name not in _NOT_FOR_SERVERS}
     server_arguments = [part for pair in _by_flag(passed_on).items() for part in pair]
     command = Command(
-        environment=environment(clock), settings=_shown(args, config), seed=wanted.seed, slo=slo
+        environment=environment(clock), settings=_shown(own, config), seed=wanted.seed, slo=slo
     )
     return Settings(
         config=config,
-        policies=policies("--policies", args.bench_policies),
+        policies=policies("--policies", own.policies),
         target=target,
-        scenarios=_scenarios(args.bench_scenarios),
+        scenarios=_scenarios(own.scenarios),
         rates=rt_rates,
         capacity=capacity,
         wanted=wanted,
         measuring=Measuring(
             command=command,
             warm_up_s=warm_up_s,
-            endpoint=_choice("--endpoint", Endpoint, args.bench_endpoint),
-            context=_optional_whole("--context", args.bench_context),
-            be_as=_choice("--be-as", BeAs, args.bench_be_as),
+            endpoint=_choice("--endpoint", Endpoint, own.endpoint),
+            context=_optional_whole("--context", own.context),
+            be_as=_choice("--be-as", BeAs, own.be_as),
         ),
         server_arguments=tuple(server_arguments),
-        out=Path(args.bench_out).expanduser(),
-        append=args.bench_append,
+        out=Path(own.out).expanduser(),
+        append=own.append,
     )
 
 
-def _target(args: argparse.Namespace, config: Config) -> Target | None:
-    if args.bench_target is None:
+def _target(own: BenchFlags, config: Config) -> Target | None:
+    if own.target is None:
         return None
-    dialect = dialect_of(args.bench_dialect).name
+    dialect = dialect_of(own.dialect).name
     return Target(
-        url=args.bench_target,
-        name=args.bench_target_name or dialect,
+        url=own.target,
+        name=own.target_name or dialect,
         dialect=dialect,
-        policy=args.bench_target_policy,
-        model=args.bench_target_model,
+        policy=own.target_policy,
+        model=own.target_model,
         api_key=config.server.api_key,
     )
 
 
-def _wanted(args: argparse.Namespace, config: Config, slo: Slo) -> Wanted:
+def _wanted(own: BenchFlags, config: Config, slo: Slo) -> Wanted:
     wanted = Wanted(
-        rt=args.bench_rt,
-        be=args.bench_be,
-        in_flight=whole("--in-flight", args.bench_in_flight, low=0),
-        duration_s=number("--duration", args.bench_duration, above=0),
+        rt=own.rt,
+        be=own.be,
+        in_flight=whole("--in-flight", own.in_flight, low=0),
+        duration_s=number("--duration", own.duration, above=0),
         seed=config.engine.seed,
-        longest_prompt=_optional_whole("--longest-prompt", args.bench_longest_prompt),
-        burstiness=number("--burstiness", args.bench_burstiness, above=0),
-        zipf=number("--zipf", args.bench_zipf, low=0),
-        speed=number("--speed", args.bench_speed, above=0),
-        forced=not args.bench_natural,
-        factor=number("--scale", args.bench_scale, above=0),
-        overlong=Overlong.SKIP if args.bench_skip_overlong else Overlong.CLIP,
+        longest_prompt=_optional_whole("--longest-prompt", own.longest_prompt),
+        burstiness=number("--burstiness", own.burstiness, above=0),
+        zipf=number("--zipf", own.zipf, low=0),
+        speed=number("--speed", own.speed, above=0),
+        forced=not own.natural,
+        factor=number("--scale", own.scale, above=0),
+        overlong=Overlong.SKIP if own.skip_overlong else Overlong.CLIP,
         slo=slo,
     )
     if wanted.factor > 1:
-        raise ConfigError(f"--scale: {args.bench_scale} must be at most 1")
+        raise ConfigError(f"--scale: {own.scale} must be at most 1")
     for flag, name in (("--rt", wanted.rt), ("--be", wanted.be)):
         if not name.startswith("sharegpt:"):  # which needs a tokenizer and takes its time
             try:
@@ -168,18 +168,18 @@ def _wanted(args: argparse.Namespace, config: Config, slo: Slo) -> Wanted:
 
 
 def _rates(
-    args: argparse.Namespace, wanted: Wanted
+    own: BenchFlags, wanted: Wanted
 ) -> tuple[tuple[float | None, ...], tuple[float, Range] | None]:
     """The rates to run, and where the highest good one is searched."""
     if has_own_times(wanted.rt):
-        if args.bench_capacity is not None:
+        if own.capacity is not None:
             raise ConfigError("--capacity: a trace has its own rate; see --speed")
         return (None,), None
-    found = rates("--rates", args.bench_rates)
-    if args.bench_capacity is None:
+    found = rates("--rates", own.rates)
+    if own.capacity is None:
         return tuple(found), None
-    asked = number("--capacity", args.bench_capacity, above=0)
-    if asked > 1 or len(found) < 2 or ":" not in args.bench_rates:
+    asked = number("--capacity", own.capacity, above=0)
+    if asked > 1 or len(found) < 2 or ":" not in own.rates:
         raise ConfigError(
             "--capacity: needs a share of at most 1, and a range in --rates, e.g. 0.1:2:0.1"
         )
@@ -204,15 +204,13 @@ def _optional_whole(flag: str, text: str | None) -> int | None:
     return None if text is None else whole(flag, text, low=1)
 
 
-def _shown(args: argparse.Namespace, config: Config) -> dict[str, str | int | float | bool | None]:
+def _shown(own: BenchFlags, config: Config) -> dict[str, str | int | float | bool | None]:
     """Our own options, and those of servers that are no defaults, wherever they were set.
 
     No keys, and of folders only their names.
     """
     given = {
-        name.removeprefix("bench_"): value
-        for name, value in sorted(vars(args).items())
-        if name.startswith("bench_") and name not in _OF_FILES
+        name: value for name, value in dataclasses.asdict(own).items() if name not in _OF_FILES
     }
     for part in (config.engine, config.server):
         for option in options_of(type(part)):
@@ -225,7 +223,7 @@ def _shown(args: argparse.Namespace, config: Config) -> dict[str, str | int | fl
 
 def _by_flag(values: Mapping[str, T]) -> dict[str, T]:
     """Option names as they are written."""
-    return {"--" + name.replace("_", "-"): value for name, value in values.items()}
+    return {flag_of(name): value for name, value in values.items()}
 
 
 def _without_folder(value: Any) -> Any:
@@ -329,8 +327,9 @@ def run_bench(
     has. Raises ConfigError for a wrong option, NoServerError, ServerStartError or ModelError.
     """
     console = wide(console)
-    if args.bench_report_only is not None:
-        folder = Path(args.bench_report_only).expanduser()
+    report_only = read_own(BenchFlags, args).report_only
+    if report_only is not None:
+        folder = Path(report_only).expanduser()
         result = _read("--report-only", folder)
         write_report(folder, result)
     else:

@@ -1,13 +1,699 @@
-"""Values as they are written on the command line: numbers, and lists of them or of policies."""
+"""The command line as data: the commands, their own options, and the parser made of these.
+
+The options of the engine and the server, which several commands take, are the fields of
+core/config.py. Here are the others: one record per command, one field per option. The field
+`warm_up` of BenchFlags is `bros bench --warm-up`. Values stay text until the command converts
+them with the functions at the end of this file, which name the flag that is wrong.
+
+This module imports next to nothing, so that --help is quick.
+"""
 
 from __future__ import annotations
 
-from bros.core.config import POLICIES
-from bros.core.config_sources import near_matches
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from bros import __version__
+from bros.bench.dialects import DIALECTS, Endpoint
+from bros.bench.workloads.contents import NAMES
+from bros.core.config import POLICIES, EngineConfig
+from bros.core.config_sources import (
+    FILE_FLAG,
+    URL_VARIABLE,
+    Option,
+    add_flags,
+    all_options,
+    near_matches,
+    options_of,
+)
 from bros.core.errors import ConfigError
+from bros.simulator import REPLICA_ROWS, REPLICA_STEP_TOKENS
+
+Record = TypeVar("Record")
+
+_PREFIX = "own_"
+"""Of a command's own options in argparse's namespace, where those of core/config.py have none."""
+
+
+def flag(metavar: str, text: str, default: str | None = None, **more: Any) -> Any:
+    """A field of a record: an option with a value. more: further arguments of add_argument."""
+    return _option(default, text, metavar=metavar, **more)
+
+
+def switch(text: str) -> Any:
+    """A field of a record: an option without a value, False if it is not given."""
+    return _option(False, text, action="store_true")
+
+
+def argument(metavar: str, text: str) -> Any:
+    """A field of a record: a value without a flag."""
+    return _option("", text, metavar=metavar, positional=True)
+
+
+def _option(default: Any, text: str, **arguments: Any) -> Any:
+    metadata = {"help": text, **arguments}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=list, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_of(name: str) -> str:
+    """`--warm-up`, from the name of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def add_own(
+    parser: argparse._ActionsContainer, record: type[Any], *names: str, **help_texts: str
+) -> None:
+    """Add the options of a record, or those of `names`. help_texts: others than the fields'."""
+    for field in dataclasses.fields(record):
+        if names and field.name not in names:
+            continue
+        arguments = dict(field.metadata)
+        text: str = help_texts.get(field.name, field.metadata["help"])
+        del arguments["help"]
+        flags = [*arguments.pop("short", ()), flag_of(field.name)]
+        if isinstance(field.default, str) and field.default:
+            text += f" (default: {field.default})"
+        if arguments.pop("positional", False):
+            parser.add_argument(_PREFIX + field.name, help=text, **arguments)
+            continue
+        default = [] if field.default is dataclasses.MISSING else field.default
+        parser.add_argument(
+            *flags, dest=_PREFIX + field.name, default=default, help=text, **arguments
+        )
+
+
+def read_own(record: type[Record], args: argparse.Namespace) -> Record:
+    """The record of what was parsed; options that an action does not have are at their defaults."""
+    return record(
+        **{
+            field.name: getattr(args, _PREFIX + field.name)
+            for field in dataclasses.fields(record)  # type: ignore[arg-type]
+            if hasattr(args, _PREFIX + field.name)
+        }
+    )
+
+
+def changed_flags(record: Any) -> list[str]:
+    """The options of a record that are not at their defaults."""
+    return [
+        flag_of(field.name)
+        for field in dataclasses.fields(record)
+        if getattr(record, field.name) != field.default
+    ]
+
 
 RANGE_VALUES = 5
 """How many rates `low:high` stands for."""
+
+# ---- The options of each command.
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_SERVER_URL = f"the server, with or without /v1 (default: {URL_VARIABLE}, else {DEFAULT_URL})"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFlags:
+    """`bros chat`."""
+
+    url: str | None = flag(
+        "URL", "talk to this OpenAI-compatible server (--api-key is sent if given)"
+    )
+    system: str | None = flag("TEXT", "system prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFlags:
+    """`bros profile`."""
+
+    out: str | None = flag(
+        "DIR", "folder of profiles (default: profiles/ of the source tree, or of --data-dir)"
+    )
+    repeats: str = flag("N", "measurements of each step", "5")
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorFlags:
+    """`bros doctor`."""
+
+    json: bool = switch("print it as JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class AdminFlags:
+    """The actions of `bros admin`."""
+
+    number: str = argument("N", "number of the replica, as `bros admin replicas` shows it")
+    move: bool = switch(
+        "requests that are open there continue on another replica at once, which computes their "
+        "prompts again"
+    )
+    restart: bool = switch("when it is empty, start its engine anew and use it again")
+    no_wait: bool = switch("return at once instead of waiting until it is empty")
+    json: bool = switch("print it as the server says it")
+    url: str | None = flag("URL", _SERVER_URL)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFlags:
+    """The actions of `bros batch`."""
+
+    file: str = argument("FILE", "requests, one JSON object per line")
+    id: str = argument("ID", "id of the batch, as submit printed it")
+    endpoint: str | None = flag(
+        "PATH", 'endpoint that the requests are for (default: the "url" of the first)'
+    )
+    window: str = flag(
+        "TIME",
+        "time the server has for it: minutes, hours or days, such as 90m, 24h or 7d",
+        "24h",
+    )
+    metadata: list[str] = flag(
+        "KEY=VALUE",
+        "a note to keep with the batch; may be given several times",
+        default=[],  # type: ignore[arg-type]
+        action="append",
+    )
+    wait: bool = switch("show progress until the batch has ended")
+    output: str | None = flag(
+        "FILE", "write the answers to FILE (default: standard output)", short=("-o",)
+    )
+    errors: str | None = flag(
+        "FILE",
+        "write the lines of failed and unfinished rows to FILE (default: only count them)",
+    )
+    limit: str = flag("N", "how many at most", "20")
+    json: bool = switch("print the batch as the server describes it")
+    url: str | None = flag("URL", _SERVER_URL)
+
+
+@dataclass(frozen=True, slots=True)
+class RunBatchFlags:
+    """`bros run-batch`."""
+
+    input: str = argument("INPUT", "requests, one JSON object per line")
+    target: str = argument("OUTPUT", "file for the answers")
+    endpoint: str | None = flag(
+        "PATH", 'endpoint that the requests are for (default: the "url" of the first)'
+    )
+
+
+# ---- bros simulate
+
+DEFAULT_POLICIES = "bros,priority,fcfs"
+REPLICA_POLICY = "fcfs"
+DEFAULT_PROFILE = "1x-h200/llama-3-8b-fp16"
+REPLICA_PROFILE = "1x-a6000/mistral-7b-fp16"
+RT_LENGTHS = ("lmsys", "sharegpt")
+"""The keys of workload.RT_SIZES."""
+MOONCAKE, AZURE = "mooncake", "azure"
+RECORDED = (MOONCAKE, AZURE)
+WORKLOADS = ("toolbench", "embodied", "programming", "video", "loogle", *RECORDED)
+"""The keys of prefix_workloads.KINDS, and recorded ones."""
+POPULARITIES = ("even", "zipf", "dataset")
+DEFAULT_ROUTERS = "e2,rr,least,oracle"
+MOST_REQUESTS = 64_000
+MOONCAKE_RATE = 0.08
+"""Per replica: an A6000 is busy for two thirds of the time, as these prompts are long and its KV
+cache has few of them. Even an endless one would have 37 % of their tokens in Mooncake's trace of
+conversations, and 17 % of the first 600 requests'."""
+AZURE_RATE = 1.5
+"""Per replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateFlags:
+    """`bros simulate`, those that one replica takes; some are of use for several as well."""
+
+    policy: str | None = flag(
+        "LIST",
+        "policies to compare, with commas between them (default: "
+        f"{DEFAULT_POLICIES}; with --replicas {REPLICA_POLICY})",
+    )
+    rt_rate: str = flag(
+        "RATES",
+        "real-time requests per second: 4, or 1,2,4, or 1:15 for "
+        f"{RANGE_VALUES} values from 1 to 15, or 1:15:2 in steps of 2",
+        "4",
+    )
+    rt_lengths: str = flag(
+        "NAME", f"lengths of real-time requests: {', '.join(RT_LENGTHS)}", "lmsys"
+    )
+    trace: str | None = flag(
+        "FILE",
+        "real-time arrivals from a CSV file with the columns TIMESTAMP, "
+        f"ContextTokens, GeneratedTokens, instead of --rt-rate; for --workload {AZURE}: two of "
+        "them, of code and of conversations, with a comma between them; for "
+        f"{MOONCAKE}: JSON lines of a Mooncake trace",
+    )
+    trace_speed: str = flag("X", "play the trace X times as fast", "1")
+    be: str = flag("N", "best-effort requests in flight", "16")
+    duration: str = flag("SECONDS", "simulated time of each run", "600")
+    warm_up: str = flag("SECONDS", "beginning of each run that the figures leave out", "0")
+    noise: str = flag("X", "steps vary: standard deviation of the logarithm of their time", "0")
+    slowdown: str = flag("X", "steps take X times as long as the scheduler is told", "1")
+    json: str | None = flag("FILE", "write settings and results there")
+    jobs: str | None = flag("N", "runs at the same time (default: all cores)")
+    be_batches: bool = switch(
+        "the next best-effort requests follow when all of the last ones have finished"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasFlags:
+    """`bros simulate --replicas`, in addition."""
+
+    replicas: str | None = flag(
+        "LIST",
+        "simulate several replicas behind a router: 4, or 1,2,8, or 1:1024 for 1, 2, 4, ... 1024",
+    )
+    router: str = flag("LIST", "how requests are routed", DEFAULT_ROUTERS)
+    workload: str = flag("NAME", f"{', '.join(WORKLOADS)} (the last two need --trace)", "toolbench")
+    rate: str | None = flag(
+        "X",
+        "requests per second, all replicas (default: half the paper's for each "
+        f"replica, whose experiments had two; {MOONCAKE}: {MOONCAKE_RATE:g} for each, "
+        f"{AZURE}: {AZURE_RATE:g})",
+    )
+    requests: str | None = flag(
+        "N",
+        "requests of each run (default: half the paper's for each replica, "
+        f"but {MOST_REQUESTS} at most; {MOONCAKE} and {AZURE}: the whole trace)",
+    )
+    families: str | None = flag(
+        "N",
+        "how many tools, environments, problems, videos or documents "
+        "(default: as many for so many requests as in the paper)",
+    )
+    popularity: str = flag(
+        "NAME", f"how requests choose among these: {', '.join(POPULARITIES)}", "even"
+    )
+    be_requests: str = flag("X", "share of requests that are best-effort", "0")
+    notice_delay: str = flag("MS", "until the router hears what a replica says", "50")
+    decision_time: str = flag("MS", "what the router takes for one request", "0")
+
+
+_FROM_ENGINE = {
+    "profile": "device and model: a file made by `bros profile`, or a name such as "
+    f"{DEFAULT_PROFILE} (default; with --replicas {REPLICA_PROFILE})",
+    "kv_blocks": "KV cache in blocks of 16 tokens (default: what the profile's device holds)",
+    "max_model_len": "longest prompt + output in tokens (default: what the KV cache holds)",
+    "host_kv_blocks": "copies of KV on the host in blocks of 16 tokens (default: as many as "
+    "--kv-blocks; with --replicas 0)",
+    "max_num_seqs": f"most requests in one iteration (default: 64; with --replicas {REPLICA_ROWS})",
+    "max_batch_tokens": "most tokens in one iteration, longer prompts are split (default: 256; "
+    f"with --replicas {REPLICA_STEP_TOKENS})",
+    "max_queue": "most waiting requests per class before 429 (default: 512; with --replicas all "
+    "may wait)",
+    "seed": "seed of arrivals, lengths and noise (default: 0)",
+}
+_NOT_SIMULATED = (
+    *("model", "weights", "kernels", "kv_dtype", "kv_memory", "host_kv_memory", "threads"),
+    *("tp", "tp_timeout"),
+    *("policy", "prefix_cache", "rt_cache_share"),
+    *("device", "gpu_memory_utilization"),
+    *("self_attention", "shared_attention", "cuda_graphs", "async_scheduling"),
+)
+ONE_ENGINE = (
+    *("--rt-rate", "--rt-lengths", "--trace-speed", "--be", "--be-batches"),
+    *("--duration", "--warm-up", "--noise", "--slowdown"),
+)
+"""What several replicas have no use for."""
+
+
+# ---- bros bench
+
+SCENARIOS = "S0,S1,S2,S3"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchFlags:
+    """`bros bench`, beside the options of the servers it starts."""
+
+    policies: str = flag("LIST", f"policies to compare, of {', '.join(POLICIES)}", "fcfs,bros")
+    target: str | None = flag("URL", "measure this OpenAI-compatible server instead")
+    dialect: str = flag("NAME", f"what the target understands: {', '.join(DIALECTS)}", "bros")
+    target_name: str | None = flag(
+        "NAME", "what the report calls the target (default: the dialect)"
+    )
+    target_policy: str | None = flag("NAME", "the policy it runs, for the report")
+    target_model: str | None = flag("NAME", "model name in requests (default: the first it serves)")
+    scenarios: str = flag(
+        "LIST",
+        "S0 real-time alone, S1 mixed and unprotected, "
+        "S2 best-effort alone, S3 mixed and protected",
+        SCENARIOS,
+    )
+    rates: str = flag(
+        "RATES", "real-time requests per second: 0.5, or 0.1,0.3, or 0.1:0.5:0.1", "0.25"
+    )
+    rt: str = flag("NAME", f"real-time requests: {', '.join(NAMES)}", "lmsys")
+    be: str = flag("NAME", "best-effort requests: the same names", "synthetic")
+    in_flight: str = flag("N", "best-effort requests in flight", "16")
+    be_as: str = flag(
+        "NAME",
+        "requests that are kept in flight, or batch: rows of a batch, "
+        "of which the server runs as many at a time as it likes",
+        "requests",
+    )
+    duration: str = flag("SECONDS", "of each run", "120")
+    warm_up: str = flag("SECONDS", "at the beginning of each run that do not count", "20")
+    longest_prompt: str | None = flag("N", "cut prompts of real-time requests to N tokens")
+    burstiness: str = flag("X", "of arrivals: 1 is a Poisson process, less comes in bursts", "1")
+    zipf: str = flag("X", "how unequally popular shared prefixes are; 0: all the same", "0")
+    speed: str = flag("X", "play a trace X times as fast", "1")
+    scale: str = flag("X", "multiply all lengths by X, at most 1", "1")
+    endpoint: str = flag("NAME", " or ".join(Endpoint), Endpoint.COMPLETIONS.value)
+    context: str | None = flag("N", "most tokens of prompt and answer (default: the server says)")
+    capacity: str | None = flag(
+        "SHARE",
+        "also search the highest of --rates (a range) at which this "
+        "share of real-time requests, e.g. 0.99, meets both objectives",
+    )
+    out: str = flag("DIR", "folder for the report", "bench")
+    report_only: str | None = flag(
+        "DIR", "run nothing: write the report in DIR anew from its result.json"
+    )
+    natural: bool = switch("let answers end by themselves instead of after the planned tokens")
+    skip_overlong: bool = switch(
+        "leave out requests that do not fit the context instead of cutting them"
+    )
+    append: bool = switch(
+        "add to the report that is in --out, e.g. of another server; a run of the "
+        "same scenario, server, policy and rate takes the place of the old one"
+    )
+
+
+# ---- The parser.
+
+_SOURCES = (
+    "Every option can also be set as an environment variable (--max-num-seqs is "
+    "BROS_MAX_NUM_SEQS) or in the TOML file given with --config (max_num_seqs = 64). "
+    "Flags win over variables, variables over the file."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """What `bros --help` and `bros NAME --help` say of a command."""
+
+    name: str
+    help: str
+    usage: str
+    description: str
+    epilog: str = _SOURCES
+
+
+_COMMANDS = (
+    _Command(
+        "serve",
+        "start the OpenAI-compatible server",
+        "bros serve [MODEL] [options]",
+        "Serve one model over an OpenAI-compatible HTTP API.",
+    ),
+    _Command(
+        "chat",
+        "talk to a model in the terminal",
+        "bros chat [MODEL] [--url URL] [--system TEXT] [options]",
+        "Talk to a model in the terminal: loaded here, or behind --url.",
+    ),
+    _Command(
+        "admin",
+        "look at the replicas of a running server, and empty one for an upgrade",
+        "bros admin {replicas,drain,resume} ...",
+        "Look at the engines of a server that was started with --replicas, take them out of use "
+        "and bring them back. Where there are tenants (--api-keys) it takes the key of --api-key.",
+        "Each action has a --help of its own.",
+    ),
+    _Command(
+        "batch",
+        "submit batches of requests to a running server and fetch their results",
+        "bros batch {submit,status,list,cancel,results} ...",
+        "Hand a file of requests to a running server, which answers them beside its real-time "
+        "requests and within a window of time. Works with any server that has OpenAI's batch API.",
+        "Each action has a --help of its own, which also lists the exit statuses.",
+    ),
+    _Command(
+        "run-batch",
+        "answer a file of requests without a server",
+        "bros run-batch INPUT OUTPUT [--endpoint PATH] [options]",
+        "Answer the requests in INPUT, one JSON object per line as for `bros batch submit`, and "
+        "write a line for each to OUTPUT, in the same order: its response or its error. If it is "
+        "interrupted, the same command continues where it stopped; until it has finished, the "
+        "answers so far are in OUTPUT.partial. Exit status 3: some requests failed; 4: the input "
+        "is not valid.",
+    ),
+    _Command(
+        "profile",
+        "measure how long steps take on this machine, for some minutes",
+        "bros profile [MODEL] [--out DIR] [--repeats N] [options]",
+        "Measure how long steps of one model take on this machine and store a model "
+        "of that with a picture of how well it fits. Have nothing else running.",
+    ),
+    _Command(
+        "doctor",
+        "say what this machine has and test the kernels on it, for some seconds",
+        "bros doctor [--json] [options]",
+        "Say what this machine has to compute with, what bros would use of it with these options, "
+        "and test that against the reference. The exit status is 0 if all of it works.",
+    ),
+    _Command(
+        "bench",
+        "measure what hybrid load a server carries within its objectives",
+        "bros bench [MODEL] [--policies LIST | --target URL] [--rates RATES] [options]",
+        "Send real-time requests at their times and keep best-effort requests in flight beside "
+        "them, and say how many of the former met their objectives and how much of the latter got "
+        "done. Without --target, a bros server is started here for each policy.",
+    ),
+    _Command(
+        "simulate",
+        "compare scheduling policies on a virtual clock",
+        "bros simulate [--policy LIST] [--rt-rate RATES | --trace FILE] [--be N] [options]\n"
+        "       bros simulate --replicas LIST [--router LIST] [--workload NAME] [--rate X] "
+        "[options]",
+        "Run the scheduler on a virtual clock: requests come as they would, steps take the time "
+        "that a profile says, nothing is computed. The same seed gives the same result everywhere.",
+    ),
+)
+_TAKE_A_MODEL = ("serve", "chat", "profile", "bench")
+_TAKE_ALL_OPTIONS = ("serve", "chat", "profile", "doctor", "run-batch", "bench")
+_OWN: dict[str, tuple[type[Any], ...]] = {
+    "chat": (ChatFlags,),
+    "profile": (ProfileFlags,),
+    "doctor": (DoctorFlags,),
+    "admin": (AdminFlags,),
+    "batch": (BatchFlags,),
+    "run-batch": (RunBatchFlags,),
+    "bench": (BenchFlags,),
+    "simulate": (SimulateFlags, ReplicasFlags),
+}
+
+_BATCH_EXIT_STATUSES = """\
+exit status:
+  0    what was asked is done; if that was to wait for a batch or to fetch its
+       results: every row succeeded
+  1    an error: the server cannot be reached, refuses, or knows no such batch
+  2    wrong usage
+  3    the batch has ended, but some of its rows failed
+  4    the batch failed validation, expired or was cancelled
+  130  Ctrl-C; a batch that was submitted continues
+"""
+_SUBMIT = """\
+Upload a file of requests, one JSON object per line, and start a batch:
+
+  {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+
+The id of the batch is all that is written to standard output; messages go to
+standard error.
+"""
+_RESULTS = """\
+Fetch the answers of a batch that is completed, expired or cancelled. They are
+not in the order of the input: match them by their custom_id.
+"""
+_DRAIN = (
+    "Send nothing new to a replica, and wait until nothing is open there. Ctrl-C only ends the "
+    "waiting. `bros admin resume` uses it again."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes the way all other errors are reported."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `bros`; it raises ConfigError for what it cannot parse."""
+    parser = _Parser(
+        prog="bros",
+        description="LLM inference engine that serves real-time and best-effort requests together.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"bros {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in _COMMANDS:
+        added = commands.add_parser(
+            command.name,
+            help=command.help,
+            usage=command.usage,
+            description=command.description,
+            epilog=command.epilog,
+            allow_abbrev=False,
+        )
+        add_arguments(command.name, added)
+    commands.add_parser("version", help="print the versions of bros and what it runs on")
+    return parser
+
+
+def add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
+    """Add everything that a command takes."""
+    if command in _TAKE_A_MODEL:
+        parser.add_argument(
+            "model_argument", metavar="MODEL", nargs="?", help="the same as --model"
+        )
+    if command == "admin":
+        _add_admin_actions(parser)
+    elif command == "batch":
+        _add_batch_actions(parser)
+    elif command == "simulate":
+        _add_simulate_options(parser)
+    elif command == "bench":
+        add_own(parser.add_argument_group("what is measured"), BenchFlags)
+    else:
+        for record in _OWN.get(command, ()):
+            add_own(parser, record)
+    if command in _TAKE_ALL_OPTIONS:
+        add_flags(parser)
+
+
+def unknown_argument(argument: str, command: str | None) -> ConfigError:
+    """The error for an argument that no option of a command takes, with options like it."""
+    name = argument.split("=")[0]
+    if not name.startswith("-"):
+        return ConfigError(f"{name!r} is one argument too many")
+    records = _OWN.get(command or "", ())
+    known = [flag_of(field.name) for record in records for field in dataclasses.fields(record)]
+    if command is None or command in _TAKE_ALL_OPTIONS:
+        known += [*(option.flag for option in all_options()), FILE_FLAG]
+    elif command == "simulate":
+        known += [*(option.flag for option in _simulated_options()), FILE_FLAG]
+    else:
+        known += ["--api-key"]
+    return ConfigError(f"{name}: there is no such option{near_matches(name, known)}")
+
+
+def _add_admin_actions(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(
+        dest="admin_action", metavar="ACTION", prog="bros admin", required=True
+    )
+
+    def add(name: str, help_line: str, description: str, *own: str) -> None:
+        action = actions.add_parser(
+            name, help=help_line, description=description, allow_abbrev=False
+        )
+        add_own(action, AdminFlags, *own, "url")
+        _add_api_key(action)
+
+    add("replicas", "a table of the replicas", "Show what each replica is doing.", "json")
+    add(
+        "drain",
+        "send nothing new to a replica until it is empty",
+        _DRAIN,
+        *("number", "move", "restart", "no_wait"),
+    )
+    add("resume", "use a replica again", "Send requests to a replica again.", "number")
+
+
+def _add_batch_actions(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(
+        dest="batch_action", metavar="ACTION", prog="bros batch", required=True
+    )
+
+    def add(name: str, help_line: str, description: str, *own: str, **help_texts: str) -> None:
+        action = actions.add_parser(
+            name,
+            help=help_line,
+            description=description,
+            epilog=_BATCH_EXIT_STATUSES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        add_own(action, BatchFlags, *own, "url", **help_texts)
+        _add_api_key(action)
+
+    add(
+        "submit",
+        "upload a file of requests and start a batch",
+        _SUBMIT,
+        *("file", "endpoint", "window", "metadata", "wait", "output"),
+        output="write the answers to FILE; needs --wait",
+    )
+    add(
+        "status",
+        "the progress of a batch",
+        "Show the progress of a batch and when it is expected to end.",
+        *("id", "wait", "json"),
+    )
+    add(
+        "list",
+        "the server's batches, newest first",
+        "List batches, newest first.",
+        *("limit", "json"),
+        json="print an array of batches as the server describes them",
+    )
+    add(
+        "cancel",
+        "cancel the unfinished rows of a batch",
+        "Cancel a batch. Rows that have been answered by then stay and can be fetched.\n",
+        *("id", "wait"),
+        wait="show progress until it is cancelled",
+    )
+    add(
+        "results",
+        "the answers of a batch that has ended",
+        _RESULTS,
+        *("id", "output", "errors"),
+    )
+
+
+def _add_api_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key",
+        dest="api_key",
+        metavar="TEXT",
+        default=argparse.SUPPRESS,
+        help="key to send as a bearer token (BROS_API_KEY)",
+    )
+
+
+def _add_simulate_options(parser: argparse.ArgumentParser) -> None:
+    """Its own options, and those of the engine that mean something on a virtual clock."""
+    parser.add_argument(FILE_FLAG, metavar="FILE", default=argparse.SUPPRESS, help="TOML file")
+    add_own(parser, SimulateFlags)
+    add_own(parser.add_argument_group("several replicas"), ReplicasFlags)
+    group = parser.add_argument_group("engine options")
+    for option in _simulated_options():
+        choices = option.field.metadata.get("choices")
+        metavar = "FILE|NAME" if option.name == "profile" else "N"
+        group.add_argument(
+            option.flag,
+            dest=option.name,
+            default=argparse.SUPPRESS,
+            metavar="{" + ",".join(choices) + "}" if choices else metavar,
+            help=_FROM_ENGINE.get(option.name) or option.help(),
+        )
+
+
+def _simulated_options() -> Sequence[Option]:
+    return [o for o in options_of(EngineConfig) if o.name not in _NOT_SIMULATED]
+
+
+# ---- Values as they are written on the command line.
 
 _MAX_RATES = 1000
 

@@ -7,12 +7,10 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from bros.core.clock import Clock
 from bros.core.config import Config, EngineConfig
@@ -25,6 +23,10 @@ from bros.executor.target import choose_target, find_cuda
 from bros.scheduler.fitting import Sample, relative_errors
 from bros.scheduler.profiles import Profile, checkout_profiles
 from bros.terminal import print_table, progress_bar
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 STEP_TOKENS = 1024
 """Steps of up to so many tokens are measured, or of --max-batch-tokens if that is more."""
@@ -146,6 +148,9 @@ _KINDS = (
 
 def plot(measured: Measured, title: str) -> Figure:
     """Predictions against measurements, and what is left, each by kind of step."""
+    # Late: matplotlib takes a second to import, and GPU machines may lack it.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 5), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2)
     held_out = measured.profile.held_out
@@ -192,6 +197,8 @@ def _plot_errors(axes: Axes, measured: Measured) -> None:
         times = [sample.seconds for sample in series.samples]
         series.draw(axes, times, relative_errors(model, series.samples))
     axes.set(xscale="log", xlabel="measured, ms", title="predicted / measured - 1")
+    from matplotlib.ticker import PercentFormatter  # late, as in plot
+
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.grid(axis="y", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -200,6 +207,8 @@ def _plot_errors(axes: Axes, measured: Measured) -> None:
 
 def _plain_ticks(axes: Axes, both: bool) -> None:
     """20, 50, 100, 200 ... instead of powers of ten, which are too far apart here."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # late, as in plot
+
     for axis in (axes.xaxis, axes.yaxis) if both else (axes.xaxis,):
         axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

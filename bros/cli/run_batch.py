@@ -23,6 +23,7 @@ from bros.batch.rows import parse_row
 from bros.batch.store import Store, open_store
 from bros.cli.batch import NOT_COMPLETED, SOME_ROWS_FAILED, first_url
 from bros.cli.batch_client import Patience, RemoteBatch, counts, ending, problem, wait_for_end
+from bros.cli.flags import RunBatchFlags, read_own
 from bros.core.clock import Clock
 from bros.core.config import Config
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
@@ -46,8 +47,9 @@ def run_batch_here(
     Raises ConfigError for files that cannot be used, ModelError, or KeyboardInterrupt.
     """
     console = console or Console(stderr=True)
-    source, target = Path(args.batch_input).expanduser(), Path(args.batch_target).expanduser()
-    endpoint = args.batch_endpoint or first_url(source)
+    own = read_own(RunBatchFlags, args)
+    source, target = Path(own.input).expanduser(), Path(own.target).expanduser()
+    endpoint = own.endpoint or first_url(source)
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise ConfigError(f"{target} cannot be written: no such folder, or it is one")
     if target.exists() and target.samefile(source):

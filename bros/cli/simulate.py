@@ -14,22 +14,28 @@ from typing import Any
 from rich.console import Console
 
 from bros import __version__
-from bros.cli.flags import doublings, number, policies, rates, whole
-from bros.cli.simulate_flags import (
+from bros.cli.flags import (
     AZURE,
     AZURE_RATE,
     DEFAULT_POLICIES,
     DEFAULT_PROFILE,
     MOONCAKE_RATE,
     MOST_REQUESTS,
-    OF_REPLICAS,
     ONE_ENGINE,
     POPULARITIES,
     RECORDED,
     REPLICA_POLICY,
     REPLICA_PROFILE,
     WORKLOADS,
+    ReplicasFlags,
+    SimulateFlags,
     changed_flags,
+    doublings,
+    number,
+    policies,
+    rates,
+    read_own,
+    whole,
 )
 from bros.cli.simulate_tables import (
     print_fleet_reports,
@@ -142,15 +148,16 @@ def read_replica_settings(
     args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
 ) -> ReplicaSettings:
     """Raises ConfigError naming the flag that is wrong and what is allowed."""
-    names = policies("--policy", args.simulate_policy or REPLICA_POLICY)
+    own, fleet = read_own(SimulateFlags, args), read_own(ReplicasFlags, args)
+    names = policies("--policy", own.policy or REPLICA_POLICY)
     config = load_config({**given_flags(args), "policy": names[0]}, environ, warn)
     engine = config.engine
     data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
     profile = read_profile(engine.profile or REPLICA_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
-    counts = doublings("--replicas", args.simulate_replicas, _MOST_REPLICAS)
-    loads = {replicas: _load(args, replicas) for replicas in counts}
-    be_share = number("--be-requests", args.simulate_be_requests, low=0)
+    counts = doublings("--replicas", fleet.replicas or "", _MOST_REPLICAS)
+    loads = {replicas: _load(own, fleet, replicas) for replicas in counts}
+    be_share = number("--be-requests", fleet.be_requests, low=0)
     scenarios = tuple(
         FleetScenario(
             config=_under(engine, policy),
@@ -159,24 +166,24 @@ def read_replica_settings(
             router=router,
             load=loads[replicas],
             seed=engine.seed,
-            notice_s=number("--notice-delay", args.simulate_notice_delay, low=0) / 1e3,
-            decision_s=number("--decision-time", args.simulate_decision_time, low=0) / 1e3,
+            notice_s=number("--notice-delay", fleet.notice_delay, low=0) / 1e3,
+            decision_s=number("--decision-time", fleet.decision_time, low=0) / 1e3,
             classes=be_share > 0.0,
         )
         for policy in names
         for replicas in counts
-        for router in _names("--router", args.simulate_router, ROUTERS)
+        for router in _names("--router", fleet.router, ROUTERS)
     )
     for scenario in scenarios:
         check_fleet_scenario(scenario)
-    _warn_of_one_engine(args, warn)
-    jobs, asked = args.simulate_jobs, args.simulate_requests
+    _warn_of_one_engine(own, warn)
+    jobs, asked = own.jobs, fleet.requests
     return ReplicaSettings(
         scenarios=scenarios,
         profile=profile,
         shortened=tuple(n for n in counts if asked is None and _is_shortened(loads[n], n)),
         jobs=available_cores() if jobs is None else whole("--jobs", jobs, low=1),
-        json_path=writable(args.simulate_json),
+        json_path=writable(own.json),
     )
 
 
@@ -219,21 +226,21 @@ def _under(engine: EngineConfig, policy: str) -> EngineConfig:
     return dataclasses.replace(fleet_config(engine), policy=policy)
 
 
-def _load(args: argparse.Namespace, replicas: int) -> PrefixLoad:
+def _load(own: SimulateFlags, fleet: ReplicasFlags, replicas: int) -> PrefixLoad:
     """The workload of one run, scaled to so many replicas where nothing else is asked for."""
-    (name,) = _names("--workload", args.simulate_workload, WORKLOADS, most=1)
-    (popularity,) = _names("--popularity", args.simulate_popularity, POPULARITIES, most=1)
-    rate = _optional_number("--rate", args.simulate_rate)
-    count = _optional_whole("--requests", args.simulate_requests)
-    families = _optional_whole("--families", args.simulate_families)
-    be_share = number("--be-requests", args.simulate_be_requests, low=0)
+    (name,) = _names("--workload", fleet.workload, WORKLOADS, most=1)
+    (popularity,) = _names("--popularity", fleet.popularity, POPULARITIES, most=1)
+    rate = _optional_number("--rate", fleet.rate)
+    count = _optional_whole("--requests", fleet.requests)
+    families = _optional_whole("--families", fleet.families)
+    be_share = number("--be-requests", fleet.be_requests, low=0)
     if be_share > 1.0:
         raise ConfigError(f"--be-requests: {be_share:g} must be at most 1")
     if name in RECORDED:
         if families is not None or popularity != POPULARITIES[0]:
             raise ConfigError(f"--families, --popularity: not to be set with --workload {name}")
-        return _recorded(name, args.simulate_trace, replicas, rate, count, be_share)
-    if args.simulate_trace is not None:
+        return _recorded(name, own.trace, replicas, rate, count, be_share)
+    if own.trace is not None:
         raise ConfigError(f"--trace: only --workload {' and '.join(RECORDED)} have one")
     if count is None:
         count = min(_published_count(name, replicas), MOST_REQUESTS)
@@ -307,9 +314,9 @@ def _optional_whole(flag: str, text: str | None) -> int | None:
     return None if text is None else whole(flag, text, low=1)
 
 
-def _warn_of_one_engine(args: argparse.Namespace, warn: Callable[[str], None]) -> None:
+def _warn_of_one_engine(own: SimulateFlags, warn: Callable[[str], None]) -> None:
     """One line if flags were changed that only a single engine has a use for."""
-    unused = [flag for flag in changed_flags(args) if flag in ONE_ENGINE]
+    unused = [flag for flag in changed_flags(own) if flag in ONE_ENGINE]
     if unused:
         warn(f"{', '.join(unused)}: without effect with --replicas")
 
@@ -335,7 +342,7 @@ def run_simulate(
 
     Raises ConfigError for a wrong option.
     """
-    if args.simulate_replicas is not None:
+    if read_own(ReplicasFlags, args).replicas is not None:
         return run_replicas(args, environ, warn, clock, console)
     settings = read_settings(args, environ, warn)
     console = wide(console)
@@ -362,15 +369,15 @@ def read_settings(
     args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
 ) -> Settings:
     """Raises ConfigError naming the flag that is wrong and what is allowed."""
-    flags = given_flags(args)
-    names = policies("--policy", args.simulate_policy or DEFAULT_POLICIES)
+    flags, own = given_flags(args), read_own(SimulateFlags, args)
+    names = policies("--policy", own.policy or DEFAULT_POLICIES)
     config = load_config({**flags, "policy": names[0]}, environ, warn)
     engine = config.engine
     data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
     profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
-    duration_s = number("--duration", args.simulate_duration, above=0)
-    warm_up_s = number("--warm-up", args.simulate_warm_up, low=0)
+    duration_s = number("--duration", own.duration, above=0)
+    warm_up_s = number("--warm-up", own.warm_up, low=0)
     if warm_up_s >= duration_s:
         raise ConfigError(f"--warm-up: {warm_up_s:g} s leave nothing of --duration {duration_s:g}")
     scenarios = tuple(
@@ -378,30 +385,30 @@ def read_settings(
             config=_engine_config(engine, policy, alone=len(names) == 1),
             device=device,
             rt=load,
-            be=BeLoad(whole("--be", args.simulate_be, low=0), args.be_batches),
+            be=BeLoad(whole("--be", own.be, low=0), own.be_batches),
             seed=engine.seed,
             duration_s=duration_s,
             warm_up_s=warm_up_s,
             disturbance=Disturbance(
-                noise=number("--noise", args.simulate_noise, low=0),
-                slowdown=number("--slowdown", args.simulate_slowdown, above=0),
+                noise=number("--noise", own.noise, low=0),
+                slowdown=number("--slowdown", own.slowdown, above=0),
             ),
         )
-        for load in _loads(args)
+        for load in _loads(own)
         for policy in names
     )
     for scenario in scenarios:
         check_scenario(scenario)
     _warn_of_unused(engine, names, warn)
-    unused = [flag for flag in changed_flags(args) if flag in OF_REPLICAS]
+    unused = changed_flags(read_own(ReplicasFlags, args))
     if unused:
         warn(f"{', '.join(unused)}: without effect, --replicas is missing")
-    jobs = args.simulate_jobs
+    jobs = own.jobs
     return Settings(
         scenarios=scenarios,
         profile=profile,
         jobs=available_cores() if jobs is None else whole("--jobs", jobs, low=1),
-        json_path=writable(args.simulate_json),
+        json_path=writable(own.json),
     )
 
 
@@ -462,13 +469,13 @@ def _warn_of_unused(
             warn(without_effect(unused, policy))
 
 
-def _loads(args: argparse.Namespace) -> list[RtLoad]:
-    if args.simulate_trace is not None:
-        path = Path(args.simulate_trace)
-        speed = number("--trace-speed", args.simulate_trace_speed, above=0)
+def _loads(own: SimulateFlags) -> list[RtLoad]:
+    if own.trace is not None:
+        path = Path(own.trace)
+        speed = number("--trace-speed", own.trace_speed, above=0)
         return [TraceLoad(path.name, read_azure_trace(path), speed)]
-    sizes = args.simulate_rt_lengths
+    sizes = own.rt_lengths
     if sizes not in RT_SIZES:
         near = near_matches(sizes, RT_SIZES)
         raise ConfigError(f"--rt-lengths: {sizes!r} is not one of {', '.join(RT_SIZES)}{near}")
-    return [PoissonLoad(rate, sizes) for rate in rates("--rt-rate", args.simulate_rt_rate)]
+    return [PoissonLoad(rate, sizes) for rate in rates("--rt-rate", own.rt_rate)]

@@ -20,7 +20,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bros.cli.simulate_flags import REPLICA_ROWS, REPLICA_STEP_TOKENS
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError, OverloadedError, QueueFullError
@@ -37,6 +36,7 @@ from bros.engine.engine import Engine
 from bros.router.fleet import Fleet, make_fleet
 from bros.router.state import ReplicaFacts, RouterSettings
 from bros.scheduler.build import build_scheduler
+from bros.simulator import REPLICA_ROWS, REPLICA_STEP_TOKENS
 from bros.simulator.prefix_workloads import VOCAB, PrefixLoad, PrefixRequest, prompt_of
 from bros.simulator.simulation import BLOCK_SIZE, TOKEN, Device, SimExecutor, engine_info, slo_of
 from bros.workload.arrivals import generator

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bros.cli.flags import DEFAULT_PROFILE
 from bros.cli.main import main
-from bros.cli.simulate_flags import DEFAULT_PROFILE
 from bros.core.errors import ConfigError
 from bros.scheduler.profiles import Profile, ProfileKey
 from bros.simulator.simulation import read_profile, stored_profiles

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from bros.cli.flags import MOST_REQUESTS, REPLICA_PROFILE, add_arguments
 from bros.cli.main import main
 from bros.cli.simulate import ReplicaSettings, read_replica_settings
-from bros.cli.simulate_flags import MOST_REQUESTS, REPLICA_PROFILE, add_arguments
 from bros.scheduler.profiles import Profile, ProfileKey
 from support.scenarios import STEPS
 
@@ -32,7 +32,7 @@ def simulate(profile: str, *arguments: str) -> int:
 
 def settings(profile: str, *arguments: str) -> ReplicaSettings:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_arguments("simulate", parser)
     args = parser.parse_args(["--profile", profile, "--replicas", *arguments])
     return read_replica_settings(args, {}, pytest.fail)
 

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from bros.cli.admin import run_admin
-from bros.cli.admin_flags import add_arguments
+from bros.cli.flags import add_arguments
 from bros.cli.main import main
 from bros.core.clock import SystemClock
 from bros.core.config import Config, EngineConfig, ServerConfig
@@ -248,7 +248,7 @@ class Desk:
     def run(self, *arguments: str, environ: dict[str, str] | None = None) -> str:
         out = io.StringIO()
         parser = argparse.ArgumentParser()
-        add_arguments(parser)
+        add_arguments("admin", parser)
         args = parser.parse_args(arguments)
         status = run_admin(
             args,

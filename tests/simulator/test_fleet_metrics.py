@@ -34,9 +34,11 @@ def test_times_count_from_the_arrival() -> None:
         SLO,
     )
     assert (report.requests, report.finished, report.steps, report.preemptions) == (2, 2, 10, 2)
-    assert report.latency_s.mean == pytest.approx(3.25) and report.latency_s.p99 == 5.0
-    assert report.ttft_s.p50 == 0.5 and report.ttft_s.p99 == 2.0
-    assert report.tpot_s.p50 == 0.5 and report.tpot_s.p99 == 1.5
+    assert report.latency_s.mean == pytest.approx(3.25) and report.latency_s.p99 == pytest.approx(
+        4.965
+    )
+    assert report.ttft_s.p50 == 1.25 and report.ttft_s.p99 == pytest.approx(1.985)
+    assert report.tpot_s.p50 == 1.0 and report.tpot_s.p99 == pytest.approx(1.49)
     assert (report.hits, report.believed) == (0.4, 0.25)
     assert report.requests_per_s == 0.2
     assert report.busy == pytest.approx(0.2) and report.balance == 1.5

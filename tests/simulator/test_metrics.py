@@ -14,7 +14,7 @@ from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.simulator.metrics import ClassReport, Report, report_of
 from bros.simulator.simulation import RequestRecord, SimulationResult, Totals
 from bros.workload.arrivals import Size
-from bros.workload.attainment import Attainment, Summary
+from bros.workload.attainment import Attainment
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.5)
 END_S = 10.0
@@ -163,21 +163,6 @@ def test_digest_tells_records_apart() -> None:
     }
     assert len(digests) == 7
     assert result_of(record(0.0, [1.0])).digest() == result_of(record(0.0, [1.0])).digest()
-
-
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=300))
-def test_percentiles_are_values_with_enough_below(values: list[float]) -> None:
-    summary = Summary.of(values)
-    assert summary.count == len(values)
-    assert summary.mean == pytest.approx(sum(values) / len(values))
-    for share, value in ((0.5, summary.p50), (0.9, summary.p90), (0.99, summary.p99)):
-        assert value in values
-        assert sum(v <= value for v in values) >= share * len(values) - 1e-9
-        assert sum(v < value for v in values) < share * len(values)
-
-
-def test_nothing_has_no_percentiles() -> None:
-    assert Summary.of([]) == Summary(0)
 
 
 gaps = st.lists(st.floats(0.001, 1.5), min_size=1, max_size=12)

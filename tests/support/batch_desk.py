@@ -12,8 +12,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from bros.cli import batch_flags as flags
 from bros.cli.batch import run_batch
+from bros.cli.flags import add_arguments
 from bros.core.clock import ManualClock
 from support.fake_batches import CREATED_AT, FakeBatches, counts
 
@@ -61,7 +61,7 @@ class Desk:
 
     def run(self, *arguments: str, terminal: bool = False, **environ: str) -> Ran:
         parser = argparse.ArgumentParser()
-        flags.add_arguments(parser)
+        add_arguments("batch", parser)
         out, self.err = io.StringIO(), Timed(self.clock)
         status = run_batch(
             parser.parse_args(arguments),

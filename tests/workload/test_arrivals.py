@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.cli.simulate_flags import RT_LENGTHS
+from bros.cli.flags import RT_LENGTHS
 from bros.core.errors import ConfigError
 from bros.workload.arrivals import (
     BE_SIZES,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bros.bench.client import Outcome
 from bros.bench.metrics import ClassMetrics, likely
 from bros.bench.results import BenchResult, CapacityResult, Scenario, ScenarioResult
-from bros.cli.bench_flags import FLAGS
+from bros.core.config_sources import all_options
 from bros.core.request import ServiceClass, Slo
 from bros.workload.attainment import Attainment
 
@@ -197,10 +197,11 @@ def _all(run: ScenarioResult) -> Hashable:
 def _server_options(run: ScenarioResult) -> Hashable:
     """Those that the command passed on to servers."""
     settings = run.command.settings
+    known = {option.flag for option in all_options()}
     return frozenset(
         (flag, value)
         for flag, value in settings.items()
-        if flag not in FLAGS and flag not in _COMPARED_ELSEWHERE
+        if flag in known and flag not in _COMPARED_ELSEWHERE
     )
 
 
