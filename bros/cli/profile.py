@@ -5,12 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from bros.core.clock import Clock
 from bros.core.config import Config, EngineConfig
@@ -20,13 +15,8 @@ from bros.engine.group import Group
 from bros.engine.profiling import MAX_STORED_ERROR, Measured, full_profile
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
 from bros.executor.target import choose_target, find_cuda
-from bros.scheduler.fitting import Sample, relative_errors
 from bros.scheduler.profiles import Profile, checkout_profiles
 from bros.terminal import print_table, progress_bar
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 STEP_TOKENS = 1024
 """Steps of up to so many tokens are measured, or of --max-batch-tokens if that is more."""
@@ -93,7 +83,7 @@ def _store(measured: Measured, folder: Path, report: Callable[[str], None]) -> N
         report(str(path))
         try:
             # Optional: the profile is what the engine needs, the picture is for people.
-            pass
+            from bros.cli.profile_plot import plot
         except ImportError as error:
             report(f"No picture of it was drawn: {error}")
             return
@@ -132,128 +122,3 @@ def _title(profile: Profile) -> str:
     key = profile.key
     ranks = f", {key.tp} ranks" if key.tp > 1 else ""
     return f"{key.model}, {key.weights}, on {key.device} ({key.kernels}{ranks})"
-
-
-# ---- The picture of `bros profile`: what a model of step times predicts against what was measured.
-
-
-_BAND = 0.05
-_KINDS = (
-    # name, colour, marker; colours that differ for the colour-blind and in grey
-    ("decode rows", "#0072B2", "o"),
-    ("prompt chunks", "#D55E00", "s"),
-    ("both", "#009E73", "^"),
-)
-
-
-def plot(measured: Measured, title: str) -> Figure:
-    """Predictions against measurements, and what is left, each by kind of step."""
-    # Late: matplotlib takes a second to import, and GPU machines may lack it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5), dpi=130, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    held_out = measured.profile.held_out
-    assert held_out is not None
-    figure.suptitle(
-        f"{title}: mean error {held_out.mape:.1%}, "
-        f"largest {held_out.max:.1%} on steps not fitted to"
-    )
-    _plot_times(left, measured)
-    _plot_errors(right, measured)
-    return figure
-
-
-def _plot_times(axes: Axes, measured: Measured) -> None:
-    model = measured.profile.model
-    samples = measured.fitted + measured.held_out
-    low = 0.8e3 * min(sample.seconds for sample in samples)
-    high = 1.25e3 * max(sample.seconds for sample in samples)
-    ends = [low, high]
-    axes.plot(ends, ends, color="0.3", linewidth=0.8)
-    axes.fill_between(
-        ends,
-        [end * (1 - _BAND) for end in ends],
-        [end * (1 + _BAND) for end in ends],
-        color="0.85",
-        label=f"±{_BAND:.0%}",
-        linewidth=0,
-    )
-    for series in _series(measured):
-        times = np.array([sample.seconds for sample in series.samples])
-        errors = relative_errors(model, series.samples)
-        series.draw(axes, times, times * (1 + errors) * 1e3)
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
-    axes.set(xlabel="measured, ms", ylabel="predicted, ms", title="step time")
-    _plain_ticks(axes, both=True)
-    axes.legend(loc="upper left", fontsize=8, frameon=False)
-
-
-def _plot_errors(axes: Axes, measured: Measured) -> None:
-    model = measured.profile.model
-    axes.axhspan(-_BAND, _BAND, color="0.85", linewidth=0)
-    axes.axhline(0, color="0.3", linewidth=0.8)
-    for series in _series(measured):
-        times = [sample.seconds for sample in series.samples]
-        series.draw(axes, times, relative_errors(model, series.samples))
-    axes.set(xscale="log", xlabel="measured, ms", title="predicted / measured - 1")
-    from matplotlib.ticker import PercentFormatter  # late, as in plot
-
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.grid(axis="y", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
-    _plain_ticks(axes, both=False)
-
-
-def _plain_ticks(axes: Axes, both: bool) -> None:
-    """20, 50, 100, 200 ... instead of powers of ten, which are too far apart here."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # late, as in plot
-
-    for axis in (axes.xaxis, axes.yaxis) if both else (axes.xaxis,):
-        axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
-
-
-@dataclass(frozen=True, slots=True)
-class _Series:
-    """Samples of one kind. Hollow marks: the model was fitted to them."""
-
-    label: str
-    samples: list[Sample]
-    colour: str
-    marker: str
-    filled: bool
-
-    def draw(self, axes: Axes, times_s: npt.ArrayLike, values: npt.ArrayLike) -> None:
-        """Points at (times in ms, values)."""
-        axes.scatter(
-            np.asarray(times_s) * 1e3,
-            values,
-            s=16,
-            label=self.label,
-            marker=self.marker,
-            facecolors=self.colour if self.filled else "none",
-            edgecolors=self.colour,
-            linewidths=0.8,
-        )
-
-
-def _series(measured: Measured) -> list[_Series]:
-    series = []
-    for kind, (name, colour, marker) in enumerate(_KINDS):
-        for label, samples, filled in (
-            (name, measured.fitted, False),
-            (f"{name}, held out", measured.held_out, True),
-        ):
-            points = [sample for sample in samples if _kind(sample) == kind]
-            if points:
-                series.append(_Series(label, points, colour, marker, filled))
-    return series
-
-
-def _kind(sample: Sample) -> int:
-    decodes = sum(chunk.tokens == 1 for chunk in sample.chunks)
-    if decodes == len(sample.chunks):
-        return 0
-    return 1 if decodes == 0 else 2
