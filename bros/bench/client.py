@@ -19,7 +19,7 @@ import aiohttp
 
 from bros.bench.dialects import Wording
 from bros.bench.plan import Planned
-from bros.bench.sse import Event, EventReader, EventTooLongError
+from bros.core.sse import Event, EventReader, EventTooLongError
 
 # ---- What became of one request, by the client's own clock.
 #

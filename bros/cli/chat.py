@@ -16,6 +16,7 @@ from rich.console import Console
 
 from bros.core.errors import BrosError, ConfigError
 from bros.core.request import CHAT_SAMPLING
+from bros.core.sse import read_events
 
 HELP = """\
 /system TEXT  set the system prompt (without TEXT: remove it)
@@ -192,11 +193,8 @@ class RemoteChat:
                 if response.is_error:
                     await response.aread()
                     raise BrosError(_reason(response))
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if data == line.strip():
-                        continue  # a comment, a field we do not use or the end of an event
-                    if data == "[DONE]":
+                async for data in read_events(response.aiter_bytes()):
+                    if data == b"[DONE]":
                         return
                     if piece := _piece(json.loads(data)):
                         yield piece

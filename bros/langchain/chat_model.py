@@ -23,7 +23,8 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from pydantic import SecretStr
 
 from bros.core.errors import BrosError
-from bros.semantic.client.http_backend import read_error, read_events, read_refusal
+from bros.core.sse import EventReader, read_events
+from bros.semantic.client.http_backend import read_error, read_refusal
 from bros.semantic.errors import ServerUnreachableError
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -99,8 +100,10 @@ class BrosChat(BaseChatModel):
             if not answer.is_success:
                 answer.read()
                 raise read_refusal(answer)
-            for data in _lines(answer.iter_bytes()):
-                if (chunk := _chunk(data)) is not None:
+            events = EventReader()
+            received = (event for piece in answer.iter_bytes() for event in events.feed(piece))
+            for event in received:
+                if (chunk := _chunk(event.data)) is not None:
                     if run_manager is not None:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
@@ -186,14 +189,6 @@ def _usage(usage: Mapping[str, int]) -> UsageMetadata:
         output_tokens=usage["completion_tokens"],
         total_tokens=usage["total_tokens"],
     )
-
-
-def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The data of each event."""
-    rest = b""
-    for piece in pieces:
-        *events, rest = (rest + piece).split(b"\n\n")
-        yield from (event[5:].strip() for event in events if event.startswith(b"data:"))
 
 
 def _chunk(data: bytes) -> ChatGenerationChunk | None:

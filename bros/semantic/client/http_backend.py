@@ -20,6 +20,7 @@ from bros.core.errors import (
     NotFoundError,
     OverloadedError,
 )
+from bros.core.sse import read_events
 from bros.semantic.client.connection import Backend
 from bros.semantic.errors import (
     Cause,
@@ -216,16 +217,6 @@ def _query(criteria: Criteria) -> dict[str, str]:
 
 def _variable(session_id: str, variable_id: str) -> str:
     return f"sessions/{session_id}/variables/{quote(variable_id, safe='')}"
-
-
-async def read_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each event; our server writes one line each, and comments."""
-    rest = b""
-    async for piece in pieces:
-        *events, rest = (rest + piece).split(b"\n\n")
-        for event in events:
-            if event.startswith(b"data:"):
-                yield event.removeprefix(b"data:").strip()
 
 
 def read_refusal(answer: httpx.Response) -> BrosError:

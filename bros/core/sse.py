@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 MAX_EVENT_BYTES = 1 << 20
@@ -12,14 +13,18 @@ class EventTooLongError(ValueError):
 
 
 class Event(NamedTuple):
-    """kind: empty unless the server names one."""
+    """One server-sent event.
+
+    kind: the server's name for it, empty if it gives none.
+    data: its data lines, joined by line feeds.
+    """
 
     kind: str
     data: bytes
 
 
 class EventReader:
-    """Gives each event with the piece that completes it: with its last line end, of any kind.
+    """Returns each event with the piece of bytes that completes it (its blank line).
 
     As the standard says: lines end in LF, CRLF or CR, data may span lines, comments and unknown
     fields are skipped, and so is an event that the end of the stream cuts.
@@ -69,3 +74,11 @@ class EventReader:
         self._kind, self._size = "", 0
         self._data.clear()
         return event
+
+
+async def read_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of each event of a response body. Raises EventTooLongError."""
+    reader = EventReader()
+    async for piece in pieces:
+        for event in reader.feed(piece):
+            yield event.data

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.sse import MAX_EVENT_BYTES, Event, EventReader, EventTooLongError
+from bros.core.sse import MAX_EVENT_BYTES, Event, EventReader, EventTooLongError
 
 
 def read(*pieces: bytes) -> list[Event]:
