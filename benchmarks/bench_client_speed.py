@@ -22,7 +22,7 @@ from rich.table import Table
 
 from bros.bench.client import AiohttpHttp, Client, Outcome
 from bros.bench.dialects import Wording, dialect_of
-from bros.bench.load import Load, LoadResult, drive
+from bros.bench.load import LoadResult, OfferedLoad, drive
 from bros.bench.plan import Piece, Planned, Session, Turn
 from bros.core.clock import SystemClock, process_cpu_s
 from bros.core.request import ServiceClass
@@ -90,10 +90,10 @@ def planned(name: str, service_class: ServiceClass) -> Planned:
     )
 
 
-def load(streams: int, duration_s: float) -> Load:
+def load(streams: int, duration_s: float) -> OfferedLoad:
     """The streams in a closed loop, and four requests a second that come by themselves."""
     times = [i / 4 for i in range(int(4 * duration_s))]
-    return Load(
+    return OfferedLoad(
         duration_s=duration_s,
         sessions=[Session(at, (Turn(planned(f"rt{at}", ServiceClass.RT)),)) for at in times],
         backlog=(planned(f"be{i}", ServiceClass.BE) for i in itertools.count()),

@@ -32,7 +32,7 @@ from bros.executor.models.spec import ModelSpec
 from bros.kernels.interface import AttentionBatch, HeadLayout
 from bros.kernels.triton import settings as triton_settings
 from bros.kernels.triton.ops import TritonKernels
-from bros.kernels.triton.settings import Kind, Launch, Settings, Shape, settings_for
+from bros.kernels.triton.settings import Kind, LaunchConfig, Shape, TritonSettings, settings_for
 
 T = TypeVar("T")
 RunAll = Callable[..., Iterable[list[Shape]]]
@@ -50,12 +50,12 @@ TUNED = Path(triton_settings.__file__).parent / "tuned"
 
 
 @dataclass(frozen=True, slots=True)
-class Watched(Settings):
+class Watched(TritonSettings):
     """Settings that note which launches are asked for."""
 
     asked: list[Shape] = field(default_factory=list)
 
-    def launch(self, shape: Shape) -> Launch:
+    def launch(self, shape: Shape) -> LaunchConfig:
         if shape not in self.asked:
             self.asked.append(shape)
         return self.tuned.get(shape) or self.default(shape)
@@ -107,7 +107,7 @@ class Attending:
         copies = max(2, -(-cold // (math.prod(shape) * dtype.itemsize)))
         self._caches = torch.randn(copies, *shape, device=device, dtype=dtype)
 
-    def with_settings(self, settings: Settings) -> Callable[[int], object]:
+    def with_settings(self, settings: TritonSettings) -> Callable[[int], object]:
         kernels = TritonKernels(self._device, settings)
         batch = kernels.prepare(self._batch, self._layout, self._device)
         scale = self._layout.head_dim**-0.5
@@ -152,7 +152,7 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
         yield _line(f"{kind}: {count} programs per processor", found, count, note)
 
 
-def _save(file: Path, settings: Settings) -> None:
+def _save(file: Path, settings: TritonSettings) -> None:
     """Whole or not at all, whenever the process is killed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_suffix(".new")
@@ -161,7 +161,7 @@ def _save(file: Path, settings: Settings) -> None:
 
 
 def measured(
-    runs: Sequence[Attending], options: Mapping[T, Settings], timer: Timer, deadline: float
+    runs: Sequence[Attending], options: Mapping[T, TritonSettings], timer: Timer, deadline: float
 ) -> dict[T, float]:
     """Seconds of each option that runs: the geometric mean over `runs`, so that each of them
     counts the same. At least one option; no more once time.perf_counter() is past the deadline."""
@@ -180,15 +180,15 @@ def _runs(sizes: Sizes, works: Sequence[Workload], timer: Timer) -> list[Attendi
     return [Attending(sizes, work, timer.device) for work in works]
 
 
-def with_launch(settings: Settings, shape: Shape, launch: Launch) -> Settings:
+def with_launch(settings: TritonSettings, shape: Shape, launch: LaunchConfig) -> TritonSettings:
     return dataclasses.replace(settings, tuned={**settings.tuned, shape: launch})
 
 
-def _programs(settings: Settings, kind: Kind, count: int) -> Settings:
+def _programs(settings: TritonSettings, kind: Kind, count: int) -> TritonSettings:
     return dataclasses.replace(settings, programs={**settings.programs, kind: count})
 
 
-def _shapes(sizes: Sizes, settings: Settings, run_all: RunAll) -> dict[Shape, list[Workload]]:
+def _shapes(sizes: Sizes, settings: TritonSettings, run_all: RunAll) -> dict[Shape, list[Workload]]:
     """Each launch, and the workloads that it decides. run_all: map, or that of a pool."""
     works = workloads(sizes)
     found: dict[Shape, list[Workload]] = {}
@@ -200,31 +200,31 @@ def _shapes(sizes: Sizes, settings: Settings, run_all: RunAll) -> dict[Shape, li
     return found
 
 
-def _asked(sizes: Sizes, number: int, settings: Settings) -> list[Shape]:
+def _asked(sizes: Sizes, number: int, settings: TritonSettings) -> list[Shape]:
     """What the number-th workload launches, with the defaults, which are compiled by that."""
     watched = Watched(settings.device, settings.processors, settings.major, settings.programs)
     _run_once(sizes, number, watched)
     return watched.asked
 
 
-def _candidates(shape: Shape, default: Launch, many: bool) -> Iterator[Launch]:
+def _candidates(shape: Shape, default: LaunchConfig, many: bool) -> Iterator[LaunchConfig]:
     if not many:  # to try the program
         yield default._replace(block_n=KEYS[0])
         return
     for rows in sorted({default.block_m, min(default.block_m, SMALLER_TILE)}, reverse=True):
         for keys, warps, stages in itertools.product(KEYS, WARPS, STAGES[shape.kind]):
-            launch = Launch(rows, keys, warps, stages)
+            launch = LaunchConfig(rows, keys, warps, stages)
             if shape.kind == "one" or _tile_bytes(shape, launch) <= MOST_SHARED:
                 yield launch
 
 
-def _tile_bytes(shape: Shape, launch: Launch) -> int:
+def _tile_bytes(shape: Shape, launch: LaunchConfig) -> int:
     """Shared memory of a tile of queries: its rows, and K and V for every stage."""
     tokens = launch.block_m + 2 * launch.stages * launch.block_n
     return tokens * shape.head_dim * shape.element_bytes
 
 
-def _seconds(run: Attending, settings: Settings, timer: Timer) -> float | None:
+def _seconds(run: Attending, settings: TritonSettings, timer: Timer) -> float | None:
     """None if it cannot be launched: too much shared memory, for one."""
     try:
         return timer.on_device(run.with_settings(settings), recorded=True).median
@@ -233,7 +233,7 @@ def _seconds(run: Attending, settings: Settings, timer: Timer) -> float | None:
         return None
 
 
-def _compiled(sizes: Sizes, settings: Settings, until: float) -> dict[Shape, list[Workload]]:
+def _compiled(sizes: Sizes, settings: TritonSettings, until: float) -> dict[Shape, list[Workload]]:
     """As _shapes; what is not compiled in time is when it is measured, if it still is."""
     names = [work.name for work in workloads(sizes)]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
@@ -249,7 +249,7 @@ def _compiled(sizes: Sizes, settings: Settings, until: float) -> dict[Shape, lis
     return shapes
 
 
-def _compile_one(sizes: Sizes, number: int, settings: Settings) -> None:
+def _compile_one(sizes: Sizes, number: int, settings: TritonSettings) -> None:
     try:
         _run_once(sizes, number, settings)
         torch.cuda.synchronize()
@@ -257,7 +257,7 @@ def _compile_one(sizes: Sizes, number: int, settings: Settings) -> None:
         print(f"  {type(error).__name__}")
 
 
-def _run_once(sizes: Sizes, number: int, settings: Settings) -> None:
+def _run_once(sizes: Sizes, number: int, settings: TritonSettings) -> None:
     """By number, because workloads hold tensors, which processes would share by open files."""
     device = torch.device("cpu" if settings.interpreted else "cuda")
     Attending(sizes, workloads(sizes)[number], device).with_settings(settings)(0)
@@ -275,5 +275,5 @@ def _line(name: str, times: Mapping[T, float], chosen: T, note: str) -> Line:
     )
 
 
-def _words(launch: Launch) -> str:
+def _words(launch: LaunchConfig) -> str:
     return f"{launch.block_m} x {launch.block_n}, {launch.warps} warps, {launch.stages} stages"

@@ -25,7 +25,7 @@ from bros.core.config import EngineConfig
 from bros.core.request import ServiceClass
 from bros.scheduler.profiles import Profile
 from bros.simulator.metrics import ClassReport, Report
-from bros.simulator.simulation import Scenario, device_of, read_profile
+from bros.simulator.simulation import SimulatedScenario, device_of, read_profile
 from bros.simulator.sweep import Progress as Told
 from bros.simulator.sweep import run_sweep
 from bros.workload.arrivals import BeLoad, PoissonLoad
@@ -96,8 +96,8 @@ class Case:
     be_in_flight: int = BE_IN_FLIGHT
     config: EngineConfig | None = None
 
-    def scenario(self, span: Span, seed: int) -> Scenario:
-        return Scenario(
+    def scenario(self, span: Span, seed: int) -> SimulatedScenario:
+        return SimulatedScenario(
             config=self.config or POLICIES[self.policy],
             device=device_of(stored_profile(self.setting.profile), None),
             rt=PoissonLoad(self.rate, self.setting.lengths),

@@ -39,7 +39,7 @@ from paper_drawing import Run, head, legend, mean, new_figure, percent, plain, r
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass
 from bros.scheduler.scheduler import Scheduler
-from bros.simulator.simulation import Scenario, build_simulation
+from bros.simulator.simulation import SimulatedScenario, build_simulation
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ def measure(options: Options) -> dict[str, Any]:
     return {**provenance(span, options), "runs": runs, "wall_s": wall_s}
 
 
-def time_run(scenario: Scenario) -> dict[str, float | None]:
+def time_run(scenario: SimulatedScenario) -> dict[str, float | None]:
     """Seconds per iteration by PIECES, after the warm-up; of deciding also percentiles per call.
 
     iterations: how many. cpu_s: processor time of deciding and bookkeeping. rows: mean number of

@@ -201,7 +201,7 @@ class TransportError(Exception):
     """No answer, or no further one: the connection could not be made or broke."""
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """headers: names in lower case. pieces: the body; raises TransportError if it breaks off."""
 
     status: int
@@ -214,7 +214,7 @@ class Http(Protocol):
 
     def post(
         self, url: str, body: bytes, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[Answer]:
+    ) -> AbstractAsyncContextManager[HttpAnswer]:
         """Entered when the head of the answer is there; leaving gives up what is still to come.
 
         Entering raises TransportError.
@@ -250,7 +250,7 @@ class AiohttpHttp:
     @asynccontextmanager
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[HttpAnswer]:
         assert self._session is not None, "not entered"
         try:
             response = await self._session.post(
@@ -260,7 +260,7 @@ class AiohttpHttp:
             raise TransportError(_describe(error)) from error
         try:
             names = {name.lower(): value for name, value in response.headers.items()}
-            yield Answer(response.status, names, _Pieces(response))
+            yield HttpAnswer(response.status, names, _Pieces(response))
         finally:
             response.release()
 
@@ -402,7 +402,7 @@ class Client:
         return None
 
     async def _receive(
-        self, record: Record, answer: Answer, now: Now, patience: asyncio.Timeout
+        self, record: Record, answer: HttpAnswer, now: Now, patience: asyncio.Timeout
     ) -> float | None:
         kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
         if answer.status == 200 and kind == "text/event-stream":

@@ -54,7 +54,7 @@ LONGEST_OBEYED_S = 30.0
 _RESOLUTION_S = 1e-9  # of the loop's clock: no use in waiting for less
 
 
-class Sender(Protocol):
+class LoadSender(Protocol):
     """What client.Client does."""
 
     def prepare(self, planned: Planned) -> Prepared: ...
@@ -63,7 +63,7 @@ class Sender(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class OfferedLoad:
     """What one run sends.
 
     sessions: sorted by time. backlog: taken from as needed, `in_flight` at a time; its end ends
@@ -96,8 +96,8 @@ OnProgress = Callable[[float, Sequence[Record]], None]
 
 
 async def drive(
-    load: Load,
-    sender: Sender,
+    load: OfferedLoad,
+    sender: LoadSender,
     clock: Clock,
     *,
     cpu_s: Callable[[], float],
@@ -127,7 +127,7 @@ async def drive(
 class _Run:
     """One run. records: of what was due so far."""
 
-    def __init__(self, load: Load, sender: Sender, clock: Clock) -> None:
+    def __init__(self, load: OfferedLoad, sender: LoadSender, clock: Clock) -> None:
         self._load = load
         self._sender = sender
         self._clock = clock

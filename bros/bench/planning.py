@@ -21,7 +21,7 @@ from bros.bench.workloads.contents import (
     OpenLoop,
     RandomArrivals,
     RecordedArrivals,
-    Terms,
+    SendingTerms,
     cut,
     texts_of,
 )
@@ -283,7 +283,7 @@ _GROUPED = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RequestedLoad:
     """What is to be sent.
 
     rt, be: of workloads.names.NAMES. in_flight: best-effort requests. longest_prompt: of
@@ -328,7 +328,7 @@ class Plan(NamedTuple):
     notes: tuple[str, ...]
 
 
-def make_plan(wanted: Wanted, case: Case, context: int, tokenizer: Encoder) -> Plan:
+def make_plan(wanted: RequestedLoad, case: Case, context: int, tokenizer: Encoder) -> Plan:
     """context: most tokens of prompt and answer together.
 
     Raises ConfigError for workloads that do not exist or files that cannot be used.
@@ -373,7 +373,7 @@ class _RealTime(NamedTuple):
     notes: tuple[str, ...]
 
 
-def _real_time(wanted: Wanted, case: Case, context: int, tokenizer: Encoder) -> _RealTime:
+def _real_time(wanted: RequestedLoad, case: Case, context: int, tokenizer: Encoder) -> _RealTime:
     if case.scenario is Scenario.S2:
         return _RealTime([], "", {}, ())
     found = find(
@@ -388,7 +388,7 @@ def _real_time(wanted: Wanted, case: Case, context: int, tokenizer: Encoder) -> 
         arrivals = RecordedArrivals(found.arrivals.times_s, wanted.speed)
     else:
         arrivals = RandomArrivals(case.rate or 0.0, wanted.burstiness)
-    terms = Terms(ServiceClass.RT, "rt", wanted.slo, wanted.forced, wanted.longest_prompt)
+    terms = SendingTerms(ServiceClass.RT, "rt", wanted.slo, wanted.forced, wanted.longest_prompt)
     loop = OpenLoop(found.content, arrivals, terms)
     sessions = loop.sessions(wanted.duration_s, wanted.seed)
     fitted = fit(sessions, context, wanted.overlong, wanted.factor)
@@ -400,13 +400,13 @@ def _real_time(wanted: Wanted, case: Case, context: int, tokenizer: Encoder) -> 
     )
 
 
-def _best_effort(wanted: Wanted, context: int, tokenizer: Encoder) -> FittedBacklog | None:
+def _best_effort(wanted: RequestedLoad, context: int, tokenizer: Encoder) -> FittedBacklog | None:
     if wanted.in_flight == 0:
         return None
     content = find(
         wanted.be, seed=wanted.seed, requests=_GROUPED, tokenizer=tokenizer, zipf=wanted.zipf
     ).content
-    terms = Terms(ServiceClass.BE, "be", forced=wanted.forced)
+    terms = SendingTerms(ServiceClass.BE, "be", forced=wanted.forced)
     loop = ClosedLoop(content, wanted.in_flight, terms)
     return FittedBacklog(loop, Fitter(context, wanted.overlong, wanted.factor))
 
@@ -444,14 +444,14 @@ class Range:
         return round(self.low + index * self.step, 9)
 
 
-class Capacity(NamedTuple):
+class CapacitySearch(NamedTuple):
     """rate: None if not even the lowest was good enough. tried: in the order they were."""
 
     rate: float | None
     tried: tuple[Tried, ...]
 
 
-async def find_capacity(attempt: Attempt, rates: Range, asked: float) -> Capacity:
+async def find_capacity(attempt: Attempt, rates: Range, asked: float) -> CapacitySearch:
     """Bisection; takes for granted that what is too much stays too much at higher rates.
 
     asked: least share of real-time requests within both objectives.
@@ -463,7 +463,7 @@ async def find_capacity(attempt: Attempt, rates: Range, asked: float) -> Capacit
         tried.append(Tried(rate=rate, both_met=await attempt(rate)))
         verdicts[index] = tried[-1].keeps(asked)
     passed = [index for index, good in verdicts.items() if good]
-    return Capacity(rates.rate(max(passed)) if passed else None, tuple(tried))
+    return CapacitySearch(rates.rate(max(passed)) if passed else None, tuple(tried))
 
 
 def next_index(verdicts: Mapping[int, bool], count: int) -> int | None:

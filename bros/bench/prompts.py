@@ -34,7 +34,7 @@ _BRIDGE = re.compile(rb" ?([a-z]+) [a-z ]*")
 """A token that reaches from a word into the next one, and the end of the word it begins in."""
 
 
-class Prompt(NamedTuple):
+class PlannedPrompt(NamedTuple):
     """One prompt in the two forms it can be sent in.
 
     text has exactly the tokens token_ids if nothing is added around it (Prompts.added_tokens).
@@ -81,7 +81,7 @@ class Prompts:
         self._rows: OrderedDict[Piece, _Row] = OrderedDict()
         self._room_tokens = cached_tokens
 
-    def render(self, pieces: Sequence[Piece]) -> Prompt:
+    def render(self, pieces: Sequence[Piece]) -> PlannedPrompt:
         """A prompt with the tokens of all pieces.
 
         A piece that people wrote must be alone in its prompt, which raises ValueError otherwise.
@@ -93,10 +93,10 @@ class Prompts:
             return self._written(piece)
         rows = [self._row(piece) for piece in pieces if piece.tokens]
         if not rows:
-            return Prompt([], "")
+            return PlannedPrompt([], "")
         token_ids = [token_id for row in rows for token_id in row.token_ids]
         token_ids[0] = rows[0].first_id
-        return Prompt(token_ids, "".join(row.text for row in rows)[1:])
+        return PlannedPrompt(token_ids, "".join(row.text for row in rows)[1:])
 
     def added_tokens(self, *, chat: bool) -> int:
         """Tokens that the model puts around a prompt: BOS and EOS, or its chat template.
@@ -130,7 +130,7 @@ class Prompts:
             self._room_tokens += oldest.tokens
         return row
 
-    def _written(self, piece: Piece) -> Prompt:
+    def _written(self, piece: Piece) -> PlannedPrompt:
         text = self._texts[piece.key]
         token_ids = self._encode(text)
         if len(token_ids) < piece.tokens:
@@ -139,10 +139,10 @@ class Prompts:
                 "counted with another tokenizer"
             )
         if len(token_ids) == piece.tokens:
-            return Prompt(token_ids, text)
+            return PlannedPrompt(token_ids, text)
         return self._cut(piece, token_ids)
 
-    def _cut(self, piece: Piece, token_ids: list[int]) -> Prompt:
+    def _cut(self, piece: Piece, token_ids: list[int]) -> PlannedPrompt:
         """The text cut such that it is encoded as exactly so many tokens again.
 
         A cut may split a character or a word whose parts are other tokens on their own: then the
@@ -158,8 +158,8 @@ class Prompts:
             text += "".join(f" {word}" for word in filler.text.split()[:missing])
             ids = self._encode(text)
             if len(ids) == piece.tokens:
-                return Prompt(ids, text)
-        return Prompt([filler.first_id, *filler.token_ids[1:]], filler.text[1:])
+                return PlannedPrompt(ids, text)
+        return PlannedPrompt([filler.first_id, *filler.token_ids[1:]], filler.text[1:])
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -108,7 +108,7 @@ class Command:
     slo: Slo
 
 
-class Sample(NamedTuple):
+class ServerSample(NamedTuple):
     """What the server says of itself: figures by name (scrape.py)."""
 
     at_s: float
@@ -138,7 +138,7 @@ class ScenarioResult:
     rt_load: str = ""
     be_load: str = ""
     server_version: str | None = None
-    timeline: tuple[Sample, ...] = ()
+    timeline: tuple[ServerSample, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -302,9 +302,9 @@ def _decode(kind: Any, tree: Any) -> Any:
         return {_decode(of_key, key): _decode(of_item, item) for key, item in tree.items()}
     if dataclasses.is_dataclass(kind):
         return _decode_fields(kind, tree)
-    if kind is Sample:
+    if kind is ServerSample:
         at_s, values = tree
-        return Sample(_decode(float, at_s), _decode(dict[str, float], values))
+        return ServerSample(_decode(float, at_s), _decode(dict[str, float], values))
     return _decode_plain(kind, tree)
 
 

@@ -17,12 +17,12 @@ import aiohttp
 
 from bros.bench.client import AiohttpHttp, Client, Outcome, Record, Render
 from bros.bench.dialects import Endpoint, Wording, dialect_of
-from bros.bench.load import PREPARE_AHEAD_S, Load, LoadResult, OnProgress, drive
+from bros.bench.load import PREPARE_AHEAD_S, LoadResult, OfferedLoad, OnProgress, drive
 from bros.bench.metrics import ClassMetrics, RunMetrics, Window, measure
 from bros.bench.plan import Planned
-from bros.bench.planning import Case, Plan, Wanted, make_plan, text_seed
+from bros.bench.planning import Case, Plan, RequestedLoad, make_plan, text_seed
 from bros.bench.prompts import Prompts
-from bros.bench.results import Command, Sample, ScenarioResult
+from bros.bench.results import Command, ScenarioResult, ServerSample
 from bros.core.clock import Clock, process_cpu_s
 from bros.core.errors import BrosError, ConfigError
 from bros.core.request import ServiceClass
@@ -382,7 +382,7 @@ _DEFAULT_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class BenchTarget:
     """A running server. name: for people, unlike those of other servers compared with it."""
 
     url: str
@@ -416,7 +416,7 @@ class Measuring:
     be_as: BeAs = BeAs.REQUESTS
 
 
-class Run(NamedTuple):
+class MeasuredRun(NamedTuple):
     """What came of a case. notes: about its plan, for people."""
 
     result: ScenarioResult
@@ -429,13 +429,13 @@ View = Callable[[str], AbstractContextManager[OnProgress]]
 """A way to watch a run: a title in, something to be told out."""
 
 
-class Runner:
+class BenchRunner:
     """Runs cases on one target."""
 
     def __init__(
         self,
-        target: Target,
-        wanted: Wanted,
+        target: BenchTarget,
+        wanted: RequestedLoad,
         measuring: Measuring,
         tokenizer: Tokenizer,
         clock: Clock,
@@ -451,7 +451,7 @@ class Runner:
         chat = measuring.endpoint is Endpoint.CHAT
         self._added_tokens = Prompts(tokenizer, wanted.seed).added_tokens(chat=chat)
 
-    async def run(self, case: Case) -> Run:
+    async def run(self, case: Case) -> MeasuredRun:
         """Raises NoServerError if the server does not answer when the run begins, ConfigError."""
         target, measuring = self._target, self._measuring
         async with Probe(target.url, self._clock, target.api_key) as probe, AiohttpHttp() as http:
@@ -483,7 +483,7 @@ class Runner:
             metrics = _with_batch(result.metrics, sums)
             result = replace(result, metrics=metrics, be_load=f"{result.be_load}, as a batch")
         result = replace(result, server_version=version, timeline=timeline)
-        return Run(result, driven.records, window, plan.notes)
+        return MeasuredRun(result, driven.records, window, plan.notes)
 
     def _plan(self, case: Case, context: int | None) -> Plan:
         usable = (context or _DEFAULT_CONTEXT) - self._added_tokens
@@ -503,14 +503,14 @@ class Runner:
 
     async def _drive(
         self, case: Case, plan: Plan, client: Client, probe: Probe, job: BatchJob | None = None
-    ) -> tuple[LoadResult, tuple[Sample, ...]]:
-        load = Load(
+    ) -> tuple[LoadResult, tuple[ServerSample, ...]]:
+        load = OfferedLoad(
             duration_s=self._wanted.duration_s,
             sessions=plan.sessions,
             backlog=plan.backlog,
             in_flight=0 if job is not None else plan.in_flight,
         )
-        samples: list[Sample] = []
+        samples: list[ServerSample] = []
         sampling = asyncio.create_task(self._sample(probe, samples))
         start_s = self._clock.now() + PREPARE_AHEAD_S
 
@@ -537,7 +537,7 @@ class Runner:
             await _ended(sampling, watching)
         return driven, tuple(samples)
 
-    async def _sample(self, probe: Probe, samples: list[Sample]) -> None:
+    async def _sample(self, probe: Probe, samples: list[ServerSample]) -> None:
         """The server's own figures once a second, if it is one that has them."""
         start_s = self._clock.now()
         before = await probe.metrics()
@@ -545,7 +545,7 @@ class Runner:
             await asyncio.sleep(_SAMPLE_S)
             after = await probe.metrics()
             if after:
-                samples.append(Sample(self._clock.now() - start_s, difference(before, after)))
+                samples.append(ServerSample(self._clock.now() - start_s, difference(before, after)))
                 before = after
 
     def _result(self, case: Case, plan: Plan, driven: LoadResult, window: Window) -> ScenarioResult:
@@ -585,7 +585,7 @@ async def _ended(*tasks: asyncio.Task[None] | None) -> None:
             await task
 
 
-def _title(target: Target, case: Case) -> str:
+def _title(target: BenchTarget, case: Case) -> str:
     policy = f" {target.policy}" if target.policy else ""
     rate = f", {case.rate:g} req/s" if case.rate is not None else ""
     return f"{target.name}{policy}: {case.scenario} {case.scenario.label}{rate}"

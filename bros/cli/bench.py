@@ -24,7 +24,7 @@ from bros.bench.planning import (
     Case,
     Overlong,
     Range,
-    Wanted,
+    RequestedLoad,
     cases_of_policy,
     cases_of_target,
     find_capacity,
@@ -41,7 +41,7 @@ from bros.bench.results import (
     Scenario,
     environment,
 )
-from bros.bench.running import BeAs, Measuring, Run, Runner, Target
+from bros.bench.running import BeAs, BenchRunner, BenchTarget, MeasuredRun, Measuring
 from bros.bench.workloads.catalogue import find
 from bros.bench.workloads.contents import FILES
 from bros.cli.flags import SCENARIOS, BenchFlags, flag_of, number, policies, rates, read_own, whole
@@ -66,16 +66,16 @@ _OF_FILES = ("out", "append", "report_only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class BenchSettings:
     """What the command line asks for. server_arguments: for the servers that are started here."""
 
     config: Config
     policies: tuple[str, ...]
-    target: Target | None
+    target: BenchTarget | None
     scenarios: frozenset[Scenario]
     rates: tuple[float | None, ...]
     capacity: tuple[float, Range] | None
-    wanted: Wanted
+    wanted: RequestedLoad
     measuring: Measuring
     server_arguments: tuple[str, ...]
     out: Path
@@ -87,7 +87,7 @@ def read_settings(
     environ: Mapping[str, str],
     warn: Callable[[str], None],
     clock: Clock,
-) -> Settings:
+) -> BenchSettings:
     """Raises ConfigError naming the flag that is wrong and what is allowed."""
     flags, own = given_flags(args), read_own(BenchFlags, args)
     config = load_config(flags, environ, warn)
@@ -105,7 +105,7 @@ def read_settings(
     command = Command(
         environment=environment(clock), settings=_shown(own, config), seed=wanted.seed, slo=slo
     )
-    return Settings(
+    return BenchSettings(
         config=config,
         policies=policies("--policies", own.policies),
         target=target,
@@ -126,11 +126,11 @@ def read_settings(
     )
 
 
-def _target(own: BenchFlags, config: Config) -> Target | None:
+def _target(own: BenchFlags, config: Config) -> BenchTarget | None:
     if own.target is None:
         return None
     dialect = dialect_of(own.dialect).name
-    return Target(
+    return BenchTarget(
         url=own.target,
         name=own.target_name or dialect,
         dialect=dialect,
@@ -140,8 +140,8 @@ def _target(own: BenchFlags, config: Config) -> Target | None:
     )
 
 
-def _wanted(own: BenchFlags, config: Config, slo: Slo) -> Wanted:
-    wanted = Wanted(
+def _wanted(own: BenchFlags, config: Config, slo: Slo) -> RequestedLoad:
+    wanted = RequestedLoad(
         rt=own.rt,
         be=own.be,
         in_flight=whole("--in-flight", own.in_flight, low=0),
@@ -168,7 +168,7 @@ def _wanted(own: BenchFlags, config: Config, slo: Slo) -> Wanted:
 
 
 def _rates(
-    own: BenchFlags, wanted: Wanted
+    own: BenchFlags, wanted: RequestedLoad
 ) -> tuple[tuple[float | None, ...], tuple[float, Range] | None]:
     """The rates to run, and where the highest good one is searched."""
     if has_own_times(wanted.rt):
@@ -340,7 +340,7 @@ def run_bench(
     return 0
 
 
-def _measure(settings: Settings, clock: Clock, console: Console) -> BenchResult:
+def _measure(settings: BenchSettings, clock: Clock, console: Console) -> BenchResult:
     data_dir = settings.config.server.data_dir
     cache_dir = Path(data_dir).expanduser() if data_dir else default_cache_dir()
     files = resolve_model(settings.config.engine.model, cache_dir, console.print)
@@ -360,7 +360,7 @@ class _Bench:
     """The runs of one command and what has come of them so far."""
 
     def __init__(
-        self, settings: Settings, tokenizer: Tokenizer, clock: Clock, console: Console
+        self, settings: BenchSettings, tokenizer: Tokenizer, clock: Clock, console: Console
     ) -> None:
         self._settings = settings
         self._command = settings.measuring.command
@@ -374,7 +374,7 @@ class _Bench:
     async def run(self) -> None:
         """Raises NoServerError, ServerStartError or ConfigError."""
         async for target, cases in self._targets():
-            runner = Runner(
+            runner = BenchRunner(
                 target,
                 self._settings.wanted,
                 self._settings.measuring,
@@ -388,7 +388,7 @@ class _Bench:
             if self._settings.capacity is not None:
                 await self._search(runner, target, *self._settings.capacity)
 
-    async def _targets(self) -> AsyncIterator[tuple[Target, list[Case]]]:
+    async def _targets(self) -> AsyncIterator[tuple[BenchTarget, list[Case]]]:
         """Every server with its cases, while it runs."""
         settings = self._settings
         if settings.target is not None:
@@ -407,11 +407,13 @@ class _Bench:
             async with local_server(arguments) as url:
                 key = settings.config.server.api_key
                 yield (
-                    Target(url=url, name="bros", dialect="bros", policy=policy, api_key=key),
+                    BenchTarget(url=url, name="bros", dialect="bros", policy=policy, api_key=key),
                     cases,
                 )
 
-    async def _search(self, runner: Runner, target: Target, asked: float, tried: Range) -> None:
+    async def _search(
+        self, runner: BenchRunner, target: BenchTarget, asked: float, tried: Range
+    ) -> None:
         classes = dialect_of(target.dialect).has_classes
         scenario = mixed_scenario(target.policy, has_classes=classes)
 
@@ -432,7 +434,7 @@ class _Bench:
         self.result = self.result.with_capacity(capacity)
         self._write()
 
-    def _take(self, run: Run) -> None:
+    def _take(self, run: MeasuredRun) -> None:
         self.result = self.result.with_run(run.result)
         self._write()
         path = self._settings.out / requests_file_name(run.result)

@@ -18,7 +18,7 @@ from bros.core.config import EngineConfig
 from bros.engine.self_test import Generated, first_difference, generate
 from bros.executor.diagnosis import (
     BackEnd,
-    Choice,
+    ChosenBackend,
     back_ends,
     check,
     check_copies,
@@ -64,7 +64,7 @@ class Findings:
 
     machine: list[tuple[str, str]]
     versions: Mapping[str, str | None]
-    choice: Choice
+    choice: ChosenBackend
     back_ends: list[BackEnd]
     tested: list[Tested] = field(default_factory=list)
     tried: list[tuple[str, str]] = field(default_factory=list)

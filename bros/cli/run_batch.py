@@ -55,7 +55,7 @@ def run_batch_here(
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input; the answers need another file")
     with _alone(_partial(target)):
-        wanted = Wanted(source, endpoint, served_name(config))
+        wanted = RequestedRun(source, endpoint, served_name(config))
         return _run_to_end(config, wanted, target, clock, console)
 
 
@@ -77,7 +77,7 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestedRun:
     """What is to be run, and by which model."""
 
     source: Path
@@ -86,7 +86,7 @@ class Wanted:
 
 
 def _run_to_end(
-    config: Config, wanted: Wanted, target: Path, clock: Clock, console: Console
+    config: Config, wanted: RequestedRun, target: Path, clock: Clock, console: Console
 ) -> int:
     partial = _partial(target)
     store = open_store(partial)
@@ -106,7 +106,7 @@ def _run_to_end(
         store.close()
 
 
-def _begun(store: Store, wanted: Wanted, partial: Path) -> Batch | None:
+def _begun(store: Store, wanted: RequestedRun, partial: Path) -> Batch | None:
     """What an interrupted run of the same command was doing."""
     batches, _ = store.batches.page(_TENANT, Page(limit=1))
     if not batches:
@@ -124,7 +124,7 @@ def _begun(store: Store, wanted: Wanted, partial: Path) -> Batch | None:
     return begun
 
 
-def begin(store: Store, wanted: Wanted, clock: Clock) -> Batch:
+def begin(store: Store, wanted: RequestedRun, clock: Clock) -> Batch:
     """A batch of a file, which nobody works on yet."""
     now, stamp = clock.unix_time(), clock.now()
     with store.files.bodies.new() as body, wanted.source.open("rb") as file:

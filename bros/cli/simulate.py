@@ -65,14 +65,14 @@ from bros.simulator.prefix_workloads import (
     AzureLoad,
     MooncakeLoad,
     PrefixLoad,
-    Workload,
+    PrefixWorkload,
     published,
     read_azure_times,
     read_mooncake_trace,
 )
 from bros.simulator.simulation import (
     Disturbance,
-    Scenario,
+    SimulatedScenario,
     check_scenario,
     device_of,
     read_profile,
@@ -292,7 +292,7 @@ def _published_count(name: str, replicas: int) -> int:
 
 
 def _is_shortened(load: PrefixLoad, replicas: int) -> bool:
-    return isinstance(load, Workload) and load.count < _published_count(load.name, replicas)
+    return isinstance(load, PrefixWorkload) and load.count < _published_count(load.name, replicas)
 
 
 def _names(flag: str, text: str, known: Sequence[str], most: int | None = None) -> tuple[str, ...]:
@@ -322,10 +322,10 @@ def _warn_of_one_engine(own: SimulateFlags, warn: Callable[[str], None]) -> None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SimulateSettings:
     """What the command line asks for."""
 
-    scenarios: tuple[Scenario, ...]
+    scenarios: tuple[SimulatedScenario, ...]
     profile: Profile
     jobs: int
     json_path: Path | None
@@ -367,7 +367,7 @@ def run_simulate(
 
 def read_settings(
     args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
-) -> Settings:
+) -> SimulateSettings:
     """Raises ConfigError naming the flag that is wrong and what is allowed."""
     flags, own = given_flags(args), read_own(SimulateFlags, args)
     names = policies("--policy", own.policy or DEFAULT_POLICIES)
@@ -381,7 +381,7 @@ def read_settings(
     if warm_up_s >= duration_s:
         raise ConfigError(f"--warm-up: {warm_up_s:g} s leave nothing of --duration {duration_s:g}")
     scenarios = tuple(
-        Scenario(
+        SimulatedScenario(
             config=_engine_config(engine, policy, alone=len(names) == 1),
             device=device,
             rt=load,
@@ -404,7 +404,7 @@ def read_settings(
     if unused:
         warn(f"{', '.join(unused)}: without effect, --replicas is missing")
     jobs = own.jobs
-    return Settings(
+    return SimulateSettings(
         scenarios=scenarios,
         profile=profile,
         jobs=available_cores() if jobs is None else whole("--jobs", jobs, low=1),
@@ -412,7 +412,7 @@ def read_settings(
     )
 
 
-def as_json(settings: Settings, reports: Sequence[Report]) -> dict[str, Any]:
+def as_json(settings: SimulateSettings, reports: Sequence[Report]) -> dict[str, Any]:
     """Everything that determines the runs, and what came of them."""
     return {
         "bros": __version__,
@@ -430,7 +430,7 @@ def as_json(settings: Settings, reports: Sequence[Report]) -> dict[str, Any]:
     }
 
 
-def _scenario_json(scenario: Scenario) -> dict[str, Any]:
+def _scenario_json(scenario: SimulatedScenario) -> dict[str, Any]:
     rt = scenario.rt
     arrivals: dict[str, Any] = (
         {"trace": rt.source, "speed": rt.speed}

@@ -15,10 +15,10 @@ from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
 from bros.simulator.fleet import FleetReport, FleetScenario
 from bros.simulator.metrics import ClassReport, Report
-from bros.simulator.simulation import Scenario
+from bros.simulator.simulation import SimulatedScenario
 from bros.workload.attainment import Attainment, Summary
 
-Row = tuple[Scenario, Report]
+Row = tuple[SimulatedScenario, Report]
 _NOTHING = "-"
 _WIDTH = 100
 

@@ -59,7 +59,7 @@ class BackEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenBackend:
     """What the engine would run on with these options; problem: why it would not start.
 
     kernels: as in --kernels, but never auto.
@@ -74,22 +74,22 @@ class Choice:
         return self.target is not None and self.target.device.type == "cuda"
 
 
-def choose(config: EngineConfig) -> Choice:
+def choose(config: EngineConfig) -> ChosenBackend:
     """Follows the same rules as the loader, but reports instead of raising."""
     cuda = find_cuda()
     try:
         target = choose_target(config, cuda, size=config.tp)
         name = kernels_for(config, target, cuda)
     except ConfigError as error:
-        return Choice(None, config.kernels, str(error))
+        return ChosenBackend(None, config.kernels, str(error))
     if target.device.type == "cuda":
         copies = config.on_pressure == "checkpoint"
         missing = copies and importlib.util.find_spec("cupy") is None
-        return Choice(target, name, _HOW_TO_COPY if missing else None)
+        return ChosenBackend(target, name, _HOW_TO_COPY if missing else None)
     compiled = _cpu_levels()
     if name == "cpu" and not compiled:
-        return Choice(target, name, f"--kernels cpu: {_HOW_TO_BUILD}")
-    return Choice(target, ("cpu" if compiled else "reference") if name == "auto" else name)
+        return ChosenBackend(target, name, f"--kernels cpu: {_HOW_TO_BUILD}")
+    return ChosenBackend(target, ("cpu" if compiled else "reference") if name == "auto" else name)
 
 
 def gpu_facts() -> list[tuple[str, str]]:
@@ -106,7 +106,7 @@ def gpu_facts() -> list[tuple[str, str]]:
     ]
 
 
-def back_ends(choice: Choice) -> list[BackEnd]:
+def back_ends(choice: ChosenBackend) -> list[BackEnd]:
     """All there are, whether usable here or not."""
     reference = BackEnd(
         "reference",
@@ -171,7 +171,7 @@ def _cpu_levels() -> Sequence[str]:
     return levels()
 
 
-def _cpu_back_ends(choice: Choice) -> Iterator[BackEnd]:
+def _cpu_back_ends(choice: ChosenBackend) -> Iterator[BackEnd]:
     found = _cpu_levels()
     if not found:
         yield BackEnd("cpu", CPU, _HOW_TO_BUILD, None, choice.kernels == "cpu")
@@ -190,7 +190,7 @@ def _cpu_back_ends(choice: Choice) -> Iterator[BackEnd]:
         )
 
 
-def _triton_back_end(choice: Choice) -> BackEnd:
+def _triton_back_end(choice: ChosenBackend) -> BackEnd:
     cuda = find_cuda()
     device = CPU if cuda.problem is not None else torch.device("cuda", 0)
     in_use = choice.kernels == "triton" and choice.on_cuda

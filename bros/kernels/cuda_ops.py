@@ -47,7 +47,7 @@ class StreamHandle(Protocol):
     def cuda_stream(self) -> int: ...
 
 
-class Run(NamedTuple):
+class CopyRun(NamedTuple):
     """Pieces [piece, piece + length) belong to host slots [host, host + length)."""
 
     host: int
@@ -98,7 +98,7 @@ class CudaKvCopier:
         self._move("scatter", cache, slots, pieces, SCATTER_BLOCKS, stream)
 
     def to_host(
-        self, pieces: Tensor, host: Tensor, runs: Sequence[Run], stream: StreamHandle
+        self, pieces: Tensor, host: Tensor, runs: Sequence[CopyRun], stream: StreamHandle
     ) -> None:
         (piece, width), (first, pitch) = _rows(pieces), _rows(host)
         copy, handle = self._driver.copy, stream.cuda_stream
@@ -107,7 +107,7 @@ class CudaKvCopier:
             copy(to, pitch, of, width, width, run.length, handle)
 
     def from_host(
-        self, host: Tensor, pieces: Tensor, runs: Sequence[Run], stream: StreamHandle
+        self, host: Tensor, pieces: Tensor, runs: Sequence[CopyRun], stream: StreamHandle
     ) -> None:
         (piece, width), (first, pitch) = _rows(pieces), _rows(host)
         copy, handle = self._driver.copy, stream.cuda_stream

@@ -2,7 +2,7 @@
 
 The server derives the models from these records that check bodies and describe the API (see
 bros/server/sessions/wire.py); the client writes bodies with `to_json` and reads answers with
-`from_json`. In annotations, `Bounds` says what the server accepts, and a string describes a field.
+`from_json`. In annotations, `ValueBounds` says what the server accepts; a string describes a field.
 `wire` says where the JSON differs from the field.
 
 Times end in _s, seconds. In views they count from the creation of the session.
@@ -36,7 +36,7 @@ _MS_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class ValueBounds:
     """What the server accepts of a value from outside; the names are those of JSON Schema's
     keywords in pydantic. one_of: the only strings."""
 
@@ -175,14 +175,14 @@ def _default(spec: dataclasses.Field[Any]) -> Any:
     return spec.default
 
 
-Id = Annotated[str, Bounds(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@~-]{0,127}$")]
+Id = Annotated[str, ValueBounds(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@~-]{0,127}$")]
 """What stands in a path as it is."""
 
-Name = Annotated[str, Bounds(max_length=MAX_NAME_CHARS)]
-PlaceholderName = Annotated[str, Bounds(min_length=1, max_length=MAX_NAME_CHARS)]
-Wait = Annotated[float, Bounds(gt=0, le=MAX_WAIT_S)]
-Lifetime = Annotated[float, Bounds(ge=1, le=86_400)]
-Objective = Annotated[float, Bounds(gt=0, le=1e12)]
+Name = Annotated[str, ValueBounds(max_length=MAX_NAME_CHARS)]
+PlaceholderName = Annotated[str, ValueBounds(min_length=1, max_length=MAX_NAME_CHARS)]
+Wait = Annotated[float, ValueBounds(gt=0, le=MAX_WAIT_S)]
+Lifetime = Annotated[float, ValueBounds(ge=1, le=86_400)]
+Objective = Annotated[float, ValueBounds(gt=0, le=1e12)]
 """The bounds are those of the milliseconds on the wire."""
 
 Sampling = Mapping[str, Any]
@@ -253,7 +253,7 @@ class CreateSession:
     ttl_s: Annotated[Lifetime | None, "Seconds without any activity after which it ends"] = None
     tenant: Annotated[
         str,
-        Bounds(max_length=512),
+        ValueBounds(max_length=512),
         "Whose it is among those who use one key: only sessions of one tenant share what has been "
         "computed of their prompts",
     ] = ""
@@ -283,7 +283,7 @@ class Parameter:
 class Message:
     """A message whose content is a template."""
 
-    role: Annotated[str, Bounds(one_of=("developer", "system", "user", "assistant", "tool"))]
+    role: Annotated[str, ValueBounds(one_of=("developer", "system", "user", "assistant", "tool"))]
     content: str
 
 
@@ -294,7 +294,7 @@ class CallSpec:
     name: Annotated[Name, "Of the function; calls of one are expected to be alike in length"] = ""
     template: Annotated[str | None, "A text with {{input:x}} and {{output:y}} in it"] = None
     messages: Annotated[
-        Annotated[Sequence[Message], Bounds(min_length=1)] | None,
+        Annotated[Sequence[Message], ValueBounds(min_length=1)] | None,
         "A conversation whose contents are templates; without an output the answer to it is an "
         "output with the name output",
     ] = None
@@ -318,7 +318,7 @@ class SubmitCall(CallSpec):
 class SubmitProgram:
     """POST /v1/sessions/{sid}/requests with a whole program: all of it is taken, or nothing"""
 
-    requests: Annotated[Sequence[CallSpec], Bounds(min_length=1)]
+    requests: Annotated[Sequence[CallSpec], ValueBounds(min_length=1)]
     key: Annotated[Id | None, "Sent again with the same one, the program is not taken again"] = None
     wait: bool = False
     timeout_s: Wait | None = None
@@ -328,7 +328,7 @@ class SubmitProgram:
 class FailCall:
     """POST /v1/sessions/{sid}/requests/{rid}/fail"""
 
-    message: Annotated[str, Bounds(max_length=2000)] = "The function failed."
+    message: Annotated[str, ValueBounds(max_length=2000)] = "The function failed."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

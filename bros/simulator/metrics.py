@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from bros.core.interfaces import ClassStats
 from bros.core.request import ServiceClass, Slo
-from bros.simulator.simulation import RequestRecord, SimulationResult
+from bros.simulator.simulation import SimulatedRequest, SimulationResult
 from bros.workload.attainment import Attainment, Summary, within
 
 
@@ -162,7 +162,7 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
     )
 
 
-def _judge(record: RequestRecord, slo: Slo, end_s: float) -> _Judged:
+def _judge(record: SimulatedRequest, slo: Slo, end_s: float) -> _Judged:
     ttft_s, ttft_met = _first_token(record, slo.ttft_s, end_s)
     tpot_s, tpot_met = _later_tokens(record, slo.tpot_s, end_s)
     if slo.ttft_s is None or slo.tpot_s is None:
@@ -185,7 +185,7 @@ def _judge(record: RequestRecord, slo: Slo, end_s: float) -> _Judged:
 
 
 def _first_token(
-    record: RequestRecord, limit_s: float | None, end_s: float
+    record: SimulatedRequest, limit_s: float | None, end_s: float
 ) -> tuple[float | None, bool | None]:
     """Time to the first token and whether that was in time."""
     if record.token_times_s:
@@ -200,7 +200,7 @@ def _first_token(
 
 
 def _later_tokens(
-    record: RequestRecord, limit_s: float | None, end_s: float
+    record: SimulatedRequest, limit_s: float | None, end_s: float
 ) -> tuple[float | None, bool | None]:
     """Mean time per token after the first and whether that was in time."""
     times = record.token_times_s
@@ -219,7 +219,7 @@ def _later_tokens(
 
 
 def _tokens_on_time(
-    record: RequestRecord, ttft_met: bool | None, limit_s: float, end_s: float
+    record: SimulatedRequest, ttft_met: bool | None, limit_s: float, end_s: float
 ) -> tuple[int, int]:
     """(met, decided) tokens, the overdue next one of an open request included."""
     times = record.token_times_s
@@ -231,6 +231,6 @@ def _tokens_on_time(
     return met, decided + bool(overdue)
 
 
-def _lost(record: RequestRecord) -> bool:
+def _lost(record: SimulatedRequest) -> bool:
     """It was refused or given up, and will never be finished."""
     return record.refused or (record.finish is not None and not record.finished)

@@ -153,7 +153,7 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class PrefixWorkload:
     """Requests of one kind. rate: per second, of all replicas together. families: tools, say."""
 
     name: str
@@ -199,12 +199,12 @@ def published(
     families: int | None = None,
     popularity: str = EVEN,
     be_share: float = 0.0,
-) -> Workload:
+) -> PrefixWorkload:
     """As much of a workload as so many replicas got in the paper, but for what is given."""
     kind = KINDS[name]
     count = count or max(1, kind.count * replicas // 2)
     per_family = kind.count / kind.families
-    return Workload(
+    return PrefixWorkload(
         name=name,
         rate=rate or kind.rate * replicas / 2,
         count=count,
@@ -214,7 +214,7 @@ def published(
     )
 
 
-def _families(load: Workload, kind: Kind, rng: random.Random) -> list[int]:
+def _families(load: PrefixWorkload, kind: Kind, rng: random.Random) -> list[int]:
     """Of each request, in their order."""
     if load.popularity == DATASET:
         return _as_in_dataset(load, kind, rng)
@@ -233,7 +233,7 @@ def _cropped(parts: tuple[Part, ...], longest: int) -> tuple[Part, ...]:
     return (*others, Part(cut.name, cut.tokens - excess), last) if excess > 0 else parts
 
 
-def _as_in_dataset(load: Workload, kind: Kind, rng: random.Random) -> list[int]:
+def _as_in_dataset(load: PrefixWorkload, kind: Kind, rng: random.Random) -> list[int]:
     mean, std = kind.per_family
     sizes = ClippedLogNormal(mean, std, 1, round(mean + 40 * std))
     found: list[int] = []

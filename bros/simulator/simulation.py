@@ -180,7 +180,7 @@ _PROGRESS_STEPS = 200
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class SimulatedRequest:
     """What became of one request.
 
     token_times_s: when the engine committed each token, in seconds after the start.
@@ -224,7 +224,7 @@ class SimulationResult:
     the end of the step that was running then.
     """
 
-    records: Sequence[RequestRecord]
+    records: Sequence[SimulatedRequest]
     end_s: float
     busy_s: float
     idle_s: float
@@ -274,12 +274,12 @@ class Simulation:
         self._warm_up = Totals()
         self._progress = progress
         self._be_sizes = be.sizes.stream(generator(seed, "be sizes"))
-        self._records: list[RequestRecord] = []
-        self._open: dict[str, RequestRecord] = {}
+        self._records: list[SimulatedRequest] = []
+        self._open: dict[str, SimulatedRequest] = {}
         self._be_open = 0
         self._be_count = 0
         self._idle_s = 0.0
-        self._arrived: list[tuple[RequestRecord, EngineRequest]] = []
+        self._arrived: list[tuple[SimulatedRequest, EngineRequest]] = []
         limit = engine.info.max_model_len
         servable = [a for a in rt if sum(a.size) <= limit]
         self._skipped = sum(sum(a.size) > limit and a.time_s >= warm_up_s for a in rt)
@@ -369,13 +369,13 @@ class Simulation:
             time_s, _, service_class, size = heapq.heappop(self._coming)
             self._record(time_s, service_class, size)
 
-    def _record(self, time_s: float, service_class: ServiceClass, size: Size) -> RequestRecord:
+    def _record(self, time_s: float, service_class: ServiceClass, size: Size) -> SimulatedRequest:
         request_id = f"{service_class}-{len(self._records)}"
-        record = RequestRecord(request_id, service_class, time_s, size)
+        record = SimulatedRequest(request_id, service_class, time_s, size)
         self._records.append(record)
         return record
 
-    def _request(self, record: RequestRecord) -> EngineRequest:
+    def _request(self, record: SimulatedRequest) -> EngineRequest:
         params = SamplingParams(
             temperature=0.0, max_tokens=record.size.output_tokens, ignore_eos=True
         )
@@ -389,7 +389,7 @@ class Simulation:
             arrival_s=record.arrival_s,
         )
 
-    def _submit(self, record: RequestRecord, request: EngineRequest, now: float) -> None:
+    def _submit(self, record: SimulatedRequest, request: EngineRequest, now: float) -> None:
         try:
             self._engine.submit(request)
         except (QueueFullError, OverloadedError) as error:
@@ -409,7 +409,7 @@ class Simulation:
                 del self._open[output.request_id]
                 self._gone(record, now)
 
-    def _gone(self, record: RequestRecord, now: float) -> None:
+    def _gone(self, record: SimulatedRequest, now: float) -> None:
         """Close the loop: a best-effort client comes back once it has its answer."""
         if record.service_class is ServiceClass.RT:
             return
@@ -453,7 +453,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class SimulatedScenario:
     """One run. Two runs of equal scenarios give the same records to the bit.
 
     disturbance: what the device does differently from what the scheduler is told. warm_up_s:
@@ -476,7 +476,7 @@ class Scenario:
 
 
 def build_simulation(
-    scenario: Scenario,
+    scenario: SimulatedScenario,
     *,
     observe: Callable[[StepPlan, float], None] | None = None,
     progress: Callable[[float], None] | None = None,
@@ -512,7 +512,7 @@ def build_simulation(
     )
 
 
-def check_scenario(scenario: Scenario) -> None:
+def check_scenario(scenario: SimulatedScenario) -> None:
     """Raise ConfigError if it cannot be run: options that do not go together, or requests that
     can never all be in flight.
     """
@@ -531,7 +531,7 @@ def check_scenario(scenario: Scenario) -> None:
         )
 
 
-def _config(scenario: Scenario) -> EngineConfig:
+def _config(scenario: SimulatedScenario) -> EngineConfig:
     """No two prompts begin alike."""
     return dataclasses.replace(with_step_bounds(scenario.config), prefix_cache="off")
 

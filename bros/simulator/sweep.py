@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from bros.core.errors import ConfigError
 from bros.simulator.metrics import Report, report_of
-from bros.simulator.simulation import Scenario, build_simulation
+from bros.simulator.simulation import SimulatedScenario, build_simulation
 
 Progress = Callable[[int, float], None]
 """Told the index of a scenario and the share of it that is done."""
@@ -27,14 +27,16 @@ class WorkerError(RuntimeError):
     """A run failed for a reason that is not the caller's; the text is the worker's traceback."""
 
 
-def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = None) -> Report:
+def run_scenario(
+    scenario: SimulatedScenario, progress: Callable[[float], None] | None = None
+) -> Report:
     """Simulate one scenario. Raises ConfigError if it cannot be run."""
     result = build_simulation(scenario, progress=progress).run()
     return report_of(result, scenario.slo)
 
 
 def run_sweep(
-    scenarios: Sequence[Scenario], jobs: int, progress: Progress | None = None
+    scenarios: Sequence[SimulatedScenario], jobs: int, progress: Progress | None = None
 ) -> list[Report]:
     """One report per scenario; see run_all."""
     return run_all(run_scenario, scenarios, jobs, progress)

@@ -12,7 +12,7 @@ from statistics import median
 
 from bros.bench.client import AiohttpHttp, Client, Outcome, Record
 from bros.bench.dialects import Wording, dialect_of
-from bros.bench.load import PREPARE_AHEAD_S, Load, LoadResult, drive
+from bros.bench.load import PREPARE_AHEAD_S, LoadResult, OfferedLoad, drive
 from bros.bench.plan import Session, Turn
 from bros.core.clock import SystemClock
 from support.bench_server import event, planned, render, text, usage
@@ -259,7 +259,7 @@ async def test_times_over_a_real_connection() -> None:
 
     async with serving(serve) as url, AiohttpHttp() as http:
         client = Client(http, url, WORDING, render)
-        load = Load(duration_s=0.9, drain_s=20.0, sessions=sessions)
+        load = OfferedLoad(duration_s=0.9, drain_s=20.0, sessions=sessions)
         result: LoadResult = await drive(load, client, Clock(), cpu_s=lambda: 0.0, cores=1)
     [start_s] = starts
     lags, ways = [], []

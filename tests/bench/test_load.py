@@ -20,8 +20,8 @@ from bros.bench.load import (
     LONGEST_OBEYED_S,
     LONGEST_PAUSE_S,
     PREPARE_AHEAD_S,
-    Load,
     LoadResult,
+    OfferedLoad,
     drive,
 )
 from bros.bench.plan import Planned, Session, Turn
@@ -33,7 +33,7 @@ WORDING = Wording(dialect=dialect_of("plain"), model="m")  # whose prompts are t
 
 
 def run(
-    load: Load,
+    load: OfferedLoad,
     script: Callable[[Seen], Script],
     *,
     http: FakeHttp | None = None,
@@ -74,7 +74,9 @@ def outcomes(result: LoadResult) -> dict[str, Outcome]:
 
 
 def test_sessions_come_at_their_times_whatever_the_others_do() -> None:
-    load = Load(duration_s=20.0, sessions=[at(0.5, "a"), at(0.5, "b"), at(3.0, "c"), at(7.0, "d")])
+    load = OfferedLoad(
+        duration_s=20.0, sessions=[at(0.5, "a"), at(0.5, "b"), at(3.0, "c"), at(7.0, "d")]
+    )
     hung = Script(hang=True)
     result = run(load, lambda seen: hung if seen.name == "a" else answer(2, 1.0))
     assert times(result) == {
@@ -89,7 +91,7 @@ def test_sessions_come_at_their_times_whatever_the_others_do() -> None:
 
 
 def test_next_turn_comes_a_while_after_the_answer_even_a_failed_one() -> None:
-    load = Load(duration_s=20.0, sessions=[at(1.0, "a", "b", "c", think_s=2.0)])
+    load = OfferedLoad(duration_s=20.0, sessions=[at(1.0, "a", "b", "c", think_s=2.0)])
     failing = Script(head_s=0.5, refuse="no")
     result = run(load, lambda seen: failing if seen.name == "b" else answer(2, 1.0))
     assert times(result) == {"a": (1.0, 1.0, 3.0), "b": (5.0, 5.0, 5.5), "c": (7.5, 7.5, 9.5)}
@@ -97,7 +99,7 @@ def test_next_turn_comes_a_while_after_the_answer_even_a_failed_one() -> None:
 
 
 def test_what_is_not_due_before_the_end_is_no_record() -> None:
-    load = Load(
+    load = OfferedLoad(
         duration_s=10.0,
         sessions=[at(1.0, "a", "late", think_s=8.0), at(9.5, "b"), at(10.0, "c"), at(12.0, "d")],
     )
@@ -107,14 +109,14 @@ def test_what_is_not_due_before_the_end_is_no_record() -> None:
 
 
 def test_open_requests_keep_what_they_have() -> None:
-    result = run(Load(duration_s=3.5, sessions=[at(1.0, "a")]), lambda _: answer(9, 1.0))
+    result = run(OfferedLoad(duration_s=3.5, sessions=[at(1.0, "a")]), lambda _: answer(9, 1.0))
     [record] = result.records
     assert [round(s, 6) for s in record.chunk_times_s] == [2.0, 3.0]
     assert (record.outcome, record.end_s, record.status) == (Outcome.OPEN, None, 200)
 
 
 def test_drain_lets_open_requests_end_and_sends_nothing_new() -> None:
-    load = Load(
+    load = OfferedLoad(
         duration_s=10.0,
         drain_s=5.0,
         sessions=[at(8.0, "a", "never"), at(9.0, "long")],
@@ -132,12 +134,12 @@ def test_drain_lets_open_requests_end_and_sends_nothing_new() -> None:
 
 
 def test_drain_ends_with_the_last_answer() -> None:
-    load = Load(duration_s=10.0, drain_s=500.0, sessions=[at(9.0, "a")])
+    load = OfferedLoad(duration_s=10.0, drain_s=500.0, sessions=[at(9.0, "a")])
     assert run(load, lambda _: answer(3, 1.0)).elapsed_s == pytest.approx(12.0, abs=0.1)
 
 
 def test_lane_that_rests_does_not_hold_up_the_end() -> None:
-    load = Load(duration_s=10.0, drain_s=500.0, backlog=backlog(), in_flight=1)
+    load = OfferedLoad(duration_s=10.0, drain_s=500.0, backlog=backlog(), in_flight=1)
     result = run(load, lambda _: Script(refuse="no"))
     assert result.elapsed_s == pytest.approx(10.0, abs=1e-6)
 
@@ -146,7 +148,7 @@ def test_records_are_in_the_order_in_which_they_were_due() -> None:
     """The server keeps the connection of a's answer for a while after its end."""
     held = Script(pieces=[(1.0, event(text("x", "stop")) + event("[DONE]"))], end_s=9.0)
     between_s = 2.0 + LINGER_S / 2
-    load = Load(duration_s=9.0, sessions=[at(1.0, "a", "next"), at(between_s, "b")])
+    load = OfferedLoad(duration_s=9.0, sessions=[at(1.0, "a", "next"), at(between_s, "b")])
     result = run(load, lambda _: held)
     assert [record.planned.name for record in result.records] == ["a", "next", "b"]
     assert times(result)["next"] == (2.0, round(2.0 + LINGER_S, 6), round(3.0 + LINGER_S, 6))
@@ -186,7 +188,7 @@ def test_random_sessions_to_the_microsecond(
                 expected[name] = (due, [chunk for chunk in chunks if chunk < duration])
             due += first + second
         plans.append(Session(begin / 1e6, tuple(plan)))
-    load = Load(duration_s=duration / 1e6, sessions=plans)
+    load = OfferedLoad(duration_s=duration / 1e6, sessions=plans)
     result = run(load, lambda seen: scripts[seen.name])
     found = {record.planned.name: record for record in result.records}
     assert found.keys() == expected.keys()
@@ -223,7 +225,7 @@ def test_backlog_is_always_in_flight(lengths: list[int], in_flight: int) -> None
             pieces=[(lengths[int(seen.name[2:])] / 1e6, event(text("a", "stop")) + event("[DONE]"))]
         )
     )
-    load = Load(duration_s=duration / 1e6, backlog=backlog(60), in_flight=in_flight)
+    load = OfferedLoad(duration_s=duration / 1e6, backlog=backlog(60), in_flight=in_flight)
     result = run(load, lambda _: Script(), http=http)
     assert [record.planned.name for record in result.records if record.sent_s is None] == []
     found = {record.planned.name: record for record in result.records}
@@ -241,7 +243,7 @@ def test_backlog_is_always_in_flight(lengths: list[int], in_flight: int) -> None
 
 def test_backlog_beside_sessions() -> None:
     http = FakeHttp(lambda seen: answer(2, 0.5))
-    load = Load(
+    load = OfferedLoad(
         duration_s=4.0, sessions=[at(0.25, "a"), at(2.5, "b")], backlog=backlog(), in_flight=2
     )
     result = run(load, lambda _: Script(), http=http)
@@ -256,7 +258,7 @@ def test_backlog_beside_sessions() -> None:
 
 
 def test_dead_server_is_asked_ever_more_rarely() -> None:
-    load = Load(duration_s=60.0, backlog=backlog(), in_flight=1)
+    load = OfferedLoad(duration_s=60.0, backlog=backlog(), in_flight=1)
     result = run(load, lambda _: Script(refuse="no"))
     sent = [record.due_s for record in result.records]
     pauses = [b - a for a, b in zip(sent, sent[1:], strict=False)]
@@ -268,7 +270,7 @@ def test_dead_server_is_asked_ever_more_rarely() -> None:
 
 def test_lane_recovers_after_a_success() -> None:
     failing = {"be0", "be1", "be3"}
-    load = Load(duration_s=2.0, backlog=backlog(5), in_flight=1)
+    load = OfferedLoad(duration_s=2.0, backlog=backlog(5), in_flight=1)
     result = run(load, lambda seen: Script(refuse="no") if seen.name in failing else answer(1, 0.5))
     sent = [round(record.due_s, 6) for record in result.records]
     assert sent == [0.0, 0.1, 0.3, 0.8, 0.9]  # a pause of 0.1, 0.2, none, 0.1 again
@@ -276,7 +278,7 @@ def test_lane_recovers_after_a_success() -> None:
 
 @pytest.mark.parametrize(("asked", "waited_s"), [("3", 3.0), ("900", LONGEST_OBEYED_S)])
 def test_retry_after_is_obeyed_within_reason(asked: str, waited_s: float) -> None:
-    load = Load(duration_s=45.0, backlog=backlog(2), in_flight=1)
+    load = OfferedLoad(duration_s=45.0, backlog=backlog(2), in_flight=1)
     refusal = Script(status=429, headers={"retry-after": asked})
     result = run(load, lambda _: refusal)
     assert [record.due_s for record in result.records] == pytest.approx([0.0, waited_s])
@@ -290,7 +292,7 @@ def test_progress_is_told_while_it_runs_and_at_the_end() -> None:
         ended = sum(record.outcome is Outcome.COMPLETED for record in records)
         told.append((round(now_s, 6), len(records), ended))
 
-    load = Load(duration_s=5.0, sessions=[at(1.0, "a"), at(2.5, "b")])
+    load = OfferedLoad(duration_s=5.0, sessions=[at(1.0, "a"), at(2.5, "b")])
     run(load, lambda _: answer(2, 0.25), on_progress=progress, progress_s=2.0)
     assert told == [(2.0, 1, 1), (4.0, 2, 2), (5.0, 2, 2), (5.0, 2, 2)]
 
@@ -299,7 +301,7 @@ def test_stop_ends_the_run_and_keeps_the_records() -> None:
     async def main() -> LoadResult:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(PREPARE_AHEAD_S + 3.25, stop.set)
-        load = Load(
+        load = OfferedLoad(
             duration_s=600.0, drain_s=600.0, sessions=[at(1.0, "a"), at(3.0, "b"), at(4.0, "c")]
         )
         client = Client(FakeHttp(lambda _: answer(2, 0.5)), "http://x", WORDING, render)
@@ -327,7 +329,7 @@ def test_request_that_fell_due_while_the_client_hung_is_a_record() -> None:
             stop.set()
 
         asyncio.get_running_loop().call_later(PREPARE_AHEAD_S + 1.0, hang)
-        load = Load(duration_s=60.0, sessions=[at(0.5, "a"), at(1.8, "b"), at(1.9, "c")])
+        load = OfferedLoad(duration_s=60.0, sessions=[at(0.5, "a"), at(1.8, "b"), at(1.9, "c")])
         client = Client(FakeHttp(lambda _: answer(9, 9.0)), "http://x", WORDING, render)
         return await drive(load, client, LoopClock(), cpu_s=lambda: 0.0, cores=2, stop=stop)
 
@@ -344,7 +346,7 @@ def test_client_that_is_too_slow_says_so() -> None:
         return render(request)
 
     sessions = [at(0.1 * number, f"{number}") for number in range(4)]
-    load = Load(duration_s=9.0, sessions=sessions)
+    load = OfferedLoad(duration_s=9.0, sessions=sessions)
     result = run(load, lambda _: answer(1, 0.1), rendered=slowly)
     late = [record.sent_s - record.due_s for record in result.records if record.sent_s is not None]
     assert len(late) == 4
@@ -360,7 +362,7 @@ def test_prompts_are_written_before_their_time() -> None:
         block(0.3)
         return render(request)
 
-    load = Load(duration_s=9.0, sessions=[at(2.0, "a"), at(5.0, "b", "c", think_s=1.0)])
+    load = OfferedLoad(duration_s=9.0, sessions=[at(2.0, "a"), at(5.0, "b", "c", think_s=1.0)])
     health = run(load, lambda _: answer(1, 0.1), rendered=slowly).health
     assert (health.lateness_max_s, health.fell_behind) == (pytest.approx(0.0, abs=1e-7), False)
 
@@ -373,7 +375,9 @@ def test_requests_that_were_due_but_never_sent_are_records_and_late() -> None:
             block(9.0)
         return render(request)
 
-    load = Load(duration_s=8.0, sessions=[at(2.0, "a"), at(5.0, "b"), at(7.0, "c"), at(8.0, "d")])
+    load = OfferedLoad(
+        duration_s=8.0, sessions=[at(2.0, "a"), at(5.0, "b"), at(7.0, "c"), at(8.0, "d")]
+    )
     result = run(load, lambda _: answer(1, 0.1), rendered=stuck)
     assert {"a", "b", "c"} == outcomes(result).keys()
     assert set(outcomes(result).values()) == {Outcome.OPEN}
@@ -383,7 +387,9 @@ def test_requests_that_were_due_but_never_sent_are_records_and_late() -> None:
 
 def test_processor_share_is_of_all_cores() -> None:
     readings = iter([7.0, 12.0])
-    health = run(Load(duration_s=10.0), lambda _: Script(), cpu_s=lambda: next(readings)).health
+    health = run(
+        OfferedLoad(duration_s=10.0), lambda _: Script(), cpu_s=lambda: next(readings)
+    ).health
     assert (health.cpu_share, health.fell_behind) == (pytest.approx(5.0 / 20.0), False)
 
 
@@ -392,7 +398,7 @@ def test_error_of_the_plan_itself_ends_the_run() -> None:
         yield planned("be0", BE)
         raise RuntimeError("trace cannot be read")
 
-    load = Load(duration_s=1e9, backlog=broken(), in_flight=1)
+    load = OfferedLoad(duration_s=1e9, backlog=broken(), in_flight=1)
     with pytest.raises(ExceptionGroup) as caught:
         run(load, lambda _: answer(1, 0.1))
     assert caught.group_contains(RuntimeError, match="trace cannot be read")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from bros.bench.planning import Case, Overlong, Wanted, has_own_times, make_plan, text_seed
+from bros.bench.planning import Case, Overlong, RequestedLoad, has_own_times, make_plan, text_seed
 from bros.bench.results import Scenario
 from bros.core.request import ServiceClass, Slo
 from support.tiny_tokenizer import tiny_tokenizer
 
 S0, S1, S2, S3 = Scenario
-WANTED = Wanted(duration_s=60.0, seed=3)
+WANTED = RequestedLoad(duration_s=60.0, seed=3)
 TOKENIZER = tiny_tokenizer()
 
 

@@ -33,8 +33,8 @@ from bros.bench.results import (
     BenchResult,
     CapacityResult,
     Command,
-    Sample,
     Scenario,
+    ServerSample,
     Tried,
 )
 from bros.core.request import Slo
@@ -554,11 +554,11 @@ def test_no_plot_of_nothing() -> None:
 
 
 def test_timeline_shows_only_what_the_server_says() -> None:
-    samples = [Sample(float(at), {"rt_running": 1.0} if at % 3 else {}) for at in range(1000)]
+    samples = [ServerSample(float(at), {"rt_running": 1.0} if at % 3 else {}) for at in range(1000)]
     result = make_result(Scenario.S3, [], window=WINDOW, rt_rate=1.0, timeline=samples)
     [figure] = figures(make_bench([result]), LIGHT).values()
     assert len(figure.get_axes()) == 1
-    silent = dataclasses.replace(result, timeline=(Sample(0.0, {}), Sample(1.0, {})))
+    silent = dataclasses.replace(result, timeline=(ServerSample(0.0, {}), ServerSample(1.0, {})))
     [figure] = figures(make_bench([silent]), LIGHT).values()
     assert figure.get_axes() == []
 

@@ -14,8 +14,8 @@ from bros.bench.results import (
     CapacityResult,
     Command,
     Environment,
-    Sample,
     ScenarioResult,
+    ServerSample,
     Tried,
 )
 from bros.core.request import Slo
@@ -38,7 +38,7 @@ RUNS = typical_bench((0.3,)).results
 
 @st.composite
 def runs(draw: st.DrawFn) -> ScenarioResult:
-    samples = st.builds(Sample, FINITE, st.dictionaries(TEXT, FINITE, max_size=2))
+    samples = st.builds(ServerSample, FINITE, st.dictionaries(TEXT, FINITE, max_size=2))
     return dataclasses.replace(
         draw(st.sampled_from(RUNS)),
         command=draw(COMMANDS),

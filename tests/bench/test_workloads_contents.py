@@ -24,8 +24,8 @@ from bros.bench.workloads.contents import (
     RandomArrivals,
     Recorded,
     RecordedArrivals,
-    SharedPrefix,
-    Terms,
+    SendingTerms,
+    SharedPrefixContent,
     chats,
     cut,
     documents,
@@ -67,7 +67,7 @@ def test_drawn_requests_share_nothing() -> None:
 @pytest.mark.parametrize("name", TABLE_1)
 def test_rows_of_preble_have_their_statistics(name: str) -> None:
     row = TABLE_1[name]
-    drafts = [c[0] for c in first(SharedPrefix(name, row, groups=3000), 12_000)]
+    drafts = [c[0] for c in first(SharedPrefixContent(name, row, groups=3000), 12_000)]
     prompts = [tokens(draft.prompt) for draft in drafts]
     assert statistics.fmean(prompts) == pytest.approx(row.prompt.mean, rel=0.03)
     assert statistics.pstdev(prompts) == pytest.approx(row.prompt.std, rel=0.06)
@@ -116,7 +116,7 @@ def test_without_zipf_groups_are_equally_popular() -> None:
 @pytest.mark.parametrize(("groups", "zipf"), [(0, 0.0), (5, -1.0), (5, float("nan"))])
 def test_impossible_groups_are_refused(groups: int, zipf: float) -> None:
     with pytest.raises(ConfigError):
-        SharedPrefix("x", TABLE_1["video"], groups, zipf)
+        SharedPrefixContent("x", TABLE_1["video"], groups, zipf)
 
 
 @given(low=st.integers(1, 4), more=st.integers(0, 4), system=st.integers(0, 50), seed=st.integers())
@@ -166,7 +166,7 @@ RECORDED = Recorded(
 
 def test_an_open_loop_sends_one_conversation_per_arrival() -> None:
     slo = Slo(ttft_s=1.0)
-    terms = Terms(ServiceClass.RT, "q", slo=slo, forced=False)
+    terms = SendingTerms(ServiceClass.RT, "q", slo=slo, forced=False)
     loop = OpenLoop(RECORDED, RecordedArrivals((0.0, 2.0)), terms)
     one, two = loop.sessions(10.0, 0)
     assert (one.at_s, two.at_s) == (0.0, 2.0)
@@ -214,7 +214,7 @@ def test_texts_reach_whoever_makes_prompts() -> None:
 @given(limit=st.integers(1, 300), seed=st.integers(0, 50))
 def test_prompts_are_cut_at_their_end(limit: int, seed: int) -> None:
     whole = OpenLoop(chats("lmsys"), RandomArrivals(5)).sessions(5.0, seed)
-    terms = Terms(ServiceClass.RT, "rt", max_prompt_tokens=limit)
+    terms = SendingTerms(ServiceClass.RT, "rt", max_prompt_tokens=limit)
     short = OpenLoop(chats("lmsys"), RandomArrivals(5), terms).sessions(5.0, seed)
     for one, other in zip(whole, short, strict=True):
         before, after = one.turns[0].request, other.turns[0].request
@@ -235,5 +235,5 @@ def test_impossible_loops_are_refused() -> None:
     with pytest.raises(ConfigError, match="-1 requests in flight"):
         ClosedLoop(documents(), -1)
     with pytest.raises(ConfigError, match="cut to 0"):
-        Terms(ServiceClass.RT, "rt", max_prompt_tokens=0)
+        SendingTerms(ServiceClass.RT, "rt", max_prompt_tokens=0)
     assert RT_TERMS.name != BE_TERMS.name

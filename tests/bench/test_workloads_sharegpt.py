@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bros.bench.plan import digest
-from bros.bench.workloads.catalogue import Limits, ShareGpt, read_sharegpt
+from bros.bench.workloads.catalogue import ShareGpt, TokenLimits, read_sharegpt
 from bros.bench.workloads.contents import OpenLoop, RandomArrivals
 from bros.core.errors import ConfigError
 
@@ -75,7 +75,7 @@ def test_what_cannot_be_used_is_counted(read: Callable[..., ShareGpt]) -> None:
             chat(("human", "p" * 20), ("gpt", "a" * 31)),
             chat(("human", "p" * 20), ("gpt", "a" * 30)),
         ],
-        limits=Limits(longest_prompt=20, longest_together=50),
+        limits=TokenLimits(longest_prompt=20, longest_together=50),
     )
     assert asked(found) == {"p" * 20: (20, 30)}
     assert (found.without_question, found.too_short, found.too_long) == (3, 2, 2)

@@ -135,9 +135,12 @@ def test_no_launch_is_tried_that_needs_more_shared_memory_than_there_is(speed: M
     settings = pytest.importorskip("bros.kernels.triton.settings")
     tune = importlib.import_module("gpu_tune")
     shape = settings.Shape("tile", 2, 128, 128)
-    h200 = settings.Settings("NVIDIA H200", 132, 9)
+    h200 = settings.TritonSettings("NVIDIA H200", 132, 9)
     tried = list(tune._candidates(shape, h200.default(shape), True))
-    assert settings.Launch(128, 128, 8, 3) in tried and settings.Launch(128, 64, 8, 4) in tried
+    assert (
+        settings.LaunchConfig(128, 128, 8, 3) in tried
+        and settings.LaunchConfig(128, 64, 8, 4) in tried
+    )
     assert not [launch for launch in tried if launch.block_n == 128 and launch.stages == 4]
 
 

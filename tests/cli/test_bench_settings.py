@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bros.cli.bench import Settings, read_settings
+from bros.cli.bench import BenchSettings, read_settings
 from bros.cli.flags import add_arguments
 from bros.core.clock import ManualClock
 from bros.core.request import Slo
 
 
-def settings(arguments: list[str], environ: dict[str, str] | None = None) -> Settings:
+def settings(arguments: list[str], environ: dict[str, str] | None = None) -> BenchSettings:
     parser = argparse.ArgumentParser()
     add_arguments("bench", parser)
     return read_settings(parser.parse_args(arguments), environ or {}, pytest.fail, ManualClock())

@@ -13,7 +13,7 @@ from bros.batch.objects import BatchStatus, RowOutcome, RowRef, StoreError
 from bros.batch.rows import RowReply, reply_line
 from bros.batch.store import BatchStore, open_store
 from bros.cli.main import main
-from bros.cli.run_batch import Wanted, begin
+from bros.cli.run_batch import RequestedRun, begin
 from bros.core.clock import SystemClock
 from bros.engine.engine import Engine
 from support.tiny_models import save_tiny_llama
@@ -90,7 +90,7 @@ def test_an_input_with_mistakes_is_not_run(
 def begun(folder: Path, source: Path, model: Path) -> None:
     """As a run leaves it that was killed after the first row, whose answer nobody would guess."""
     clock, store = SystemClock(), open_store(folder / "out.jsonl.partial")
-    begin(store, Wanted(source, COMPLETIONS, model.name), clock)
+    begin(store, RequestedRun(source, COMPLETIONS, model.name), clock)
     now = clock.unix_time()
     ((lease, batch),) = store.batches.claim("killed", now, lease_s=3600.0)
 

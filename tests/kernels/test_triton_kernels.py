@@ -21,9 +21,9 @@ from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import GraphLimits, HeadLayout, Kernels
 from bros.kernels.reference import ReferenceKernels
 from bros.kernels.triton.settings import (
-    Launch,
-    Settings,
+    LaunchConfig,
     Shape,
+    TritonSettings,
     as_json,
     file_name,
     with_tuned,
@@ -80,10 +80,10 @@ def test_16_bit_activations_with_any_cache(case: AttentionCase, dtype: torch.dty
 def test_items_are_split_into_smaller_tiles_of_queries(group: int) -> None:
     from bros.kernels.triton.ops import TritonKernels
 
-    small = Launch(16, 16, 4, 1)
+    small = LaunchConfig(16, 16, 4, 1)
     shapes = product(("one", "tile"), (4,), (16,), (16, 32, 64, 128))
     tuned = {Shape(*shape): small for shape in shapes}  # type: ignore[arg-type]
-    kernels = TritonKernels(BACKEND.device, Settings("small", 4, 0, tuned=tuned))
+    kernels = TritonKernels(BACKEND.device, TritonSettings("small", 4, 0, tuned=tuned))
     rows = [(5, 50), (1, 30), (1, 0), (2, 5)]
     parts = [((1, 2), 40)]
     case = make_case(rows, kv_heads=1, group=group, head_dim=16, parts=parts)
@@ -192,26 +192,26 @@ def test_elementwise_operations_round_once(dtype: torch.dtype) -> None:
 
 
 def test_settings_survive_a_file() -> None:
-    settings = Settings(
+    settings = TritonSettings(
         "NVIDIA H200",
         132,
         9,
         {"one": 3, "tile": 2},
         {
-            Shape("one", 2, 128, 16): Launch(16, 32, 4, 5),
-            Shape("tile", 4, 64, 128): Launch(1, 2, 3, 4),
+            Shape("one", 2, 128, 16): LaunchConfig(16, 32, 4, 5),
+            Shape("tile", 4, 64, 128): LaunchConfig(1, 2, 3, 4),
         },
     )
-    plain = Settings("NVIDIA H200", 132, 9)
+    plain = TritonSettings("NVIDIA H200", 132, 9)
     assert with_tuned(plain, as_json(settings)) == settings
-    assert settings.launch(Shape("one", 2, 128, 16)) == Launch(16, 32, 4, 5)
+    assert settings.launch(Shape("one", 2, 128, 16)) == LaunchConfig(16, 32, 4, 5)
     assert settings.launch(Shape("one", 2, 64, 16)) == plain.default(Shape("one", 2, 64, 16))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"launches": [{"kind": "two"}]}', "null"])
 def test_a_broken_file_of_settings_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="Launch configurations of X cannot be read"):
-        with_tuned(Settings("X", 1, 9), text)
+        with_tuned(TritonSettings("X", 1, 9), text)
 
 
 def test_the_files_of_settings_can_be_read() -> None:
@@ -219,7 +219,7 @@ def test_the_files_of_settings_can_be_read() -> None:
     for path in folder.glob("*.json"):
         device = json.loads(path.read_text("utf-8"))["device"]
         assert path.name == file_name(device)
-        assert with_tuned(Settings(device, 1, 9), path.read_text("utf-8")).tuned
+        assert with_tuned(TritonSettings(device, 1, 9), path.read_text("utf-8")).tuned
 
 
 def test_file_names_have_no_odd_characters() -> None:
@@ -236,7 +236,7 @@ def test_defaults_fit_into_shared_memory(
     kind: str, element_bytes: int, head_dim: int, rows: int, major: int, shared_kib: int
 ) -> None:
     shape = Shape(kind, element_bytes, head_dim, rows)  # type: ignore[arg-type]
-    launch = Settings("x", 100, major).default(shape)
+    launch = TritonSettings("x", 100, major).default(shape)
     tiles = launch.block_n * (launch.stages - 1) * 2 + launch.block_m
     assert tiles * head_dim * element_bytes <= shared_kib * 1024
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.kernels.interface import GraphLimits, HeadLayout
-from bros.kernels.triton.buffers import Capacity, GraphWork, WorkTensors
+from bros.kernels.triton.buffers import GraphWork, ListSizes, WorkTensors
 from bros.kernels.triton.plan import (
     LISTED,
     OWN,
@@ -24,7 +24,7 @@ from bros.kernels.triton.plan import (
     OwnDone,
     PlanRules,
     Split,
-    Work,
+    WorkList,
     plan_work,
 )
 from support.kernel_cases import ANY_PARTS, ROWS, AttentionCase, make_any_case, make_case
@@ -60,17 +60,17 @@ Seen = tuple[Counter[tuple[int, ...]], list[tuple[int, int]]]
 """Segments with how often a query reads each, and ranges of the step's own tokens."""
 
 
-def items_of(work: Work) -> list[list[int]]:
+def items_of(work: WorkList) -> list[list[int]]:
     items: list[list[int]] = np.concatenate([work.one_items, work.tile_items]).tolist()
     return items
 
 
-def queries_of(item: list[int], work: Work) -> list[int]:
+def queries_of(item: list[int], work: WorkList) -> list[int]:
     numbers = range(item[QUERY], item[QUERY] + item[QUERIES])
     return [int(work.listed[n]) for n in numbers] if item[LISTED] else list(numbers)
 
 
-def what_is_read(work: Work) -> dict[int, Seen]:
+def what_is_read(work: WorkList) -> dict[int, Seen]:
     """Per query token."""
     seen: dict[int, Seen] = {}
     for item in items_of(work):
@@ -151,7 +151,7 @@ def test_rows_whose_own_part_is_done_only_read_their_context(
     assert sorted(n for own in slots.values() for n in own if n >= 0) == list(range(work.partials))
 
 
-def slots_of(work: Work) -> list[list[int]]:
+def slots_of(work: WorkList) -> list[list[int]]:
     """Of every merged token."""
     return [part.tolist() for part in np.split(work.merge_slots, work.merge_start[1:-1])] * bool(
         len(work.merge_tokens)
@@ -176,7 +176,7 @@ def test_lists_within_the_limits_of_a_graph_fit(
         segments=int(len(batch.segments) + lengths.sum() + lengths[readers == 1].sum()),
         shared_rows=0 if shared is None else len(shared.rows),
     )
-    capacity = Capacity.for_limits(limits, rules)
+    capacity = ListSizes.for_limits(limits, rules)
     layout = HeadLayout(1, 1, 8)
     tensors = WorkTensors.allocate(capacity, layout, torch.device("cpu"))
     assert GraphWork(limits, tensors, 16).fits(batch)
@@ -189,10 +189,10 @@ def test_recordings_launch_few_more_programs_than_their_steps_can_use() -> None:
     tile = Split(132, grain=8, least=1, long=4, waves=1)
     rules = PlanRules(one, tile, tile_tokens=32, programs_per_one=8, programs_per_tile=8)
     segments = 8192 // 16 * 5 // 4 + 16
-    alone = Capacity.for_limits(GraphLimits(1, segments), rules)
+    alone = ListSizes.for_limits(GraphLimits(1, segments), rules)
     assert alone.one_items <= 1 + 132 * 4 // 8 and alone.tile_items == 0
-    assert Capacity.for_limits(GraphLimits(1, 15), rules).one_items == 2
-    shared = Capacity.for_limits(GraphLimits(256, 20_000, shared_rows=512), rules)
+    assert ListSizes.for_limits(GraphLimits(1, 15), rules).one_items == 2
+    shared = ListSizes.for_limits(GraphLimits(256, 20_000, shared_rows=512), rules)
     assert shared.tile_items <= 512 // 2 + 132 // 8
 
 
@@ -210,7 +210,7 @@ def test_recordings_launch_few_more_programs_than_their_steps_can_use() -> None:
 def test_only_decode_steps_within_the_limits_fit(
     rows: list[tuple[int, int]], limits: GraphLimits, fits: bool
 ) -> None:
-    capacity = Capacity(1, 1, 1, 1, 1, 1, 1)
+    capacity = ListSizes(1, 1, 1, 1, 1, 1, 1)
     tensors = WorkTensors.allocate(capacity, HeadLayout(1, 1, 8), torch.device("cpu"))
     assert GraphWork(limits, tensors, 16).fits(make_case(rows).batch) is fits
 
@@ -218,7 +218,7 @@ def test_only_decode_steps_within_the_limits_fit(
 def test_shared_parts_count_against_the_limits() -> None:
     batch = make_case([(1, 0), (1, 0)], parts=[((0, 1), 16)]).batch
     tensors = WorkTensors.allocate(
-        Capacity(1, 1, 1, 1, 1, 1, 1), HeadLayout(1, 1, 8), torch.device("cpu")
+        ListSizes(1, 1, 1, 1, 1, 1, 1), HeadLayout(1, 1, 8), torch.device("cpu")
     )
     assert GraphWork(GraphLimits(2, 100, shared_rows=2), tensors, 16).fits(batch)
     assert not GraphWork(GraphLimits(2, 100, shared_rows=1), tensors, 16).fits(batch)

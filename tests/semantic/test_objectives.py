@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass, Slo
 from bros.semantic.core.nodes import Label, Level, LlmCall, NewCall
-from bros.semantic.core.objectives import Terms, terms
+from bros.semantic.core.objectives import EngineTerms, terms
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.schema import Criteria, Perf
@@ -403,28 +403,28 @@ def rt(**times: float) -> Label:
 @pytest.mark.parametrize(
     ("label", "stage", "expected"),
     [
-        (Label(), 0, Terms(ServiceClass.BE, Slo(), False)),
-        (Label(deadline_s=15.0), 0, Terms(ServiceClass.BE, Slo(deadline_s=5.0), False)),
-        (Label(level=GROUP), 1, Terms(ServiceClass.BE, Slo(), True)),
+        (Label(), 0, EngineTerms(ServiceClass.BE, Slo(), False)),
+        (Label(deadline_s=15.0), 0, EngineTerms(ServiceClass.BE, Slo(deadline_s=5.0), False)),
+        (Label(level=GROUP), 1, EngineTerms(ServiceClass.BE, Slo(), True)),
         (
             Label(level=GROUP, deadline_s=12.0),
             1,
-            Terms(ServiceClass.BE, Slo(deadline_s=2.0), True),
+            EngineTerms(ServiceClass.BE, Slo(deadline_s=2.0), True),
         ),
-        (rt(), 0, Terms(ServiceClass.RT, Slo(), False)),
-        (rt(deadline_s=13.0), 0, Terms(ServiceClass.RT, Slo(deadline_s=3.0), False)),
-        (rt(ttft_s=0.1, tpot_s=0.05), 0, Terms(ServiceClass.RT, Slo(0.1, 0.05), False)),
-        (rt(), 1, Terms(ServiceClass.RT, Slo(), False)),
-        (rt(deadline_s=9.0), 0, Terms(ServiceClass.RT, Slo(), False)),
+        (rt(), 0, EngineTerms(ServiceClass.RT, Slo(), False)),
+        (rt(deadline_s=13.0), 0, EngineTerms(ServiceClass.RT, Slo(deadline_s=3.0), False)),
+        (rt(ttft_s=0.1, tpot_s=0.05), 0, EngineTerms(ServiceClass.RT, Slo(0.1, 0.05), False)),
+        (rt(), 1, EngineTerms(ServiceClass.RT, Slo(), False)),
+        (rt(deadline_s=9.0), 0, EngineTerms(ServiceClass.RT, Slo(), False)),
         # 100 tokens: in 30 s each has 0.3 s, in 100 s more than twice the default, in 5 s less
         # than half of it.
-        (rt(deadline_s=40.0), 2, Terms(ServiceClass.RT, Slo(0.2, 0.3, 30.0), False)),
-        (rt(deadline_s=110.0), 2, Terms(ServiceClass.RT, Slo(0.8, 0.4, 100.0), False)),
-        (rt(deadline_s=15.0), 2, Terms(ServiceClass.RT, Slo(0.2, 0.1, 5.0), False)),
-        (rt(deadline_s=9.0), 2, Terms(ServiceClass.RT, Slo(0.2, 0.1), False)),
+        (rt(deadline_s=40.0), 2, EngineTerms(ServiceClass.RT, Slo(0.2, 0.3, 30.0), False)),
+        (rt(deadline_s=110.0), 2, EngineTerms(ServiceClass.RT, Slo(0.8, 0.4, 100.0), False)),
+        (rt(deadline_s=15.0), 2, EngineTerms(ServiceClass.RT, Slo(0.2, 0.1, 5.0), False)),
+        (rt(deadline_s=9.0), 2, EngineTerms(ServiceClass.RT, Slo(0.2, 0.1), False)),
     ],
 )
-def test_what_a_label_means_for_the_engine(label: Label, stage: int, expected: Terms) -> None:
+def test_what_a_label_means_for_the_engine(label: Label, stage: int, expected: EngineTerms) -> None:
     found = terms(labelled(label, stage), 10.0, 100.0, DEFAULT)
     assert found.service_class is expected.service_class
     assert found.grouped is expected.grouped

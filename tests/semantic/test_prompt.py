@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
-from bros.semantic.core.prompt import Begun, PieceEncoder, Prompt, Sharing
+from bros.semantic.core.prompt import Begun, PieceEncoder, Prompt, PromptSharing
 from bros.semantic.service.prompting import off_loop
 from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.tiny_tokenizer import byte_level_backend, sentencepiece_backend, tiny_tokenizer
 
-SHARING = Sharing(model="m", cache_salt="tenant", private_salt="session")
+SHARING = PromptSharing(model="m", cache_salt="tenant", private_salt="session")
 
 Part = tuple[tuple[int, ...], str | None]
 tokens = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -30,7 +30,7 @@ def make_prompt(
     private_salt: str = "",
     beginning: Sequence[int] = (),
 ) -> Prompt:
-    prompt = Prompt(Sharing("m", cache_salt, private_salt), beginning)
+    prompt = Prompt(PromptSharing("m", cache_salt, private_salt), beginning)
     for token_ids, variable in pieces:
         prompt.add(token_ids, variable)
     return prompt
@@ -95,7 +95,7 @@ def test_hashes_are_equal_where_the_same_may_be_shared(
 
 
 def test_models_share_nothing() -> None:
-    one, other = Prompt(Sharing("m", "", "")), Prompt(Sharing("n", "", ""))
+    one, other = Prompt(PromptSharing("m", "", "")), Prompt(PromptSharing("n", "", ""))
     one.add((1, 2))
     other.add((1, 2))
     assert one.prefixes[0].hash != other.prefixes[0].hash

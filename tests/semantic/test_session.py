@@ -8,10 +8,10 @@ from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.core.nodes import Level, NewCall, OutputPiece
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import (
-    Abort,
+    AbortCall,
     Action,
     Prefill,
-    Promote,
+    PromoteCall,
     SessionStateMachine,
     Settled,
     Start,
@@ -41,7 +41,7 @@ def core_of(*calls: NewCall, limits: SessionLimits | None = None) -> SessionStat
 def shown(actions: list[Action]) -> list[str]:
     """As 'start c', 'prefill c 2', 'ready v'; the second LLM call of a call as c/1."""
 
-    def name(action: Start | Promote | Abort | Prefill) -> str:
+    def name(action: Start | PromoteCall | AbortCall | Prefill) -> str:
         llm_call = action.llm_call
         return llm_call.call.id + (f"/{llm_call.index}" if llm_call.index else "")
 

@@ -13,7 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bros.core.errors import NotFoundError
 from bros.semantic.core.nodes import InputPiece, Label, Level, LlmCall, NewCall, OutputPiece
 from bros.semantic.core.retention import SessionLimits
-from bros.semantic.core.session import Abort, Prefill, Promote, SessionStateMachine, Settled, Start
+from bros.semantic.core.session import (
+    AbortCall,
+    Prefill,
+    PromoteCall,
+    SessionStateMachine,
+    Settled,
+    Start,
+)
 from bros.semantic.errors import Cause, ConflictError, FailedStage, SessionGoneError
 from bros.semantic.schema import Criteria
 from support.naive_programs import (
@@ -297,11 +304,11 @@ class SessionMachine(RuleBasedStateMachine):
                     assert not graph.llm_calls[key].native
                     assert llm_call.depth == graph.depth(graph.llm_calls[key])
                     self.handed_out[key] = llm_call
-                case Abort(llm_call):
+                case AbortCall(llm_call):
                     assert llm_call_id(llm_call) in self.handed_out
                     assert self.model.llm_calls[llm_call_id(llm_call)] in ("cancelled", "failed")
                     self.aborted.append(llm_call_id(llm_call))
-                case Promote(llm_call):
+                case PromoteCall(llm_call):
                     assert llm_call_id(llm_call) in self.handed_out
                     assert self.model.llm_calls[llm_call_id(llm_call)] == "started"
                     assert llm_call.label.level is Level.RT

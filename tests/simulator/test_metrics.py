@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bros.core.interfaces import ClassStats, EngineStats
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.simulator.metrics import ClassReport, Report, report_of
-from bros.simulator.simulation import RequestRecord, SimulationResult, Totals
+from bros.simulator.simulation import SimulatedRequest, SimulationResult, Totals
 from bros.workload.arrivals import Size
 from bros.workload.attainment import Attainment
 
@@ -29,15 +29,15 @@ def record(
     prompt: int = 10,
     refused: bool = False,
     service_class: ServiceClass = ServiceClass.RT,
-) -> RequestRecord:
+) -> SimulatedRequest:
     size = Size(prompt, len(times) if finish is DONE else 100)
-    return RequestRecord(
+    return SimulatedRequest(
         "x", service_class, arrival_s, size, array("d", times), finish, refused=refused
     )
 
 
 def result_of(
-    *records: RequestRecord,
+    *records: SimulatedRequest,
     stats: EngineStats | None = None,
     warm_up_s: float = 0.0,
     warm_up: Totals | None = None,
@@ -54,7 +54,7 @@ def result_of(
     )
 
 
-def real_time(*records: RequestRecord) -> ClassReport:
+def real_time(*records: SimulatedRequest) -> ClassReport:
     return report_of(result_of(*records), SLO).by_class[ServiceClass.RT]
 
 

@@ -8,7 +8,14 @@ from collections import Counter
 import pytest
 
 from bros.core.request import ServiceClass
-from bros.simulator.prefix_workloads import KINDS, POPULARITY, VOCAB, Workload, prompt_of, published
+from bros.simulator.prefix_workloads import (
+    KINDS,
+    POPULARITY,
+    VOCAB,
+    PrefixWorkload,
+    prompt_of,
+    published,
+)
 from bros.simulator.simulation import TOKEN
 from support.prefix_tree import Spread, Table, table_of, table_of_tokens
 
@@ -37,7 +44,7 @@ SHARES = 0.06
 test_shares_spread_less_than_in_the_datasets."""
 
 
-def dataset(name: str) -> Workload:
+def dataset(name: str) -> PrefixWorkload:
     return published(name, 2, count=COUNTS[name], popularity="dataset")
 
 

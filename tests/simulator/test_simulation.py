@@ -18,9 +18,9 @@ from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.simulator.metrics import report_of
 from bros.simulator.simulation import (
     Disturbance,
-    RequestRecord,
-    Scenario,
     SimExecutor,
+    SimulatedRequest,
+    SimulatedScenario,
     SimulationResult,
     build_simulation,
     load_of,
@@ -31,13 +31,13 @@ from support.scenarios import SLOW, STEPS, scenario
 Observed = list[tuple[StepPlan, float]]
 
 
-def run(what: Scenario) -> tuple[SimulationResult, Observed]:
+def run(what: SimulatedScenario) -> tuple[SimulationResult, Observed]:
     observed: Observed = []
     simulation = build_simulation(what, observe=lambda *seen: observed.append(seen))
     return simulation.run(), observed
 
 
-def of(result: SimulationResult, service_class: ServiceClass) -> list[RequestRecord]:
+def of(result: SimulationResult, service_class: ServiceClass) -> list[SimulatedRequest]:
     return [record for record in result.records if record.service_class is service_class]
 
 
@@ -109,7 +109,7 @@ def test_sizes_of_records_are_those_of_the_workload() -> None:
         assert [record.size for record in records] == list(itertools.islice(drawn, len(records)))
 
 
-def in_flight(records: list[RequestRecord], time_s: float) -> int:
+def in_flight(records: list[SimulatedRequest], time_s: float) -> int:
     ends = (r.token_times_s[-1] if r.finished else float("inf") for r in records)
     return sum(r.arrival_s <= time_s < end for r, end in zip(records, ends, strict=True))
 

@@ -15,9 +15,9 @@ from bros.bench.results import (
     ClientHealth,
     Command,
     Environment,
-    Sample,
     Scenario,
     ScenarioResult,
+    ServerSample,
     Tried,
 )
 from bros.core.request import ServiceClass, Slo
@@ -139,7 +139,7 @@ def make_result(
     target: str = "bros",
     rt_rate: float | None = None,
     client: ClientHealth = HEALTHY,
-    timeline: Sequence[Sample] = (),
+    timeline: Sequence[ServerSample] = (),
     command: Command = COMMAND,
 ) -> ScenarioResult:
     return ScenarioResult(
@@ -157,7 +157,7 @@ def make_bench(
     return BenchResult(results=tuple(results), capacities=tuple(capacities))
 
 
-def make_timeline(rng: random.Random, seconds: int) -> list[Sample]:
+def make_timeline(rng: random.Random, seconds: int) -> list[ServerSample]:
     """As scrape.py samples a bros server: a burst in the middle."""
     samples = []
     for at in range(seconds):
@@ -168,7 +168,7 @@ def make_timeline(rng: random.Random, seconds: int) -> list[Sample]:
             "batch_size": 16.0, "rt_kv": 0.03 * running, "be_kv": 0.3, "step_ms": 38 + 3 * running,
             "slack_ms": 160.0 - 9 * running + rng.random() * 20,
         }  # fmt: skip
-        samples.append(Sample(float(at), values))
+        samples.append(ServerSample(float(at), values))
     return samples
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bros.executor.kv_storage import KV_BLOCK_SIZE
-from bros.kernels.cuda_ops import Run
+from bros.kernels.cuda_ops import CopyRun
 
 
 @dataclass(eq=False)
@@ -172,16 +172,20 @@ class TorchCopier:
 
         self._streams.put(stream, work)
 
-    def to_host(self, pieces: Tensor, host: Tensor, runs: Sequence[Run], stream: Stream) -> None:
-        def work(run: Run) -> None:
+    def to_host(
+        self, pieces: Tensor, host: Tensor, runs: Sequence[CopyRun], stream: Stream
+    ) -> None:
+        def work(run: CopyRun) -> None:
             part = pieces[run.piece : run.piece + run.length]
             host[run.host : run.host + run.length] = part
 
         for run in runs:
             self._streams.put(stream, lambda run=run: work(run))
 
-    def from_host(self, host: Tensor, pieces: Tensor, runs: Sequence[Run], stream: Stream) -> None:
-        def work(run: Run) -> None:
+    def from_host(
+        self, host: Tensor, pieces: Tensor, runs: Sequence[CopyRun], stream: Stream
+    ) -> None:
+        def work(run: CopyRun) -> None:
             part = host[run.host : run.host + run.length]
             pieces[run.piece : run.piece + run.length] = part
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from bros.core.config import EngineConfig
 from bros.scheduler.cost_model import CostModel
-from bros.simulator.simulation import Device, Scenario
+from bros.simulator.simulation import Device, SimulatedScenario
 from bros.workload.arrivals import BeLoad, PoissonLoad
 
 STEPS = CostModel(
@@ -24,7 +24,7 @@ SLOW = CostModel(constant_s=0.03, token_s=0.001, sample_s=2e-4, pair_s=4e-7, con
 """About the embedded model on two cores: a prompt of 250 tokens leaves little time to wait."""
 
 
-def scenario(policy: str = "priority", **changes: Any) -> Scenario:
+def scenario(policy: str = "priority", **changes: Any) -> SimulatedScenario:
     """4 real-time requests per second and 4 best-effort ones in flight, for 10 s.
 
     changes: fields of Scenario, or rate=, kv_blocks=, steps=, and options of EngineConfig.
@@ -45,7 +45,7 @@ def scenario(policy: str = "priority", **changes: Any) -> Scenario:
         kv_blocks=changes.pop("kv_blocks", 4000),
     )
     config = EngineConfig(policy=policy, **changes)
-    return Scenario(config=config, device=device, **own)
+    return SimulatedScenario(config=config, device=device, **own)
 
 
 class DeadlyLoad:

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from bros.kernels.interface import HeadLayout
 from bros.kernels.triton import attention, elementwise_kernels, sampling
 from bros.kernels.triton import ops as triton_ops
-from bros.kernels.triton.settings import Settings
+from bros.kernels.triton.settings import TritonSettings
 from bros.kernels.xformers_self import XformersSelf
 from support.fake_xformers import FakeFmha
 from support.kernel_cases import int32, make_case
@@ -123,7 +123,7 @@ def launches_of_a_layer(
     layout: HeadLayout, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> list[Launched]:
     """What a mixed step of a layer launches on a Hopper GPU."""
-    kernels = triton_ops.TritonKernels(torch.device("cpu"), Settings("NVIDIA H200", 132, 9))
+    kernels = triton_ops.TritonKernels(torch.device("cpu"), TritonSettings("NVIDIA H200", 132, 9))
     rows, parts = [(1, 300), (1, 2000), (40, 100)], [((0, 1), 600)]
     group = layout.num_heads // layout.num_kv_heads
     case = make_case(rows, layout.num_kv_heads, group, layout.head_dim, kv_dtype, parts=parts)
@@ -174,7 +174,7 @@ def launches_of_merges_with_xformers(layout: HeadLayout, dtype: torch.dtype) -> 
     """What merges a chunk's own part, which is not a Triton kernel, with its context."""
     device = torch.device("cpu")
     own = XformersSelf(FakeFmha((dtype,)), device)
-    kernels = triton_ops.TritonKernels(device, Settings("NVIDIA H200", 132, 9), own)
+    kernels = triton_ops.TritonKernels(device, TritonSettings("NVIDIA H200", 132, 9), own)
     group = layout.num_heads // layout.num_kv_heads
     case = make_case([(64, 100)], layout.num_kv_heads, group, layout.head_dim, dtype)
     with recorded((attention, "attend"), (attention, "merge")) as launches:

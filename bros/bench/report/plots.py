@@ -20,7 +20,7 @@ from matplotlib.patheffects import withStroke
 
 from bros.bench.metrics import Interval, likely
 from bros.bench.report.words import NOTHING, file_name, name_of, ordered, server_name, short_name
-from bros.bench.results import BenchResult, Sample, Scenario, ScenarioResult
+from bros.bench.results import BenchResult, Scenario, ScenarioResult, ServerSample
 
 # ---- What a server said of itself while it was measured, over time.
 
@@ -47,7 +47,7 @@ _TIMES = (
 )
 
 
-def draw_timeline(figure: Figure, name: str, samples: Sequence[Sample]) -> None:
+def draw_timeline(figure: Figure, name: str, samples: Sequence[ServerSample]) -> None:
     """Requests in the batch, requests that wait, and time that is left: those that there are."""
     figure.suptitle(f"{name}: inside the server", x=0.02, ha="left", fontsize=11.5)
     samples = _thinned(samples)
@@ -76,7 +76,7 @@ def draw_timeline(figure: Figure, name: str, samples: Sequence[Sample]) -> None:
     axes[-1].set_xlim(samples[0].at_s, max(samples[-1].at_s, samples[0].at_s + 1))
 
 
-def _draw_batch(ax: Axes, samples: Sequence[Sample]) -> None:
+def _draw_batch(ax: Axes, samples: Sequence[ServerSample]) -> None:
     """Stacked: together they are the batch."""
     at = [sample.at_s for sample in samples]
     rt, be = (_values(samples, name, 0.0) for name in ("rt_running", "be_running"))
@@ -90,13 +90,13 @@ def _draw_batch(ax: Axes, samples: Sequence[Sample]) -> None:
     ax.set_ylim(bottom=0)
 
 
-def _draw_waiting(ax: Axes, samples: Sequence[Sample]) -> None:
+def _draw_waiting(ax: Axes, samples: Sequence[ServerSample]) -> None:
     _draw_lines(ax, samples, _WAITING, "steps-post")
     ax.set_ylabel("waiting\nrequests")
     ax.set_ylim(bottom=0)
 
 
-def _draw_times(ax: Axes, samples: Sequence[Sample]) -> None:
+def _draw_times(ax: Axes, samples: Sequence[ServerSample]) -> None:
     _draw_lines(ax, samples, _TIMES, "default")
     ax.axhline(0, color=_LIMIT, linewidth=0.8)
     ax.set_ylabel("mean, ms")
@@ -104,7 +104,7 @@ def _draw_times(ax: Axes, samples: Sequence[Sample]) -> None:
 
 def _draw_lines(
     ax: Axes,
-    samples: Sequence[Sample],
+    samples: Sequence[ServerSample],
     lines: Sequence[_Line],
     style: Literal["default", "steps-post"],
 ) -> None:
@@ -119,14 +119,14 @@ def _draw_lines(
             )  # fmt: skip
 
 
-def _thinned(samples: Sequence[Sample]) -> list[Sample]:
+def _thinned(samples: Sequence[ServerSample]) -> list[ServerSample]:
     """Means of neighbours, so that no more than _MOST_POINTS are left."""
     width = -(-len(samples) // _MOST_POINTS)
     groups = [samples[start : start + width] for start in range(0, len(samples), width)]
-    return [Sample(group[0].at_s, _means(group)) for group in groups]
+    return [ServerSample(group[0].at_s, _means(group)) for group in groups]
 
 
-def _means(samples: Sequence[Sample]) -> dict[str, float]:
+def _means(samples: Sequence[ServerSample]) -> dict[str, float]:
     """By name, of the samples that have it."""
     names = dict.fromkeys(name for sample in samples for name in sample.values)
     return {
@@ -135,7 +135,7 @@ def _means(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def _values(samples: Sequence[Sample], name: str, missing: float) -> list[float]:
+def _values(samples: Sequence[ServerSample], name: str, missing: float) -> list[float]:
     return [sample.values.get(name, missing) for sample in samples]
 
 

@@ -62,7 +62,7 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TokenLimits:
     """Tokens that prompts and answers may have; both ends are allowed."""
 
     shortest_prompt: int = 4
@@ -89,7 +89,7 @@ def read_sharegpt(
     *,
     seed: int,
     take: int | None = None,
-    limits: Limits | None = None,
+    limits: TokenLimits | None = None,
 ) -> ShareGpt:
     """Conversations in an order that depends on the seed.
 
@@ -97,7 +97,7 @@ def read_sharegpt(
     per thousand. Raises ConfigError naming file and line if the file is not what it should be,
     and if no conversation can be used.
     """
-    limits = limits or Limits()
+    limits = limits or TokenLimits()
     asked = _read(path)
     generator(seed, "sharegpt order").shuffle(asked)
     texts: dict[str, str] = {}

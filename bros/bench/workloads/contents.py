@@ -223,7 +223,7 @@ class Moments(NamedTuple):
         return ClippedLogNormal(self.mean, self.std, low, round(self.mean + _TAIL * self.std))
 
 
-class Row(NamedTuple):
+class DatasetSizes(NamedTuple):
     """shared: of the prompt, with other requests. key: of that, the key portion."""
 
     prompt: Moments
@@ -234,16 +234,16 @@ class Row(NamedTuple):
 
 
 TABLE_1 = {
-    "toolbench": Row(Moments(1835, 742), Moments(43, 16), 0.85, 0.76, 39),
-    "embodied": Row(Moments(2285, 471), Moments(16, 13), 0.97, 0.76, 48),
-    "programming": Row(Moments(3871, 1656), Moments(190, 343), 0.97, 0.78, 126),
-    "video": Row(Moments(9865, 5976), Moments(4, 1.5), 0.88, 0.99, 8.6),
-    "loogle": Row(Moments(23474, 6105), Moments(16, 9.9), 0.91, 0.94, 18),
+    "toolbench": DatasetSizes(Moments(1835, 742), Moments(43, 16), 0.85, 0.76, 39),
+    "embodied": DatasetSizes(Moments(2285, 471), Moments(16, 13), 0.97, 0.76, 48),
+    "programming": DatasetSizes(Moments(3871, 1656), Moments(190, 343), 0.97, 0.78, 126),
+    "video": DatasetSizes(Moments(9865, 5976), Moments(4, 1.5), 0.88, 0.99, 8.6),
+    "loogle": DatasetSizes(Moments(23474, 6105), Moments(16, 9.9), 0.91, 0.94, 18),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefix:
+class SharedPrefixContent:
     """Requests of `groups` groups; those of one group begin with the same text.
 
     zipf: group k (from 1) is chosen with a probability that is proportional to k ** -zipf;
@@ -253,7 +253,7 @@ class SharedPrefix:
     """
 
     label: str
-    row: Row
+    row: DatasetSizes
     groups: int
     zipf: float = 0.0
 
@@ -303,13 +303,13 @@ class SharedPrefix:
         return Moments(self.row.shared * self.row.prompt.mean, math.sqrt(variance))
 
 
-def preble(name: str, requests: float, zipf: float = 0.0) -> SharedPrefix:
+def preble(name: str, requests: float, zipf: float = 0.0) -> SharedPrefixContent:
     """A row of TABLE_1 with as many groups as `requests` requests have at its requests per key.
 
     Raises KeyError for other names.
     """
     row = TABLE_1[name]
-    return SharedPrefix(name, row, max(1, round(requests / row.requests_per_key)), zipf)
+    return SharedPrefixContent(name, row, max(1, round(requests / row.requests_per_key)), zipf)
 
 
 # ---- Names of workloads. Imports nothing, so that --help is quick.
@@ -411,7 +411,7 @@ class RecordedArrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SendingTerms:
     """How all requests of a loop are sent.
 
     forced: answers have exactly the planned tokens, else at most so many.
@@ -453,8 +453,8 @@ class Terms:
         return Turn(planned, draft.think_s)
 
 
-RT_TERMS = Terms(ServiceClass.RT, "rt")
-BE_TERMS = Terms(ServiceClass.BE, "be")
+RT_TERMS = SendingTerms(ServiceClass.RT, "rt")
+BE_TERMS = SendingTerms(ServiceClass.BE, "be")
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,7 +466,7 @@ class OpenLoop:
 
     content: Content
     arrivals: Arrivals
-    terms: Terms = RT_TERMS
+    terms: SendingTerms = RT_TERMS
 
     @property
     def label(self) -> str:
@@ -494,7 +494,7 @@ class ClosedLoop:
 
     content: Content
     in_flight: int
-    terms: Terms = BE_TERMS
+    terms: SendingTerms = BE_TERMS
 
     def __post_init__(self) -> None:
         if self.in_flight < 0:

@@ -32,7 +32,7 @@ from bros.core.errors import ConfigError
 from bros.core.plan import KvCopies
 from bros.executor.kv_storage import KV_BLOCK_SIZE, bytes_per_block
 from bros.executor.models.spec import ModelSpec
-from bros.kernels.cuda_ops import CudaKvCopier, CupyDriver, Run
+from bros.kernels.cuda_ops import CopyRun, CudaKvCopier, CupyDriver
 
 # ---- Streams and events of a CUDA device, as an interface that tests can stand in for.
 
@@ -114,11 +114,11 @@ class KvCopier(Protocol[StreamT_contra]):
     ) -> None: ...
 
     def to_host(
-        self, pieces: Tensor, host: Tensor, runs: Sequence[Run], stream: StreamT_contra
+        self, pieces: Tensor, host: Tensor, runs: Sequence[CopyRun], stream: StreamT_contra
     ) -> None: ...
 
     def from_host(
-        self, host: Tensor, pieces: Tensor, runs: Sequence[Run], stream: StreamT_contra
+        self, host: Tensor, pieces: Tensor, runs: Sequence[CopyRun], stream: StreamT_contra
     ) -> None: ...
 
     def upload(self, numbers: Tensor, pinned: Tensor, stream: StreamT_contra) -> None: ...
@@ -170,7 +170,7 @@ class _Moves(NamedTuple):
 
     slots: Ints
     host: Ints
-    runs: list[Run]
+    runs: list[CopyRun]
 
     @classmethod
     def of(cls, slots: array[int], host_slots: array[int]) -> _Moves:
@@ -182,17 +182,17 @@ class _Moves(NamedTuple):
         starts = [0, *(np.flatnonzero(host[1:] != host[:-1] + 1) + 1).tolist()]
         ends = [*starts[1:], len(host)]
         runs = [
-            Run(int(host[low]), low, high - low) for low, high in zip(starts, ends, strict=True)
+            CopyRun(int(host[low]), low, high - low) for low, high in zip(starts, ends, strict=True)
         ]
         return cls(np.array(slots, dtype=np.int32)[order], host, runs)
 
-    def runs_of(self, low: int, high: int) -> list[Run]:
+    def runs_of(self, low: int, high: int) -> list[CopyRun]:
         """Of tokens low to high; pieces are counted from low."""
         found, number = [], bisect_right(self.runs, low, key=attrgetter("piece")) - 1
         while number < len(self.runs) and self.runs[number].piece < high:
             host, piece, length = self.runs[number]
             begin, end = max(piece, low), min(piece + length, high)
-            found.append(Run(host + begin - piece, begin - low, end - begin))
+            found.append(CopyRun(host + begin - piece, begin - low, end - begin))
             number += 1
         return found
 

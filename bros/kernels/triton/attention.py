@@ -13,14 +13,14 @@ from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout
 from bros.kernels.staging import Staging
 from bros.kernels.triton.attention_kernels import attend, merge
 from bros.kernels.triton.buffers import (
-    Capacity,
     GraphWork,
+    ListSizes,
     Scratch,
     TritonBatch,
     WorkTensors,
 )
 from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Split, plan_work
-from bros.kernels.triton.settings import Kind, Settings, Shape, power_of_two
+from bros.kernels.triton.settings import Kind, Shape, TritonSettings, power_of_two
 from bros.kernels.xformers_self import XformersSelf
 
 _LEAST_ROWS = 16  # a matrix product on the device has at least these
@@ -48,11 +48,11 @@ class _Launcher(NamedTuple):
     constants: dict[str, Any]
 
 
-class Attention:
+class TritonAttention:
     """Attention of one device. Not to be used by two threads at once: lists are staged here."""
 
     def __init__(
-        self, settings: Settings, device: torch.device, self_part: XformersSelf | None = None
+        self, settings: TritonSettings, device: torch.device, self_part: XformersSelf | None = None
     ) -> None:
         """self_part: what attends to the own tokens of long rows, except in recorded steps."""
         self._settings = settings
@@ -65,7 +65,7 @@ class Attention:
     def graph_work(self, limits: GraphLimits, layout: HeadLayout) -> GraphWork:
         """Device memory for any batch within the limits."""
         rows = _tile_rows(min(limits.rows, limits.shared_rows), layout)
-        capacity = Capacity.for_limits(limits, self._rules(layout, rows))
+        capacity = ListSizes.for_limits(limits, self._rules(layout, rows))
         scratch = self._scratch_for(capacity, layout)
         work = WorkTensors.allocate(capacity, layout, self._device, scratch)
         return GraphWork(limits, work, rows)
@@ -78,7 +78,7 @@ class Attention:
         own = self._self_part.plan(batch) if self._self_part and into is None else None
         work = plan_work(batch, self._rules(layout, rows), own.done if own else None)
         if into is None:
-            tensors = WorkTensors.allocate(Capacity.of(work), layout, self._device)
+            tensors = WorkTensors.allocate(ListSizes.of(work), layout, self._device)
         else:
             tensors = into.work
             assert into.fits(batch) and tensors.capacity.holds(work)
@@ -227,7 +227,7 @@ class Attention:
             return torch.float32  # an interpreted product takes the bits of bf16 for integers
         return compute
 
-    def _scratch_for(self, capacity: Capacity, layout: HeadLayout) -> Scratch:
+    def _scratch_for(self, capacity: ListSizes, layout: HeadLayout) -> Scratch:
         """Room for partial results of recorded steps. One step runs at a time, so all of them use
         the same memory, unless a larger one comes later."""
         if self._scratch is None or not self._scratch.holds(capacity, layout):

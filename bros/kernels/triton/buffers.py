@@ -20,7 +20,7 @@ from torch import Tensor
 from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout, SharedParts
 from bros.kernels.parts import Ints, lengths_of
 from bros.kernels.staging import Staging
-from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Work
+from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, WorkList
 from bros.kernels.xformers_self import SelfWork
 
 _COUNTS = 4
@@ -28,7 +28,7 @@ _ALIGNMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class ListSizes:
     """How long the sections of a list may get."""
 
     one_items: int
@@ -40,9 +40,9 @@ class Capacity:
     partials: int
 
     @staticmethod
-    def of(work: Work) -> Capacity:
+    def of(work: WorkList) -> ListSizes:
         """Just enough for this list."""
-        return Capacity(
+        return ListSizes(
             len(work.one_items),
             len(work.tile_items),
             len(work.listed),
@@ -53,7 +53,7 @@ class Capacity:
         )
 
     @staticmethod
-    def for_limits(limits: GraphLimits, rules: PlanRules) -> Capacity:
+    def for_limits(limits: GraphLimits, rules: PlanRules) -> ListSizes:
         """Enough for every list of a step within the limits."""
         one_items = limits.rows + rules.one.extra_items(limits.segments, rules.programs_per_one)
         tile_items = tile_partials = 0
@@ -64,7 +64,7 @@ class Capacity:
             tile_items = _most_tiles(limits.shared_rows, rules.tile_tokens) + extra
             tile_partials = limits.shared_rows + extra * rules.tile_tokens
         partials = one_items + tile_partials
-        return Capacity(
+        return ListSizes(
             one_items,
             tile_items,
             limits.shared_rows,
@@ -74,10 +74,10 @@ class Capacity:
             partials,
         )
 
-    def holds(self, work: Work) -> bool:
-        need = Capacity.of(work)
+    def holds(self, work: WorkList) -> bool:
+        need = ListSizes.of(work)
         return all(
-            getattr(need, name) <= getattr(self, name) for name in Capacity.__dataclass_fields__
+            getattr(need, name) <= getattr(self, name) for name in ListSizes.__dataclass_fields__
         )
 
     def section_lengths(self) -> tuple[int, ...]:
@@ -110,13 +110,13 @@ class Scratch:
     lse: Tensor
 
     @staticmethod
-    def allocate(capacity: Capacity, layout: HeadLayout, device: torch.device) -> Scratch:
+    def allocate(capacity: ListSizes, layout: HeadLayout, device: torch.device) -> Scratch:
         shape = (max(1, capacity.partials), layout.num_heads)
         return Scratch(
             torch.empty(*shape, layout.head_dim, device=device), torch.empty(shape, device=device)
         )
 
-    def holds(self, capacity: Capacity, layout: HeadLayout) -> bool:
+    def holds(self, capacity: ListSizes, layout: HeadLayout) -> bool:
         partials, *heads = self.out.shape
         return partials >= capacity.partials and heads == [layout.num_heads, layout.head_dim]
 
@@ -126,7 +126,7 @@ class WorkTensors:
     """The sections as device tensors, and room for partial results. Shared by all layers."""
 
     scratch: Scratch
-    capacity: Capacity
+    capacity: ListSizes
     buffer: Tensor
     counts: Tensor
     one_items: Tensor
@@ -139,7 +139,7 @@ class WorkTensors:
 
     @staticmethod
     def allocate(
-        capacity: Capacity,
+        capacity: ListSizes,
         layout: HeadLayout,
         device: torch.device,
         scratch: Scratch | None = None,
@@ -153,7 +153,7 @@ class WorkTensors:
         scratch = scratch or Scratch.allocate(capacity, layout, device)
         return WorkTensors(scratch, capacity, buffer, *sections)
 
-    def fill(self, work: Work, staging: Staging) -> None:
+    def fill(self, work: WorkList, staging: Staging) -> None:
         """Copy a list into the buffer, in stream order; the host does not wait."""
         starts = self.capacity.section_starts()
         counts = np.array(

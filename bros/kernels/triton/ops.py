@@ -7,9 +7,9 @@ from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, GraphBuffers, GraphLimits, HeadLayout
 from bros.kernels.triton import elementwise_kernels as device
-from bros.kernels.triton.attention import Attention
+from bros.kernels.triton.attention import TritonAttention
 from bros.kernels.triton.buffers import GraphWork, TritonBatch
-from bros.kernels.triton.settings import Settings, power_of_two, settings_for
+from bros.kernels.triton.settings import TritonSettings, power_of_two, settings_for
 from bros.kernels.xformers_self import XformersSelf
 
 _COLUMNS = 1024  # of an activation, per program
@@ -27,11 +27,11 @@ class TritonKernels:
     def __init__(
         self,
         device: torch.device,
-        settings: Settings | None = None,
+        settings: TritonSettings | None = None,
         self_part: XformersSelf | None = None,
     ) -> None:
         """A CPU will do if Triton interprets (TRITON_INTERPRET=1). self_part: for long rows."""
-        self._attention = Attention(settings or settings_for(device), device, self_part)
+        self._attention = TritonAttention(settings or settings_for(device), device, self_part)
         self._name = "triton" if self_part is None else "triton-xformers"
 
     @property

@@ -95,7 +95,7 @@ class OwnDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkList:
     """All int32. one_items, tile_items: [n, ITEM_WIDTH]; listed: [k] tokens; segments: [m, 3].
 
     Token merge_tokens[i] is merged of the partial results
@@ -129,7 +129,7 @@ class _Context:
     end: Ints
 
 
-def plan_work(batch: AttentionBatch, rules: PlanRules, done: OwnDone | None = None) -> Work:
+def plan_work(batch: AttentionBatch, rules: PlanRules, done: OwnDone | None = None) -> WorkList:
     """The items of a batch: together they write every query token of every row once, except those
     of done rows without context."""
     query_start = batch.query_start.numpy()
@@ -145,7 +145,7 @@ def plan_work(batch: AttentionBatch, rules: PlanRules, done: OwnDone | None = No
     first = 0 if done is None else done.first
     merges = _merges(items[items[:, PARTIAL] >= 0], listed, own, first)
     count = len(ones)
-    return Work(items[:count], items[count:], listed, *merges, context.segments, partials)
+    return WorkList(items[:count], items[count:], listed, *merges, context.segments, partials)
 
 
 def _context(batch: AttentionBatch, single: NDArray[np.bool_]) -> _Context:

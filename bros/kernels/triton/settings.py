@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     rows: int
 
 
-class Launch(NamedTuple):
+class LaunchConfig(NamedTuple):
     """block_m: query rows of a program; block_n: keys per tile."""
 
     block_m: int
@@ -47,37 +47,37 @@ class Launch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class TritonSettings:
     """processors: multiprocessors; programs: how many of them run on one at once, per kind."""
 
     device: str
     processors: int
     major: int
     programs: Mapping[Kind, int] = field(default_factory=lambda: {"one": 4, "tile": 1})
-    tuned: Mapping[Shape, Launch] = field(default_factory=dict)
+    tuned: Mapping[Shape, LaunchConfig] = field(default_factory=dict)
 
     @property
     def interpreted(self) -> bool:
         return self.major == _INTERPRETED
 
-    def launch(self, shape: Shape) -> Launch:
+    def launch(self, shape: Shape) -> LaunchConfig:
         """The tuned configuration, or else a default that fits into shared memory."""
         return self.tuned.get(shape) or self.default(shape)
 
-    def default(self, shape: Shape) -> Launch:
+    def default(self, shape: Shape) -> LaunchConfig:
         """A configuration without spilled registers (at head_dim 256, fp32 with a 16-bit cache
         spills a few), with the shared memory of a few programs per processor."""
         if self.interpreted:
-            return Launch(shape.rows, 64, 4, 1)
+            return LaunchConfig(shape.rows, 64, 4, 1)
         stages = 3 if self.major >= _HOPPER else 2
         if shape.element_bytes > 2:
             # Without matrix units, so that fp32 stays fp32: registers are what limits the tile.
-            return Launch(16, 16 if shape.head_dim > 64 else 32, 8, stages)
+            return LaunchConfig(16, 16 if shape.head_dim > 64 else 32, 8, stages)
         keys = min(128, max(16, _TILE_BYTES // (shape.head_dim * shape.element_bytes)))
         if shape.kind == "one":
-            return Launch(shape.rows, keys, 4 if shape.rows <= 32 else 8, stages)
+            return LaunchConfig(shape.rows, keys, 4 if shape.rows <= 32 else 8, stages)
         wide = shape.rows > 64 or shape.head_dim > 128
-        return Launch(shape.rows, min(keys, 64), 8 if wide else 4, stages)
+        return LaunchConfig(shape.rows, min(keys, 64), 8 if wide else 4, stages)
 
 
 def power_of_two(number: int) -> int:
@@ -86,14 +86,14 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def settings_for(device: torch.device) -> Settings:
+def settings_for(device: torch.device) -> TritonSettings:
     """Settings of a CUDA device, with what was tuned for its name; a tiny device for the CPU,
     where kernels are interpreted."""
     if device.type != "cuda":
-        return Settings("interpreter", 4, _INTERPRETED)
+        return TritonSettings("interpreter", 4, _INTERPRETED)
     properties = torch.cuda.get_device_properties(device)
     name = properties.name
-    settings = Settings(name, properties.multi_processor_count, properties.major)
+    settings = TritonSettings(name, properties.multi_processor_count, properties.major)
     file = resources.files(__package__).joinpath("tuned", file_name(name))
     return with_tuned(settings, file.read_text("utf-8")) if file.is_file() else settings
 
@@ -103,7 +103,7 @@ def file_name(device: str) -> str:
     return "".join(c if c.isalnum() or c in "-." else "_" for c in device) + ".json"
 
 
-def with_tuned(settings: Settings, text: str) -> Settings:
+def with_tuned(settings: TritonSettings, text: str) -> TritonSettings:
     """Settings with the contents of a file. Raises ConfigError if it is not as it should be."""
     try:
         data = json.loads(text)
@@ -116,10 +116,10 @@ def with_tuned(settings: Settings, text: str) -> Settings:
         raise ConfigError(
             f"Launch configurations of {settings.device} cannot be read: {error!r}"
         ) from error
-    return Settings(settings.device, settings.processors, settings.major, programs, tuned)
+    return TritonSettings(settings.device, settings.processors, settings.major, programs, tuned)
 
 
-def as_json(settings: Settings) -> str:
+def as_json(settings: TritonSettings) -> str:
     """The contents of the file that with_tuned reads."""
     launches = [
         {**shape._asdict(), **launch._asdict()} for shape, launch in sorted(settings.tuned.items())
@@ -132,7 +132,7 @@ def as_json(settings: Settings) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def _entry(entry: Mapping[str, Any]) -> tuple[Shape, Launch]:
+def _entry(entry: Mapping[str, Any]) -> tuple[Shape, LaunchConfig]:
     kind: Kind = {"one": "one", "tile": "tile"}[entry["kind"]]  # type: ignore[assignment]
     shape = Shape(kind, *(int(entry[name]) for name in Shape._fields[1:]))
-    return shape, Launch(*(int(entry[name]) for name in Launch._fields))
+    return shape, LaunchConfig(*(int(entry[name]) for name in LaunchConfig._fields))

@@ -51,7 +51,7 @@ class AsyncSessionInterface(Protocol):
 
     async def send_value(self, variable: SemanticVariable, text: str) -> None: ...
 
-    async def cancel(self, call: Call) -> None: ...
+    async def cancel(self, call: ProgramCall) -> None: ...
 
 
 class SessionInterface(Protocol):
@@ -156,7 +156,7 @@ class SemanticVariable:
             raise TypeError(f"the value of a variable is a string, not {type(value).__name__}")
         self._value = value
         self._name = name or "variable"
-        self._producer: Call | None = None
+        self._producer: ProgramCall | None = None
         self._program: Program | None = None if session is None else session.program
         self._id: str | None = None
         self._lock = threading.Lock()
@@ -312,7 +312,7 @@ class SemanticVariable:
         return self._program
 
     @property
-    def producer(self) -> Call | None:
+    def producer(self) -> ProgramCall | None:
         return self._producer
 
     @property
@@ -323,7 +323,7 @@ class SemanticVariable:
     def belong_to(self, program: Program) -> None:
         self._program = program
 
-    def produced_by(self, call: Call) -> None:
+    def produced_by(self, call: ProgramCall) -> None:
         self._producer = call
 
     def arrive(self, value: str) -> None:
@@ -461,7 +461,7 @@ class Program:
 
     def __init__(self, session: SessionInterface | None = None) -> None:
         self._session = session
-        self._calls: list[Call] = []
+        self._calls: list[ProgramCall] = []
         self._absorbed_by: Program | None = None
         self._lock = threading.Lock()
 
@@ -476,7 +476,7 @@ class Program:
             program = program._absorbed_by
         return program
 
-    def add(self, call: Call) -> None:
+    def add(self, call: ProgramCall) -> None:
         """Append a call."""
         while True:
             program = self.find()
@@ -504,20 +504,20 @@ class Program:
                     source._calls = []
                     return
 
-    def take(self) -> list[Call]:
+    def take(self) -> list[ProgramCall]:
         """Take out all calls."""
         with self._lock:
             calls, self._calls = self._calls, []
         return calls
 
-    def put_back(self, calls: Sequence[Call]) -> None:
+    def put_back(self, calls: Sequence[ProgramCall]) -> None:
         """Calls that could not be sent now are the first ones again."""
         with self._lock:
             self._calls[:0] = calls
 
 
 @dataclass(eq=False)
-class Call:
+class ProgramCall:
     """One call of a function.
 
     request_id: set when it has been sent.
@@ -588,7 +588,7 @@ class Call:
 
 def make_call(
     form: Form, arguments: Mapping[str, Any], given: Mapping[str, SemanticVariable]
-) -> Call:
+) -> ProgramCall:
     """Make a call, in the session of its variables, or else the current one, or else none yet.
 
     given: variables for outputs; the others get new ones.
@@ -604,7 +604,7 @@ def make_call(
     if len(set(given.values())) < len(given):
         raise TypeError(f"{form.name}(): one variable cannot be two outputs")
     outputs = {name: given.get(name) or SemanticVariable(name=name) for name in form.outputs}
-    call = Call(form, arguments, outputs)
+    call = ProgramCall(form, arguments, outputs)
     program = _program_for(call, [*call.inputs(), *given.values()])
     for variable in [*call.inputs(), *outputs.values()]:
         if variable.value is None and variable.session is None:
@@ -615,7 +615,7 @@ def make_call(
     return call
 
 
-def _program_for(call: Call, variables: Sequence[SemanticVariable]) -> Program:
+def _program_for(call: ProgramCall, variables: Sequence[SemanticVariable]) -> Program:
     """The program that the call belongs to, with all that its variables belong to absorbed."""
     current = CURRENT.get()
     session = current

@@ -41,9 +41,9 @@ from bros.core.errors import BrosError, OverloadedError, QueueFullError
 from bros.semantic.client.connection import Backend, Connection, refuse_running_loop
 from bros.semantic.client.program import (
     CURRENT,
-    Call,
     Pieces,
     Program,
+    ProgramCall,
     SemanticVariable,
     SessionInterface,
     Wanted,
@@ -337,7 +337,7 @@ class _Batch:
     """Calls that are sent together. key: makes sending them again idempotent."""
 
     key: str
-    calls: Sequence[Call]
+    calls: Sequence[ProgramCall]
     specs: Sequence[CallSpec]
 
 
@@ -443,7 +443,7 @@ class AsyncSession:
             session_id, backend = await self._there()
             await backend.set(session_id, variable.name_in(self._session)[0], text)
 
-    async def cancel(self, call: Call) -> None:
+    async def cancel(self, call: ProgramCall) -> None:
         """Stop a call, or never send it."""
         async with self._sending:
             await self._send_again()
@@ -550,7 +550,7 @@ class AsyncSession:
             if call.form.native is not None:
                 self._start(self._run_native(call))
 
-    async def _run_native(self, call: Call) -> None:
+    async def _run_native(self, call: ProgramCall) -> None:
         session_id, backend = await self._there()
 
         async def fetch(variable: SemanticVariable) -> str:
@@ -612,7 +612,7 @@ class AsyncSession:
 
 
 @contextlib.contextmanager
-def _failing(calls: Sequence[Call]) -> Iterator[None]:
+def _failing(calls: Sequence[ProgramCall]) -> Iterator[None]:
     """What is raised here is why these calls never will be sent, unless they may be later."""
     try:
         yield
@@ -633,9 +633,9 @@ async def _set_once(backend: Backend, session_id: str, variable_id: str, value: 
             raise
 
 
-def _sound(calls: Sequence[Call]) -> list[Call]:
+def _sound(calls: Sequence[ProgramCall]) -> list[ProgramCall]:
     """Those that can be sent: not cancelled, and all they read has been or will be."""
-    sound: list[Call] = []
+    sound: list[ProgramCall] = []
     for call in calls:
         for variable in call.inputs():
             if variable.value is None and variable.producer is not None and call.error is None:
@@ -651,7 +651,7 @@ def _is_unsent(variable: SemanticVariable) -> bool:
 
 
 async def run_native(
-    call: Call,
+    call: ProgramCall,
     fetch: Callable[[SemanticVariable], Awaitable[str]],
     backend: Backend,
     session_id: str,
@@ -675,7 +675,7 @@ async def run_native(
 
 
 async def _result(
-    call: Call, fetch: Callable[[SemanticVariable], Awaitable[str]]
+    call: ProgramCall, fetch: Callable[[SemanticVariable], Awaitable[str]]
 ) -> Mapping[str, str]:
     """Output -> its text."""
     variables = list(call.inputs())
@@ -701,7 +701,7 @@ def _filled(argument: Any, texts: Mapping[SemanticVariable, str]) -> Any:
     return argument
 
 
-def _outputs(call: Call, returned: Any) -> dict[str, str]:
+def _outputs(call: ProgramCall, returned: Any) -> dict[str, str]:
     names = call.form.outputs
     if len(names) == 1:
         return {names[0]: _text(returned)}

@@ -253,7 +253,7 @@ def at_risk_s(group: TaskGroup, estimate: Estimate) -> float:
     return group.deadline_s - longest_s - LAXITY_MARGIN_S
 
 
-class Terms(NamedTuple):
+class EngineTerms(NamedTuple):
     """What a label means for the engine. grouped: see Hints."""
 
     service_class: ServiceClass
@@ -261,7 +261,7 @@ class Terms(NamedTuple):
     grouped: bool
 
 
-def terms(llm_call: LlmCall, now: float, expected_tokens: float, default_slo: Slo) -> Terms:
+def terms(llm_call: LlmCall, now: float, expected_tokens: float, default_slo: Slo) -> EngineTerms:
     """On which terms an LLM call is handed to the engine at `now`. None in the result: the default.
 
     A deadline that has passed is dropped: there is nothing left to gain from it.
@@ -271,10 +271,12 @@ def terms(llm_call: LlmCall, now: float, expected_tokens: float, default_slo: Sl
     deadline_s = left_s if left_s is not None and left_s > 0.0 else None
     if label.level is not Level.RT:
         grouped = label.level is Level.GROUP
-        return Terms(ServiceClass.BE, Slo(deadline_s=deadline_s), grouped)
+        return EngineTerms(ServiceClass.BE, Slo(deadline_s=deadline_s), grouped)
     if llm_call.stage == 0:
-        return Terms(ServiceClass.RT, Slo(label.ttft_s, label.tpot_s, deadline_s), False)
-    return Terms(ServiceClass.RT, _paced(left_s, deadline_s, expected_tokens, default_slo), False)
+        return EngineTerms(ServiceClass.RT, Slo(label.ttft_s, label.tpot_s, deadline_s), False)
+    return EngineTerms(
+        ServiceClass.RT, _paced(left_s, deadline_s, expected_tokens, default_slo), False
+    )
 
 
 def _paced(

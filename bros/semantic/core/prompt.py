@@ -90,7 +90,7 @@ class PieceEncoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class PromptSharing:
     """Who may share what is computed of prompts.
 
     model: of whose tokens these are. cache_salt: of everything. private_salt: of everything that
@@ -105,7 +105,7 @@ class Sharing:
 class Prompt:
     """The tokens of one call so far. It only ever grows, LLM call by LLM call."""
 
-    def __init__(self, sharing: Sharing, beginning: Sequence[int] = ()) -> None:
+    def __init__(self, sharing: PromptSharing, beginning: Sequence[int] = ()) -> None:
         """beginning: what stands before the first piece."""
         self._token_ids = list(beginning)
         self._salt = sharing.private_salt

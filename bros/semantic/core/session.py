@@ -39,14 +39,14 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Promote:
+class PromoteCall:
     """An LLM call that was started as best-effort is real-time from now on."""
 
     llm_call: LlmCall
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortCall:
     """An LLM call that was started is not wanted any more."""
 
     llm_call: LlmCall
@@ -71,7 +71,7 @@ class Settled:
     call: Call | None = None
 
 
-Action = Start | Promote | Abort | Prefill | Settled
+Action = Start | PromoteCall | AbortCall | Prefill | Settled
 
 
 def still_due(actions: Iterable[Action]) -> Iterator[Action]:
@@ -84,10 +84,10 @@ def still_due(actions: Iterable[Action]) -> Iterator[Action]:
                 untouched.add(llm_call)
                 if llm_call.started:
                     yield action
-            case Promote(llm_call):
+            case PromoteCall(llm_call):
                 if llm_call.started and llm_call not in untouched:
                     yield action
-            case Abort(llm_call):
+            case AbortCall(llm_call):
                 if llm_call not in untouched:
                     yield action
             case Prefill(llm_call, pieces):
@@ -338,7 +338,7 @@ class SessionStateMachine:
                 and llm_call.label.level is Level.RT
                 and llm_call.call.kind is CallKind.LLM
             ):
-                self._actions.append(Promote(llm_call))
+                self._actions.append(PromoteCall(llm_call))
 
     def _activate(self, llm_calls: Iterable[LlmCall], now: float) -> None:
         """These and all that they need may run."""
@@ -420,7 +420,7 @@ class SessionStateMachine:
             if not llm_call.open:
                 continue
             if llm_call.started and not llm_call.native and llm_call is not gone:
-                self._actions.append(Abort(llm_call))
+                self._actions.append(AbortCall(llm_call))
             llm_call.state = CallState.CANCELLED if cancelled else CallState.FAILED
             llm_call.end_s = now
             llm_call.call.cause = llm_call.call.cause or cause

@@ -99,7 +99,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class GenerationTerms:
     """How the engine is to serve it, which may change while it waits."""
 
     service_class: ServiceClass
@@ -108,7 +108,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
+class LlmAnswer:
     """An answer of the engine.
 
     token_ids: of the text, without the token that ended it. After a stop string they go on.
@@ -124,7 +124,7 @@ class Generated:
 class LlmCallWatcher(Protocol):
     """What is told how an LLM call proceeds."""
 
-    def terms(self) -> Terms:
+    def terms(self) -> GenerationTerms:
         """How it is to be served as of now."""
         ...
 
@@ -166,7 +166,7 @@ class LlmCallGenerator:
         self._clock = clock
         self._settings = settings
 
-    async def run(self, asked: Asked, watcher: LlmCallWatcher) -> Generated:
+    async def run(self, asked: Asked, watcher: LlmCallWatcher) -> LlmAnswer:
         """The whole answer. Raises LlmCallFailedError. Cancelling it aborts the request."""
         deaths, attempt = 0, 0
         refused_s: float | None = None
@@ -195,7 +195,7 @@ class LlmCallGenerator:
             except InvalidRequestError as error:
                 raise LlmCallFailedError(FailedStage.GENERATE, str(error)) from error
 
-    async def _once(self, request_id: str, asked: Asked, watcher: LlmCallWatcher) -> Generated:
+    async def _once(self, request_id: str, asked: Asked, watcher: LlmCallWatcher) -> LlmAnswer:
         terms = watcher.terms()
         generation = await self._generator.start(
             asked.token_ids,
@@ -213,7 +213,7 @@ class LlmCallGenerator:
             watcher.accepted(request_id, generation.service_classes[0])
             return await self._collect(generation, watcher)
 
-    async def _collect(self, generation: Generation, watcher: LlmCallWatcher) -> Generated:
+    async def _collect(self, generation: Generation, watcher: LlmCallWatcher) -> LlmAnswer:
         text = ""
         token_ids: list[int] = []
         last: TextDelta | None = None
@@ -232,7 +232,7 @@ class LlmCallGenerator:
         ended_by_token = last.finish_reason is FinishReason.STOP and not isinstance(
             last.stop_reason, str
         )
-        return Generated(
+        return LlmAnswer(
             text=text,
             token_ids=tuple(token_ids[:-1] if ended_by_token else token_ids),
             cached_tokens=generation.cached_tokens,

@@ -10,7 +10,7 @@ from typing import Any
 
 from bros.core.request import ServiceClass
 from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
-from bros.semantic.core.prompt import Begun, Prompt, Sharing
+from bros.semantic.core.prompt import Begun, Prompt, PromptSharing
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.schema import (
@@ -202,7 +202,7 @@ class ServedSession:
     ttl_s: float
     touched_s: float
     machine: SessionStateMachine
-    sharing: Sharing
+    sharing: PromptSharing
     begun: Begun
     records: dict[str, CallRecord] = field(default_factory=dict)
     tasks: dict[LlmCall, asyncio.Task[None]] = field(default_factory=dict)

@@ -28,15 +28,15 @@ from bros.semantic.core import objectives
 from bros.semantic.core.nodes import Call, Level, LlmCall, OutputPiece
 from bros.semantic.core.objectives import Estimates
 from bros.semantic.core.prompt import PieceEncoder
-from bros.semantic.core.session import Abort, Action, Prefill, Promote, Settled, Start
+from bros.semantic.core.session import AbortCall, Action, Prefill, PromoteCall, Settled, Start
 from bros.semantic.core.template import Text
 from bros.semantic.errors import Cause, FailedStage
 from bros.semantic.service.generating import (
     Asked,
-    Generated,
+    GenerationTerms,
+    LlmAnswer,
     LlmCallFailedError,
     LlmCallGenerator,
-    Terms,
 )
 from bros.semantic.service.live import ServedSession, SessionSettings, call_state, class_name
 from bros.semantic.service.prompting import Prefiller, Prompter, apply
@@ -50,7 +50,7 @@ _CHARS_PER_TOKEN = 4
 _CHORES_S = 5.0
 
 
-class Runner:
+class ProgramRunner:
     """One for all sessions of a service. ended_calls: how many, by state and service class."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Runner:
                 prompt_tokens += self._expected_tokens(tenant, variable.producer)
         return self._estimates.seconds(prompt_tokens, self._expected_tokens(tenant, llm_call))
 
-    def terms(self, session: ServedSession, llm_call: LlmCall) -> Terms:
+    def terms(self, session: ServedSession, llm_call: LlmCall) -> GenerationTerms:
         """How the engine is to serve an LLM call that has been started, as of now."""
         assert llm_call.ready_s is not None
         found = self._terms(session, llm_call, llm_call.ready_s)  # objectives count from there
@@ -122,7 +122,7 @@ class Runner:
             private_salt=session.sharing.private_salt,
             keep_s=0.0 if llm_call.next is None else self._settings.park_s,
         )
-        return Terms(service_class=found.service_class, slo=found.slo, hints=hints)
+        return GenerationTerms(service_class=found.service_class, slo=found.slo, hints=hints)
 
     def promote(self, session: ServedSession, llm_call: LlmCall) -> None:
         """Have an LLM call that was handed over as best-effort served as real-time from now on."""
@@ -173,9 +173,9 @@ class Runner:
                 task = asyncio.create_task(self._run(session, llm_call))
                 session.tasks[llm_call] = task
                 task.add_done_callback(lambda _: self._ended(session, llm_call))
-            case Promote(llm_call):
+            case PromoteCall(llm_call):
                 self.promote(session, llm_call)
-            case Abort(llm_call):
+            case AbortCall(llm_call):
                 if llm_call in session.tasks:
                     session.tasks[llm_call].cancel()
             case Prefill(llm_call):
@@ -242,7 +242,7 @@ class Runner:
         if record.prompt is not None:
             record.prefixes, record.prompt = record.prompt.prefixes, None
 
-    async def _generate(self, session: ServedSession, llm_call: LlmCall) -> Generated:
+    async def _generate(self, session: ServedSession, llm_call: LlmCall) -> LlmAnswer:
         async with session.starting:
             await asyncio.sleep(0)  # other tasks run in between
         await self._prefiller.end(session, llm_call)
@@ -264,7 +264,7 @@ class Runner:
         return await self._llm_calls.run(asked, _Watcher(self, session, llm_call, self._clock))
 
     async def _conclude(
-        self, session: ServedSession, llm_call: LlmCall, generated: Generated
+        self, session: ServedSession, llm_call: LlmCall, generated: LlmAnswer
     ) -> None:
         """The value of what has been generated; then the LLM call is over."""
         piece, prompt = _output_piece(llm_call), session.record(llm_call.call.id).prompt
@@ -282,13 +282,13 @@ class Runner:
         self._learn(session, llm_call, generated, now)
         session.machine.finished(llm_call, text, token_ids, now)
 
-    def _shows(self, generated: Generated) -> bool:
+    def _shows(self, generated: LlmAnswer) -> bool:
         """Whether its text says all that its tokens do: special ones, say, are not shown."""
         written = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
         return written == generated.text
 
     def _learn(
-        self, session: ServedSession, llm_call: LlmCall, generated: Generated, now: float
+        self, session: ServedSession, llm_call: LlmCall, generated: LlmAnswer, now: float
     ) -> None:
         self.learn_tokens(session, llm_call.call, generated.output_tokens)
         if llm_call.first_token_s is not None and llm_call.ready_s is not None:
@@ -299,7 +299,9 @@ class Runner:
                 generated.output_tokens - 1, now - llm_call.first_token_s
             )
 
-    def _terms(self, session: ServedSession, llm_call: LlmCall, now: float) -> objectives.Terms:
+    def _terms(
+        self, session: ServedSession, llm_call: LlmCall, now: float
+    ) -> objectives.EngineTerms:
         expected = self._expected_tokens(session.tenant, llm_call)
         return objectives.terms(llm_call, now, expected, self._engine.info.default_slo)
 
@@ -332,7 +334,7 @@ class _Watcher:
     """Keeps the record of an LLM call while the engine is at it."""
 
     def __init__(
-        self, runner: Runner, session: ServedSession, llm_call: LlmCall, clock: Clock
+        self, runner: ProgramRunner, session: ServedSession, llm_call: LlmCall, clock: Clock
     ) -> None:
         self._runner = runner
         self._session = session
@@ -343,7 +345,7 @@ class _Watcher:
         self._before: tuple[str, ...] = ()
         self._asked = ServiceClass.BE
 
-    def terms(self) -> Terms:
+    def terms(self) -> GenerationTerms:
         if self._llm_call.groups:
             self._record.group = next(iter(self._llm_call.groups)).id
         terms = self._runner.terms(self._session, self._llm_call)
@@ -407,7 +409,7 @@ class Joined:
     """
 
     def __init__(
-        self, runner: Runner, session: ServedSession, llm_call: LlmCall, clock: Clock
+        self, runner: ProgramRunner, session: ServedSession, llm_call: LlmCall, clock: Clock
     ) -> None:
         """Made by SessionService.join."""
         self.request_id = llm_call.call.id

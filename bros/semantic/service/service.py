@@ -15,7 +15,7 @@ from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
 from bros.semantic.core.nodes import LlmCall, NewCall, OutputPiece, Variable, open_ancestors
-from bros.semantic.core.prompt import Begun, Prompt, Sharing
+from bros.semantic.core.prompt import Begun, Prompt, PromptSharing
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.core.submission import Submission, Submitter, check_sampling
 from bros.semantic.errors import (
@@ -44,7 +44,7 @@ from bros.semantic.service.live import (
     view_summary,
     view_variable,
 )
-from bros.semantic.service.runner import Joined, Runner
+from bros.semantic.service.runner import Joined, ProgramRunner
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 
@@ -139,7 +139,7 @@ class Opener:
         scope: see SessionService.create. fields: the others of ServedSession.
         """
         uid, now = self._ids.new("sess"), self._clock.now()
-        sharing = Sharing(
+        sharing = PromptSharing(
             model=self._engine.info.model,
             cache_salt=tenant,
             private_salt=f"scope:{scope}" if scope else uid,
@@ -298,7 +298,7 @@ class SessionService:
         self._clock = clock
         self._ids = ids
         self._settings = settings
-        self._runner = Runner(generator, engine, tokenizer, clock, settings)
+        self._runner = ProgramRunner(generator, engine, tokenizer, clock, settings)
         self._opener = Opener(engine, clock, ids, settings, self._runner.estimate)
         self._submitter = Submitter(tokenizer, ids.new, settings.max_tokens)
         self._registry = SessionRegistry(settings.max_gone)

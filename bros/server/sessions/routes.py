@@ -69,7 +69,7 @@ from bros.server.state import ServerState
 DEFAULT_WAIT_S = 60.0
 
 
-class Place(NamedTuple):
+class SessionScope(NamedTuple):
     """Where a request is about: the session in its path, as its tenant's."""
 
     service: SessionService
@@ -77,7 +77,7 @@ class Place(NamedTuple):
     session_id: str
 
     @classmethod
-    def of(cls, request: Request) -> Place:
+    def of(cls, request: Request) -> SessionScope:
         return cls(sessions_of(request), ServerState.tenant(request), request.path_params["sid"])
 
 
@@ -130,7 +130,7 @@ async def retrieve_session(request: Request) -> Response:
 
 async def delete_session(request: Request) -> Response:
     """End a session: running requests are aborted, waiting clients get status 410."""
-    service, tenant, session_id = Place.of(request)
+    service, tenant, session_id = SessionScope.of(request)
     await service.delete(tenant, session_id)
     return reply(DeletedSession(id=session_id))
 
@@ -159,7 +159,7 @@ async def _graph(
 
 
 def _inspect(request: Request) -> SessionView:
-    service, tenant, session_id = Place.of(request)
+    service, tenant, session_id = SessionScope.of(request)
     return service.inspect(tenant, session_id)
 
 
@@ -198,7 +198,7 @@ class _Output(NamedTuple):
 
 
 async def wait_for_outputs(
-    place: Place,
+    place: SessionScope,
     calls: Sequence[CallSpec],
     submitted: Sequence[SubmittedCall],
     timeout_s: float,
@@ -225,7 +225,7 @@ async def wait_for_outputs(
 
 
 def _outputs(
-    place: Place, calls: Sequence[CallSpec], submitted: Sequence[SubmittedCall]
+    place: SessionScope, calls: Sequence[CallSpec], submitted: Sequence[SubmittedCall]
 ) -> list[_Output]:
     ids = {call.request_id for call in submitted}
     found = []
@@ -242,7 +242,7 @@ def _outputs(
 
 
 async def _get_all(
-    place: Place, outputs: Sequence[_Output], timeout_s: float
+    place: SessionScope, outputs: Sequence[_Output], timeout_s: float
 ) -> list[VariableView]:
     """All at once, so that all are begun; the first that fails ends the waiting for the others."""
     gets = [
@@ -277,7 +277,7 @@ class _Program(NamedTuple):
 async def submit(request: Request) -> Response:
     """Add a request, or a whole program of them; with wait, answer when their values are there.
     They run when a value is wanted that needs them."""
-    state, place = ServerState.of(request), Place.of(request)
+    state, place = ServerState.of(request), SessionScope.of(request)
     fields = await read_object(request, state.max_body_bytes)
     is_program = "requests" in fields
     program = _program(fields) if is_program else _one_call(fields)
@@ -309,14 +309,14 @@ def _program_of(
 
 async def cancel(request: Request) -> Response:
     """Cancel a request; what needs its outputs fails."""
-    place, request_id = Place.of(request), request.path_params["rid"]
+    place, request_id = SessionScope.of(request), request.path_params["rid"]
     place.service.cancel(place.tenant, place.session_id, request_id)
     return reply(CancelledRequest(id=request_id))
 
 
 async def fail(request: Request) -> Response:
     """Say that a native function has failed."""
-    place, request_id = Place.of(request), request.path_params["rid"]
+    place, request_id = SessionScope.of(request), request.path_params["rid"]
     body = await read_object(request, ServerState.of(request).max_body_bytes)
     message = read(FailCall, body).message
     place.service.fail(place.tenant, place.session_id, request_id, message)
@@ -434,7 +434,7 @@ _MAX_MS = 1e12
 
 async def create_variable(request: Request) -> Response:
     """Make a variable, with its value or without."""
-    place = Place.of(request)
+    place = SessionScope.of(request)
     body = read(CreateVariable, await _body(request))
     view = place.service.declare(place.tenant, place.session_id, body.name, body.value, body.id)
     return reply(view)
@@ -442,14 +442,14 @@ async def create_variable(request: Request) -> Response:
 
 async def list_variables(request: Request) -> Response:
     """The variables of a session."""
-    service, tenant, session_id = Place.of(request)
+    service, tenant, session_id = SessionScope.of(request)
     views = service.variables(tenant, session_id)
     return reply(VariableList(data=views))
 
 
 async def retrieve_variable(request: Request) -> Response:
     """A variable as it is; with wait, once its value is there; with stream, as it comes."""
-    state, place, query = ServerState.of(request), Place.of(request), request.query_params
+    state, place, query = ServerState.of(request), SessionScope.of(request), request.query_params
     query_names(query, tuple(_QUERY))
     wait, stream = query_flag(query, "wait"), query_flag(query, "stream")
     criteria, timeout_s = _criteria(query), query_number(query, "timeout", most=MAX_WAIT_S)
@@ -475,7 +475,7 @@ async def retrieve_variable(request: Request) -> Response:
 
 async def set_variable(request: Request) -> Response:
     """Give a variable its value, once."""
-    place = Place.of(request)
+    place = SessionScope.of(request)
     value = read(SetVariable, await _body(request)).value
     view = place.service.set(place.tenant, place.session_id, request.path_params["vid"], value)
     return reply(view)
@@ -483,7 +483,7 @@ async def set_variable(request: Request) -> Response:
 
 async def want_variable(request: Request) -> Response:
     """Begin what a variable needs, or hurry it up."""
-    place = Place.of(request)
+    place = SessionScope.of(request)
     criteria = read(WantVariable, await _body(request)).criteria
     view = place.service.want(place.tenant, place.session_id, request.path_params["vid"], criteria)
     return reply(view)

@@ -33,7 +33,7 @@ from starlette.responses import Response
 from bros.core.errors import InvalidRequestError
 from bros.core.request import SamplingParams
 from bros.semantic import schema
-from bros.semantic.schema import Bounds, CallSpec, Criteria, Perf, Sampling, wire_form
+from bros.semantic.schema import CallSpec, Criteria, Perf, Sampling, ValueBounds, wire_form
 from bros.server.batches.schema import Metadata
 from bros.server.http import validate
 from bros.server.openai.schema import SamplingWords, WireModel
@@ -175,7 +175,7 @@ class _Deriver:
 
 def _bounded(kind: Any, metadata: Sequence[Any]) -> Any:
     for bounds in metadata:
-        if isinstance(bounds, Bounds):
+        if isinstance(bounds, ValueBounds):
             given = {k: v for k, v in dataclasses.asdict(bounds).items() if v is not None}
             one_of = given.pop("one_of", None)
             kind = Annotated[kind, Field(**given)] if one_of is None else Literal[one_of]
