@@ -10,7 +10,7 @@ from bros.core.request import ServiceClass, Slo
 from bros.semantic.core.nodes import Label, Level, LlmCall, NewCall
 from bros.semantic.core.objectives import EngineTerms, terms
 from bros.semantic.core.retention import SessionLimits
-from bros.semantic.core.session import SessionStateMachine
+from bros.semantic.core.session import PromoteCall, SessionStateMachine
 from bros.semantic.schema import Criteria, Perf
 from support.naive_programs import (
     NaiveObjectives,
@@ -59,7 +59,7 @@ def finish(core: SessionStateMachine, *calls: str, now: float = 1.0) -> None:
 
 
 def promoted(core: SessionStateMachine) -> set[str]:
-    return {a.llm_call.call.id for a in core.take_actions() if type(a).__name__ == "Promote"}
+    return {a.llm_call.call.id for a in core.take_actions() if isinstance(a, PromoteCall)}
 
 
 FIGURE_9 = (
