@@ -77,7 +77,7 @@ def test_every_stream_survives_a_killed_actor(server: ServerProcess) -> None:
         expected = list(pool.map(lambda body: text_of(server.url, body), BODIES))
         running = [pool.submit(text_of, server.url, body) for body in BODIES]
         wait_until(
-            lambda: all(replica["open"] for replica in replicas_of(server)), 20, "both are busy"
+            lambda: all(replica["open"] for replica in replicas_of(server)), 120, "both are busy"
         )
         [lost, other] = actors()
         engines = descendants(lost)
@@ -86,7 +86,7 @@ def test_every_stream_survives_a_killed_actor(server: ServerProcess) -> None:
     assert exists(other)
     wait_until_gone(engines, 20)
     wait_until(
-        lambda: all(r["state"] == "up" for r in replicas_of(server)), 60, "it is started again"
+        lambda: all(r["state"] == "up" for r in replicas_of(server)), 120, "it is started again"
     )
     assert sum(replica["lost"] for replica in replicas_of(server)) == 1
 
@@ -98,7 +98,7 @@ def test_nothing_is_left_on_the_cluster(server: ServerProcess) -> None:
     assert len(everything) == 4
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(text_of, server.url, BODIES[1])
-        wait_until(lambda: any(r["open"] for r in replicas_of(server)), 20, "it runs")
+        wait_until(lambda: any(r["open"] for r in replicas_of(server)), 120, "it runs")
         os.kill(server.pid, signal.SIGTERM)
         assert answer.result()
     assert server.wait(60) == 0

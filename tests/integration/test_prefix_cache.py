@@ -185,7 +185,7 @@ def test_nothing_is_held_when_all_is_done(client: httpx.Client) -> None:
     """Last in this module."""
     for service_class in ("rt", "be"):
         name = f'bros_kv_blocks_used{{class="{service_class}"}}'
-        wait_until(lambda name=name: metric(client, name) == 0, 60, "memory is freed")
+        wait_until(lambda name=name: metric(client, name) == 0, 120, "memory is freed")
     assert metric(client, "bros_kv_blocks_shared") == 0
 
 

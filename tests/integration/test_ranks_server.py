@@ -126,7 +126,7 @@ def test_a_stream_ends_with_an_error_and_the_group_comes_back(model: Path, rank:
         assert "rank" in error_of(lines[-1])["message"]
         wait_until_gone(list(group.values()), GONE_S)
         health = f"{server.url}/health"
-        wait_until(lambda: httpx.get(health).status_code == 200, 60, "the group is back")
+        wait_until(lambda: httpx.get(health).status_code == 200, 120, "the group is back")
         assert complete(server) == before
         assert set(ranks_below(server.pid).values()).isdisjoint(group.values())
 
@@ -148,7 +148,7 @@ def test_a_job_goes_on_when_a_rank_is_killed(model: Path) -> None:
             found: dict[str, Any] = client.get(f"/v1/batches/{batch['id']}").json()
             return found
 
-        wait_until(lambda: look()["request_counts"]["completed"] > 0, 60, "rows are done")
+        wait_until(lambda: look()["request_counts"]["completed"] > 0, 120, "rows are done")
         os.kill(ranks_below(server.pid)[1], signal.SIGKILL)
         wait_until(lambda: look()["status"] == "completed", 120, "the batch is completed")
         assert look()["request_counts"] == {"total": 60, "completed": 60, "failed": 0}

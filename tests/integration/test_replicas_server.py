@@ -106,10 +106,10 @@ def test_streams_survive_the_engine_they_come_from(server: ServerProcess) -> Non
     pool, futures = streams(server)
     victim, _ = children(server.pid)
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: replicas_up(server) == 1, 60, "the view has dropped it")
+    wait_until(lambda: replicas_up(server) == 1, 120, "the view has dropped it")
     assert [future.result() for future in futures] == undisturbed
     pool.shutdown()
-    wait_until(lambda: replicas_up(server) == 2, 60, "it is back")
+    wait_until(lambda: replicas_up(server) == 2, 120, "it is back")
     figures = httpx.get(f"{server.url}/admin/replicas").json()
     assert figures["continued"] >= 1 and sum(each["lost"] for each in figures["data"]) == 1
     assert [each["open"] for each in figures["data"]] == [0, 0]
@@ -134,7 +134,7 @@ def test_rows_of_a_batch_survive(server: ServerProcess) -> None:
         def open_there() -> bool:
             return all(replica["open"] > 0 for replica in replicas_of(server))
 
-        wait_until(open_there, 60, "both replicas have rows")
+        wait_until(open_there, 120, "both replicas have rows")
         os.kill(children(server.pid)[1], signal.SIGKILL)
         wait_until(lambda: look()["status"] == "completed", 120, "the batch is completed")
         assert look()["request_counts"] == {"total": 24, "completed": 24, "failed": 0}
@@ -164,7 +164,7 @@ def test_a_session_survives(server: ServerProcess) -> None:
             answer: Any = second(first("a"))
             if kill:
                 answer.want(P.LATENCY)
-                wait_until(lambda: any(r["open"] for r in replicas_of(server)), 30, "it runs")
+                wait_until(lambda: any(r["open"] for r in replicas_of(server)), 120, "it runs")
                 busy = next(r["number"] for r in replicas_of(server) if r["open"])
                 os.kill(sorted(children(server.pid))[busy], signal.SIGKILL)
             text: str = answer.get(timeout=60)
@@ -203,7 +203,7 @@ def test_the_server_ends_with_the_last_engine_that_is_not_to_come_back(model: Pa
         assert server.url
         first, second = children(server.pid)
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: replicas_up(server) == 1, 60, "the view has dropped it")
+        wait_until(lambda: replicas_up(server) == 1, 120, "the view has dropped it")
         assert stream(server.url, BODIES[0], threading.Event())[1] == "length"
         assert sorted(each["state"] for each in replicas_of(server)) == ["gone", "up"]
         os.kill(second, signal.SIGKILL)

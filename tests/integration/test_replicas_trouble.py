@@ -104,7 +104,7 @@ def undisturbed(server: ServerProcess) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def both_up(server: ServerProcess) -> None:
-    wait_until(lambda: up(server) == 2, 60, "both replicas are up")
+    wait_until(lambda: up(server) == 2, 120, "both replicas are up")
 
 
 def up(server: ServerProcess) -> int:
@@ -147,7 +147,7 @@ def test_prompts_that_are_being_computed_survive(server: ServerProcess) -> None:
         for n in range(2)
     ]
     streams = Streams(server.url, bodies)
-    wait_until(lambda: any(each["open"] for each in states(server)), 30, "one is there")
+    wait_until(lambda: any(each["open"] for each in states(server)), 120, "one is there")
     assert not streams.readings[0].begun.is_set(), "its prompt is not done"
     os.kill(engine(server, busiest(server)), signal.SIGKILL)
     assert streams.texts() == Streams(server.url, bodies).texts()
@@ -158,7 +158,7 @@ def test_streams_survive_all_engines(server: ServerProcess, undisturbed: list[st
     streams.begin()
     for pid in children(server.pid):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, 10, "none is left")
+    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, 120, "none is left")
     refused = httpx.post(f"{server.url}/v1/completions", json=BODIES[1])
     assert (refused.status_code, refused.headers.get("retry-after")) == (503, "5")
     assert streams.texts() == undisturbed

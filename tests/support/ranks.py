@@ -17,6 +17,9 @@ from torch.distributed import TCPStore
 from bros.core.clock import SystemClock
 from bros.executor.parallel.ranks import Ranks, TorchRanks
 
+STEP_TIMEOUT_S = 60.0
+"""How long ranks wait for each other, if a test does not say otherwise."""
+
 _CPU = torch.device("cpu")
 
 
@@ -24,7 +27,7 @@ def run_ranks(
     size: int,
     function: Callable[..., Any],
     *arguments: Any,
-    step_timeout_s: float = 60.0,
+    step_timeout_s: float = STEP_TIMEOUT_S,
     timeout_s: float = 240.0,
     may_die: Collection[int] = (),
 ) -> list[Any]:

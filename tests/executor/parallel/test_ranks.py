@@ -10,7 +10,7 @@ import torch
 
 from bros.executor.parallel.ranks import Alone
 from support.rank_talk import hang_one, lose_one, talk
-from support.ranks import run_ranks
+from support.ranks import STEP_TIMEOUT_S, run_ranks
 
 
 @pytest.mark.multiprocess
@@ -30,7 +30,7 @@ def test_who_talks_to_a_rank_that_ended_is_told_at_once(what: str) -> None:
     assert told is not None
     message, waited_s = told
     assert message.startswith("rank 0 of 2 waited ") and "another rank ended" in message
-    assert waited_s < 30, "long before the time that ranks wait for each other"
+    assert waited_s < STEP_TIMEOUT_S, "it is told of the end, and not after waiting in vain"
 
 
 @pytest.mark.multiprocess
