@@ -36,7 +36,7 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, data_dir: str | Path | None = None, **options: Any
     ) -> None:
-        # Nobody is waiting for a first token here, so the order is that of the prompts.
+        # No user waits for a first token here, so the order is that of the prompts.
         defaults = {"max_queue": 1_000_000, "policy": "fcfs"}
         config = EngineConfig(model=model, **{**defaults, **options})
         cache_dir = Path(data_dir) if data_dir else default_cache_dir()
@@ -61,7 +61,7 @@ class LLM:
 
         A result holds params.n choices. `params` is one for all or one per prompt.
         Raises InvalidRequestError or PromptTooLongError if a prompt cannot be served; the others
-        are given up then.
+        are aborted then.
         """
         single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts

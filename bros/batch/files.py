@@ -25,11 +25,10 @@ from bros.core.errors import NotFoundError
 #                                     └─ within the transaction that records it ─┘
 # ```
 #
-# The transaction excludes the one that removes bodies nobody refers to, so that neither sees half
-# of the other's work. What a crash leaves is a temporary file, or a body without a record; both are
-# removed by `sweep`. A temporary file is locked for as long as somebody works on it, and the lock
-# of
-# a process that is gone is gone with it.
+# The transaction excludes the one that removes unused bodies, so that neither sees half of the
+# other's work. What a crash leaves is a temporary file, or a body without a record; both are
+# removed by `sweep`. A temporary file is locked while a process writes it, and the lock of a
+# process that has ended is released with it.
 
 
 class BodyWriter:
@@ -97,7 +96,7 @@ class Bodies:
             _sync_folder(self._folder)
 
     def sweep(self, is_used: Callable[[str], bool]) -> int:
-        """Remove bodies that nobody uses; returns how many. Within a transaction that excludes
+        """Remove unused bodies; returns how many. Within a transaction that excludes
         those of `place`."""
         removed = 0
         for path in self._folder.glob("[0-9a-f][0-9a-f]/*"):
@@ -130,7 +129,7 @@ def _locked(folder: Path) -> tuple[int, Path]:
         fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return handle, Path(name)
-        os.close(handle)  # somebody has swept it before it was locked
+        os.close(handle)  # another process has swept it before it was locked
 
 
 def _sync_folder(folder: Path) -> None:
@@ -217,13 +216,13 @@ class FileStore:
             ).scalar()
         if digest is None:
             return
-        # Only now that the record is gone for certain, and nobody adds another one meanwhile.
+        # Only now that the record is gone for certain; `alone` keeps others from being added.
         with self._database.write(alone=True) as connection:
             if digest not in _used(connection, digest):
                 self.bodies.path(digest).unlink(missing_ok=True)
 
     def body(self, file: StoredFile) -> Path:
-        """Where its content lies. Raises NotFoundError if somebody has removed it."""
+        """Where its content lies. Raises NotFoundError if it has been removed."""
         path = self.bodies.path(file.digest)
         if not path.exists():
             raise NotFoundError(
@@ -232,7 +231,7 @@ class FileStore:
         return path
 
     def sweep(self, now: float) -> None:
-        """Forget files whose time is over, and bodies that nobody needs."""
+        """Remove expired files and unused bodies."""
         with self._database.write(alone=True) as connection:
             connection.execute(sa.delete(FILES).where(FILES.c.expires_at <= int(now)))
             used = _used(connection)

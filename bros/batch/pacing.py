@@ -10,7 +10,7 @@ from dataclasses import dataclass
 _WINDOW_S = 60.0
 _LEAST_ROWS = 4
 _PATIENCE = 2.0
-"""A row that is told to be done sooner than so many times what rows take would only be given up as
+"""A deadline for a row is at least so many times what rows take: a shorter one would be dropped as
 hopeless."""
 
 

@@ -68,7 +68,7 @@ class Slots:
 
     @limit.setter
     def limit(self, value: int) -> None:
-        """Who is in stays in; with a lower limit nobody follows until enough have left."""
+        """Rows that run go on; with a lower limit no further row starts until enough have ended."""
         self._limit = value
         self._admit()
 
@@ -112,8 +112,8 @@ class Slots:
 _FEW = 8
 
 MOST_INTERRUPTIONS = 4
-"""A row that has come to no answer so many times is given up. The last two times it was alone, for
-once the engine may end of something else just then."""
+"""After so many attempts without an answer a row has failed. In the last two attempts it ran alone:
+two, because the engine may once have died of something else just then."""
 
 
 class Company:
@@ -185,7 +185,7 @@ class StopReason(enum.Enum):
     CANCELLED = enum.auto()
     EXPIRED = enum.auto()
     LEAVING = enum.auto()
-    """Somebody else goes on with it: the lease is lost, or the server ends."""
+    """Another process continues the batch: the lease is lost, or the server ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +252,7 @@ class Job:
             self._stopped.set_result(reason)
 
     async def run(self) -> None:
-        """Until the batch has its final status, or somebody else is to go on with it."""
+        """Until the batch has its final status, or another process is to continue it."""
         with contextlib.suppress(LeaseLostError):
             outcome = self.batch.outcome or await self._work()
             if outcome is not None:
@@ -261,7 +261,7 @@ class Job:
     async def _work(self) -> BatchStatus | None:
         """What the batch ends as; None if that is not for us to say."""
         if self.batch.served_model != self._shop.model and self._now() >= self.batch.expires_at:
-            return BatchStatus.EXPIRED  # nobody here can check its rows
+            return BatchStatus.EXPIRED  # there is no handler here that could check its rows
         if self.batch.status is BatchStatus.VALIDATING:
             await self._validate()
             if self._stopped.done() and self._stopped.result() is StopReason.LEAVING:
@@ -621,7 +621,7 @@ class BatchRunner:
         self._news.set()
 
     async def run(self) -> None:
-        """Until cancelled; then the batches are left to whoever comes next."""
+        """Until cancelled; then the batches are left to the next process."""
         others = [asyncio.create_task(self._watch_load()), asyncio.create_task(self._sweep())]
         try:
             while True:
@@ -686,7 +686,7 @@ class BatchRunner:
         try:
             await job.run()
         except Exception:
-            # Its lease runs out, and whoever claims it tries again.
+            # Its lease runs out, and the process that claims it tries again.
             logger.exception("work on %s ended unexpectedly", job.batch.id)
             await self._note_fault(job)
         finally:
@@ -697,7 +697,7 @@ class BatchRunner:
         try:
             await self._shop.io(store.note_fault, job.lease, _FAULT, _MOST_FAULTS, self._now())
         except LeaseLostError:
-            pass  # whoever has it now tries again
+            pass  # the process that has it now tries again
         except Exception:
             logger.exception("that could not be recorded")
 

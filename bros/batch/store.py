@@ -31,7 +31,7 @@ from bros.core.errors import ConfigError, InvalidRequestError, NotFoundError
 
 
 _OURS = ("seq", "enqueued_tokens", "lease_owner", "lease_epoch", "lease_until", "faults")
-"""Columns that nobody but the store needs."""
+"""Columns that only the store needs."""
 
 _STAMPS = {
     BatchStatus.FAILED: "failed_at",
@@ -190,7 +190,7 @@ class BatchStore:
         most: int | None = None,
         model: str | None = None,
     ) -> list[tuple[Lease, Batch]]:
-        """Take what nobody works on, the most urgent first.
+        """Claim batches that no process works on, the most urgent first.
 
         most: leave others to others. model: the one that is served here; what is for others is
         only taken if no more rows of it are to be run.
@@ -227,7 +227,7 @@ class BatchStore:
         lease_s: float,
         expected_at: Mapping[str, int] = MappingProxyType({}),
     ) -> Mapping[Lease, BatchStatus]:
-        """Keep leases of an owner, as far as nobody has taken over; what these batches are now.
+        """Renew leases of an owner that no other process has taken over; returns these batches.
 
         expected_at: by id, for those of which it is known.
         """
@@ -376,7 +376,7 @@ class BatchStore:
             )
 
     def wind_up(self, lease: Lease, outcome: BatchStatus, now: float) -> BatchStatus:
-        """No more rows are run; returns what the batch will end as, whoever winds it up."""
+        """No more rows are run; returns the final status that the batch will get."""
         with self._database.write() as connection:
             batch = self._held(connection, lease)
             if batch.status.is_final:

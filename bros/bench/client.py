@@ -215,7 +215,7 @@ class Http(Protocol):
     def post(
         self, url: str, body: bytes, headers: Mapping[str, str]
     ) -> AbstractAsyncContextManager[HttpAnswer]:
-        """Entered when the head of the answer is there; leaving gives up what is still to come.
+        """Entered when the head of the answer is there; leaving drops the rest of the body.
 
         Entering raises TransportError.
         """

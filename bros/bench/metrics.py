@@ -13,7 +13,7 @@ are not overdue are left out, not counted as met.
 
 Output tokens are those of the server's `usage`; where it gives none, pieces of text are counted.
 Counts and latencies are of the requests that came due in the window, rates are of what happened in
-it, whoever came when. Percentiles are interpolated linearly (numpy's default, as vLLM does).
+it, whenever its request came. Percentiles: see workload/attainment.py.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class ClassMetrics:
     reasons: why requests were not completed -> how many. tiers: service tiers that the answers
     name. relegated: real-time requests that the server says it served as best-effort.
     overdue: open requests in ttft_s and tpot_s with the time so far, a lower bound.
-    ttft_s and itl_s are of whoever got text, e2e_s and normalized_latency_s of the completed.
+    ttft_s and itl_s are of requests that got text, e2e_s and normalized_latency_s of the completed.
     tokens_on_time: pieces of text within tpot of the one before, the first within ttft; a piece
     that a lost request did not get is missed. goodput_per_s: completed requests that met their
     objectives; None without objectives. prompt_tokens, output_tokens, cached_tokens: of completed

@@ -267,7 +267,7 @@ def cases_of_policy(
 def cases_of_target(
     rates: Sequence[float | None], scenarios: Collection[Scenario], *, has_classes: bool
 ) -> list[Case]:
-    """The runs on somebody else's server. has_classes: it can be told what is best-effort."""
+    """The runs on a server given by URL. has_classes: it can be told what is best-effort."""
     wanted = [Case(Scenario.S0, rate) for rate in rates]
     wanted.append(Case(Scenario.S2, None))
     mixed = dict.fromkeys((Scenario.S1, mixed_scenario(None, has_classes=has_classes)))

@@ -53,7 +53,7 @@ class Scenario(StrEnum):
     """What is sent, and whether the server tells the two classes apart.
 
     S0 and S2 are what each class gets alone, the bounds of what S3 can give; S1 is what happens
-    to both if nobody cares.
+    to both without priorities.
     """
 
     S0 = "S0"

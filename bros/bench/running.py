@@ -593,5 +593,5 @@ def _title(target: BenchTarget, case: Case) -> str:
 
 @contextlib.contextmanager
 def unseen(title: str) -> Iterator[OnProgress]:
-    """A View for nobody."""
+    """A View that shows nothing."""
     yield lambda elapsed_s, records: None

@@ -71,7 +71,7 @@ def writable(flag: str, text: str | None) -> Path | str | None:
 
 
 def write_out(pieces: Iterable[bytes]) -> None:
-    """Raises BrosError if standard output cannot be written, BrokenPipeError if nobody reads it."""
+    """Raises BrosError if standard output cannot be written, BrokenPipeError if nothing reads it."""
     try:
         sys.stdout.buffer.writelines(pieces)
         sys.stdout.buffer.flush()
@@ -242,7 +242,7 @@ def run_batch(
         try:
             return command.run()
         except BrokenPipeError:
-            # Whoever read standard output has had enough. Python must not flush it at exit.
+            # The reader of standard output has gone. Python must not flush it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
 

@@ -379,7 +379,7 @@ def risk(batch: RemoteBatch, expected_at: float | None, now: float) -> str:
         late = expected_at is not None and expected_at > batch.expires_at
         joined = ", but its" if late else ", its" if expected_at is not None else ": its"
         text += f"{joined} window ends {moment(batch.expires_at, now)}"
-    return f"{text}; rows not done by then are given up"
+    return f"{text}; rows not done by then expire"
 
 
 def problem(error: RemoteError) -> str:

@@ -292,7 +292,7 @@ async def _url(lines: asyncio.StreamReader) -> str | None:
 
 
 async def _drain(lines: asyncio.StreamReader) -> None:
-    """Nobody reads what it says later, but a full pipe would stop it."""
+    """Read and drop the rest of its output: a full pipe would stop the server."""
     while await lines.read(65536):
         pass
 

@@ -36,7 +36,7 @@ _COPIED_AT_ONCE = 2**20
 
 
 class _StoppedError(Exception):
-    """Nobody waits for the batch any more."""
+    """The user has stopped waiting for the batch."""
 
 
 def run_batch_here(
@@ -125,7 +125,7 @@ def _begun(store: Store, wanted: RequestedRun, partial: Path) -> Batch | None:
 
 
 def begin(store: Store, wanted: RequestedRun, clock: Clock) -> Batch:
-    """A batch of a file, which nobody works on yet."""
+    """A batch of a file, which no runner has claimed yet."""
     now, stamp = clock.unix_time(), clock.now()
     with store.files.bodies.new() as body, wanted.source.open("rb") as file:
         while piece := file.read(_COPIED_AT_ONCE):
@@ -202,7 +202,7 @@ def _conclude(store: Store, batch: Batch, target: Path, console: Console) -> int
 
 
 def _shown(batch: Batch) -> RemoteBatch:
-    """As the client of a server sees it, but without a window, which nobody asked for."""
+    """As the client of a server sees it, but without a window: there is none here."""
     fields = json.loads(BatchObject.of(batch).model_dump_json())
     return RemoteBatch.read({**fields, "expires_at": None})
 

@@ -57,13 +57,13 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
             f"[bold]Best-effort beside {label}[/bold]: {how} {scenario.be.in_flight} in flight"
         )
         console.print(_best_effort(rows))
-    given_up = [
+    aborted = [
         f"{scenario.config.policy} {report.abandoned_steps} ({report.abandoned_s:.1f} s)"
         for scenario, report in rows
         if report.abandoned_steps
     ]
-    if given_up:
-        console.print(f"Steps given up for somebody's first token: {', '.join(given_up)}\n")
+    if aborted:
+        console.print(f"Steps aborted for a first token: {', '.join(aborted)}\n")
 
 
 def _real_time(rows: Sequence[Row]) -> Table:

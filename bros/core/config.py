@@ -3,7 +3,7 @@
 Each field has a type, a default and one help line in its metadata; the command line, the
 BROS_* environment variables and the TOML file are all generated from here (config_sources.py).
 Values are checked on construction and never change afterwards; derived values (block counts,
-resolved dtypes) are returned by whoever derives them, not stored back.
+resolved dtypes) are returned by the code that derives them, not stored back.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class EngineConfig(_Checked):
     )
     on_pressure: str = option(
         "checkpoint",
-        "KV that has to make way: keep a copy on the host, or compute it again",
+        "preempted KV: keep a copy on the host, or compute it again",
         choices=ON_PRESSURE,
     )
     host_kv_memory: str = option("1GiB", "memory for these copies", size=True)
@@ -254,7 +254,7 @@ class EngineConfig(_Checked):
         high=64,
     )
     tp_timeout: float = option(
-        30.0, "seconds that ranks wait for each other in a step before they give up", low=0.1
+        30.0, "seconds that ranks wait for each other in a step before they abort it", low=0.1
     )
 
     def threads_of_rank(self, cores: int, ranks: int) -> int:

@@ -28,8 +28,11 @@ class Grouping:
 class Prices:
     """What work costs an engine beside other work, in seconds, by its cost model.
 
-    constant_s: of a step. token_s: of a token of a prompt. pair_s: of a token of a prompt for each
-    token before it. row_s, context_s: of a token of an answer, and for each token before it.
+    constant_s: per step.
+    token_s: per prompt token.
+    pair_s: per prompt token and token before it.
+    row_s: per output token.
+    context_s: per output token and token before it.
     """
 
     constant_s: float = 0.0
@@ -50,11 +53,12 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Facts about a running engine that never change while it runs.
+    """Facts about an engine that do not change while it runs.
 
-    default_slo: what real-time requests without objectives of their own are held to. grouping:
-    which prefixes its rows read together; None if each row reads for itself. tp: how many ranks
-    share the model. prices: None if it has no model of its steps.
+    default_slo: objectives of real-time requests that name none.
+    grouping: which prefixes the rows of a step read together; None if each row reads its own.
+    tp: how many ranks share the model.
+    prices: what work costs; None if the engine has no cost model.
     """
 
     model: str
@@ -78,18 +82,24 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """What an engine tells whoever watches it: what it has cached, and how busy it is.
+    """What an engine reports to its subscriber: which prefixes it has cached, and how busy it is.
 
-    version: goes up by one with each. kept: (request id, tokens) of requests of which this has
-    changed: so many of the first tokens of prompt and answer are cached, counted as far as the
-    last block that this request was the first to compute, and no block after that; blocks that
-    it found belong to whoever computed them. Later pairs hold where they contradict earlier ones.
-    What has nothing more of its own is in one last notice, with the tokens before that.
-    full: `kept` is everything, and what is not in it is not there: a digest.
-    Applied twice, in any order, or not at all, notices lead to the same once the next digest is in.
-    An answer's tokens may be cached a little before they are told.
-    running, waiting: requests. used_blocks, cached_blocks: KV blocks that requests have, and those
-    that nobody has but that can be found. slowdown: steps take so many times what is predicted.
+    A notice is state, not change: notices that are applied twice, out of order or not at all lead
+    to the same view once the next digest is in. The tokens of an answer may be cached a little
+    before a notice says so.
+
+    version: one more with each notice.
+    full: this is a digest: `kept` lists every request that has cached blocks.
+    kept: (request id, tokens) of requests whose cached prefix has changed: so many of the first
+        tokens of prompt and answer are cached, up to the last block that this request was the
+        first to compute. Blocks that it found in the cache belong to the request that computed
+        them. A later pair overrides an earlier one. A request that has no block of its own any
+        more is listed once more, with the tokens before its first own block.
+    running: requests that hold KV memory.
+    waiting: requests in the queues.
+    used_blocks: KV blocks that requests hold.
+    cached_blocks: idle KV blocks of the prefix cache.
+    slowdown: measured step time over predicted step time.
     """
 
     version: int
@@ -118,17 +128,32 @@ class Buckets:
 class ClassStats:
     """Counters and gauges of one service class.
 
-    The objectives count finished requests and their tokens, as the engine committed them:
-    ttft_met and tpot_met requests (mean time between tokens) of `finished`; tokens_on_time of
-    output_tokens, each against its own deadline; deadlines_met of the `deadlines` that finished
-    requests had for the whole answer. slack: deadline minus commit in seconds.
-    relegated: requests of this class that came in as the other one. promoted: best-effort ones
-    that became requests of this class later.
-    preemptions: how often a request had to give up KV memory; kv_taken: how many tokens of it,
-    kv_copied: how many of them were copied to the host for that, kv_restored: came back.
-    prefix_tokens: prompt tokens that were cached when a request began. prefix_evicted: cached
-    blocks that were given up for requests of this class. kv_blocks: those with tokens that one
-    request has to itself; one that both classes are in counts for both.
+    Objectives are counted over finished requests and their tokens, at the time when the engine
+    committed the tokens.
+
+    running: requests that hold KV memory.
+    waiting: requests in the queue.
+    prompt_tokens: computed prompt tokens.
+    output_tokens: generated tokens.
+    finished: requests.
+    preemptions: how often a request lost KV memory to another request.
+    kv_taken: tokens of KV that were preempted.
+    kv_copied: preempted tokens that were copied to the host.
+    kv_restored: tokens of KV that were copied back.
+    prefix_tokens: prompt tokens that were cached when their request began.
+    prefix_evicted: cached blocks that were evicted for requests of this class.
+    kv_blocks: blocks with tokens that one request has to itself; a block that requests of both
+        classes hold counts for both.
+    ttft_met: finished requests whose first token was in time.
+    tpot_met: finished requests whose mean time per token kept the objective.
+    both_met: finished requests that met both objectives.
+    deadlines: finished requests that had a deadline for the whole answer.
+    deadlines_met: those of them that met it.
+    tokens_on_time: output tokens that met their own deadlines.
+    relegated: requests that asked for the other class and are served in this one.
+    promoted: best-effort requests that became requests of this class later.
+    rejected: requests that were refused.
+    slack: deadline minus commit of tokens, in seconds.
     """
 
     running: int = 0
@@ -159,18 +184,26 @@ class ClassStats:
 class EngineStats:
     """A snapshot. Counters count since the engine started, all times are seconds.
 
-    batch_size: rows the policy allows in the next step; batch_resets: how often it fell back.
-    step_s, predicted_s, step_error_s: sums over steps of the time they took, of what the cost
-    model said beforehand, and of the absolute difference.
-    be_tax_s: how much shorter the steps with real-time work would have been without best-effort
-    work in them, by the cost model. safety_factor: what predictions are multiplied by.
-    abandoned_steps, abandoned_s: steps given up for a real-time request that arrived while they
-    ran, and the time that went into them; they are not in the other figures.
-    kv_blocks_used: blocks that requests have; kv_blocks_shared: those of prefixes that several
-    may have. kv_blocks_cached: blocks that nobody has, but that may be asked for again.
-    kv_blocks_parked: those of prefixes that are kept for somebody who will come back
-    (Hints.keep_s), whether they are in use, idle, or had to be given up.
-    host_kv_blocks: room for copies of KV that had to make way.
+    steps: completed steps.
+    step_s: time that completed steps took.
+    predicted_s: time that the cost model had predicted for them.
+    step_error_s: sum of the absolute differences of these two, step by step.
+    be_tax_s: how much shorter the steps with real-time work would have been without the
+        best-effort work in them, by the cost model.
+    abandoned_steps: steps that were aborted for a real-time request that arrived while they ran;
+        they are in no other figure.
+    abandoned_s: time that aborted steps took.
+    safety_factor: predictions are multiplied by it.
+    batch_size: rows that the policy allows in the next step.
+    batch_resets: how often the batch size fell back.
+    kv_blocks_used: blocks that requests hold.
+    kv_blocks_total: blocks of the KV cache.
+    kv_blocks_shared: used blocks that several requests may hold.
+    kv_blocks_cached: idle blocks of the prefix cache.
+    kv_blocks_parked: pinned blocks (Hints.keep_s), whether in use, idle, or evicted since.
+    host_kv_blocks_used: host blocks with copies of KV.
+    host_kv_blocks_total: host blocks for copies of preempted KV.
+    by_class: of each service class.
     """
 
     steps: int = 0
@@ -199,12 +232,18 @@ class RequestTrace:
 
     events: (time, what) in order: queued, scheduled, first token, preempted, finished, ...
     waits: reason -> seconds in which the request could have run and did not:
-    "time" (the step had no time left for it), "rows" (the batch was full), "tokens" (the token
-    budget was used up), "memory" (no KV blocks), "turn" (the policy served others first),
-    "prefix" (another request was computing what its prompt begins with),
-    "early" (nobody waits for it, and it would have cost others more than it spares),
-    "made way" (it ran, but the step was given up for somebody's first token).
-    ttft_s, tpot_s: None until there is a first and a second token.
+        "time"      the step had no time left for it
+        "rows"      the batch was full
+        "tokens"    the token budget of the step was used up
+        "memory"    there were no KV blocks
+        "turn"      the policy served other requests first
+        "prefix"    another request was computing the beginning of its prompt
+        "early"     it is an early prefill, which would have cost others more than it saves
+        "made way"  it ran, but the step was aborted for the first token of another request
+    ttft_s: None until there is a first token.
+    tpot_s: None until there is a second token.
+    late_tokens: output tokens after their deadlines.
+    preemptions: how often it lost KV memory.
     """
 
     request_id: str
@@ -231,7 +270,7 @@ class Executor(Protocol):
         """Run one iteration and return one sample per chunk that asked for one, in order.
 
         abandon: asked at safepoints (between layers, say). Once it says yes the step may be
-        given up: then nothing is sampled, what was written to the plan's slots does not count,
+        aborted: then nothing is sampled, what was written to the plan's slots does not count,
         and None is returned. An executor without safepoints need not ask.
         """
         ...
@@ -251,7 +290,7 @@ class Running(Protocol):
 
 @runtime_checkable
 class LaunchingExecutor(Executor, Protocol):
-    """One that only enqueues work on its device, so that the host can plan on meanwhile.
+    """An executor that only enqueues work on its device, so that the host can plan meanwhile.
 
         host     launch 1 | schedule 2 | launch 2 | wait for 1 | apply 1, schedule 3 | launch 3 ...
         device            [ step 1 ................. ][ step 2 ............................. ][ ...
@@ -322,7 +361,7 @@ class EngineClient(Protocol):
         ...
 
     async def release(self, request_id: str) -> None:
-        """What a request has left is kept no longer (Hints.keep_s). Unknown ids are ignored."""
+        """Unpin the KV that an ended request has left (Hints.keep_s). Unknown ids are ignored."""
         ...
 
     async def stats(self) -> EngineStats:
@@ -340,7 +379,7 @@ class EngineClient(Protocol):
 
 
 class WatchableClient(EngineClient, Protocol):
-    """One that tells what its engine has cached, for whoever has several to choose from."""
+    """A client that reports what its engine has cached, for a router that chooses among several."""
 
     def watch(self, listener: Callable[[Notice], None]) -> None:
         """Have `listener` told every notice from now on, and from every engine that comes up

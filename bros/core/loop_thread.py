@@ -38,7 +38,7 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel what runs, and end the thread."""
-        self.run(self._cancel_all())  # whoever waits in `run` is told
+        self.run(self._cancel_all())  # callers that wait in `run` get CancelledError
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

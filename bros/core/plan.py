@@ -12,9 +12,9 @@ Where the executor can, plan t + 1 is made while plan t runs (interfaces.Launchi
     scheduler   schedule 1 | schedule 2 ........ | apply 1, schedule 3 ..... | apply 2, schedule 4
     device                 [ plan 1 ............ ][ plan 2 ................. ][ plan 3 ...
 
-So there may be a chunk of a request that has ended meanwhile, at a stop token that nobody knew of.
-It runs for nothing, and what it samples is ignored. Its slots may belong to others as soon as in
-the plan after it, which is why plans touch the device in their order (see KvCopies).
+So a plan may have a chunk of a request that has ended meanwhile, at a stop token that was not known
+yet. The chunk runs for nothing, and its sample is ignored. Its slots may belong to other requests
+in the next plan already, which is why plans touch the device in their order (see KvCopies).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from bros.core.request import SamplingParams, TokenLogprobs
 
 # One of each is made per row and step. Freezing them would triple the time that takes, so they
-# are left open; nobody changes them all the same.
+# are not frozen; no code changes them after they are made.
 
 SEGMENT_WIDTH = 3
 """Integers per segment in `Chunk.segments`: block, lo, hi."""
@@ -98,7 +98,7 @@ class KvCopies:
         `back`, for the copy that put its contents on the host, in whichever plan that was
         `out`, `back` and the chunks, for the computation of all plans before
         copies to one host slot for each other, in the order of plans; they are made even if
-        nobody needs them any more, since the slot may have a new owner in the next plan
+        no request needs them any more, since the slot may have a new owner in the next plan
     """
 
     out_device: array[int] = field(default_factory=_no_slots)
@@ -128,8 +128,9 @@ class SharedPrefix:
 class StepPlan:
     """Everything an executor needs for one iteration. Never empty.
 
-    copies: made before anything is computed, also if the step is given up later. shared: what the
-    scheduler counts as read once (EngineInfo.grouping says what pays); kernels do just that.
+    copies: made before anything is computed, also if the step is aborted later.
+    shared: prefixes that the scheduler counts as read once (EngineInfo.grouping says what pays);
+        kernels read just these once.
     """
 
     step: int

@@ -47,7 +47,9 @@ class FinishReason(enum.StrEnum):
 class Slo:
     """Service-level objectives of one request in seconds; None takes the server's default.
 
-    ttft_s: arrival to first token. tpot_s: between tokens. deadline_s: arrival to last token.
+    ttft_s: from arrival to the first token.
+    tpot_s: between two tokens.
+    deadline_s: from arrival to the last token.
     """
 
     ttft_s: float | None = None
@@ -59,15 +61,22 @@ class Slo:
 class SamplingParams:
     """How tokens are chosen and when to stop. Raises InvalidRequestError naming the wrong field.
 
-    temperature: 0 is greedy. top_p in (0, 1]; top_k 0 is off; min_p in [0, 1].
+    temperature: in [0, 100]; 0 is greedy.
+    top_p: in (0, 1].
+    top_k: 0 is off.
+    min_p: in [0, 1].
     seed: the same seed gives the same text whatever else is in the batch; None draws one.
+    n: how many choices, each a request of its own to the engine.
     logprobs: None is off, k >= 0 returns the chosen token's log-probability and the k best.
     logit_bias: token id -> added to the logit, in [-100, 100].
-    presence/frequency_penalty in [-2, 2] count output tokens; repetition_penalty in
-    [0.01, 100] (1 is off) covers prompt and output.
-    stop: strings that end the output and are not part of it; stop_token_ids likewise.
-    min_tokens: no stop of any kind before so many tokens. max_tokens: None is up to the
-    model's context length.
+    presence_penalty: in [-2, 2], of output tokens.
+    frequency_penalty: in [-2, 2], of output tokens.
+    repetition_penalty: in [0.01, 100] (1 is off), of prompt and output tokens.
+    stop: strings that end the output and are not part of it.
+    stop_token_ids: tokens that do the same.
+    min_tokens: no stop of any kind before so many tokens.
+    max_tokens: None is up to the model's context length.
+    ignore_eos: the model's end-of-sequence tokens do not end the output.
     """
 
     temperature: float = 1.0
@@ -174,21 +183,23 @@ CHAT_SAMPLING = SamplingParams(temperature=0.2, top_p=0.9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What is known of a request besides itself, from the program that it is part of.
+    """What is known of a request from the program that it is part of.
 
-    program: id of the program, empty if there is none. depth: calls before it in the program.
-    Best-effort requests of a program that has begun go before those of programs that began later,
-    the deeper ones first. grouped: it is one of several that a later call waits for together;
-    such requests go before other best-effort ones.
+    program: id of the program, empty if there is none. Best-effort requests of a program that has
+        begun go before those of programs that began later, the deeper ones first.
+    depth: calls before it in the program.
+    grouped: a later call waits for it and others together (a task group); such requests go before
+        other best-effort requests.
     expected_tokens: how many it is likely to generate; None: as many as usual.
-    private_from: position of the first token that is not for everybody with its cache_salt: from
-    there on it shares only with requests that have the same private_salt. None: nothing is.
-    keep_s: for how long after its end, if it is not aborted, what is cached of prompt and answer is
-    kept for somebody who will come back: it goes after all that nobody has, but before anybody who
-    runs loses anything. At most half of the cache; the oldest is released for the latest.
-    early: a best-effort fill that nobody waits for: what it computes is the beginning of a prompt
-    whose rest is not there yet. It begins when nothing else runs, or when it costs others less
-    than that prompt would be spared.
+    private_from: position of the first token that is not shared by cache_salt alone: from there on
+        the request shares only with requests of the same private_salt. None: all tokens are.
+    private_salt: see private_from.
+    keep_s: for how long after its end, unless it is aborted, the cached KV of prompt and answer
+        stays pinned: it is evicted after all other idle blocks, but before any running request is
+        preempted. At most half of the cache is pinned; the oldest pin is released for the latest.
+    early: an early prefill: a prefill-only best-effort request for the beginning of a prompt whose
+        rest is not known yet. It begins when nothing else runs, or when it costs other requests
+        less time than it will save.
     """
 
     program: str = ""
@@ -208,16 +219,19 @@ NO_HINTS = Hints()
 class EngineRequest:
     """One sequence to generate. `arrival_s` is Clock.now() of the process that accepted it.
 
-    cache_salt: requests with different ones do not share what is computed of their prompts.
-    fill: the prompt is computed and cached, and that is all: no token is chosen, the only output
-    has finish_reason LENGTH. Whole blocks are cached, so what fills none is not computed, and
-    nothing is if there is no prefix cache.
-    resumed: so many tokens at the end of the prompt are the answer's first ones, which another
-    engine gave before it was lost. They count as output everywhere (max_tokens, penalties, seeds).
-    `arrival_s` is still that of the whole answer: a deadline and the order of requests count from
-    it, the next token is due from when this engine was asked for it.
     `sampling.n` and `sampling.stop` are the client's business (it submits n requests and
     matches stop strings on text); the engine knows token ids only.
+
+    tenant: whose request it is.
+    cache_salt: requests with different salts do not share cached KV.
+    fill: prefill-only: the prompt is computed and cached, and no token is sampled; the only output
+        has finish_reason LENGTH. Only whole blocks are cached, so the rest is not computed, and
+        nothing is without a prefix cache.
+    hints: what its program says of it.
+    resumed: so many tokens at the end of the prompt are the first tokens of the answer, which
+        another engine generated before it was lost. They count as output everywhere (max_tokens,
+        penalties, seeds). A deadline and the order of requests still count from `arrival_s`, the
+        next token is due from when this engine was asked for it.
     """
 
     request_id: str
@@ -247,8 +261,12 @@ class RequestOutput:
     """What one step gave one request. The last one has a finish_reason.
 
     A stop token (EOS or one of stop_token_ids) is in `token_ids`; with finish_reason STOP the
-    last token is the stop token and is not shown as text. retry_after_s: with ERROR, that the
-    request was given up for want of capacity and may come back after so many seconds.
+    last token is the stop token and is not shown as text.
+
+    cached_tokens: prompt tokens that were in the prefix cache.
+    error: why it failed, with finish_reason ERROR.
+    retry_after_s: with ERROR: the request was dropped for lack of capacity and may be sent again
+        after so many seconds.
     """
 
     request_id: str

@@ -27,7 +27,7 @@ class Staging:
     """Two page-locked int32 buffers in turn: one is copied from while the other is written.
 
     Never is one handed out again before its last copy is done. With one step after the other it
-    always is by then, so nobody waits.
+    always is by then, so there is no wait.
     """
 
     def __init__(

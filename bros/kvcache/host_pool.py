@@ -141,7 +141,7 @@ class HostPool:
         ]
 
     def _has_room(self, blocks: dict[int, int], parts: range) -> bool:
-        """Whether all parts get a block; those that are there will not make way for the others."""
+        """Whether all parts get a block; parts that have one are not evicted for the others."""
         known = [blocks[part] for part in parts if part in blocks]
         kept = [block for block in known if block in self._spare]
         if len(parts) - len(known) > len(self._free) + len(self._spare) - len(kept):

@@ -5,7 +5,7 @@
 Events happen in the order of their times, and of those at one time, first what ended, then what is
 told, then what comes, then the steps that begin. So nothing is known before it has happened:
 the outputs of a step wait for its end, although the engine has computed them at its beginning.
-Steps are not given up for newcomers here, as it takes the future to say which.
+Steps are not aborted for new requests here: which ones arrive is not known yet when a step is run.
 """
 
 from __future__ import annotations

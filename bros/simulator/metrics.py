@@ -3,10 +3,10 @@
 Whether an objective was met is *decided* for a request once its tokens are there, or once it is
 certain that they are late. So a request that is still open at the end counts as missed if it is
 overdue by then, and is left out (not counted as met) if it is not. Refused requests count as
-missed, and so do those that the engine gave up. Nothing else is left out, except by a warm-up.
+missed, and so do those that the engine dropped. Nothing else is left out, except by a warm-up.
 
 A warm-up is the time until the load is the same at all times. Requests that arrived in it are
-not counted, and rates are those of the time after it, whoever arrived when. So are counts of
+not counted, and rates are those of the time after it, whenever requests arrived. So are counts of
 what the engine did; of those, the step that was running at its end is left out as well.
 
     ttft    arrival to first token
@@ -62,9 +62,11 @@ class ClassReport:
 class Report:
     """One run, after the warm-up. end_s counts from the start. digest: of all records.
 
-    busy: share of the time in which a step ran, be it one that was given up. steps,
-    mean_step_s: of completed steps. abandoned_steps, abandoned_s: of those given up for
-    somebody's first token, and the time that went into them.
+    busy: share of the time in which a step ran, aborted ones included.
+    steps: completed ones.
+    mean_step_s: of completed steps.
+    abandoned_steps: steps that were aborted for a first token.
+    abandoned_s: time that these took.
     """
 
     end_s: float
@@ -232,5 +234,5 @@ def _tokens_on_time(
 
 
 def _lost(record: SimulatedRequest) -> bool:
-    """It was refused or given up, and will never be finished."""
+    """It was refused or dropped, and will never be finished."""
     return record.refused or (record.finish is not None and not record.finished)

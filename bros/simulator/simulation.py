@@ -71,7 +71,7 @@ class SimExecutor:
     """Takes the time that `model` predicts for each plan, from `clock`.
 
     rng is drawn from once per step if there is noise. observe is told every plan and the
-    seconds that passed, of a step that was given up as well. choose: the token after a chunk, which
+    seconds that passed, of an aborted step as well. choose: the token after a chunk, which
     is TOKEN if it is left out. grouped: decode rows read the blocks that they have in common once
     (StepLoad.unique_context), at the price that the model has for that.
     """
@@ -206,7 +206,7 @@ class SimulatedRequest:
 class Totals:
     """A run from its start to time_s = busy_s + idle_s.
 
-    steps: completed ones. busy_s: of those that were given up as well.
+    steps: completed ones. busy_s: of aborted ones as well.
     """
 
     time_s: float = 0.0

@@ -150,4 +150,4 @@ def _answer(run: _Run[Any, Any], scenario: object, progress: Callable[[float], N
 
 
 def _ignore(index: int, share: float) -> None:
-    """Nobody wants to know."""
+    """Progress that is not shown."""

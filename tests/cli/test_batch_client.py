@@ -155,7 +155,7 @@ def test_server_says_when_it_ends_and_that_it_is_at_risk(desk: Desk, terminal: b
     err = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", ran.err))
     assert re.search(
         r"may not be done in time: expected to end [^()]* \(in 25 h\), but its window ends "
-        r"[^()]* \(in 24 h\); rows not done by then are given up",
+        r"[^()]* \(in 24 h\); rows not done by then expire",
         err,
     )
     if not terminal:

@@ -176,7 +176,7 @@ def test_steps_given_up_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert bros["abandoned_steps"] > 0 and bros["abandoned_s"] > 0
     assert (fcfs["abandoned_steps"], fcfs["abandoned_s"]) == (0, 0)
     line = f"bros {bros['abandoned_steps']} ({bros['abandoned_s']:.1f} s)"
-    assert f"Steps given up for somebody's first token: {line}\n" in capsys.readouterr().out
+    assert f"Steps aborted for a first token: {line}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ async def test_whoever_gives_up_is_told_what_nobody_has_set() -> None:
     )
     desk.set("here", "1")
     for name, unset in (("b", "y, x"), ("a", "x"), ("y", "y")):
-        with pytest.raises(GetTimeoutError, match=rf" s\. Nobody has set {unset} so far\.$"):
+        with pytest.raises(GetTimeoutError, match=rf" s\. No client has set {unset} so far\.$"):
             await desk.value(name, timeout_s=1.0)
     desk.set("x", "2")
     with pytest.raises(GetTimeoutError, match=r" 0 s\.$"):

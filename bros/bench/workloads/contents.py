@@ -292,7 +292,7 @@ class SharedPrefixContent:
 
     @property
     def _rest(self) -> Moments:
-        """Of the part of the prompt that nobody shares."""
+        """Of the part of the prompt that no other request shares."""
         alone = 1 - self.row.shared
         return Moments(alone * self.row.prompt.mean, alone * self.row.prompt.std)
 

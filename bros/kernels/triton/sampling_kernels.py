@@ -148,7 +148,7 @@ def _key(weight):
 @triton.jit
 def _list(listed, g, chosen):
     """Lists the groups that are chosen, and returns how many they are."""
-    tl.debug_barrier()  # nobody reads the list that was there
+    tl.debug_barrier()  # all programs have read the old list
     flags = chosen.to(tl.int32)
     tl.store(listed + tl.cumsum(flags, 0) - 1, g, mask=chosen)
     tl.debug_barrier()
@@ -209,7 +209,7 @@ def _weigh(
 @triton.jit
 def _collect(keys, weights, listed, count, bound, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Collects the keys of weights within the bound, and returns how many they are."""
-    tl.debug_barrier()  # nobody reads the keys that were there
+    tl.debug_barrier()  # all programs have read the old keys
     found = 0
     for first in range(0, count, TILE):
         at, there = _tile(listed, first, count, GROUP, TILE)

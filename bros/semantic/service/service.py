@@ -256,7 +256,7 @@ def _unset(variable: Variable) -> str:
     if not unset:
         return ""
     shown = ", ".join(list(unset)[:_MAX_SHOWN]) + (", ..." if len(unset) > _MAX_SHOWN else "")
-    return f" Nobody has set {shown} so far."
+    return f" No client has set {shown} so far."
 
 
 def _text_so_far(session: ServedSession, variable: Variable) -> str:

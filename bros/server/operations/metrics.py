@@ -65,7 +65,7 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "abandoned_steps": (
             "engine_steps_abandoned",
-            "Iterations given up for a real-time request that arrived while they ran",
+            "Iterations aborted for a real-time request that arrived while they ran",
         ),
         "abandoned_s": (
             "engine_steps_abandoned_seconds",
@@ -114,7 +114,7 @@ _CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "prefix_evicted": (
             "prefix_blocks_evicted",
-            "Cached blocks given up for requests of this class; if it rises quickly while "
+            "Cached blocks evicted for requests of this class; if it rises quickly while "
             "prompts have much in common, raise --kv-memory",
         ),
         "finished": (
@@ -138,8 +138,8 @@ _CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "promoted": (
             "requests_promoted",
-            "Best-effort requests that were served as this class from some time on, because "
-            "somebody came to wait for what follows from them",
+            "Best-effort requests that were promoted to this class, because a user began to wait "
+            "for a value that depends on them",
         ),
         "rejected": (
             "requests_rejected",
@@ -172,7 +172,7 @@ class EngineCollector(Collector):
         )
         yield GaugeMetricFamily(
             "bros_kv_blocks_cached",
-            "Those that nobody has, but that may be asked for again; they count as free",
+            "Idle blocks of the prefix cache; they count as free",
             stats.kv_blocks_cached,
         )
         yield GaugeMetricFamily(
@@ -182,12 +182,12 @@ class EngineCollector(Collector):
         )
         yield GaugeMetricFamily(
             "bros_host_kv_blocks",
-            "Blocks for copies of KV on the host; 0 if what has to make way is computed again",
+            "Blocks for copies of KV on the host; 0 if preempted KV is computed again",
             stats.host_kv_blocks_total,
         )
         yield GaugeMetricFamily(
             "bros_host_kv_blocks_used",
-            "Those with copies in them; old ones make way, so full is not yet short",
+            "Those with copies in them; old copies are evicted, so a full pool is not short yet",
             stats.host_kv_blocks_used,
         )
         for field, text in _ENGINE_GAUGES.items():
@@ -325,7 +325,7 @@ _GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStatus], float]]] = MappingPro
         "waiting": ("Those in its queue, as it last said", lambda status: status.waiting),
         "kv_blocks_used": ("KV blocks in use, as it last said", lambda status: status.used_blocks),
         "kv_blocks_cached": (
-            "Blocks that nobody has but that can be found, as it last said",
+            "Idle blocks of its prefix cache, as it last reported",
             lambda status: status.cached_blocks,
         ),
     }
@@ -583,7 +583,7 @@ class RequestObserver:
         """The engine died. Nothing is counted before `close`."""
 
     def close(self) -> None:
-        """Nothing follows: choices without a finish reason were given up."""
+        """Nothing follows: choices without a finish reason were aborted."""
         for index in self._open:
             self._metrics.count_finish(self._classes[index], FinishReason.ABORT)
         self._open.clear()

@@ -153,7 +153,7 @@ async def resume_replica(request: Request) -> Response:
 
 
 def _replicas(request: Request) -> RouterClient:
-    """Raises HTTPException if they are not for whoever asks."""
+    """Raises HTTPException if the caller may not see them."""
     if ServerState.tenant(request):
         raise HTTPException(403, "Replicas are for the operator, whose key is that of --api-key.")
     replicas = ServerState.of(request).replicas
