@@ -112,6 +112,16 @@ def test_equal_logits_pass_top_k_together_and_the_first_wins_greedily() -> None:
     assert drawn == {20, 300, 500}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_tokens_are_forbidden_the_host_chooses(temperature: float) -> None:
+    logits = logits_of(1, 300, seed=0)
+    best, second = logits[0].topk(2).indices.tolist()
+    params = SamplingParams(temperature=temperature, top_k=1)
+    choice = ON_DEVICE.begin(logits, [("a", SampleSpec(params, 1, 0, forbidden=(best,)))])
+    assert list(choice.others) == [0]
+    assert choice.finish()[0].token_id == second
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_broken_logits_fail_their_own_row(bad: float, temperature: float) -> None:

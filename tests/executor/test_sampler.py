@@ -385,6 +385,15 @@ def test_top_k_of_one_is_greedy_at_any_temperature(temperature: float) -> None:
     assert {sample_one(logits, SampleSpec(params, 1, i)) for i in range(20)} == {1}
 
 
+def test_the_nucleus_of_many_tokens_that_are_nearly_alike_is_a_part_of_them() -> None:
+    """So many that they are counted and not sorted, all in one place but the last."""
+    logits = [*np.linspace(0.0, -0.0015, 6000), -3.9]
+    params = SamplingParams(top_p=0.5)
+    drawn = {sample_one(logits, SampleSpec(params, 1, index)) for index in range(20)}
+    assert len(drawn) > 15
+    assert max(drawn) <= 3001
+
+
 def test_top_k_beyond_the_vocabulary_is_off() -> None:
     logits = [0.1 * i for i in range(20)]
     for index in range(50):
