@@ -121,6 +121,19 @@ def test_a_recorded_step_is_given_up_before_it_begins() -> None:
     assert result is not None and len(asked) == 1
 
 
+def test_a_recorded_step_waits_for_the_copies_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = family_plans(random.Random(0), 3, kv_blocks=64)
+    recorded = assemble(graph_rows=4)
+    for plan in plans[:3]:
+        recorded.runner.execute(plan)
+    assert sum(recorded.replays.counts) == 0
+    waited: list[int] = []
+    monkeypatch.setattr(recorded.kv, "wait_for_layer", waited.append)
+    recorded.runner.execute(plans[3])
+    assert sum(recorded.replays.counts) == 1
+    assert max(waited) == recorded.runner.num_layers - 1 > 0
+
+
 def test_kernels_that_cannot_be_recorded_say_so() -> None:
     with pytest.raises(RuntimeError, match="reference kernels cannot be recorded"):
         assemble(kernels=ReferenceKernels(), graph_rows=2)
