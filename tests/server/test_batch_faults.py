@@ -129,6 +129,36 @@ async def test_a_job_waits_for_a_store_that_cannot_be_reached(
         assert set(server.engine.prompts.values()) == {1}
 
 
+async def test_no_row_begins_after_the_lease_has_run_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be renewed, so another server may have taken the job over."""
+    async with batch_server(tmp_path) as server:
+        assert server.live.server.state.jobs is not None
+        runner, renew = server.live.server.state.jobs.runner, server.store.batches.renew
+        server.engine.held = "row"
+        batch = await server.submit(*map(row, range(ROWS)))
+        await until(lambda: 0 < server.engine.waiting == runner.rows_in_flight)
+        begun = len(server.engine.submitted)
+        out_of_reach = threading.Event()
+
+        def unreachable(*args: Any) -> Any:
+            if out_of_reach.is_set():
+                raise StoreUnavailableError("the store cannot be reached")
+            return renew(*args)
+
+        out_of_reach.set()
+        monkeypatch.setattr(server.store.batches, "renew", unreachable)
+        server.clock.advance(100.0)
+        server.engine.go_on.set()
+        await server.wait_done(batch, begun)
+        assert len(server.engine.submitted) == begun < ROWS
+        out_of_reach.clear()
+        server.wake()
+        await server.wait(batch, "completed")
+        assert set(server.engine.prompts.values()) == {1}
+
+
 async def test_metrics_do_not_wait_for_a_database_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
