@@ -184,6 +184,23 @@ def test_nobody_waits_longer_than_computing_the_prefix_takes() -> None:
         assert (replica == there, found) == (reason == "exploit", reason)
 
 
+@pytest.mark.parametrize(("asked", "reason"), [(1, "explore"), (3, "exploit")])
+def test_nor_than_what_would_have_to_make_room_takes(asked: int, reason: str) -> None:
+    """The same 100 ms; elsewhere a longer prefix goes, which others may have asked for, too."""
+    fleet = fleet_of(2, capacity=40 * BLOCK, patience=1.0, history=0.0)
+    prefix = [1] * (10 * BLOCK)
+    there = serve(fleet, ask("a", [*prefix, 1], max_tokens=1))
+    for number in range(asked):
+        request = ask(f"hot{number}", [2] * (35 * BLOCK), max_tokens=1)
+        fleet.route([request], 0.0, frozenset({there}))
+        fleet.begun(request.request_id, 0, 0.0)
+        fleet.ended(request.request_id, (1,), 0.0)
+    for number in range(2):
+        waits = ask(f"w{number}", [10 + number] * 50, max_tokens=1)
+        fleet.route([waits], 0.0, frozenset({1 - there}))
+    assert decide(fleet, ask("b", [*prefix, 2], max_tokens=1))[1] == reason
+
+
 def test_best_effort_work_hardly_counts_for_real_time_requests() -> None:
     """Unless the engine does not let it make way."""
     for yields, expected in ((True, 0), (False, 1)):
