@@ -156,6 +156,27 @@ def test_what_ends_every_engine_is_given_up_and_nothing_with_it() -> None:
     in_group(test)
 
 
+def test_of_those_that_were_lost_with_two_engines_one_at_a_time_begins() -> None:
+    """So that the third one is lost with nobody but the request that ends it."""
+
+    async def test(group: Group) -> None:
+        engine, other = group.engines
+        other.die()
+        engine.killers.add("killer")
+        names = ["killer", *(f"r{number}" for number in range(3))]
+        bad, *good = [asyncio.create_task(collect(group.client, ask(name))) for name in names]
+        for deaths in (1, 2, 3):
+            await asyncio.sleep(0.5)
+            assert engine.deaths == deaths
+            engine.start()
+        (last,) = await bad
+        assert last.finish_reason is FinishReason.ERROR
+        for outputs in await asyncio.gather(*good):
+            assert tokens_of(outputs) == foretold(ask())
+
+    in_group(test)
+
+
 def test_an_aborted_request_is_not_begun_again() -> None:
     async def test(group: Group) -> None:
         there = asyncio.create_task(collect(group.client, ask("there")))
