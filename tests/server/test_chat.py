@@ -146,6 +146,12 @@ async def test_logprobs_without_alternatives(server: Server) -> None:
     assert choice["logprobs"]["content"][0]["top_logprobs"] == []
 
 
+async def test_logprobs_end_with_the_token_that_completes_a_stop_string(server: Server) -> None:
+    choice = (await server.chat(logprobs=True, stop="wor")).json()["choices"][0]
+    tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert "".join(tokens) == "Hello wor"
+
+
 async def test_top_logprobs_alone_is_a_mistake(server: Server) -> None:
     error = assert_envelope(await server.chat(top_logprobs=2), 400)
     assert error["param"] == "top_logprobs"
