@@ -121,7 +121,9 @@ def test_a_recorded_step_is_given_up_before_it_begins() -> None:
     assert result is not None and len(asked) == 1
 
 
-def test_a_recorded_step_waits_for_the_copies_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_step_waits_for_the_copies_of_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plans = family_plans(random.Random(0), 3, kv_blocks=64)
     recorded = assemble(graph_rows=4)
     for plan in plans[:3]:
