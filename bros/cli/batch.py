@@ -71,7 +71,7 @@ def writable(flag: str, text: str | None) -> Path | str | None:
 
 
 def write_out(pieces: Iterable[bytes]) -> None:
-    """Raises BrosError if standard output cannot be written, BrokenPipeError if nothing reads it."""
+    """Raises BrosError if standard output cannot be written, BrokenPipeError if it is closed."""
     try:
         sys.stdout.buffer.writelines(pieces)
         sys.stdout.buffer.flush()
