@@ -28,7 +28,7 @@ from bros.core.config_sources import (
     load_config,
 )
 from bros.core.errors import BrosError, ConfigError
-from bros.core.place import Place, torchrun_place, with_ranks
+from bros.core.rank_env import RankEnv, torchrun_rank_env, with_ranks
 from bros.engine.parent import end_with_parent
 
 INTERRUPTED = 130
@@ -87,14 +87,14 @@ def _run_model(
 ) -> int:
     """The commands that take all options of an engine."""
     config = load_config(given_flags(args), environ, _warn)
-    place = torchrun_place(environ)
-    if place is not None:
-        config = with_ranks(config, place)
+    rank_env = torchrun_rank_env(environ)
+    if rank_env is not None:
+        config = with_ranks(config, rank_env)
     if args.command == "serve":
-        return _serve(config, place)
+        return _serve(config, rank_env)
     if args.command == "profile":
-        return _profile(args, config, place, arguments)
-    if place is not None:
+        return _profile(args, config, rank_env, arguments)
+    if rank_env is not None:
         raise ConfigError(
             f"torchrun can start bros serve and bros profile, not bros {args.command}"
         )
@@ -111,37 +111,37 @@ def _run_model(
     return _chat(args, config)
 
 
-def _serve(config: Config, place: Place | None) -> int:
+def _serve(config: Config, rank_env: RankEnv | None) -> int:
     # Late: the server's imports take seconds, and --help must not.
-    if place is None or place.rank == 0:
+    if rank_env is None or rank_env.rank == 0:
         from bros.server.build import serve
 
-        if place is not None:
+        if rank_env is not None:
             end_with_parent(signal.SIGTERM)
-        return serve(config, is_rank=place is not None)
+        return serve(config, is_rank=rank_env is not None)
     from bros.engine.group import run_follower
     from bros.executor.model_store import cache_dir_of
 
     cache_dir = cache_dir_of(config.server.data_dir)
-    return run_follower(config.engine, place, cache_dir, config.server.log_level)
+    return run_follower(config.engine, rank_env, cache_dir, config.server.log_level)
 
 
 def _profile(
-    args: argparse.Namespace, config: Config, place: Place | None, arguments: Sequence[str]
+    args: argparse.Namespace, config: Config, rank_env: RankEnv | None, arguments: Sequence[str]
 ) -> int:
     # Late, for the same reason: it loads torch and matplotlib.
-    if place is None and config.engine.tp > 1:
+    if rank_env is None and config.engine.tp > 1:
         from bros.executor.parallel.launch import launch_ranks
 
         launch_ranks(config.engine.tp, "bros", arguments)
         return 0
     from bros.cli.profile import run_profile
 
-    if place is not None:
+    if rank_env is not None:
         end_with_parent()
     own = read_own(ProfileFlags, args)
     repeats = whole("--repeats", own.repeats, low=1)
-    return run_profile(config, own.out, repeats, SystemClock(), place)
+    return run_profile(config, own.out, repeats, SystemClock(), rank_env)
 
 
 def _chat(args: argparse.Namespace, config: Config) -> int:

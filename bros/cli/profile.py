@@ -10,7 +10,7 @@ from pathlib import Path
 from bros.core.clock import Clock
 from bros.core.config import Config, EngineConfig
 from bros.core.errors import ConfigError
-from bros.core.place import Place
+from bros.core.rank_env import RankEnv
 from bros.engine.group import Group
 from bros.engine.profiling import MAX_STORED_ERROR, Measured, full_profile
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
@@ -23,12 +23,13 @@ STEP_TOKENS = 1024
 
 
 def run_profile(
-    config: Config, out: str | None, repeats: int, clock: Clock, place: Place | None = None
+    config: Config, out: str | None, repeats: int, clock: Clock, rank_env: RankEnv | None = None
 ) -> int:
     """Measure, store JSON and PNG, and print how well the model fits; returns the exit status.
 
     out: the folder of profiles; by default the one of the source tree bros runs from, or else
-    the user's. place: of this process among several ranks. All of them call this, rank 0 does it.
+    the user's.
+    rank_env: the rank of this process among several. All of them call this, rank 0 measures.
     Raises ConfigError or ModelError if the engine cannot run or nothing be stored, RanksLostError.
     """
     cache_dir = cache_dir_of(config.server.data_dir)
@@ -37,7 +38,7 @@ def run_profile(
     device = choose_target(config.engine, find_cuda()).device.type
     tokens = max(config.engine.step_bounds(device).tokens, STEP_TOKENS)
     engine = dataclasses.replace(config.engine, max_batch_tokens=tokens)
-    with Group.join(engine, place) as group:
+    with Group.join(engine, rank_env) as group:
         files = resolve_model(engine.model, cache_dir, print)
         if group.rank > 0:
             group.log_to_stderr(config.server.log_level)

@@ -13,7 +13,7 @@ from types import TracebackType
 from bros.core.config import EngineConfig
 from bros.core.errors import RanksLostError
 from bros.core.interfaces import EngineInfo, Executor
-from bros.core.place import Place
+from bros.core.rank_env import RankEnv
 from bros.engine.parent import end_with_parent
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, resolve_model
@@ -39,15 +39,15 @@ class Group:
         self._ranks = ranks
 
     @classmethod
-    def join(cls, config: EngineConfig, place: Place | None) -> Group:
-        """All config.tp ranks call this. Without a place there is nobody to wait for.
+    def join(cls, config: EngineConfig, rank_env: RankEnv | None) -> Group:
+        """All config.tp ranks call this. Without rank_env this process is the only rank.
 
         Raises RanksLostError if they do not all come, ConfigError if one has no device.
         """
-        if place is None:
+        if rank_env is None:
             return cls(config)
-        device = device_of_rank(config, place.rank, place.size)
-        return cls(config, TorchRanks.join(device, config.tp_timeout, attempt=place.attempt))
+        device = device_of_rank(config, rank_env.rank, rank_env.size)
+        return cls(config, TorchRanks.join(device, config.tp_timeout, attempt=rank_env.attempt))
 
     @property
     def rank(self) -> int:
@@ -96,7 +96,7 @@ class Group:
                 os.kill(pid, signal.SIGKILL)
 
 
-def run_follower(config: EngineConfig, place: Place, cache_dir: Path, log_level: str) -> int:
+def run_follower(config: EngineConfig, rank_env: RankEnv, cache_dir: Path, log_level: str) -> int:
     """What a process that torchrun has started does if it is not rank 0; returns an exit status.
 
     When to end is rank 0's business: what interrupts torchrun reaches it as well.
@@ -107,7 +107,7 @@ def run_follower(config: EngineConfig, place: Place, cache_dir: Path, log_level:
     files = resolve_model(config.model, cache_dir)
     stopping = threading.Event()
     try:
-        with Group.join(config, place) as group:
+        with Group.join(config, rank_env) as group:
             group.log_to_stderr(log_level)
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda number, frame: stopping.set())

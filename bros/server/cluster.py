@@ -14,7 +14,7 @@ from bros.router.elastic import ElasticReplicas, ElasticSettings, MakeClient, St
 from bros.router.fleet import Fleet
 from bros.scheduler.profiles import available_cores
 from bros.server.replicas import MakeEngine, new_fleet, with_share_of_cores
-from bros.transport.node_allocation import check_room, share_of
+from bros.transport.node_allocation import allocation_of, check_room
 
 if TYPE_CHECKING:
     from bros.transport.ray import Cluster
@@ -62,7 +62,7 @@ class ClusterReplicas(ElasticReplicas):
         server = config.server
         settings = settings or settings_of(server)
         nodes = cluster.nodes()
-        share = share_of(config.engine, settings.most, nodes)
+        share = allocation_of(config.engine, settings.most, nodes)
         check_room(share, server.replicas, nodes)
 
         def make(place: int, on_death: Callable[[str], None]) -> StartableClient:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from bros.engine.parent import end_with_server
-from bros.transport.process import Launch
+from bros.transport.process import LaunchSpec
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
         # which the ranks would inherit.
         signal.signal(number, lambda number, frame: None)
     end_with_server(folder)
-    config = Launch.read(folder).config
+    config = LaunchSpec.read(folder).config
     # Late, so that the watch on the server is up before the seconds this import takes.
     from bros.core.errors import RanksLostError
     from bros.executor.parallel.launch import launch_ranks

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, RanksLostError
-from bros.core.place import torchrun_place
+from bros.core.rank_env import torchrun_rank_env
 from bros.engine.loop import run_engine
 from bros.engine.parent import end_with_parent, end_with_server, obey_parent_only
 from bros.executor.model_store import ModelFiles
@@ -45,7 +45,7 @@ _FILE = "launch.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchSpec:
     """Lies in the folder of the sockets. profiles: folders, see build_engine.
 
     starts_ranks: with config.tp > 1, whether bros starts the ranks. If not, torchrun has started
@@ -76,7 +76,7 @@ class Launch:
         (folder / _FILE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Launch:
+    def read(cls, folder: Path) -> LaunchSpec:
         values = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         values["config"] = EngineConfig(**values["config"])
         values["profiles"] = tuple(values["profiles"])
@@ -88,7 +88,7 @@ logger = logging.getLogger("bros.engine")
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    launch = Launch.read(folder)
+    launch = LaunchSpec.read(folder)
     if launch.starts_ranks:
         obey_parent_only()
         end_with_parent()
@@ -104,7 +104,7 @@ def main() -> int:
         return 1
 
 
-def _run(launch: Launch, folder: Path) -> None:
+def _run(launch: LaunchSpec, folder: Path) -> None:
     with _last_words(folder):
         # Late, so that the watch on the parent is up before the seconds this import takes.
         from bros.engine.group import Group
@@ -112,8 +112,8 @@ def _run(launch: Launch, folder: Path) -> None:
 
         if launch.replica is not None and launch.config.device != "cpu":
             show_devices_of(launch.replica, launch.config.tp, os.environ)
-        place = torchrun_place(os.environ) if launch.config.tp > 1 else None
-        group = Group.join(launch.config, place)
+        rank_env = torchrun_rank_env(os.environ) if launch.config.tp > 1 else None
+        group = Group.join(launch.config, rank_env)
         group.log_to_stderr(launch.log_level, launch.replica)
     with group, _last_words(folder, leads=group.rank == 0):
         if group.rank == 0:
@@ -122,7 +122,7 @@ def _run(launch: Launch, folder: Path) -> None:
             group.follow(launch.files)
 
 
-def _lead(launch: Launch, folder: Path, group: Group) -> None:
+def _lead(launch: LaunchSpec, folder: Path, group: Group) -> None:
     with contextlib.ExitStack() as stack:
         transport = stack.enter_context(contextlib.closing(ZmqTransport(folder)))
         # Late, for the same reason.

@@ -22,7 +22,7 @@ from bros.engine.client import MessageClient
 from bros.engine.messages import Alive, Command, Failed, Ready, Shutdown
 from bros.executor.model_store import ModelFiles
 from bros.transport.ipc import Wire, command_codec, open_socket, reply_codec
-from bros.transport.process import SIGNS, Launch
+from bros.transport.process import SIGNS, LaunchSpec
 
 # ---- What clients of engines in other processes have in common: they watch them, restart them, and
 # talk to them over ZeroMQ.
@@ -288,7 +288,7 @@ class ProcessEngineClient(SupervisedClient):
             grace_s=_RANKS_GRACE_S if starts_ranks else _GRACE_S,
             rank_signs_s=config.tp_timeout if gives_signs else None,
         )
-        self._launch = Launch(
+        self._launch = LaunchSpec(
             model_folder=str(files.folder),
             model_name=files.name,
             log_level=log_level,

@@ -29,8 +29,8 @@ from bros.core.errors import BrosError, ConfigError, EngineDeadError
 from bros.executor.model_store import cache_dir_of, resolve_model
 from bros.scheduler.profiles import profile_folders
 from bros.transport.ipc import Wire, signs_of_life
-from bros.transport.node_allocation import Share
-from bros.transport.process import SIGNS, Launch
+from bros.transport.node_allocation import NodeAllocation
+from bros.transport.process import SIGNS, LaunchSpec
 from bros.transport.process_client import Signs, SupervisedClient
 
 # ---- What a replica's Ray actor does on its node: it runs one engine, and says that it is there.
@@ -81,10 +81,10 @@ class EngineHost:
                     return process.wait()
 
 
-def _launch_of(order: Order) -> Launch:
+def _launch_of(order: Order) -> LaunchSpec:
     cache_dir = cache_dir_of(order.data_dir)
     files = resolve_model(order.config.model, cache_dir, logger.info)
-    return Launch(
+    return LaunchSpec(
         model_folder=str(files.folder),
         model_name=files.name,
         log_level=order.log_level,
@@ -143,10 +143,10 @@ class NoRoomError(EngineDeadError):
     """No node has what a replica needs, now."""
 
 
-class Place:
+class Placement:
     """Reserved on one node until it is given back. If the node is lost, Ray finds another."""
 
-    def __init__(self, share: Share, limit_s: float) -> None:
+    def __init__(self, share: NodeAllocation, limit_s: float) -> None:
         """limit_s: how long to wait for a node with room."""
         # One bundle is on one node, where the replica's ranks find each other.
         bundle = {"CPU": float(share.cpus), "GPU": float(share.gpus)}
@@ -283,7 +283,7 @@ class RayEngineClient(SupervisedClient):
     def __init__(
         self,
         cluster: Cluster,
-        share: Share,
+        share: NodeAllocation,
         config: EngineConfig,
         *,
         data_dir: str | None = None,
@@ -308,7 +308,7 @@ class RayEngineClient(SupervisedClient):
         self._data_dir = data_dir
         self._log_level = log_level
         self._silence_s, self._room_s = silence_s, room_s
-        self._place: Place | None = None
+        self._place: Placement | None = None
         self._killed = asyncio.Event()
         self.pid: int | None = None  # of the actor, while there is one
 
@@ -340,7 +340,7 @@ class RayEngineClient(SupervisedClient):
         return self._last_words or reason
 
     async def _live(self, stack: contextlib.AsyncExitStack, wire: Wire) -> str:
-        self._place = self._place or Place(self._share, self._room_s)
+        self._place = self._place or Placement(self._share, self._room_s)
         order = Order(
             config=self._config,
             data_dir=self._data_dir,

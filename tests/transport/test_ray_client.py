@@ -51,11 +51,11 @@ def cluster(ray_address: str) -> Iterator[Cluster]:
 def make_client(
     cluster: Cluster, files: ModelFiles, *, silence_s: float = 5.0, **options: object
 ) -> RayEngineClient:
-    from bros.transport.node_allocation import Share
+    from bros.transport.node_allocation import NodeAllocation
     from bros.transport.ray import RayEngineClient
 
     config = dataclasses.replace(TINY_ENGINE, model=str(files.folder), **options)
-    share = Share(cpus=config.tp, gpus=0)
+    share = NodeAllocation(cpus=config.tp, gpus=0)
     return RayEngineClient(cluster, share, config, log_level="error", silence_s=silence_s)
 
 

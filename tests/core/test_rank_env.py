@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bros.cli.main import main
 from bros.core.config import Config
 from bros.core.errors import ConfigError
-from bros.core.place import Place, torchrun_place, with_ranks
+from bros.core.rank_env import RankEnv, torchrun_rank_env, with_ranks
 
 
 def environ(rank: int, size: int, here: int | None = None) -> dict[str, str]:
@@ -26,10 +26,10 @@ def environ(rank: int, size: int, here: int | None = None) -> dict[str, str]:
 @given(st.integers(2, 64), st.data())
 def test_every_rank_knows_its_place(size: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, size - 1))
-    place = torchrun_place(environ(rank, size))
-    assert place == Place(rank, size)
+    place = torchrun_rank_env(environ(rank, size))
+    assert place == RankEnv(rank, size)
     again = environ(rank, size) | {"TORCHELASTIC_RESTART_COUNT": "3"}
-    assert torchrun_place(again) == Place(rank, size, attempt=3)
+    assert torchrun_rank_env(again) == RankEnv(rank, size, attempt=3)
     config = Config()
     shared = with_ranks(config, place)
     assert shared.engine == dataclasses.replace(config.engine, tp=size)
@@ -37,13 +37,13 @@ def test_every_rank_knows_its_place(size: int, data: st.DataObject) -> None:
 
 
 def test_one_process_is_none_of_several() -> None:
-    assert torchrun_place({"RANK": "1", "WORLD_SIZE": "2"}) is None, "others set these too"
-    assert torchrun_place(environ(0, 1)) is None
+    assert torchrun_rank_env({"RANK": "1", "WORLD_SIZE": "2"}) is None, "others set these too"
+    assert torchrun_rank_env(environ(0, 1)) is None
 
 
 def test_ranks_of_several_machines_are_refused() -> None:
     with pytest.raises(ConfigError, match="--nnodes 1"):
-        torchrun_place(environ(3, 4, here=2))
+        torchrun_rank_env(environ(3, 4, here=2))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which of the processes that torchrun has started this one is."""
+"""The rank of this process among those that torchrun has started."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from bros.core.config import Config
 from bros.core.errors import ConfigError
 
 
-class Place(NamedTuple):
-    """rank: 0 .. size - 1. attempt: how often torchrun has started all of them anew."""
+class RankEnv(NamedTuple):
+    """What torchrun tells a process in its environment.
+
+    rank: 0 .. size - 1.
+    size: how many processes run the model together.
+    attempt: how often torchrun has restarted all of them.
+    """
 
     rank: int
     size: int
     attempt: int = 0
 
 
-def torchrun_place(environ: Mapping[str, str]) -> Place | None:
+def torchrun_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
     """None if this process is not one of several that torchrun has started.
 
     Raises ConfigError if they are on several machines.
@@ -32,14 +37,14 @@ def torchrun_place(environ: Mapping[str, str]) -> Place | None:
             "ranks of one (--nnodes 1)"
         )
     attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return Place(rank, size, attempt) if size > 1 else None
+    return RankEnv(rank, size, attempt) if size > 1 else None
 
 
-def with_ranks(config: Config, place: Place) -> Config:
-    """The same for as many ranks as there are. Raises ConfigError if --tp says something else."""
-    if config.engine.tp not in (1, place.size):
+def with_ranks(config: Config, env: RankEnv) -> Config:
+    """The configuration with `tp` = the number of ranks. Raises ConfigError if --tp differs."""
+    if config.engine.tp not in (1, env.size):
         raise ConfigError(
-            f"--tp: {config.engine.tp} ranks, but torchrun has started {place.size}; give the same "
+            f"--tp: {config.engine.tp} ranks, but torchrun has started {env.size}; give the same "
             "number, or leave it out"
         )
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, tp=place.size))
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, tp=env.size))
