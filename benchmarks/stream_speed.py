@@ -50,19 +50,25 @@ class Round:
     """One round: all streams, from the first request to the last byte.
 
     tokens: of all answers. events: with text, so fewer than tokens if several came in one.
-    server_cpu_s: processor time of the server process. texts: a digest of all answers.
+    user_s, system_s: processor time of the server process, in its own code and in the kernel, which
+    is nearly all for sending. texts: a digest of all answers.
     """
 
     tree: str
     tokens: int
     events: int
-    server_cpu_s: float
+    user_s: float
+    system_s: float
     elapsed_s: float
     texts: str
 
     @property
     def us_per_token(self) -> float:
-        return 1e6 * self.server_cpu_s / self.tokens
+        return 1e6 * (self.user_s + self.system_s) / self.tokens
+
+    @property
+    def user_us_per_token(self) -> float:
+        return 1e6 * self.user_s / self.tokens
 
 
 def save_model(folder: Path) -> None:
@@ -119,12 +125,11 @@ class Server:
             raise SystemExit(f"the server of {tree} did not start")
         self.host, self.port = found[1], int(found[2])
 
-    @property
-    def cpu_s(self) -> float:
-        """Processor time of its process so far, that of the engine's process left out."""
+    def cpu_s(self) -> tuple[float, float]:
+        """Processor time of its process so far, user and system, the engine's process left out."""
         stat = Path(f"/proc/{self._process.pid}/stat").read_text()
         fields = stat.rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+        return int(fields[11]) / TICKS_PER_S, int(fields[12]) / TICKS_PER_S
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -220,9 +225,10 @@ async def converse(server: Server, streams: int, tokens: int) -> list[bytes]:
 
 
 def measure(server: Server, streams: int, tokens: int) -> Round:
-    before_s, began_s = server.cpu_s, time.monotonic()
+    before_s, began_s = server.cpu_s(), time.monotonic()
     bodies = asyncio.run(converse(server, streams, tokens))
-    elapsed_s, cpu_s = time.monotonic() - began_s, server.cpu_s - before_s
+    elapsed_s, after_s = time.monotonic() - began_s, server.cpu_s()
+    user_s, system_s = (after - before for after, before in zip(after_s, before_s, strict=True))
     total, events, digest = 0, 0, hashlib.sha256()
     for body in bodies:
         text = ""
@@ -235,7 +241,8 @@ def measure(server: Server, streams: int, tokens: int) -> Round:
             text += piece
         digest.update(text.encode())
     assert total == streams * tokens, f"{total} tokens instead of {streams * tokens}"
-    return Round(server.tree, total, events, cpu_s, elapsed_s, digest.hexdigest()[:12])
+    texts = digest.hexdigest()[:12]
+    return Round(server.tree, total, events, user_s, system_s, elapsed_s, texts)
 
 
 def compare(args: argparse.Namespace) -> list[Round]:
@@ -251,14 +258,16 @@ def compare(args: argparse.Namespace) -> list[Round]:
 
 
 def report(rounds: Sequence[Round]) -> None:
-    print(f"{'tree':28} {'us/token':>9} {'(each)':32} {'tokens/event':>13} {'wall s':>7}  texts")
+    """Medians, and the least, as others on the machine make all of it dearer."""
+    print(f"{'tree':24} {'us/token':>9} {'least':>6} {'user':>6} {'least':>6} {'tokens/event':>13}")
     for tree in dict.fromkeys(entry.tree for entry in rounds):
         own = [entry for entry in rounds if entry.tree == tree]
-        each = " ".join(f"{entry.us_per_token:.1f}" for entry in own)
+        both, user = [e.us_per_token for e in own], [e.user_us_per_token for e in own]
+        per_event = sum(e.tokens for e in own) / sum(e.events for e in own)
         print(
-            f"{tree[-28:]:28} {statistics.median(entry.us_per_token for entry in own):9.1f} "
-            f"{f'({each})':32} {sum(e.tokens for e in own) / sum(e.events for e in own):13.2f} "
-            f"{statistics.median(entry.elapsed_s for entry in own):7.2f}  {own[-1].texts}"
+            f"{tree[-24:]:24} {statistics.median(both):9.1f} {min(both):6.1f} "
+            f"{statistics.median(user):6.1f} {min(user):6.1f} {per_event:13.2f}   "
+            f"{statistics.median(e.elapsed_s for e in own):.2f} s, texts {own[-1].texts}"
         )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from bros.core.errors import EngineDeadError, InvalidRequestError
@@ -84,11 +83,14 @@ class OutputStream:
 
 def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
     """Both as if one step had given them."""
-    return dataclasses.replace(
-        then,
+    return RequestOutput(
+        request_id=then.request_id,
         token_ids=first.token_ids + then.token_ids,
         logprobs=first.logprobs + then.logprobs,
+        finish_reason=then.finish_reason,
         cached_tokens=max(first.cached_tokens, then.cached_tokens),
+        error=then.error,
+        retry_after_s=then.retry_after_s,
     )
 
 
@@ -197,8 +199,7 @@ class MessageClient:
         """Take in one message of the engine. Call it in the event loop, not within `send`."""
         match reply:
             case Outputs(outputs):
-                for output in outputs:
-                    self._deliver(output)
+                self._deliver(outputs)
             case Accepted(request_id, service_class):
                 self._resolve(request_id, service_class)
             case Refused(request_id):
@@ -252,13 +253,16 @@ class MessageClient:
         self._questions.append(reply)
         return await reply
 
-    def _deliver(self, output: RequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is None:
-            return  # the caller gave up while the request was being accepted
-        if output.finish_reason is not None:
-            del self._streams[output.request_id]
-        stream.put(output)
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Hand what a step gave to the requests that it belongs to."""
+        streams = self._streams
+        for output in outputs:
+            stream = streams.get(output.request_id)
+            if stream is None:
+                continue  # the caller gave up while the request was being accepted
+            if output.finish_reason is not None:
+                del streams[output.request_id]
+            stream.put(output)
 
     def _resolve(self, request_id: str, result: ServiceClass | Exception) -> None:
         future = self._submissions.get(request_id)

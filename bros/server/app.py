@@ -18,6 +18,7 @@ from bros.core.errors import AuthenticationError, BrosError
 from bros.server.batches import routes as batches
 from bros.server.errors import describe, handle_expected, handle_http
 from bros.server.openai import routes as openai
+from bros.server.openai.stream import DIRECT_SEND
 from bros.server.operations import routes as operations
 from bros.server.sessions import routes as sessions
 from bros.server.state import TENANT, ServerState, Tenants
@@ -134,6 +135,15 @@ class BearerAuth:
         await self._app(scope, receive, send)
 
 
+class App(Starlette):
+    """Leaves in the scope what sends to the client directly. Whoever has begun a response sends
+    its body with that: all the middleware looks at is the beginning."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT_SEND] = send
+        await super().__call__(scope, receive, send)
+
+
 def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. Whoever builds the state closes the engine afterwards."""
     api = [*openai.ROUTES, *operations.TRACE_ROUTES]
@@ -150,7 +160,7 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     ]
     if tenants.keys:
         middleware.append(Middleware(BearerAuth, tenants=tenants))
-    app = Starlette(
+    app = App(
         routes=routes,
         middleware=middleware,
         exception_handlers={BrosError: handle_expected, HTTPException: handle_http},

@@ -33,7 +33,7 @@ from bros.server.batches.rows import RowAnswers
 from bros.server.cluster import ClusterReplicas, bounds_of, connect, elastic_here, is_elastic, many
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.replicas import LocalReplicas
-from bros.server.serve import HttpServer, bind
+from bros.server.serve import HttpServer, bind, run
 from bros.server.state import Jobs, ServerState, Tenants, load_tenants
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def serve(config: Config, *, is_rank: bool = False) -> int:
     bound = bind(config.server.host, config.server.port)
     with bound, contextlib.closing(_store(config.server)) as store:
         files = resolve_model(config.engine.model, cache_dir_of(config.server.data_dir), _say)
-        return asyncio.run(_serve(config, files, bound, store, tenants, is_rank))
+        return run(_serve(config, files, bound, store, tenants, is_rank))
 
 
 async def _serve(

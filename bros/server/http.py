@@ -1,7 +1,9 @@
-"""From the bytes of a request to a checked model, whatever the bytes are."""
+"""What routes of all kinds do with requests: read a body, whatever its bytes are, read a URL's
+parameters, do long work beside the event loop, and end work that no client waits for any more."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -9,12 +11,13 @@ import anyio.to_thread
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.datastructures import QueryParams
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from bros.core.errors import InvalidRequestError
-from bros.server.errors import BodyTooLargeError
+from bros.server.errors import BodyTooLargeError, ServerStoppingError
 from bros.server.openai.schema import ModelRequest
-from bros.server.state import ServerState
+from bros.server.state import ServerState, StopSignal
 
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=ModelRequest)
@@ -157,3 +160,69 @@ async def run(state: ServerState, work: Callable[[], T], size: int) -> T:
     if size <= _INLINE_SIZE:
         return work()
     return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=state.threads)
+
+
+# ---- Work that ends early when its client has left, or when the server stops.
+
+
+class UntilClientLeaves:
+    """Cancels the block when the client has left or the server stops.
+
+        async with UntilClientLeaves(request.receive, state.stopping):
+            reply = await work
+
+    Raises ClientDisconnect or ServerStoppingError instead of the CancelledError that the block was
+    ended with. The request's body must have been read before. One task waits for what the client
+    sends; the work goes on in the task that it is in.
+    """
+
+    __slots__ = ("_cancelling", "_reason", "_receive", "_stopping", "_task", "_watcher")
+
+    def __init__(self, receive: Receive, stopping: StopSignal) -> None:
+        self._receive = receive
+        self._stopping = stopping
+        self._reason: Exception | None = None
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._stopping.is_set():
+            raise _stopping()
+        self._task, self._cancelling = task, task.cancelling()
+        self._stopping.subscribe(self._on_stopping)
+        self._watcher = asyncio.ensure_future(_disconnected(self._receive))
+        self._watcher.add_done_callback(self._on_watched)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        self._stopping.unsubscribe(self._on_stopping)
+        self._watcher.remove_done_callback(self._on_watched)
+        self._watcher.cancel()
+        if self._reason is not None:
+            # As asyncio.timeout: if others have cancelled the task as well, it stays cancelled.
+            others = self._task.uncancel() > self._cancelling
+            if kind is asyncio.CancelledError and not others:
+                raise self._reason from None
+
+    def _on_watched(self, watcher: asyncio.Future[None]) -> None:
+        if not watcher.cancelled():
+            failure = watcher.exception()
+            self._end(failure if isinstance(failure, Exception) else ClientDisconnect())
+
+    def _on_stopping(self) -> None:
+        self._end(_stopping())
+
+    def _end(self, reason: Exception) -> None:
+        if self._reason is None:
+            self._reason = reason
+            self._task.cancel()
+
+
+def _stopping() -> ServerStoppingError:
+    return ServerStoppingError("The server is shutting down.")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -147,6 +147,30 @@ def load_tenants(config: ServerConfig) -> Tenants:
     return Tenants(keys)
 
 
+class StopSignal:
+    """Given once, when the server ends open requests with an error. For one event loop."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[Callable[[], None], None] = {}
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        for listener in list(self._listeners):
+            listener()
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called once the signal is given; it must not have been."""
+        self._listeners[listener] = None
+
+    def unsubscribe(self, listener: Callable[[], None]) -> None:
+        """Unknown ones are ignored."""
+        self._listeners.pop(listener, None)
+
+
 MAX_BODY_BYTES = 4 * 2**20
 """Larger requests get 413; a prompt of half a million token ids takes about that much."""
 
@@ -177,7 +201,7 @@ class ServerState:
     sessions: SessionService | None = None
     replicas: RouterClient | None = None
     max_body_bytes: int = MAX_BODY_BYTES
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    stopping: StopSignal = field(default_factory=StopSignal)
     recent: RecentRequests = field(default_factory=RecentRequests)
     threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))
 

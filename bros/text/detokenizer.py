@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tokenizers
@@ -39,6 +39,7 @@ class TokenTable:
         self.strip_char, self.strip_count = "", 0
         self._read_decoder(tokenizer)
         self._bytes: dict[int, bytes] = {}  # filled as tokens are met; racing threads agree
+        self._texts: dict[int, str | None] = {}
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -63,6 +64,21 @@ class TokenTable:
             found = b"" if piece is None else self._separator + self._encode(piece)
             self._bytes[token_id] = found
         return found
+
+    def text_of(self, token_id: int) -> str | None:
+        """The text of a token inside a text, without special tokens; None if it begins or ends
+        within a character, so that the text depends on what is around it."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        text: str | None
+        try:
+            text = "" if token_id in self._special else self.bytes_of(token_id).decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self._texts[token_id] = text
+        return text
 
     def _encode(self, piece: str) -> bytes:
         if self._alphabet is not None:
@@ -124,18 +140,24 @@ class IncrementalDetokenizer:
     how many came before it.
     """
 
-    __slots__ = ("_first", "_skip_special", "_strip", "_table", "_utf8")
+    __slots__ = ("_between", "_first", "_skip_special", "_strip", "_table", "_utf8")
 
     def __init__(self, table: TokenTable, *, skip_special_tokens: bool = True) -> None:
         self._table = table
         self._skip_special = skip_special_tokens
+        self._between = False
+        """Nothing is held back and nothing special follows: tokens have their text each."""
         self._first = True
         self._strip = table.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete; half a character is kept for later."""
         table = self._table
+        if self._between and len(token_ids) == 1:  # nearly always
+            text = table.text_of(token_ids[0])
+            if text is not None:
+                return text
         pieces: list[bytes] = []
         for token_id in token_ids:
             if self._skip_special and table.is_special(token_id):
@@ -146,7 +168,10 @@ class IncrementalDetokenizer:
                 self._first = opening is None
             else:
                 pieces.append(table.bytes_of(token_id))
-        return self._stripped(self._utf8.decode(b"".join(pieces))) if pieces else ""
+        text = self._stripped(self._utf8.decode(b"".join(pieces))) if pieces else ""
+        held = self._utf8.getstate()[0]
+        self._between = not (held or self._first or self._strip) and self._skip_special
+        return text
 
     def finish(self) -> str:
         """U+FFFD for a character that was never completed, else nothing. Call it once."""

@@ -11,10 +11,9 @@ the reader has taken the last delta is merged into that one: nothing queues.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
@@ -225,7 +224,7 @@ class Generation:
         )
         self._service_classes = tuple(stream.service_class for stream in streams)
         self._unread = len(requests)
-        self._filled: deque[_Choice] = deque()
+        self._filled: list[_Choice] = []
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
         self._aborts: list[asyncio.Future[None]] = []
@@ -263,17 +262,29 @@ class Generation:
 
     async def ready(self) -> list[TextDelta]:
         """Wait until any slot is filled, and take what is in all of them; empty at the end."""
-        if await self._wait():
-            return [self._take() for _ in range(len(self._filled))]
-        return []
+        if not self._filled:
+            await self._wait()
+        filled, self._filled = self._filled, []
+        deltas = []
+        for choice in filled:
+            delta = choice.take()
+            if delta.finish_reason is not None:
+                self._unread -= 1
+            deltas.append(delta)
+        return deltas
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> TextDelta:
-        if await self._wait():
-            return self._take()
-        raise StopAsyncIteration
+        if not self._filled:
+            await self._wait()
+        if not self._filled:
+            raise StopAsyncIteration
+        delta = self._filled.pop(0).take()
+        if delta.finish_reason is not None:
+            self._unread -= 1
+        return delta
 
     async def __aenter__(self) -> Self:
         return self
@@ -284,10 +295,14 @@ class Generation:
     async def aclose(self) -> None:
         """Abort what is unfinished and end the iteration. May be called at any time, repeatedly,
         and from a cancelled task: the clean-up is then completed in the background."""
-        self._unread = 0
         if self._closing is None:
+            self._unread = 0
+            self._filled = []
             self._wake()
-            self._closing = asyncio.ensure_future(self._close())
+            unfinished = [choice for choice in self._choices if not choice.finished]
+            for choice in unfinished:
+                choice.finished = True  # what the engine still says is not read any more
+            self._closing = asyncio.ensure_future(self._close(unfinished))
         await asyncio.shield(self._closing)
 
     # For choices
@@ -295,7 +310,8 @@ class Generation:
     def on_filled(self, choice: _Choice) -> None:
         """The slot of a choice, which was empty, has something."""
         self._filled.append(choice)
-        self._wake()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def on_stop_string(self, choice: _Choice) -> None:
         """It is finished, which the engine cannot see."""
@@ -310,29 +326,17 @@ class Generation:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def _wait(self) -> bool:
-        """Until there is a delta to take; False if none follows."""
-        while self._unread:
-            if self._filled:
-                return True
+    async def _wait(self) -> None:
+        """Until a slot is filled, or nothing follows."""
+        while self._unread and not self._filled:
             if self._failure is not None:
                 error = self._failure
                 await self.aclose()
                 raise error
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        return False
 
-    def _take(self) -> TextDelta:
-        delta = self._filled.popleft().take()
-        if delta.finish_reason is not None:
-            self._unread -= 1
-        return delta
-
-    async def _close(self) -> None:
-        unfinished = [choice for choice in self._choices if not choice.finished]
-        for choice in unfinished:
-            choice.finished = True  # what the engine still says is not for anyone
+    async def _close(self, unfinished: Sequence[_Choice]) -> None:
         await asyncio.gather(*self._aborts, return_exceptions=True)
         for choice in unfinished:
             await self._engine.abort(choice.request_id)
@@ -381,9 +385,9 @@ class _Choice:
     """One request's slot: its outputs become text when they come, and wait in it for the reader."""
 
     __slots__ = (
-        *("_detokenizer", "_generation", "_logprobs", "_matcher", "_sampling"),
-        *("_text", "_token_ids", "_waiting", "_end", "begun", "cached_tokens", "finished"),
-        *("index", "num_output_tokens", "request_id"),
+        *("_detokenizer", "_generation", "_last", "_logprobs", "_matcher", "_sampling", "_slot"),
+        *("_texts", "_token_ids", "begun", "cached_tokens", "finished", "index"),
+        *("num_output_tokens", "request_id"),
     )
 
     def __init__(
@@ -405,11 +409,12 @@ class _Choice:
         self._sampling = sampling
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
-        self._waiting = False
-        self._text: list[str] = []
+        self._slot: TextDelta | None = None
+        self._last: TextDelta | None = None
+        """The latest of those that were merged into the slot; their parts are in the lists."""
+        self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._end: _End | None = None
 
     def put(self, item: RequestOutput | EngineDeadError) -> None:
         """Take in what the engine's client hands over, as an OutputSink."""
@@ -419,45 +424,50 @@ class _Choice:
             self._generation.on_failure(item)
             return
         try:
-            self._add(item)
+            delta = self._delta(item)
         except Exception as error:  # raised to the reader; others are not to suffer
             self._generation.on_failure(error)
             return
-        if not self._waiting:
-            self._waiting = True
+        if self._slot is None:
+            self._slot = delta
             self._generation.on_filled(self)
+        else:
+            self._last = delta
+            self._texts.append(delta.text)
+            self._token_ids += delta.token_ids
+            self._logprobs += delta.logprobs
 
     def take(self) -> TextDelta:
         """Empty the slot, which must have been filled."""
-        end = self._end or _NOT_ENDED
-        delta = TextDelta(
-            self.index,
-            "".join(self._text),
-            tuple(self._token_ids),
-            tuple(self._logprobs) if self._logprobs else (),
-            end.reason,
-            end.stop_reason,
-            self.num_output_tokens,
-            self.cached_tokens,
-            end.error,
-            end.retry_after_s,
-        )
-        self._waiting = False
-        self._text.clear()
-        self._token_ids.clear()
-        self._logprobs.clear()
-        return delta
+        slot, last = self._slot, self._last
+        assert slot is not None
+        self._slot = None
+        if last is None:
+            return slot
+        last.text = slot.text + "".join(self._texts)
+        last.token_ids = (*slot.token_ids, *self._token_ids)
+        last.logprobs = (*slot.logprobs, *self._logprobs)
+        self._last, self._texts, self._token_ids, self._logprobs = None, [], [], []
+        return last
 
-    def _add(self, output: RequestOutput) -> None:
-        token_ids, reason = output.token_ids, output.finish_reason
+    def _delta(self, output: RequestOutput) -> TextDelta:
+        token_ids = output.token_ids
         if token_ids:
             self.begun = True
         if output.cached_tokens > self.cached_tokens:
             self.cached_tokens = output.cached_tokens
-        if reason is None and self._matcher is None:  # by far the most
-            self._text.append(self._detokenizer.push(token_ids))
-            self._keep(output, len(token_ids))
-            return
+        if output.finish_reason is not None or self._matcher is not None:
+            return self._checked(output)
+        self.num_output_tokens += len(token_ids)  # by far the most come here
+        text = self._detokenizer.push(token_ids)
+        return TextDelta(
+            *(self.index, text, token_ids, output.logprobs, None, None),
+            *(self.num_output_tokens, self.cached_tokens),
+        )
+
+    def _checked(self, output: RequestOutput) -> TextDelta:
+        """The delta for an output that may be the last one."""
+        token_ids, reason = output.token_ids, output.finish_reason
         shown = len(token_ids) - (reason is FinishReason.STOP)
         stop: str | None = None
         if self._matcher is None:
@@ -469,31 +479,27 @@ class _Choice:
             if reason is not None:
                 tail, stop = self._flush()
                 text += tail
-        self._text.append(text)
-        self._keep(output, count)
-        self._finish(output, stop)
-
-    def _keep(self, output: RequestOutput, count: int) -> None:
-        """The first `count` of its tokens belong to the answer."""
-        self._token_ids += output.token_ids[:count]
         self.num_output_tokens += count
-        if output.logprobs:
-            self._logprobs += output.logprobs[:count]
-
-    def _finish(self, output: RequestOutput, stop: str | None) -> None:
-        """Note the end, if this is it. stop: the stop string that was found."""
-        reason = output.finish_reason
+        stop_reason: str | int | None = stop
         if stop is not None:
-            self._end = _End(FinishReason.STOP, stop)
             if reason is None:
                 self._generation.on_stop_string(self)
-        elif reason is FinishReason.STOP and output.token_ids[-1] in self._sampling.stop_token_ids:
-            self._end = _End(reason, output.token_ids[-1])
-        elif reason is FinishReason.ERROR:
-            self._end = _End(reason, None, output.error, output.retry_after_s)
-        elif reason is not None:
-            self._end = _End(reason)
-        self.finished = self._end is not None
+            reason = FinishReason.STOP
+        elif reason is FinishReason.STOP and token_ids[-1] in self._sampling.stop_token_ids:
+            stop_reason = token_ids[-1]
+        self.finished = reason is not None
+        return TextDelta(
+            index=self.index,
+            text=text,
+            token_ids=token_ids[:count],
+            logprobs=output.logprobs[:count],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_output_tokens=self.num_output_tokens,
+            cached_tokens=self.cached_tokens,
+            error=output.error if reason is FinishReason.ERROR else None,
+            retry_after_s=output.retry_after_s if reason is FinishReason.ERROR else None,
+        )
 
     def _match(self, token_ids: Sequence[int], matcher: StopMatcher) -> tuple[str, str | None, int]:
         """(text, stop string found or None, tokens up to the one that completed it)."""
@@ -516,18 +522,6 @@ class _Choice:
             return tail, None
         text, stop = self._matcher.push(tail)
         return (text, stop) if stop is not None else (text + self._matcher.finish(), None)
-
-
-class _End(NamedTuple):
-    """How a choice ended; the fields of TextDelta."""
-
-    reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    error: str | None = None
-    retry_after_s: float | None = None
-
-
-_NOT_ENDED = _End()
 
 
 def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:

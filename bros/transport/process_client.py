@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import sys
 import tempfile
@@ -224,6 +225,11 @@ class SupervisedClient(MessageClient, ABC):
             self._push.send_multipart(self._encoder.encode(command), zmq.NOBLOCK)
 
 
+_TURN_MESSAGES = 8
+"""What has come is taken in one turn of the event loop, but no more than so many messages: those
+who read the tokens are to have a turn as well."""
+
+
 class Receiver:
     """Reads what an engine says, on a task of its own."""
 
@@ -245,8 +251,10 @@ class Receiver:
         await _cancel(self._task)
 
     async def _run(self) -> None:
-        while True:
-            self._take(await self._pull.recv_multipart())
+        for number in itertools.count(1):
+            self._take(await self._pull.recv_multipart())  # which goes on at once if there is one
+            if number % _TURN_MESSAGES == 0:
+                await asyncio.sleep(0)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from bros.semantic.schema import VariableView
 from bros.server.sessions.routes import ValueStream
+from bros.server.state import StopSignal
 from support.scripted_server import LiveServer, Server, assert_envelope
 from support.session_server import SOON_S, SessionClient, keeping, ok, stream_events
 
@@ -137,7 +138,7 @@ class Slow:
         self.stream = ValueStream(
             self._pieces(),
             self._result,
-            asyncio.Event(),
+            StopSignal(),
             timeout_s=timeout_s,
             heartbeat_s=heartbeat_s,
         )

@@ -14,7 +14,7 @@ from bros.core.errors import BrosError
 from bros.core.request import NO_HINTS, ServiceClass, Slo
 from bros.semantic.service.runner import Joined
 from bros.server import http as offload
-from bros.server.interrupts import run_interruptible
+from bros.server.http import UntilClientLeaves
 from bros.server.openai.calls import Call, Tier, slo_of, tier_of, tier_used
 from bros.server.openai.stream import Answer, AnswerStream, ChunkFrame, Observer
 from bros.server.sessions.joining import JoinedObserver
@@ -175,10 +175,11 @@ def _exchange(
 
 async def _answer(request: Request, state: ServerState, exchange: Exchange, call: Call) -> Response:
     try:
-        await run_interruptible(exchange.start(), request.receive, state.stopping)
-        if call.body.stream:
-            return exchange.stream()
-        reply = await run_interruptible(exchange.complete(), request.receive, state.stopping)
+        async with UntilClientLeaves(request.receive, state.stopping):
+            await exchange.start()
+            if call.body.stream:
+                return exchange.stream()
+            reply = await exchange.complete()
     except BaseException:
         await exchange.aclose()
         raise

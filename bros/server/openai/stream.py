@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import json
 import logging
@@ -17,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from bros.core.errors import BrosError, EngineDeadError, OverloadedError
 from bros.core.request import FinishReason, ServiceClass, TokenLogprobs
 from bros.server.errors import ApiError, GenerationFailedError, describe
-from bros.server.interrupts import run_interruptible
+from bros.server.http import UntilClientLeaves
 from bros.server.openai.schema import (
     CompletionLogprobs,
     PromptTokensDetails,
@@ -25,6 +24,7 @@ from bros.server.openai.schema import (
     TopLogprob,
     Usage,
 )
+from bros.server.state import StopSignal
 from bros.text.generation import Generation, TextDelta
 from bros.text.tokenizer import Tokenizer
 
@@ -220,6 +220,7 @@ def _finite(logprob: float) -> float:
 
 # Non-ASCII stays escaped: some clients split lines at U+0085 and U+2028, which JSON allows.
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_quoted = json.encoder.encode_basestring_ascii  # what that does with a string
 
 DONE = b"data: [DONE]\n\n"
 
@@ -237,6 +238,11 @@ class ChunkFrame:
     def chunk(self, choice: str) -> str:
         """One event with one choice, given as JSON."""
         return f"{self._head}{choice}{self._tail}"
+
+    def around_text(self, index: int, before: str, after: str) -> tuple[str, str]:
+        """What is before and after a text in quotes in the chunks of one choice that have nothing
+        else, of which there is one per token. before, after: within the choice."""
+        return f'{self._head}{{"index":{index},{before}', f"{after}}}{self._tail}"
 
     def usage(self, usage: Usage) -> str:
         """The event that ends a stream with include_usage."""
@@ -262,13 +268,20 @@ class ChatChunkWriter:
         self._frame = frame
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
-        self._begun: set[int] = set()
+        self._around: dict[int, tuple[str, str]] = {}
 
     def write(self, delta: TextDelta) -> bytes:
         frame, index = self._frame, delta.index
         events = ""
-        if index not in self._begun:
-            self._begun.add(index)
+        around = self._around.get(index)
+        if around is not None:
+            if delta.finish_reason is None and not self._with_logprobs:
+                if not delta.text:
+                    return b""
+                return (around[0] + _quoted(delta.text) + around[1]).encode("ascii")
+        else:
+            after = '},"logprobs":null,"finish_reason":null'
+            self._around[index] = frame.around_text(index, '"delta":{"content":', after)
             events = frame.chunk(
                 f'{{"index":{index},"delta":{{"role":"assistant","content":"","refusal":null}},'
                 '"logprobs":null,"finish_reason":null}'
@@ -311,14 +324,21 @@ class CompletionChunkWriter:
         self._tokenizer = tokenizer
         self._top = logprobs
         self._echoes = echoes
-        self._echoed: set[int] = set()
+        self._around: dict[int, tuple[str, str]] = {}
         self._writers: dict[int, CompletionLogprobsWriter] = {}
 
     def write(self, delta: TextDelta) -> bytes:
         index = delta.index
         text = delta.text
-        if index not in self._echoed:
-            self._echoed.add(index)
+        around = self._around.get(index)
+        if around is not None:
+            if delta.finish_reason is None and self._top is None:
+                if not text:
+                    return b""
+                return (around[0] + _quoted(text) + around[1]).encode("ascii")
+        else:
+            after = ',"logprobs":null,"finish_reason":null'
+            self._around[index] = self._frame.around_text(index, '"text":', after)
             text = self._echoes.get(index, "") + text
         logprobs = self._logprobs(delta)
         reason, stop = "null", ""
@@ -354,6 +374,9 @@ class CompletionChunkWriter:
 
 logger = logging.getLogger(__name__)
 
+DIRECT_SEND = "bros.send"
+"""Where a request's ASGI scope has what sends to the client without any middleware in between."""
+
 _HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # tells nginx to pass on every chunk at once
@@ -369,14 +392,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, stopping: asyncio.Event) -> None:
+    def __init__(self, stopping: StopSignal) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
         self._stopping = stopping
         self._begun = False
 
-    async def send_all(self, send: Send) -> None:
+    async def send_all(self) -> None:
         """`send_events` with everything but what `ending` gives."""
         raise NotImplementedError
 
@@ -389,9 +412,11 @@ class EventStream(Response):
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send, self._send_body = send, scope.get(DIRECT_SEND, send)
         failure: ApiError | None = None
         try:
-            await run_interruptible(self.send_all(send), receive, self._stopping)
+            async with UntilClientLeaves(receive, self._stopping):
+                await self.send_all()
         except (ClientDisconnect, OSError):
             raise ClientDisconnect() from None
         except Exception as error:
@@ -401,40 +426,41 @@ class EventStream(Response):
         finally:
             await self.close()
         if failure is None:
-            await self.send_events(send, self.ending() + DONE, more=False)
+            await self.send_events(self.ending() + DONE, more=False)
         elif self._begun:
-            await self.send_events(send, failure.to_event(), more=False)
+            await self.send_events(failure.to_event(), more=False)
         else:
             await failure.to_response()(scope, receive, send)
 
-    async def send_events(self, send: Send, events: bytes, *, more: bool = True) -> None:
+    async def send_events(self, events: bytes, *, more: bool = True) -> None:
         """For send_all."""
         if not self._begun:
             self._begun = True
-            await send(
+            await self._send(
                 {
                     "type": "http.response.start",
                     "status": self.status_code,
                     "headers": self.raw_headers,
                 }
             )
-        await send({"type": "http.response.body", "body": events, "more_body": more})
+        await self._send_body({"type": "http.response.body", "body": events, "more_body": more})
 
 
 class AnswerStream(EventStream):
     """The deltas of an answer."""
 
-    def __init__(self, answer: Answer, writer: ChunkWriter, stopping: asyncio.Event) -> None:
+    def __init__(self, answer: Answer, writer: ChunkWriter, stopping: StopSignal) -> None:
         super().__init__(stopping)
         self._answer = answer
         self._writer = writer
 
-    async def send_all(self, send: Send) -> None:
+    async def send_all(self) -> None:
         write = self._writer.write
         while deltas := await self._answer.deltas():
-            events = b"".join([write(delta) for delta in deltas])
+            # One message for all that has come.
+            events = write(deltas[0]) if len(deltas) == 1 else b"".join(map(write, deltas))
             if events:
-                await self.send_events(send, events)
+                await self.send_events(events)
 
     def ending(self) -> bytes:
         return self._writer.end(self._answer.usage())

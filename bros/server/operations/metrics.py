@@ -559,6 +559,7 @@ class RequestObserver:
     ) -> None:
         self._metrics = metrics
         self._classes = classes
+        self._histograms = [metrics.of(service_class) for service_class in classes]
         self._arrival_s = arrival_s
         self._open = set(range(len(classes)))
         self._first_s: dict[int, float] = {}
@@ -567,7 +568,7 @@ class RequestObserver:
     def on_delta(self, delta: TextDelta) -> None:
         now = self._metrics.now()
         index = delta.index
-        histograms = self._metrics.of(self._classes[index])
+        histograms = self._histograms[index]
         if delta.token_ids:
             last_s = self._last_s.get(index)
             if last_s is None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Send
 
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.errors import ConflictError, GetTimeoutError, UpstreamError
@@ -47,8 +46,7 @@ from bros.semantic.schema import (
 from bros.semantic.service.service import SessionService
 from bros.server import http as offload
 from bros.server.errors import describe
-from bros.server.http import query_flag, query_names, query_number, read_object
-from bros.server.interrupts import run_interruptible
+from bros.server.http import UntilClientLeaves, query_flag, query_names, query_number, read_object
 from bros.server.openai.stream import EventStream
 from bros.server.operations.openapi import ApiRoute, Schemas
 from bros.server.sessions.graph import render_dot, render_mermaid, render_page
@@ -61,7 +59,7 @@ from bros.server.sessions.wire import (
     read,
     reply,
 )
-from bros.server.state import ServerState
+from bros.server.state import ServerState, StopSignal
 
 # ---- What the routes of sessions have in common.
 
@@ -289,9 +287,9 @@ async def submit(request: Request) -> Response:
         raise
     values: Sequence[Mapping[str, str] | None] = [None] * len(submitted)
     if program.wait:
-        waiting = wait_for_outputs(place, program.calls, submitted, program.timeout_s)
         try:
-            values = await run_interruptible(waiting, request.receive, state.stopping)
+            async with UntilClientLeaves(request.receive, state.stopping):
+                values = await wait_for_outputs(place, program.calls, submitted, program.timeout_s)
         except (UpstreamError, GetTimeoutError) as error:
             # The calls are there all the same, and what does not need the failed one goes on.
             failed = describe(error)
@@ -376,7 +374,7 @@ class ValueStream(EventStream):
         self,
         pieces: AsyncGenerator[str, None],
         result: Callable[[], VariableView],
-        stopping: asyncio.Event,
+        stopping: StopSignal,
         *,
         timeout_s: float,
         heartbeat_s: float = HEARTBEAT_S,
@@ -389,16 +387,16 @@ class ValueStream(EventStream):
         self._timeout_s = timeout_s
         self._heartbeat_s = heartbeat_s
 
-    async def send_all(self, send: Send) -> None:
-        while (piece := await self._next(send)) is not None:
-            await self.send_events(send, _event({"delta": piece}))
+    async def send_all(self) -> None:
+        while (piece := await self._next()) is not None:
+            await self.send_events(_event({"delta": piece}))
         view = self._result()
-        await self.send_events(send, _event({"value": view.value, "state": view.state.value}))
+        await self.send_events(_event({"value": view.value, "state": view.state.value}))
 
     async def close(self) -> None:
         await self._pieces.aclose()
 
-    async def _next(self, send: Send) -> str | None:
+    async def _next(self) -> str | None:
         """The next piece, None after the last one. Sends comments until then."""
         asking = asyncio.ensure_future(anext(self._pieces, None))
         left_s = self._timeout_s
@@ -413,7 +411,7 @@ class ValueStream(EventStream):
                     raise GetTimeoutError(
                         f"Nothing came within {self._timeout_s:g} s; asking again is fine."
                     )
-                await self.send_events(send, _HEARTBEAT)
+                await self.send_events(_HEARTBEAT)
         finally:
             if not asking.done():
                 asking.cancel()
@@ -463,8 +461,8 @@ async def retrieve_variable(request: Request) -> Response:
             timeout_s=timeout_s or MAX_WAIT_S,
         )
     if wait:
-        waiting = service.get(*variable, criteria, timeout_s or DEFAULT_WAIT_S)
-        view = await run_interruptible(waiting, request.receive, state.stopping)
+        async with UntilClientLeaves(request.receive, state.stopping):
+            view = await service.get(*variable, criteria, timeout_s or DEFAULT_WAIT_S)
         return reply(view)
     for name in (*_CRITERIA, "timeout"):
         if name in query:
@@ -600,14 +598,14 @@ async def get(request: Request) -> Response:
     state, service = ServerState.of(request), sessions_of(request)
     body = read(PaperGet, await read_object(request, state.max_body_bytes))
     criteria = None if body.criteria is None else Criteria(perf=body.criteria)
-    waiting = service.get(
-        state.tenant(request),
-        body.session_id,
-        body.semantic_var_id,
-        criteria,
-        body.timeout_s or DEFAULT_WAIT_S,
-    )
-    view = await run_interruptible(waiting, request.receive, state.stopping)
+    async with UntilClientLeaves(request.receive, state.stopping):
+        view = await service.get(
+            state.tenant(request),
+            body.session_id,
+            body.semantic_var_id,
+            criteria,
+            body.timeout_s or DEFAULT_WAIT_S,
+        )
     return reply(PaperValue(semantic_var_id=view.id, content=view.value or ""))
 
 
