@@ -1,13 +1,18 @@
 """Carries requests: to a replica that accepts them, and on to another if that one is lost.
 
-placed (Roster, Fleet) -> accepted by a replica -> outputs ... -> the last one
-   ▲                            │ refuses: others are asked
-   └── with the tokens so far ──┴ is lost, or is to be empty
+    placed (Roster, Fleet) -> accepted by a replica -> connected: outputs ... -> the last one
+       ▲                            │ refuses: others are asked
+       └── with the tokens so far ──┴ is lost, or is to be empty
+
+The slot of a request (OutputStream) stays the same all the way. The replica that has the request is
+connected to it, so that an output goes from the engine's client to the reader in one call. Only
+what is between two replicas has a task.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import OrderedDict
 
@@ -42,6 +47,34 @@ class _LostTooOftenError(EngineDeadError):
     """A request is given up."""
 
 
+class _TakenAwayError(Exception):
+    """A replica was asked to accept a request, which goes on elsewhere without its answer."""
+
+
+class _Suspects:
+    """Requests that may be lost with one engine more, of which one at a time begins.
+
+    waits -- turn --> begins -- clear: it has begun or ended, or its engine is lost --> next
+    """
+
+    def __init__(self) -> None:
+        self._beginning: Routed | None = None
+        self._cleared = asyncio.Event()
+
+    async def turn(self, item: Routed) -> None:
+        """Wait until no other begins; then this one does, until `clear`."""
+        while self._beginning is not None:
+            await self._cleared.wait()
+        self._beginning, item.suspect = item, True
+        self._cleared.clear()
+
+    def clear(self, item: Routed) -> None:
+        """It does not begin any more, if it did."""
+        if self._beginning is item:
+            self._beginning, item.suspect = None, False
+            self._cleared.set()
+
+
 class Carrier:
     """All requests that are open.
 
@@ -56,10 +89,10 @@ class Carrier:
         self.moved = 0
         self.closing: str | None = None
         self._roster = roster
-        self._suspects = asyncio.Lock()
+        self._suspects = _Suspects()
 
     async def start(self, item: Routed) -> None:
-        """Have a replica accept it; its outputs are forwarded from then on.
+        """Have a replica accept it; its outputs go to its stream from then on.
 
         Raises what EngineClient.submit raises.
         """
@@ -70,7 +103,21 @@ class Carrier:
             del self.open[item.id]
             raise
         item.stream.service_class = inner.service_class
-        item.task = asyncio.create_task(self._run(item, inner), name="routed-request")
+        self._connect(item, inner)
+
+    def close(self, reason: str) -> list[asyncio.Task[None]]:
+        """Nothing goes on any more: whoever reads hears so. The tasks that are left end at once."""
+        self.closing = reason
+        tasks = []
+        for item in list(self.open.values()):
+            if item.task is not None:
+                item.task.cancel()
+                tasks.append(item.task)
+            elif item.connected:
+                self._disconnect(item)
+                item.stream.put(EngineDeadError(reason))
+                self._forget(item)
+        return tasks
 
     async def _settle(self, item: Routed, *, patient: bool) -> RequestStream:
         """Have a replica accept it: the one where it is best, or those that do not refuse it.
@@ -94,7 +141,7 @@ class Carrier:
                     raise  # there is nobody to ask
                 self._lose(item, error)
                 continue
-            except TimeoutError:
+            except _TakenAwayError:
                 self._leave_behind(item)
                 continue
             except BaseException:
@@ -108,95 +155,147 @@ class Carrier:
                 refused.clear()
 
     async def _hand_over(self, item: Routed, replica: Member) -> RequestStream:
-        """Have this one accept it. Raises TimeoutError if it is taken away from it meanwhile."""
-        async with asyncio.timeout(None) as item.engine_wait:
-            try:
-                inner = await replica.client.submit(item.current)
-            except InvalidRequestError as error:
-                if replica not in item.left:
-                    raise
-                # It has not ended what it had of this one.
-                raise OverloadedError(str(error), _STUCK_WAIT_S) from error
-            item.accepted, item.shuns = True, None
-            await self._catch_up(item, replica)
-            item.engine_wait = None
-            return inner
+        """Have this one accept it. Raises _TakenAwayError if it is taken away from it meanwhile."""
+        item.accepting = asyncio.ensure_future(self._accept(item, replica))
+        try:
+            return await item.accepting
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            assert caller is not None
+            if caller.cancelling():
+                raise
+            raise _TakenAwayError from None
+        finally:
+            item.accepting = None
+
+    async def _accept(self, item: Routed, replica: Member) -> RequestStream:
+        try:
+            inner = await replica.client.submit(item.current)
+        except InvalidRequestError as error:
+            if replica not in item.left:
+                raise
+            # It has not ended what it had of this one.
+            raise OverloadedError(str(error), _STUCK_WAIT_S) from error
+        item.accepted, item.shuns = True, None
+        # What was said of it while it was accepted, or elsewhere.
+        if item.promoted is not None:
+            await replica.client.promote(item.id, item.promoted)
+        if item.aborted or item.moving:
+            await replica.client.abort(item.id)
+        return inner
 
     def take_away(self, item: Routed) -> None:
-        """It goes on elsewhere, whatever the engine that has it is doing, if somebody waits for
-        that just now."""
-        if item.engine_wait is not None:
-            item.engine_wait.reschedule(asyncio.get_running_loop().time())
-            item.engine_wait = None
+        """It goes on elsewhere, whatever the engine that has it is doing."""
+        if item.accepting is not None:
+            item.accepting.cancel()
+        elif item.connected:
+            if item.aborted:
+                self._end(item, FinishReason.ABORT)
+            else:
+                self._leave_behind(item)
+                self._go_on(item)
 
     def _leave_behind(self, item: Routed) -> None:
         """It was taken away."""
-        self._clear(item)
+        self._suspects.clear(item)
         if item.replica is not None:
             item.left.add(item.replica)
             item.replica.stuck = item.is_there
         self._roster.leave(item)
         self.moved += 1
 
-    async def _catch_up(self, item: Routed, replica: Member) -> None:
-        """Tell the engine what was said of a request while it was accepted, or elsewhere."""
-        if item.promoted is not None:
-            await replica.client.promote(item.id, item.promoted)
-        if item.aborted or item.moving:
-            await replica.client.abort(item.id)
+    # Outputs
 
-    async def _run(self, item: Routed, inner: RequestStream) -> None:
-        """Forward its outputs until the last, from wherever they come."""
+    def _connect(self, item: Routed, inner: RequestStream) -> None:
+        item.connection += 1
+        item.connected = True
+        inner.connect(functools.partial(self._on_output, item, item.connection))
+
+    def _disconnect(self, item: Routed) -> None:
+        """What its engine still says is not for it."""
+        item.connection += 1
+        item.connected = False
+
+    def _on_output(
+        self, item: Routed, connection: int, output: RequestOutput | EngineDeadError
+    ) -> None:
+        """Take what a replica gives, as an OutputSink."""
+        if connection != item.connection:
+            return
         try:
-            while not await self._pump(item, inner):
-                if item.losses >= _MAX_LOSSES - 1:
-                    await self._suspects.acquire()
-                    item.suspect = True
-                inner = await self._settle(item, patient=True)
-        except asyncio.CancelledError:
-            if self.closing is None:  # aborted between two replicas
-                item.end(FinishReason.ABORT)
+            if isinstance(output, EngineDeadError):
+                self._on_death(item, output)
+            elif output.finish_reason is not None and self._goes_on(item, output):
+                self._go_on(item)
             else:
-                item.stream.put(EngineDeadError(self.closing))
-        except OverloadedError as error:
-            item.end(FinishReason.ERROR, str(error), error.retry_after_s)
-        except _LostTooOftenError as error:
-            item.end(FinishReason.ERROR, str(error))
-        except EngineDeadError as error:
-            item.stream.put(EngineDeadError(str(error)))
-        except Exception as error:
-            if not isinstance(error, BrosError):
-                logger.exception("a request cannot be continued")
-            item.end(FinishReason.ERROR, f"It could not be continued elsewhere: {error}")
-        finally:
-            self._clear(item)
-            self._roster.leave(item)
-            self.open.pop(item.id, None)
+                self._take(item, output)
+        except Exception as error:  # ours, and others are not to suffer
+            self._fail(item, error)
 
-    async def _pump(self, item: Routed, inner: RequestStream) -> bool:
-        """Forward what one replica gives; True if that was all."""
-        error = EngineDeadError("The engine's output ended without a finish reason.")
-        try:
-            async with asyncio.timeout(None) as item.engine_wait:
-                async for output in inner:
-                    if output.finish_reason is not None and self._goes_on(item, output):
-                        return False
-                    self._take(item, output)
-                    if output.finish_reason is not None:
-                        return True
-        except TimeoutError:
-            if not item.aborted:
-                self._leave_behind(item)
-                return False
-        except EngineDeadError as death:
-            error = death
+    def _on_death(self, item: Routed, error: EngineDeadError) -> None:
+        """Its engine is gone. Raises _LostTooOftenError."""
         if item.aborted:
-            self._roster.leave(item)
-            item.end(FinishReason.ABORT)
-            return True
+            self._end(item, FinishReason.ABORT)
+            return
         self._lose(item, error)
         self.continued += 1
-        return False
+        self._go_on(item)
+
+    def _go_on(self, item: Routed) -> None:
+        """Find another replica for it."""
+        self._disconnect(item)
+        item.task = asyncio.create_task(self._resettle(item), name="routed-request")
+
+    async def _resettle(self, item: Routed) -> None:
+        try:
+            if item.losses >= _MAX_LOSSES - 1:
+                await self._suspects.turn(item)
+            inner = await self._settle(item, patient=True)
+        except asyncio.CancelledError:
+            if self.closing is None:  # aborted between two replicas
+                self._end(item, FinishReason.ABORT)
+            else:
+                item.stream.put(EngineDeadError(self.closing))
+                self._forget(item)
+        except Exception as error:
+            self._fail(item, error)
+        else:
+            item.task = None
+            self._connect(item, inner)
+
+    def _fail(self, item: Routed, error: Exception) -> None:
+        """It cannot go on."""
+        if isinstance(error, OverloadedError):
+            self._end(item, FinishReason.ERROR, str(error), error.retry_after_s)
+        elif isinstance(error, _LostTooOftenError):
+            self._end(item, FinishReason.ERROR, str(error))
+        elif isinstance(error, EngineDeadError):
+            self._disconnect(item)
+            item.stream.put(EngineDeadError(str(error)))
+            self._forget(item)
+        else:
+            if not isinstance(error, BrosError):
+                logger.error("a request cannot be continued", exc_info=error)
+            self._end(item, FinishReason.ERROR, f"It could not be continued elsewhere: {error}")
+
+    def _end(
+        self,
+        item: Routed,
+        reason: FinishReason,
+        error: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """It ends without a word of an engine."""
+        self._disconnect(item)
+        self._roster.leave(item)
+        item.end(reason, error, retry_after_s)
+        self._forget(item)
+
+    def _forget(self, item: Routed) -> None:
+        """It is not open any more."""
+        self._suspects.clear(item)
+        self._roster.leave(item)
+        self.open.pop(item.id, None)
 
     def _goes_on(self, item: Routed, output: RequestOutput) -> bool:
         """Whether it has ended where it is, but not elsewhere."""
@@ -212,26 +311,29 @@ class Carrier:
             item.refusals[replica] = refused
         else:
             return False
-        self._clear(item)
+        self._suspects.clear(item)
         self._roster.leave(item)
         return True
 
     def _take(self, item: Routed, output: RequestOutput) -> None:
         reason = output.finish_reason
         if not item.begun and (output.token_ids or reason is FinishReason.LENGTH):
-            self._clear(item)
+            self._suspects.clear(item)
             self._roster.begun(item, output.cached_tokens)
             item.refusals.clear()
-        if reason is not None and item.replica is not None:
+        if reason is None:
+            item.forward(output)
+            return
+        if item.replica is not None:
             self._remember(item.id, item.replica)
+        self._disconnect(item)
         item.forward(output)
-        if reason is not None:
-            self._roster.leave(item, cached=reason.complete)
-            self.open.pop(item.id, None)
+        self._roster.leave(item, cached=reason.complete)
+        self._forget(item)
 
     def _lose(self, item: Routed, error: EngineDeadError) -> None:
         """The engine that has it is gone. Raises _LostTooOftenError."""
-        self._clear(item)
+        self._suspects.clear(item)
         if item.replica is not None and item.is_there:
             self._roster.lose(item.replica)
         self._roster.leave(item)
@@ -241,12 +343,6 @@ class Carrier:
                 f"The request is given up, as {item.losses} engines were lost with it. The last: "
                 f"{error}"
             )
-
-    def _clear(self, item: Routed) -> None:
-        """It has not ended the engine by beginning there, or has: the next suspect may begin."""
-        if item.suspect:
-            item.suspect = False
-            self._suspects.release()
 
     def _remember(self, request_id: str, replica: Member) -> None:
         self.ended[request_id] = replica

@@ -169,13 +169,11 @@ class RouterClient:
 
     async def close(self) -> None:
         """End everything that is open, and all engines."""
-        self._carrier.closing = _CLOSING
         self._roster.close(_CLOSING)
-        tasks = [item.task for item in self._carrier.open.values() if item.task is not None]
-        tasks += self._chores
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = self._carrier.close(_CLOSING)
+        for chore in self._chores:
+            chore.cancel()
+        await asyncio.gather(*tasks, *self._chores, return_exceptions=True)
         closings = (replica.client.close() for replica in self._replicas)
         for result in await asyncio.gather(*closings, return_exceptions=True):
             if isinstance(result, Exception):

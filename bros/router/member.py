@@ -10,7 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from bros.core.errors import EngineDeadError, OverloadedError
-from bros.core.interfaces import EngineInfo, EngineStats, Notice, Prices, WatchableClient
+from bros.core.interfaces import (
+    EngineInfo,
+    EngineStats,
+    Notice,
+    Prices,
+    RequestStream,
+    WatchableClient,
+)
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.engine.client import OutputStream
 from bros.router.state import ReplicaFacts
@@ -156,21 +163,32 @@ class Member:
 class Routed:
     """A request that is open, with all that is needed to go on with it elsewhere.
 
-    asked: as it came, but with a seed; current: what of it the present engine was asked for.
-    given: all tokens of the answer so far. replica, key: where it is, and in which life of that;
-    None while it is between two. placed: the decision that it waits for, and `patient` if it can
-    wait long. accepted: the engine there has it; begun: and has given the first output.
-    aborted, promoted: as somebody has said, and how and when. moving: it is to go on elsewhere, and
-    not where it `shuns`.
-    engine_wait: for what the engine says; who ends it has it go on without a word of that one.
-    left: replicas that may still have it. refusals: of those that had accepted it, and then did
-    not begin. losses: engines that were lost with it. suspect: nobody else that is may begin.
+    asked            as it came, but with a seed
+    current          what of it the present engine was asked for
+    given            all tokens of the answer so far
+    replica, key     where it is, and in which life of that; None while it is between two
+    placed           the decision that it waits for
+    patient          whether it can wait long for that
+    accepting        the present engine is asked to accept it, and has not answered
+    accepted         the present engine has it
+    connection       number of the engine's stream that its outputs come from; others are ignored
+    connected        they come: no task is needed until the engine is lost or gives it back
+    task             finds another replica, between two
+    begun            the present engine has given the first output
+    aborted          as somebody has said
+    promoted         how somebody has promoted it, and when (promoted_s)
+    moving, shuns    it is to go on elsewhere, and not where it shuns
+    left             replicas that may still have it
+    refusals         of those that had accepted it, and then did not begin
+    losses           engines that were lost with it
+    suspect          it begins now, and no other that was lost with as many may
     """
 
     __slots__ = (
-        *("_cached_tokens", "_given_before", "aborted", "accepted", "asked", "begun", "current"),
-        *("engine_wait", "given", "key", "left", "losses", "moving", "patient", "placed"),
-        *("promoted", "promoted_s", "refusals", "replica", "shuns", "stream", "suspect", "task"),
+        *("_cached_tokens", "_given_before", "aborted", "accepted", "accepting", "asked", "begun"),
+        *("connected", "connection", "current", "given", "key", "left", "losses", "moving"),
+        *("patient", "placed", "promoted", "promoted_s", "refusals", "replica", "shuns", "stream"),
+        *("suspect", "task"),
     )
 
     def __init__(self, asked: EngineRequest) -> None:
@@ -180,16 +198,19 @@ class Routed:
         self.replica: Member | None = None
         self.key: int | None = None
         self.placed: asyncio.Future[Member] | None = None
+        self.patient = False
+        self.accepting: asyncio.Future[RequestStream] | None = None
+        self.connection = 0
+        self.connected = False
         self.task: asyncio.Task[None] | None = None
         self.accepted = self.begun = self.aborted = self.moving = False
-        self.patient = self.suspect = False
-        self.engine_wait: asyncio.Timeout | None = None
         self.left: set[Member] = set()
         self.refusals: dict[Member, OverloadedError] = {}
         self.promoted: Slo | None = None
         self.promoted_s = 0.0
         self.shuns: Member | None = None
         self.losses = 0
+        self.suspect = False
         self._given_before = 0
         self._cached_tokens: int | None = None
 

@@ -613,3 +613,18 @@ def test_one_that_cannot_be_closed_keeps_no_other_from_it() -> None:
         await group.close()
 
     run_virtual(test)
+
+
+def test_who_reads_late_finds_what_several_replicas_gave_in_one_output() -> None:
+    async def test(group: Group) -> None:
+        stream = await group.client.submit(ask())
+        await asyncio.sleep(4 * STEP_S)
+        where = group.where("r")
+        group.engines[where].die()
+        await asyncio.sleep(30 * STEP_S)
+        assert group.client.num_open == 0 and group.client.continued == 1
+        (output,) = [output async for output in stream]
+        assert list(output.token_ids) == foretold(ask())
+        assert output.finish_reason is not None
+
+    in_group(test)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -159,3 +160,63 @@ async def test_error_before_the_first_token_has_a_status(server: Server) -> None
     response = await server.chat(stream=True, messages=[{"role": "user", "content": "x" * 600}])
     assert response.status_code == 400
     assert response.headers["content-type"] == "application/json"
+
+
+class SlowReader:
+    """A client whose connection takes one message at a time, each when it is told to."""
+
+    def __init__(self, server: Server, body: dict[str, Any]) -> None:
+        self._request = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        self._server = server
+        self._may_take = asyncio.Semaphore(0)
+        self.body = b""
+        self.messages = 0
+
+    async def call(self) -> None:
+        path = "/v1/chat/completions"
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "scheme": "http",
+            "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
+            "query_string": b"", "headers": [], "server": ("test", 80),
+        }  # fmt: skip
+        await self._server.app(scope, self._receive, self._send)
+
+    def take(self, messages: int) -> None:
+        for _ in range(messages):
+            self._may_take.release()
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._request:
+            return self._request.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def _send(self, message: Any) -> None:
+        await self._may_take.acquire()
+        self.messages += 1
+        self.body += message.get("body", b"")
+
+
+async def test_a_slow_reader_gets_everything_in_few_messages(server: Server) -> None:
+    server.engine.text, server.engine.hold_after = "0123456789" * 20, 200
+    user = {"role": "user", "content": "Hi"}
+    reader = SlowReader(server, {"messages": [user, user], "stream": True, "n": 2})
+    calling = asyncio.ensure_future(reader.call())
+    await server.engine.holding.wait()
+    reader.take(2)  # the beginning, and the first of the text
+    for _ in range(50):
+        await asyncio.sleep(0)
+    server.engine.go_on.set()
+    while len(server.engine.ended) < 2:
+        await asyncio.sleep(0)
+    assert reader.messages == 2, "the engine does not wait for the client"
+    reader.take(100)
+    await calling
+    assert reader.messages <= 5
+    sent = chunks(reader.body.decode())
+    for index in range(2):
+        own = [c for chunk in sent for c in chunk["choices"] if c["index"] == index]
+        assert "".join(c["delta"].get("content", "") for c in own) == "0123456789" * 20
+        assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["stop"]
+    assert len(sent) <= 2 * 4, "the role, two texts and the end of each"
+    assert server.engine.aborted == []

@@ -69,6 +69,7 @@ class ScriptedEngine:
     `fails` end with an error, one that may be tried again after `retry_after_s` if that is not
     None; `relegates`, the end of ids that are served as best-effort; `step_s`, by which each token
     moves the clock; `cached_tokens`; `figures`, its statistics; `traces` by request id; `alive`.
+    ended: ids of what was answered in full.
     """
 
     def __init__(self, tokenizer: Tokenizer, clock: ManualClock) -> None:
@@ -91,6 +92,7 @@ class ScriptedEngine:
         self.alive = True
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.ended: list[str] = []
         self.promoted: list[tuple[str, Slo]] = []
         self.released: list[str] = []
         self._streams: dict[str, PlayedStream] = {}
@@ -175,6 +177,7 @@ class ScriptedEngine:
                 return
             yield self._output(request, count, token_id, limit)
             await asyncio.sleep(0)
+        self.ended.append(request.request_id)
 
     async def _misbehave(self, produced: int) -> None:
         self.clock.advance(self.step_s)
