@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -97,7 +97,7 @@ def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
 class MessageClient:
     """An EngineClient on top of `send`; the transport feeds `on_reply` in the event loop.
 
-    Submissions and questions are each answered in the order in which they were sent.
+    A submission is answered by the request's id, a question by its number.
     """
 
     def __init__(self, send: Callable[[Command], None]) -> None:
@@ -109,7 +109,8 @@ class MessageClient:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, OutputStream] = {}
         self._submissions: dict[str, asyncio.Future[ServiceClass]] = {}
-        self._questions: deque[asyncio.Future[Any]] = deque()
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._question_numbers = itertools.count()
         self._listener: Callable[[Notice], None] | None = None
 
     @property
@@ -177,7 +178,7 @@ class MessageClient:
 
     async def stats(self) -> EngineStats:
         """Raises EngineDeadError if there is no engine to ask."""
-        stats: EngineStats = await self._ask(AskStats())
+        stats: EngineStats = await self._ask(AskStats)
         return stats
 
     async def trace(self, request_id: str) -> RequestTrace | None:
@@ -185,7 +186,7 @@ class MessageClient:
 
         Raises EngineDeadError if there is no engine to ask.
         """
-        trace: RequestTrace | None = await self._ask(AskTrace(request_id))
+        trace: RequestTrace | None = await self._ask(lambda number: AskTrace(number, request_id))
         return trace
 
     def watch(self, listener: Callable[[Notice], None]) -> None:
@@ -204,10 +205,10 @@ class MessageClient:
                 self._resolve(request_id, service_class)
             case Refused(request_id):
                 self._resolve(request_id, reply.to_error())
-            case StatsReply(answer) | TraceReply(answer):
-                future = self._questions.popleft()
-                if not future.done():
-                    future.set_result(answer)
+            case StatsReply(question, answer) | TraceReply(question, answer):
+                asked = self._questions.get(question)
+                if asked is not None and not asked.done():
+                    asked.set_result(answer)
             case Told(notice):
                 if self._listener is not None:
                     self._listener(notice)
@@ -224,7 +225,10 @@ class MessageClient:
         if not self._came_up:
             self._ready.set_exception(EngineDeadError(message))
             self._ready.exception()  # asyncio logs an exception that was never retrieved
-        waiting: list[asyncio.Future[Any]] = [*self._submissions.values(), *self._questions]
+        waiting: list[asyncio.Future[Any]] = [
+            *self._submissions.values(),
+            *self._questions.values(),
+        ]
         for future in waiting:
             if not future.done():
                 future.set_exception(EngineDeadError(message))
@@ -246,12 +250,16 @@ class MessageClient:
         if not self._alive:
             raise EngineDeadError(self._death)
 
-    async def _ask(self, question: AskStats | AskTrace) -> Any:
+    async def _ask(self, question: Callable[[int], AskStats | AskTrace]) -> Any:
+        """Send a question under a number of its own, and wait for the answer with that number."""
         self._check_alive()
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._send(question)  # if it fails, no answer comes
-        self._questions.append(reply)
-        return await reply
+        number = next(self._question_numbers)
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(question(number))
+            return await answer
+        finally:
+            self._questions.pop(number, None)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """Hand what a step gave to the requests that it belongs to."""

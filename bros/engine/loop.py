@@ -83,10 +83,10 @@ def handle(command: Command, engine: Engine, client: Sender) -> None:
             engine.promote(request_id, slo)
         case Release(request_id):
             engine.release(request_id)
-        case AskStats():
-            client.send(StatsReply(engine.stats()))
-        case AskTrace(request_id):
-            client.send(TraceReply(engine.trace(request_id)))
+        case AskStats(question):
+            client.send(StatsReply(question, engine.stats()))
+        case AskTrace(question, request_id):
+            client.send(TraceReply(question, engine.trace(request_id)))
         case Watch():
             engine.watch()
             notice = engine.notice(full=True)

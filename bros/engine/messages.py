@@ -31,11 +31,13 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class AskStats:
-    pass
+    question: int
+    """Its number, which the answer repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskTrace:
+    question: int
     request_id: str
 
 
@@ -126,13 +128,15 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class StatsReply:
+    question: int
     stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class TraceReply:
-    """None if nothing is known of the request."""
+    """trace: None if nothing is known of the request."""
 
+    question: int
     trace: RequestTrace | None
 
 

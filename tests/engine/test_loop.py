@@ -96,9 +96,9 @@ def test_a_refusal_says_when_to_come_back(error: BrosError) -> None:
     assert (str(refused), vars(refused)) == (str(error), vars(error))
 
 
-def test_questions_are_answered_in_their_order() -> None:
-    commands = (AskTrace("r"), AskStats(), AskTrace("nobody"))
-    answers = [TraceReply(TRACE), StatsReply(EngineStats(steps=3)), TraceReply(None)]
+def test_questions_are_answered_with_their_numbers() -> None:
+    commands = (AskTrace(7, "r"), AskStats(8), AskTrace(4, "nobody"))
+    answers = [TraceReply(7, TRACE), StatsReply(8, EngineStats(steps=3)), TraceReply(4, None)]
     assert replies(FullEngine(), *commands) == answers
 
 
@@ -154,7 +154,7 @@ def test_what_arrives_during_a_step_is_seen_at_once_and_handled_after_it_in_orde
     transport = Drip(
         [Submit(first)],
         [Submit(second), Abort("a")],  # during the step
-        [Submit(third), Promote("c", Slo(0.3)), AskStats()],
+        [Submit(third), Promote("c", Slo(0.3)), AskStats(1)],
         [Abort("b")],
         [], [Shutdown()],  # during the second step
         [],
@@ -174,7 +174,7 @@ def test_an_idle_engine_does_not_wait_while_something_is_left_to_handle() -> Non
     engine = FullEngine()
     seen: list[EngineRequest] = []
     engine.step = lambda arrivals: seen.extend(arrivals()) or []  # type: ignore[method-assign,func-returns-value]
-    transport = Drip([AskStats()], [Submit(ASK)], [], [], [Shutdown()])
+    transport = Drip([AskStats(1)], [Submit(ASK)], [], [], [Shutdown()])
     run_engine(engine, transport)  # type: ignore[arg-type]
     assert seen == [ASK]
     assert transport.waited == [True, False, False, False, True]

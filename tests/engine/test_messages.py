@@ -115,8 +115,8 @@ notice = of(Notice, kept=st.lists(st.tuples(text, count), max_size=3).map(tuple)
 COMMAND_VALUES = {
     Submit: st.builds(Submit, request),
     Abort: st.builds(Abort, text),
-    AskStats: st.just(AskStats()),
-    AskTrace: st.builds(AskTrace, text),
+    AskStats: st.builds(AskStats, count),
+    AskTrace: st.builds(AskTrace, count, text),
     Shutdown: st.just(Shutdown()),
     Promote: st.builds(Promote, text, slo),
     Release: st.builds(Release, text),
@@ -127,8 +127,8 @@ REPLY_VALUES = {
     Accepted: st.builds(Accepted, text, st.sampled_from(ServiceClass)),
     Refused: st.builds(Refused, text, text, text, st.none() | text, st.none() | text),
     Outputs: st.builds(Outputs, st.lists(output, max_size=3).map(tuple)),
-    StatsReply: st.builds(StatsReply, stats),
-    TraceReply: st.builds(TraceReply, st.none() | trace),
+    StatsReply: st.builds(StatsReply, count, stats),
+    TraceReply: st.builds(TraceReply, count, st.none() | trace),
     Failed: st.builds(Failed, text),
     Alive: st.just(Alive()),
     Told: st.builds(Told, notice),
@@ -154,7 +154,7 @@ def test_replies_arrive_as_they_were_sent(reply: Reply) -> None:
 
 def test_classes_are_classes_again_after_the_journey() -> None:
     codec = reply_codec()
-    sent = StatsReply(EngineStats(by_class={ServiceClass.BE: ClassStats(relegated=3)}))
+    sent = StatsReply(3, EngineStats(by_class={ServiceClass.BE: ClassStats(relegated=3)}))
     received = codec.decode(codec.encode(sent))
     assert isinstance(received, StatsReply)
     [(service_class, counts)] = received.stats.by_class.items()
