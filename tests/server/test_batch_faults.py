@@ -133,11 +133,12 @@ async def test_no_row_begins_after_the_lease_has_run_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cannot be renewed, so another server may have taken the job over."""
+    num_rows = 20
     async with batch_server(tmp_path) as server:
         assert server.live.server.state.jobs is not None
         runner, renew = server.live.server.state.jobs.runner, server.store.batches.renew
         server.engine.held = "row"
-        batch = await server.submit(*map(row, range(ROWS)))
+        batch = await server.submit(*map(row, range(num_rows)))
         await until(lambda: 0 < server.engine.waiting == runner.rows_in_flight)
         begun = len(server.engine.submitted)
         out_of_reach = threading.Event()
@@ -152,7 +153,7 @@ async def test_no_row_begins_after_the_lease_has_run_out(
         server.clock.advance(100.0)
         server.engine.go_on.set()
         await server.wait_done(batch, begun)
-        assert len(server.engine.submitted) == begun < ROWS
+        assert len(server.engine.submitted) == begun < num_rows
         out_of_reach.clear()
         server.wake()
         await server.wait(batch, "completed")
