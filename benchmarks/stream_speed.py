@@ -23,6 +23,7 @@ import json
 import opcode
 import os
 import re
+import runpy
 import signal
 import statistics
 import subprocess
@@ -274,11 +275,9 @@ def report(rounds: Sequence[Round]) -> None:
 # ---- What runs in the server process: started as a server that can be probed
 
 
-def serve_probed(probe: str, result: Path, arguments: Sequence[str]) -> int:
+def serve_probed(probe: str, result: Path, arguments: Sequence[str]) -> None:
     """Run bros with `arguments`; record between SIGUSR1 and SIGUSR2. probe: files or profile."""
-    from bros.cli import main as bros_main
-
-    package = str(Path(sys.modules["bros"].__file__ or "").parent)
+    package = str(Path(__import__("bros").__file__).parent)
     seen: dict[str, None] = {}
     profile = cProfile.Profile(time.process_time)
 
@@ -304,7 +303,8 @@ def serve_probed(probe: str, result: Path, arguments: Sequence[str]) -> int:
 
     signal.signal(signal.SIGUSR1, begin)
     signal.signal(signal.SIGUSR2, end)
-    return bros_main(arguments)
+    sys.argv = ["bros", *arguments]
+    runpy.run_module("bros", run_name="__main__")
 
 
 def _begins(frame: FrameType) -> bool:
@@ -342,7 +342,8 @@ def list_files(args: argparse.Namespace) -> None:
 
 def main() -> int:
     if sys.argv[1:2] == ["--serve-probed"]:
-        return serve_probed(sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
+        serve_probed(sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
+        return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=128)
