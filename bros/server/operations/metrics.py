@@ -478,7 +478,7 @@ class ServerMetrics:
         gaps = _GapCollector()
         self._registry.register(gaps)
         self._histograms = {
-            service_class: _ClassHistograms(*bound, gap=gaps.by_class[service_class])
+            service_class: _ClassHistograms(bound, gaps.by_class[service_class])
             for service_class, bound in self._make_histograms().items()
         }
 
@@ -575,10 +575,8 @@ class _ClassHistograms:
 
     __slots__ = ("duration", "gap", "tpot", "ttft")
 
-    def __init__(self, ttft: Histogram, tpot: Histogram, duration: Histogram, gap: _Gaps) -> None:
-        self.ttft = ttft
-        self.tpot = tpot
-        self.duration = duration
+    def __init__(self, histograms: Sequence[Histogram], gap: _Gaps) -> None:
+        self.ttft, self.tpot, self.duration = histograms
         self.gap = gap
 
 
