@@ -20,6 +20,9 @@ from bros.executor.sampler import Choice, Chooser, DeviceChooser
 class ModelRunner:
     """Runs plans on one device. Implements core.interfaces.Executor.
 
+    `prepare`, `compute` and `choose` are the parts of `execute` for those who run several of these;
+    they are called in inference mode.
+
     What a plan's segments name must have been written by earlier plans: nothing is checked
     here, the scheduler owns the blocks.
     """
@@ -68,14 +71,12 @@ class ModelRunner:
     def num_layers(self) -> int:
         return len(self._kv.layers)
 
-    @torch.inference_mode()
     def prepare(self, inputs: StepInputs, copies: KvCopies | None = None) -> StepInputs:
         """Begin a plan's copies; returns the inputs for `compute`."""
         if copies is not None:
             self._kv.copy(copies)
         return inputs
 
-    @torch.inference_mode()
     def compute(
         self,
         inputs: StepInputs,
@@ -97,7 +98,6 @@ class ModelRunner:
         self._kv.wait_for_layer(len(self._kv.layers) - 1)
         return graphs.run(recording, inputs, pending)
 
-    @torch.inference_mode()
     def choose(self, step: int, logits: Tensor, inputs: StepInputs) -> StepResult:
         """The tokens of a step with these logits."""
         return StepResult(step, self._chooser(logits, inputs.samples))
@@ -183,7 +183,6 @@ class LaunchingRunner(ModelRunner):
         inputs = self.prepare(build_inputs(plan), plan.copies)
         return self.begin(plan, inputs, self.pending(plan, inputs))
 
-    @torch.inference_mode()
     def begin(self, plan: StepPlan, inputs: StepInputs, pending: Pending | None) -> Launched:
         """The second half of `launch`. inputs: of `prepare`; pending: of `pending`."""
         logits = self.compute(inputs, pending=pending)

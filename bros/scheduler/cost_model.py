@@ -89,6 +89,14 @@ class StepLoad:
         self.context += context + 1
         self.unique_context += context + 1 - shared
 
+    def add_rows(self, count: int, context: int, shared: int = 0) -> None:
+        """`add_row` for `count` rows after `context` cached tokens together, of which `shared` need
+        not be read; negative numbers take rows back."""
+        self.tokens += count
+        self.decode_rows += count
+        self.context += context + count
+        self.unique_context += context + count - shared
+
     def remove_row(self, context: int, swapped: int = 0, shared: int = 0) -> None:
         self.swap_tokens -= swapped
         self.tokens -= 1

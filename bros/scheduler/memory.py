@@ -171,6 +171,24 @@ class StepMemory:
             return False
         return self._append(state, num_tokens)
 
+    def reserve_rows(self, states: Sequence[RequestState]) -> int:
+        """See Reservations: one token for each of these decode rows, which miss nothing."""
+        append, granted, victims = self._kv.append, self.granted, self._victim_ids
+        self.refusal = "memory"
+        self._asked_for_victims = False
+        for count, state in enumerate(states):
+            if self.losses and state.request_id in self.losses:
+                return count
+            self._asking = state
+            places = append(state.request_id, 1, state.side, victims, state.match)
+            if places is None:
+                return count
+            granted[state.request_id] = places
+            if self._asked_for_victims:
+                self._note_losses(state)
+                return count + 1
+        return len(states)
+
     def may_cancel(self, state: RequestState) -> bool:
         """False if others lost memory for its reservation, so that it stays."""
         return state.request_id not in self._made_room

@@ -21,7 +21,7 @@ from __future__ import annotations
 import bisect
 import math
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -80,6 +80,14 @@ class Reservations(Protocol[_C]):
 
     def reserve(self, candidate: _C, num_tokens: int) -> bool:
         """True if the next `num_tokens` tokens fit, after what was reserved before."""
+        ...
+
+    def reserve_rows(self, candidates: Sequence[_C]) -> int:
+        """`reserve` one token for each of these decode rows, in their order; how many have it.
+
+        Stops before the first row that finds no room, and after the first one for which others
+        lost memory.
+        """
         ...
 
     @property
@@ -451,7 +459,7 @@ class _Packer(Generic[C]):
         go_on = True
         kept = min(self._rules.min_chunk, bounds.tokens // 2) if bounds.filler_credit_s else 0
         self._tokens_left -= kept
-        for candidate in candidates:
+        for candidate in self._apart_from_runs(candidates, bounds.rows):
             if self._tokens_left <= 0:
                 packing.urgent_stop = "tokens"
                 break
@@ -486,7 +494,7 @@ class _Packer(Generic[C]):
         owed_s = packing.urgent_s + bounds.filler_credit_s
         limit_s = owed_s if self._filler_waits else max(limit_s, owed_s)
         rows = max(bounds.rows, packing.num_urgent + (bounds.filler_credit_s > 0))
-        for candidate in candidates:
+        for candidate in self._apart_from_runs(candidates, rows, limit_s):
             if self._tokens_left == 0:
                 packing.filler_stop = "tokens"
                 return
@@ -515,6 +523,70 @@ class _Packer(Generic[C]):
                 packing.filler_stop = "time"
                 return
             self._take(candidate, num_tokens)
+
+    def _apart_from_runs(
+        self, candidates: Iterable[C], most: int, limit_s: float | None = None
+    ) -> Iterator[C]:
+        """The candidates that have to be decided one by one, in their order.
+
+            candidates   [ row row row row row row ] prompt [ row row row ] prompt ...
+            decided      first, then the rest at once
+
+        Most candidates are decode rows that hold memory already. The first of a run of them is
+        decided like any other, for it may set the limit of the step; the rest is taken here, as
+        far as one look shows that each of them would be (`_take_run`).
+
+        most: rows of the step. limit_s: seconds that the step is kept within; None for urgent
+        candidates, whose limit moves.
+        """
+        run: list[C] = []
+        for candidate in candidates:
+            if candidate.remaining == 1 and candidate.running and not candidate.num_missing:
+                run.append(candidate)
+                continue
+            if run:
+                yield run[0]
+                yield from run[1 + self._take_run(run[1:], most, limit_s) :]
+                run.clear()
+            yield candidate
+        if run:
+            yield run[0]
+            yield from run[1 + self._take_run(run[1:], most, limit_s) :]
+
+    def _take_run(self, rows: Sequence[C], most: int, limit_s: float | None) -> int:
+        """Take the first ones of these decode rows; how many. The others have to be asked about.
+
+        Takes what deciding them one by one would take, for the time of a step rises with every
+        row: if it keeps the limit with all of them, and nothing read together, so it does with
+        some. An urgent row that is due after the limit does not move it.
+        """
+        packing, load, common = self.packing, self.packing.load, self._common
+        rows = rows[: max(0, min(most - len(packing.selected), self._tokens_left))]
+        if not rows or self._tight:
+            return 0
+        if limit_s is None:
+            limit_s, now = self._limit_s, self._now
+            if any(row.deadline_s - now < limit_s for row in rows):
+                return 0
+        context = sum([row.num_cached for row in rows])
+        load.add_rows(len(rows), context)
+        seconds = self._predictor.safe_seconds(load)
+        load.add_rows(-len(rows), -context)
+        if seconds > limit_s:
+            return 0
+        shared = [common.join(row) for row in rows] if common.exists else []
+        count = self._memory.reserve_rows(rows)
+        if count < len(rows):
+            for row in reversed(rows[count:]):
+                common.leave(row)
+            context = sum([row.num_cached for row in rows[:count]])
+        load.add_rows(count, context, sum(shared[:count]))
+        if self._memory.num_copied != load.swap_out_tokens:
+            self._count_copies()
+        packing.selected += [(row, 1) for row in rows[:count]]
+        packing.seconds = self._predictor.safe_seconds(load)
+        self._tokens_left -= count
+        return count
 
     def _begin_early(self, candidate: C, limit_s: float) -> None:
         """Take as much of it as the others can spare."""

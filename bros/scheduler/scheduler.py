@@ -3,7 +3,8 @@
     schedule(now) -> StepPlan -> (an executor runs it) -> apply(StepResult, now) -> outputs
                                                        -> abandon(plan, now), if given up
 
-While a step runs the one after it may be scheduled (ahead.py); then it is applied, not abandoned.
+While a step runs the one after it may be scheduled (see `foresee`); then it is applied, not
+abandoned.
 
 The policy says who may run in what order and how much a step may hold, packing.py chooses, which
 takes memory (StepMemory), and here the choice is committed: requests change queues and have
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -23,12 +23,11 @@ from bros.core.interfaces import EngineStats, Grouping, Notice, RequestTrace
 from bros.core.plan import PENDING, Chunk, SharedPrefix, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
-from bros.scheduler import scheduler as ahead
 from bros.scheduler.admission import Admission, Limits, objectives, promoted_objectives
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.memory import StepMemory
 from bros.scheduler.metrics import ClassCounters
-from bros.scheduler.packing import pack, shared_prefixes
+from bros.scheduler.packing import Packing, pack, shared_prefixes
 from bros.scheduler.policies import Policy, Turn
 from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.state import SIDES, Queues, RequestState, due_from_s
@@ -331,12 +330,12 @@ class Scheduler:
         self._prefixes.expire(now)
         running, begins_s = self._steps.latest, self._steps.ends_s(now)
         if running is not None:
-            ahead.foresee(running, self._prefixes, begins_s)
+            foresee(running, self._prefixes, begins_s)
         turn = self._policy.turn(self._queues, begins_s)
         for state in turn.give_up:
             self._give_up(state, now)
         if running is not None:
-            turn = ahead.turn_behind(turn)
+            turn = turn_behind(turn)
         predictor = self._policy.predictor
         memory = StepMemory(
             self._kv,
@@ -357,11 +356,7 @@ class Scheduler:
             return None
         self._policy.chosen(packing)
         self._rob(memory, now)
-        self._started.clear()
-        chunks = tuple(
-            self._commit(state, tokens, memory.granted[state.request_id], now)
-            for state, tokens in packing.selected
-        )
+        chunks = self._commit(packing, memory, now)
         self._steps.begin(packing, predictor, self._queues, self._arrivals, now)
         shared = self._shared_prefixes(chunks)
         return StepPlan(self._steps.count, chunks, self._kv.take_copies(), shared)
@@ -379,22 +374,22 @@ class Scheduler:
             for state in step.filled
             if self._states.get(state.request_id) is state
         ]
+        states, take_token = self._states, self._take_token
         for sample in result.samples:
-            state = self._states.get(sample.request_id)
+            state = states.get(sample.request_id)
             if state is None or state.arrival_index >= step.newcomer:
                 continue  # it has gone while the step ran, and another one may have its name
             if sample.error is not None:
                 self._drop(state, FinishReason.ERROR, now)
                 outputs.append(failed(state, sample.error))
                 continue
-            reason = self._take_token(state, sample.token_id, now)
             outputs.append(
                 RequestOutput(
-                    request_id=state.request_id,
+                    request_id=sample.request_id,
                     token_ids=(sample.token_id,),
-                    cached_tokens=state.num_reused or 0,
                     logprobs=(sample.logprobs,) if sample.logprobs else (),
-                    finish_reason=reason,
+                    finish_reason=take_token(state, sample.token_id, now),
+                    cached_tokens=state.num_reused or 0,
                 )
             )
         return outputs
@@ -403,7 +398,7 @@ class Scheduler:
     def may_run_ahead(self) -> bool:
         """Whether the next step can be scheduled before the running one has been applied."""
         running = self._steps.latest
-        return running is None or ahead.can_be_foreseen(running)
+        return running is None or can_be_foreseen(running)
 
     @property
     def may_abandon(self) -> bool:
@@ -489,34 +484,39 @@ class Scheduler:
         return shared_prefixes(rows, grouping)
 
     def _commit(
-        self,
-        state: RequestState,
-        num_tokens: int,
-        granted: tuple[array[int], array[int]],
-        now: float,
-    ) -> Chunk:
-        start, end = state.num_cached, state.num_cached + num_tokens
-        if not state.running:
-            self._started.add(state.request_id)
-            self._steps.note_start(state)
-            self._queues.start(state)
-            self._prefixes.waits_no_more(state)
-            state.record.event(now, "scheduled")
-        segments, slots = granted
-        state.num_cached = end
-        state.num_missing = 0
-        is_last = state.samples and end == len(state.token_ids)
-        sample = state.sample_spec() if is_last else None
-        return Chunk(state.request_id, start, state.token_ids[start:end], segments, slots, sample)
+        self, packing: Packing[RequestState], memory: StepMemory, now: float
+    ) -> tuple[Chunk, ...]:
+        """What was packed is going to run: its requests have computed it from now on."""
+        self._started.clear()
+        granted, chunks = memory.granted, []
+        for state, num_tokens in packing.selected:
+            if not state.running:
+                self._begin(state, now)
+            start = state.num_cached
+            state.num_cached = end = start + num_tokens
+            state.num_missing = 0
+            tokens, (segments, slots) = state.token_ids, granted[state.request_id]
+            sample = state.sample_spec() if end == len(tokens) and state.samples else None
+            chunk = Chunk(state.request_id, start, tokens[start:end], segments, slots, sample)
+            chunks.append(chunk)
+        return tuple(chunks)
+
+    def _begin(self, state: RequestState, now: float) -> None:
+        """A request leaves its queue for its first step."""
+        self._started.add(state.request_id)
+        self._steps.note_start(state)
+        self._queues.start(state)
+        self._prefixes.waits_no_more(state)
+        state.record.event(now, "scheduled")
 
     def _take_token(self, state: RequestState, token_id: int, now: float) -> FinishReason | None:
-        counters = self._counters[state.service_class]
-        if state.record.last_token_s is None:
+        counters, record = self._counters[state.service_class], state.record
+        if record.last_token_s is None:
             counters.prompt_tokens += state.prompt_len
-        counters.note_token(state.record.token(now, state.slo))
+        counters.note_token(record.token(now, state.slo))
         reason = state.add_output(token_id, now)
         if reason is not None:
-            counters.note_finish(state.record, state.slo)
+            counters.note_finish(record, state.slo)
             self._drop(state, reason, now)
         return reason
 

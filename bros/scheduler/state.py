@@ -239,14 +239,15 @@ class RequestState:
         kept waiting for another's prompt, but never for more than `max_gap` intervals.
         last_s: when the last token is expected, if it is still to come.
         """
-        interval_s, first_s = self.slo.tpot_s, self.record.pace_from_s
+        interval_s, record = self.slo.tpot_s, self.record
+        first_s = record.pace_from_s
         if last_s is None:
-            last_s = self.record.last_token_s
+            last_s = record.last_token_s
         elif first_s is None:
             first_s = last_s
         if interval_s is None or first_s is None or last_s is None:
             return self.deadline_s  # of a first token, of a whole best-effort request, or none
-        on_pace_s = first_s + self.num_outputs * interval_s
+        on_pace_s = first_s + (len(self.token_ids) - self.prompt_len) * interval_s
         return max(last_s + interval_s, min(on_pace_s, last_s + max_gap * interval_s))
 
 

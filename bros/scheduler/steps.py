@@ -19,7 +19,7 @@ class Step:
     expected_s: seconds it should take. newcomer: arrival_index of the first request that came
     too late for it. filled: fills that are done with it. blocked: classes that wait, and why.
     idle: requests that hold memory and are not in it. foreseen: its requests plan on as if it were
-    done, see ahead.py.
+    done, see `foresee`.
     """
 
     number: int

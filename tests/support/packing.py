@@ -91,6 +91,15 @@ class Blocks:
         self.reserved[item.name] = needed
         return True
 
+    def reserve_rows(self, items: Sequence[Item]) -> int:
+        copied = self.num_copied
+        for count, item in enumerate(items):
+            if not self.reserve(item, 1):
+                return count
+            if self.num_copied > copied:
+                return count + 1
+        return len(items)
+
     def is_tight(self, num_rows: int, num_tokens: int) -> bool:
         return self.others > 0
 

@@ -41,6 +41,7 @@ def lead(runner: ModelRunner, ranks: Ranks) -> Executor:
     return ParallelRunner(runner, ranks)
 
 
+@torch.inference_mode()
 def follow(runner: ModelRunner, ranks: Ranks) -> None:
     """Compute what rank 0 says until its executor is closed; `runner` is closed then.
 
@@ -73,6 +74,7 @@ class ParallelRunner:
         self._encoder = PlanEncoder()
         self._open = True
 
+    @torch.inference_mode()
     def execute(
         self, plan: StepPlan, abandon: Callable[[], bool] | None = None
     ) -> StepResult | None:
