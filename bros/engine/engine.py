@@ -91,7 +91,12 @@ class Engine:
             self._check_idle()
             return outputs
         if scheduler.may_abandon:
-            result = self._executor.execute(plan, lambda: self._makes_way(arrivals()))
+
+            def gives_up() -> bool:
+                new = arrivals()  # mostly nothing: this is asked before every layer
+                return bool(new) and self._makes_way(new)
+
+            result = self._executor.execute(plan, gives_up)
         else:
             result = self._executor.execute(plan)
         if result is None:

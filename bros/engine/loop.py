@@ -38,6 +38,11 @@ class Sender(Protocol):
 class Transport(Sender, Protocol):
     """The engine's end of a connection to one client."""
 
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether `receive` would give something at once. Asked before every layer of a step."""
+        ...
+
     def receive(self, *, wait: bool) -> Iterable[Command]:
         """All commands that have arrived; blocks for the first one if `wait`."""
         ...
@@ -46,9 +51,12 @@ class Transport(Sender, Protocol):
 def run_engine(engine: Engine, transport: Transport) -> None:
     """Serve one client until it says Shutdown. Exceptions of a step pass through."""
     came_meanwhile: list[Command] = []
+    no_requests: list[EngineRequest] = []
 
     def arrivals() -> list[EngineRequest]:
         """What comes while a step runs is handled after it, but looked at right away."""
+        if not transport.has_arrivals:
+            return no_requests
         new = list(transport.receive(wait=False))
         came_meanwhile.extend(new)
         return [command.request for command in new if isinstance(command, Submit)]

@@ -6,6 +6,7 @@ engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Fa
 
 from __future__ import annotations
 
+import queue
 from dataclasses import dataclass
 
 from bros.core.errors import (
@@ -174,3 +175,29 @@ REPLIES: tuple[type, ...] = (
     *(Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed),
     *(Alive, Told),
 )
+
+
+class Inbox:
+    """Commands that have arrived at an engine. Any thread puts them in, the engine's takes them."""
+
+    def __init__(self) -> None:
+        self._arrived: queue.SimpleQueue[Command | Exception] = queue.SimpleQueue()
+
+    def put(self, command: Command | Exception) -> None:
+        """An exception says why nothing arrives any more."""
+        self._arrived.put(command)
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether there are any; a look at a counter, asked before every layer of a step."""
+        return not self._arrived.empty()
+
+    def receive(self, *, wait: bool) -> list[Command]:
+        """All of them; blocks for the first one if `wait`. Raises an exception that was put in."""
+        found: list[Command] = []
+        while (wait and not found) or not self._arrived.empty():
+            command = self._arrived.get()
+            if isinstance(command, Exception):
+                raise command
+            found.append(command)
+        return found

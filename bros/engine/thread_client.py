@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from bros.core.errors import EngineDeadError
 from bros.engine.client import MessageClient
 from bros.engine.engine import Engine
 from bros.engine.loop import run_engine
-from bros.engine.messages import Command, Failed, Reply, Shutdown
+from bros.engine.messages import Failed, Inbox, Reply, Shutdown
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +20,9 @@ class ThreadEngineClient(MessageClient):
     """Runs `engine` on its own thread; create it inside a running event loop."""
 
     def __init__(self, engine: Engine) -> None:
-        commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        super().__init__(commands.put)
-        self._commands = commands
+        inbox = Inbox()
+        super().__init__(inbox.put)
+        self._inbox = inbox
         self._engine = engine
         loop = asyncio.get_running_loop()
 
@@ -31,7 +30,7 @@ class ThreadEngineClient(MessageClient):
             loop.call_soon_threadsafe(self.on_reply, message)
 
         self._thread = threading.Thread(
-            target=self._run, args=(_QueueTransport(commands, reply),), name="bros-engine"
+            target=self._run, args=(_ThreadTransport(inbox, reply),), name="bros-engine"
         )
         self._thread.daemon = True  # a forgotten close() must not keep the program from ending
         self._thread.start()
@@ -39,12 +38,12 @@ class ThreadEngineClient(MessageClient):
     async def close(self) -> None:
         """Stop the thread after its current step and release the engine."""
         if self._thread.is_alive():
-            self._commands.put(Shutdown())
+            self._inbox.put(Shutdown())
             await asyncio.to_thread(self._thread.join)
         self._engine.close()
         self.on_death("The engine was closed.")
 
-    def _run(self, transport: _QueueTransport) -> None:
+    def _run(self, transport: _ThreadTransport) -> None:
         try:
             run_engine(self._engine, transport)
         except Exception as error:
@@ -52,18 +51,15 @@ class ThreadEngineClient(MessageClient):
             transport.send(Failed(f"The engine stopped: {error}"))
 
 
-class _QueueTransport:
-    def __init__(
-        self, commands: queue.SimpleQueue[Command], reply: Callable[[Reply], None]
-    ) -> None:
-        self._commands = commands
+class _ThreadTransport:
+    def __init__(self, inbox: Inbox, reply: Callable[[Reply], None]) -> None:
+        self._inbox = inbox
         self._reply = reply
+        self.receive = inbox.receive
 
-    def receive(self, *, wait: bool) -> Iterable[Command]:
-        if wait:
-            yield self._commands.get()
-        while not self._commands.empty():
-            yield self._commands.get_nowait()
+    @property
+    def has_arrivals(self) -> bool:
+        return self._inbox.has_arrivals
 
     def send(self, reply: Reply) -> None:
         try:

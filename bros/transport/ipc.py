@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from bros.engine.messages import COMMANDS, REPLIES, Alive, Command, Failed, Reply
+from bros.engine.messages import COMMANDS, REPLIES, Alive, Command, Failed, Inbox, Reply
 
 _WIRE = "wire.json"
+_STOP = "inproc://stop"
 
 _HEARTBEAT_MS = 2000
 """How often the ends on two machines look whether the other is still there, and for how long."""
@@ -139,7 +140,11 @@ def signs_of_life(folder: Path, every_s: float, *, host: bool = False) -> Iterat
 
 
 class ZmqTransport:
-    """The engine's end."""
+    """The engine's end.
+
+    A thread takes commands from their socket into `_inbox`, so that whether any have come is a look
+    at a queue of this process; sockets are not for two threads.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context()
@@ -152,23 +157,40 @@ class ZmqTransport:
             for socket in (self._commands, self._replies):
                 _end_when_cut(socket, folder)
         self._decoder, self._encoder = command_codec(), reply_codec()
+        self._inbox = Inbox()
+        self.receive = self._inbox.receive
+        self._stop, self._stopped = (self._context.socket(zmq.PAIR) for _ in range(2))
+        self._stop.bind(_STOP)
+        self._stopped.connect(_STOP)
+        self._receiver = threading.Thread(target=self._take_in, name="commands", daemon=True)
+        self._receiver.start()
 
-    def receive(self, *, wait: bool) -> Iterable[Command]:
-        """All commands that have arrived; blocks for the first one if `wait`."""
-        flags = 0 if wait else zmq.NOBLOCK
-        while True:
-            try:
-                frames = self._commands.recv_multipart(flags)
-            except zmq.Again:
-                return
-            yield self._decoder.decode(frames)  # type: ignore[misc]
-            flags = zmq.NOBLOCK
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether commands wait to be received."""
+        return self._inbox.has_arrivals
+
+    def _take_in(self) -> None:
+        """Put what comes into the inbox, until `close`."""
+        poller = zmq.Poller()
+        poller.register(self._stopped, zmq.POLLIN)
+        poller.register(self._commands, zmq.POLLIN)
+        try:
+            while self._stopped not in dict(poller.poll()):
+                frames = self._commands.recv_multipart()
+                self._inbox.put(self._decoder.decode(frames))  # type: ignore[arg-type]
+        except Exception as error:  # the engine's thread is to end by it
+            self._inbox.put(error)
 
     def send(self, reply: Reply) -> None:
         self._replies.send_multipart(self._encoder.encode(reply))
 
     def close(self) -> None:
         """Close after unsent replies are out, or after a second."""
+        self._stop.send(b"")
+        self._receiver.join()
+        self._stop.close()
+        self._stopped.close()
         if self._remote:
             for socket in (self._commands, self._replies):
                 socket.disable_monitor()

@@ -108,6 +108,8 @@ def test_an_engine_without_work_does_nothing() -> None:
 class Calls:
     """A transport that gives one batch of commands per call."""
 
+    has_arrivals = True
+
     def __init__(self, *batches: list[Command]) -> None:
         self._batches = list(batches)
         self.replies: list[Reply] = []

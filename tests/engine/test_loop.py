@@ -65,6 +65,8 @@ class FullEngine:
 class Script:
     """A transport that gives the commands of a test at once, and keeps the replies."""
 
+    has_arrivals = True
+
     def __init__(self, *commands: Command) -> None:
         self._commands: Sequence[Command] = (*commands, Shutdown())
         self.replies: list[Reply] = []
@@ -135,6 +137,8 @@ class BusyEngine(FullEngine):
 class Drip:
     """A transport that gives one batch of commands per call, and says when it is asked to wait."""
 
+    has_arrivals = True
+
     def __init__(self, *batches: Sequence[Command]) -> None:
         self._batches = list(batches)
         self.waited: list[bool] = []
@@ -179,3 +183,13 @@ def test_an_idle_engine_does_not_wait_while_something_is_left_to_handle() -> Non
     assert seen == [ASK]
     assert transport.waited == [True, False, False, False, True]
     assert [type(reply) for reply in transport.replies] == [Ready, StatsReply, Accepted]
+
+
+def test_nothing_is_received_during_a_step_while_nothing_has_arrived() -> None:
+    engine = FullEngine()
+    seen: list[EngineRequest] = []
+    engine.step = lambda arrivals: seen.extend(arrivals()) or []  # type: ignore[method-assign,func-returns-value]
+    transport = Drip([Submit(ASK)], [Shutdown()])
+    transport.has_arrivals = False
+    run_engine(engine, transport)  # type: ignore[arg-type]
+    assert seen == [] and transport.waited == [True, True]

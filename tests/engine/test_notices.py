@@ -149,6 +149,8 @@ def test_nothing_is_told_unless_somebody_watches_and_a_digest_first() -> None:
 class Talk:
     """A transport that says what a test says, one batch per step."""
 
+    has_arrivals = True
+
     def __init__(self, *batches: Sequence[Command]) -> None:
         self._batches = list(batches)
         self.replies: list[Reply] = []

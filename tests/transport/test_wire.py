@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -49,6 +50,16 @@ def test_messages_pass_in_both_directions(server: Server, tmp_path: Path) -> Non
     transport.send(Failed("why"))
     assert server.replies.poll(WAIT_MS)
     assert reply_codec().decode(server.replies.recv_multipart()) == Failed("why")
+    transport.close()
+
+
+def test_a_message_that_cannot_be_read_ends_the_engine(server: Server, tmp_path: Path) -> None:
+    server.wire.write(tmp_path)
+    transport = ZmqTransport(tmp_path)
+    kind, _ = command_codec().encode(Abort("a"))
+    server.commands.send_multipart([kind, b"?"])
+    with pytest.raises(msgspec.MsgspecError):
+        transport.receive(wait=True)
     transport.close()
 
 
