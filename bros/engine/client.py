@@ -34,7 +34,7 @@ from bros.engine.messages import (
 class OutputStream:
     """The outputs of one request, for one taker: a sink that is called, or a reader that iterates.
 
-        put -> slot                 nobody takes yet, or the reader is busy: merged into one output
+        put -> slot                 no reader yet, or it is busy: merged into one output
         put -> sink                 since `connect`
 
     A reader therefore gets at least one output and at most as many as were put, the same tokens in

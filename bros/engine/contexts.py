@@ -8,8 +8,8 @@
 
 This is the interface that Parrot expects of an engine (section 7: Fill, Generate, FreeContext), on
 top of requests and the prefix cache. A context is a list of tokens; its KV is whatever the cache
-has of them. So what contexts have in common is computed once and held once, whoever is freed
-first, and a context whose KV had to be given up is computed again and never wrong.
+has of them. So what contexts have in common is computed once and held once, whichever is freed
+first, and a context whose KV was evicted is computed again and never wrong.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Contexts:
 
     A context comes into being with the first job of an unknown id, as a fork of its parent's tokens
     at that time. It has one job at a time, and what a job adds becomes part of it when the job
-    has ended; one that fails, or is given up, leaves it as it was.
+    has ended; one that fails, or is aborted, leaves it as it was.
     keep_s: for how long after a job the KV is kept for the next one, see Hints.keep_s.
     cache_salt: see EngineRequest.
     """

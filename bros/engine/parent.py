@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_server(folder: Path) -> None:
-    """End this process once nobody holds the other end of stdin, whatever it is doing then.
+    """End this process once no process holds the other end of stdin, whatever it is doing then.
 
     folder: of the sockets, which a server that was killed had no time to remove.
     """
@@ -45,7 +45,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def obey_parent_only() -> None:
-    """SIGTERM of the parent ends this process at once, also within a library. From anybody else
+    """SIGTERM of the parent ends this process at once, also within a library. From other processes
     SIGTERM and SIGINT do nothing: they reach whole groups of processes, and the server decides.
 
     To be called before there are other threads.

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bros.router.forest import Node
-from bros.router.state import Replica, State, Work
+from bros.router.forest import PrefixNode
+from bros.router.state import Replica, ReplicaWork, State
 
 _FEW = 10
 """Requests in each half of the window, before a rise of their waits means anything."""
@@ -66,7 +66,7 @@ def _rebalance(loads: dict[Replica, float], balance: float) -> None:
             loads[light] += key_s + again_s
 
 
-def _keys_of(replica: Replica) -> Sequence[tuple[Node, float]]:
+def _keys_of(replica: Replica) -> Sequence[tuple[PrefixNode, float]]:
     """Prefixes that several requests of the window had and that are not elsewhere already, by the
     seconds of these requests there."""
     number = replica.number
@@ -78,13 +78,13 @@ def _keys_of(replica: Replica) -> Sequence[tuple[Node, float]]:
     return sorted(found, key=_seconds)
 
 
-def _again_s(key: Node, replica: Replica) -> float:
+def _again_s(key: PrefixNode, replica: Replica) -> float:
     """What computing a prefix takes where it is not cached."""
     there = key.end if key.cached.get(replica.number) == key.num_tokens else 0
     return replica.prefill_s(key.end - there, there)
 
 
-def _seconds(pair: tuple[Node, float]) -> float:
+def _seconds(pair: tuple[PrefixNode, float]) -> float:
     return pair[1]
 
 
@@ -110,7 +110,7 @@ def _waits_grow(state: State, replica: Replica, now: float) -> bool:
     return later_s / later >= state.settings.replicate * early_s / early
 
 
-def _is_full(state: State, key: tuple[Node, float], now: float) -> bool:
+def _is_full(state: State, key: tuple[PrefixNode, float], now: float) -> bool:
     """Whether it takes that much of the time since the window, or the first request."""
     passed_s = max(_LEAST_S, min(state.settings.window_s, now - state.since_s))
     return key[1] > _FULL * passed_s
@@ -154,8 +154,8 @@ class Planner:
 
     applies: bool
     _next_s: float = 0.0
-    _plan: dict[Node, tuple[int, ...]] = field(default_factory=dict)
-    _warm: set[tuple[Node, int]] = field(default_factory=set)
+    _plan: dict[PrefixNode, tuple[int, ...]] = field(default_factory=dict)
+    _warm: set[tuple[PrefixNode, int]] = field(default_factory=set)
     _requests: int = 0
     _prefill_s: float = 0.0
     _planned_s: float = 0.0
@@ -176,7 +176,7 @@ class Planner:
             for key, homes in self._plan.items():
                 key.homes = homes
 
-    def note(self, state: State, work: Work, length: int) -> None:
+    def note(self, state: State, work: ReplicaWork, length: int) -> None:
         """A request went somewhere: see what the plan would have made of it."""
         homes = self._plan.get(work.key) if work.key is not None else None
         if not homes or work.key is None:
@@ -204,7 +204,7 @@ class Planner:
         )
 
 
-def plan(state: State, replicas: Sequence[Replica]) -> dict[Node, tuple[int, ...]]:
+def plan(state: State, replicas: Sequence[Replica]) -> dict[PrefixNode, tuple[int, ...]]:
     """prefix -> the replicas it should be on."""
     keys = {key: sum(key.load.values()) for replica in replicas for key in replica.keys}
     full_s = _PLAN_FULL * state.settings.window_s
@@ -222,7 +222,7 @@ def plan(state: State, replicas: Sequence[Replica]) -> dict[Node, tuple[int, ...
     return found
 
 
-def _forget(key: Node) -> None:
+def _forget(key: PrefixNode) -> None:
     """A prefix has no home any more, nor has what was split off it since."""
     homes, node = key.homes, key
     while node.parent is not None and node.homes == homes:

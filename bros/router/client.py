@@ -20,12 +20,18 @@ from bros.core.interfaces import (
 from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.client import OutputStream
 from bros.router.balance import PlanReport
-from bros.router.carrier import Carrier
-from bros.router.evening import to_move
+from bros.router.dispatcher import Dispatcher
 from bros.router.fleet import Fleet
-from bros.router.member import Member, ReplicaStatus, Restart, Routed
-from bros.router.roster import Roster
-from bros.router.totals import total_info, total_stats
+from bros.router.replica_set import (
+    ReplicaHandle,
+    ReplicaSet,
+    ReplicaStatus,
+    Restart,
+    RoutedRequest,
+    requests_to_rebalance,
+    total_info,
+    total_stats,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +63,12 @@ class RouterClient:
         on_final_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """rng: seeds of requests that bring none."""
-        self._roster = Roster(fleet, clock)
+        self._replica_set = ReplicaSet(fleet, clock)
         self._clock = clock
         self._rng = rng
         self._on_final_death = on_final_death
-        self._carrier = Carrier(self._roster)
-        self._roster.on_up = self._even_out
+        self._dispatcher = Dispatcher(self._replica_set)
+        self._replica_set.on_up = self._rebalance
         self._chores: set[asyncio.Task[None]] = set()
 
     # An EngineClient
@@ -82,43 +88,43 @@ class RouterClient:
     @property
     def takes(self) -> bool:
         """Whether requests can go anywhere now."""
-        self._roster.look()
-        return bool(self._roster.takers)
+        self._replica_set.look()
+        return bool(self._replica_set.takers)
 
     @property
     def continued(self) -> int:
         """How often a request went on elsewhere, because its engine was lost."""
-        return self._carrier.continued
+        return self._dispatcher.continued
 
     @property
     def moved(self) -> int:
         """How often one did, because its replica was to be empty, or another one came up."""
-        return self._carrier.moved
+        return self._dispatcher.moved
 
     @property
     def plan_report(self) -> PlanReport | None:
         """What planned places for prefixes gain; None if nothing is planned."""
-        return self._roster.plan_report
+        return self._replica_set.plan_report
 
     @property
     def num_open(self) -> int:
         """Requests submitted and not yet finished."""
-        return len(self._carrier.open)
+        return len(self._dispatcher.open)
 
     async def submit(self, request: EngineRequest) -> OutputStream:
         """Hand over a request; returns once a replica has accepted it.
 
         Raises what EngineClient.submit raises: refusals for want of capacity only if all refuse.
         """
-        if request.request_id in self._carrier.open:
+        if request.request_id in self._dispatcher.open:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use.", "request_id")
-        item = Routed(self._with_seed(request))
-        await self._carrier.start(item)
+        item = RoutedRequest(self._with_seed(request))
+        await self._dispatcher.start(item)
         return item.stream
 
     async def abort(self, request_id: str) -> None:
         """Stop a request and free its KV at the next iteration. Unknown ids are ignored."""
-        item = self._carrier.open.get(request_id)
+        item = self._dispatcher.open.get(request_id)
         if item is None:
             return
         item.aborted = True
@@ -130,11 +136,11 @@ class RouterClient:
     async def promote(self, request_id: str, slo: Slo) -> None:
         """Serve a best-effort request as real-time from now on, wherever it goes. Unknown ids are
         ignored."""
-        item = self._carrier.open.get(request_id)
+        item = self._dispatcher.open.get(request_id)
         if item is None:
             return
         item.promote(slo, self._clock.now())
-        self._roster.promote(item)
+        self._replica_set.promote(item)
         if item.accepted and item.replica is not None:
             await item.replica.client.promote(request_id, slo)
 
@@ -151,7 +157,7 @@ class RouterClient:
             reasons = [str(death) for death in deaths if death is not None]
             raise EngineDeadError(reasons[0] if reasons else "No replica answers.")
         before = [replica.stats_before for replica in self._replicas]
-        return total_stats(parts, [*before, self._roster.removed])
+        return total_stats(parts, [*before, self._replica_set.removed])
 
     async def trace(self, request_id: str) -> RequestTrace | None:
         """What is known of it where it is, or was; None if nothing is.
@@ -169,8 +175,8 @@ class RouterClient:
 
     async def close(self) -> None:
         """End everything that is open, and all engines."""
-        self._roster.close(_CLOSING)
-        tasks = self._carrier.close(_CLOSING)
+        self._replica_set.close(_CLOSING)
+        tasks = self._dispatcher.close(_CLOSING)
         for chore in self._chores:
             chore.cancel()
         await asyncio.gather(*tasks, *self._chores, return_exceptions=True)
@@ -188,23 +194,23 @@ class RouterClient:
 
         restart: how its engine is ended and started anew.
         """
-        return self._roster.add(client, name, restart).number
+        return self._replica_set.add(client, name, restart).number
 
     def give_up(self, number: int, reason: str) -> None:
         """A replica does not come back. Requests that were there go on elsewhere."""
-        self._roster.give_up(self._roster.find(number), reason)
-        if all(replica.gone for replica in self._replicas) and self._carrier.closing is None:
+        self._replica_set.give_up(self._replica_set.find(number), reason)
+        if all(replica.gone for replica in self._replicas) and self._dispatcher.closing is None:
             self._on_final_death(reason)
 
     def remove(self, number: int) -> None:
         """Forget a replica. Whoever added it closes it, best when it is drained."""
-        self._roster.remove(self._roster.find(number))
+        self._replica_set.remove(self._replica_set.find(number))
 
     def due(self, now: float) -> list[tuple[float, float | None]]:
         """Of each best-effort request that is open: the share of it that is left, and seconds
         until it is due, None if it may take as long as it takes."""
         found = []
-        for item in self._carrier.open.values():
+        for item in self._dispatcher.open.values():
             asked, limit = item.asked, item.asked.slo.deadline_s
             if asked.service_class is ServiceClass.BE and item.promoted is None:
                 tokens = asked.hints.expected_tokens or asked.sampling.max_tokens
@@ -215,7 +221,7 @@ class RouterClient:
 
     def replicas(self) -> list[ReplicaStatus]:
         """All that were added and not removed, by their numbers."""
-        self._roster.look()
+        self._replica_set.look()
         return [replica.status() for replica in self._replicas]
 
     def drain(self, number: int, *, move: bool = False, restart: bool = False) -> None:
@@ -226,10 +232,10 @@ class RouterClient:
         requests again.
         Raises NotFoundError, or InvalidRequestError if no other replica takes requests.
         """
-        replica = self._roster.find(number)
+        replica = self._replica_set.find(number)
         if restart and replica.restart is None:
             raise InvalidRequestError(f"{replica.name} cannot be restarted from here.", "restart")
-        self._roster.set_draining(replica, True)
+        self._replica_set.set_draining(replica, True)
         logger.info("%s is drained: move=%s, restart=%s", replica.name, move, restart)
         if move:
             self._in_background(self._move(replica))
@@ -238,15 +244,15 @@ class RouterClient:
 
     async def drained(self, number: int) -> None:
         """Wait until nothing is open at a replica. Raises NotFoundError."""
-        await self._roster.emptied(self._roster.find(number))
+        await self._replica_set.emptied(self._replica_set.find(number))
 
     def resume(self, number: int) -> None:
         """Send requests to a replica again. Raises NotFoundError."""
-        replica = self._roster.find(number)
-        self._roster.set_draining(replica, False)
+        replica = self._replica_set.find(number)
+        self._replica_set.set_draining(replica, False)
         logger.info("%s takes requests again", replica.name)
 
-    async def _move(self, replica: Member) -> None:
+    async def _move(self, replica: ReplicaHandle) -> None:
         """What is open there goes on elsewhere."""
         key, items = replica.key, list(replica.open.values())
         for item in items:
@@ -258,33 +264,33 @@ class RouterClient:
         while left := [item for item in items if item.moving and item.is_at(replica, key)]:
             logger.warning("%s does not give back %d requests", replica.name, len(left))
             for item in left:
-                self._carrier.take_away(item)
+                self._dispatcher.take_away(item)
             await asyncio.sleep(_LOOK_S)
 
-    def _even_out(self) -> None:
+    def _rebalance(self) -> None:
         """There is one more: what waits elsewhere need not."""
-        for item in to_move(self._replicas):
+        for item in requests_to_rebalance(self._replicas):
             assert item.replica is not None
             item.shuns, item.moving = item.replica, True
             if item.accepted:
                 self._in_background(item.replica.client.abort(item.id))
 
-    async def _restart(self, replica: Member) -> None:
+    async def _restart(self, replica: ReplicaHandle) -> None:
         assert replica.restart is not None
-        await self._roster.emptied(replica)
-        while replica.draining and not self._roster.others_take([replica]):
+        await self._replica_set.emptied(replica)
+        while replica.draining and not self._replica_set.others_take([replica]):
             await asyncio.sleep(_LOOK_S)  # it is the only one that is there
-            await self._roster.emptied(replica)
+            await self._replica_set.emptied(replica)
         if not replica.draining or replica.gone or replica.restarting:
-            return  # it was resumed meanwhile, or cannot be, or somebody else has asked for it
+            return  # it was resumed meanwhile, or cannot be, or another caller has asked for it
         replica.restarting = True
         try:
             await replica.restart()
         finally:
             replica.restarting = False
             if not replica.gone:
-                self._roster.set_draining(replica, False)
-            self._roster.look()
+                self._replica_set.set_draining(replica, False)
+            self._replica_set.look()
 
     def _with_seed(self, request: EngineRequest) -> EngineRequest:
         sampling = request.sampling
@@ -294,13 +300,13 @@ class RouterClient:
         return dataclasses.replace(request, sampling=seeded)
 
     @property
-    def _replicas(self) -> Sequence[Member]:
-        return list(self._roster.replicas.values())
+    def _replicas(self) -> Sequence[ReplicaHandle]:
+        return list(self._replica_set.replicas.values())
 
-    def _where(self, request_id: str) -> Sequence[Member]:
+    def _where(self, request_id: str) -> Sequence[ReplicaHandle]:
         """Where a request is or was: all, if nothing is known."""
-        item = self._carrier.open.get(request_id)
-        replica = item.replica if item is not None else self._carrier.ended.get(request_id)
+        item = self._dispatcher.open.get(request_id)
+        replica = item.replica if item is not None else self._dispatcher.ended.get(request_id)
         return [replica] if replica is not None else self._replicas
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -309,7 +315,7 @@ class RouterClient:
         task.add_done_callback(self._chores.discard)
 
 
-async def _update_stats(replica: Member) -> EngineDeadError | None:
+async def _update_stats(replica: ReplicaHandle) -> EngineDeadError | None:
     """What came of it, if it is dead. One that does not answer is waited for once."""
     if replica.asked is None:
         replica.asked = asyncio.create_task(_ask_stats(replica))
@@ -321,7 +327,7 @@ async def _update_stats(replica: Member) -> EngineDeadError | None:
     return asked.result()
 
 
-async def _ask_stats(replica: Member) -> EngineDeadError | None:
+async def _ask_stats(replica: ReplicaHandle) -> EngineDeadError | None:
     try:
         replica.stats = await replica.client.stats()
     except EngineDeadError as error:
@@ -333,7 +339,7 @@ async def _ask_stats(replica: Member) -> EngineDeadError | None:
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:
-    """For what nobody waits for."""
+    """For a reply that no caller waits for."""
     try:
         await work
     except EngineDeadError as error:

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from bros.core.request import EngineRequest
-from bros.router.forest import Node
+from bros.router.forest import PrefixNode
 from bros.router.state import RT, Ask, Replica, State
 
 # ---- What it costs to put a request on a replica (Preble 3.2, LoadCost).
@@ -33,7 +33,7 @@ from bros.router.state import RT, Ask, Replica, State
 
 
 _MOST_LOOKED = 256
-"""Nodes that may have to make way, of which those in use do not."""
+"""Nodes that are looked at as candidates for eviction; nodes in use are passed over."""
 
 
 class Cost(NamedTuple):
@@ -55,7 +55,7 @@ def cost_of(state: State, ask: Ask, replica: Replica) -> Cost:
 
 def cheapest(state: State, ask: Ask, among: list[Replica]) -> Replica:
     """The one with the lowest cost; of equal ones the first."""
-    # What has to make way takes longest to say, and is never negative.
+    # The cost of evictions takes longest to compute, and is never negative.
     quick = [(sum(_without_evictions(state, ask, replica)), replica) for replica in among]
     if len(quick) == 1:
         return quick[0][1]
@@ -93,8 +93,8 @@ def _late_s(state: State, ask: Ask, replica: Replica, prefill_s: float) -> float
 
 def evicted_s(state: State, ask: Ask, replica: Replica) -> float:
     """To compute again what goes, as often as it was asked for within the window: the least
-    recently used that nobody uses, until there is room. What one request alone has asked for
-    nobody shares."""
+    recently used idle nodes, until the prompt fits. What one request alone has asked for is
+    not shared."""
     cache = state.forest.caches[replica.number]
     missing = ask.length - ask.matched.get(replica.number, 0)
     missing += cache.num_tokens - replica.facts.capacity_tokens
@@ -118,7 +118,7 @@ _NEARLY = 0.95
 """Of what the best replica has of a prompt, what others must have to be as good."""
 
 _MOVE = 0.25
-"""What it costs to move a prefix at least, also one that nobody has, as a share of computing it."""
+"""What moving a prefix costs at least, as a share of computing it, even if it is cached nowhere."""
 
 _WORTH = 0.25
 """Of what is asked for, what caches must hold for a prefix to come back to one."""
@@ -192,7 +192,9 @@ def _formerly(state: State, ask: Ask, candidates: Sequence[Replica]) -> tuple[li
     return [replica for replica in candidates if replica.number in where], "again"
 
 
-def _homes(state: State, key: Node, candidates: Sequence[Replica]) -> tuple[list[Replica], str]:
+def _homes(
+    state: State, key: PrefixNode, candidates: Sequence[Replica]
+) -> tuple[list[Replica], str]:
     """Where a prefix was moved to; none if it was not."""
     homes = [replica for replica in candidates if replica.number in (key.homes or ())]
     return homes, "planned" if state.settings.plan == "on" else "moved"
@@ -200,7 +202,7 @@ def _homes(state: State, key: Node, candidates: Sequence[Replica]) -> tuple[list
 
 def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) -> Replica | None:
     """Who computes the prefix again, and what makes room for it, sooner than `found` comes to the
-    request; None if nobody does."""
+    request; None if no replica does."""
     if not others:
         return None
     lightest = min(others, key=lambda replica: state.open_s(replica, ask.service_class))
@@ -246,7 +248,7 @@ def _decoding(state: State, candidates: Sequence[Replica]) -> list[Replica]:
     ]
 
 
-# ---- Whom E2 is compared with.
+# ---- Policies that E2 is compared with.
 
 
 class RoundRobin:
@@ -275,7 +277,7 @@ class LeastLoaded:
 
 
 class OraclePartition:
-    """Every prefix has its replica, which somebody knows who has seen all requests beforehand.
+    """Every prefix has its replica, chosen with knowledge of all requests beforehand.
 
     part_of: request -> number of its part; part p goes to the candidate p modulo their number.
     """
@@ -305,7 +307,7 @@ _ROOM = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AskGroup:
     """common: tokens that all of them begin with."""
 
     asks: Sequence[Ask]
@@ -325,7 +327,7 @@ class Group:
 
 def place_group(state: State, asks: Sequence[Ask], common: int) -> dict[str, Replica]:
     """request id -> where it goes. All of them have the same candidates."""
-    group = Group(asks, common)
+    group = AskGroup(asks, common)
     service_class = asks[0].service_class
     begin_s = {
         replica: state.open_s(replica, service_class) + _common_s(group, replica)
@@ -336,7 +338,7 @@ def place_group(state: State, asks: Sequence[Ask], common: int) -> dict[str, Rep
     return _share_out(group, chosen)
 
 
-def _parts(group: Group, order: Sequence[Replica], begin_s: dict[Replica, float]) -> int:
+def _parts(group: AskGroup, order: Sequence[Replica], begin_s: dict[Replica, float]) -> int:
     """On how many replicas, the one that can begin first coming first.
 
     One more if the group does not fit, or is done sooner by more than that one has to compute of
@@ -354,7 +356,7 @@ def _parts(group: Group, order: Sequence[Replica], begin_s: dict[Replica, float]
     return best
 
 
-def _share_out(group: Group, replicas: Sequence[Replica]) -> dict[str, Replica]:
+def _share_out(group: AskGroup, replicas: Sequence[Replica]) -> dict[str, Replica]:
     """Members that go on alike together, and about as much work for each replica."""
     asks = sorted(group.asks, key=_tokens)
     each_s = group.work_s(replicas[0]) / len(replicas)
@@ -372,7 +374,7 @@ def _tokens(ask: Ask) -> list[bytes]:
     return [data for _, data in ask.pieces]
 
 
-def _common_s(group: Group, replica: Replica) -> float:
+def _common_s(group: AskGroup, replica: Replica) -> float:
     """To compute what of the common prefix is not there."""
     there = min(max(ask.matched.get(replica.number, 0) for ask in group.asks), group.common)
     return replica.prefill_s(group.common - there, there)

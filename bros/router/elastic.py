@@ -23,7 +23,7 @@ from bros.core.interfaces import Buckets, ClassStats, EngineStats, Prices, Watch
 from bros.core.request import ServiceClass
 from bros.router.client import RouterClient
 from bros.router.fleet import Fleet
-from bros.router.member import ReplicaState, ReplicaStatus
+from bros.router.replica_set import ReplicaState, ReplicaStatus
 
 _MOST_CALM = 8
 """Times calm_s, if shrinking has turned out to be wrong."""
@@ -35,7 +35,7 @@ class ElasticSettings:
 
     calm_s: how long one less would have had to do, before there is one less. low_slack_s: less than
     this to spare is too little. full: how much of its time a replica may spend on what is
-    urgent; it is kept a tenth further off before one is given up. idle: where less than this is
+    urgent; the margin is a tenth wider before a replica is removed. idle: where less than this is
     spent on real-time work, more replicas make none of it earlier. window_s: best-effort work
     that has no deadline is to be done within this. growth: how many times as many at least, when
     tokens are late.
@@ -53,7 +53,7 @@ class ElasticSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class FleetLoad:
     """Of all replicas together, over the last seconds.
 
     serving: replicas that take requests; coming: those that will. rt_slack_s: what real-time
@@ -109,7 +109,7 @@ class Elastic:
         self._calm_since_s: float | None = None
         self._calm = 1
 
-    def wanted(self, load: Load, now: float) -> int:
+    def wanted(self, load: FleetLoad, now: float) -> int:
         """How many there should be, of those that serve and those that come."""
         settings = self._settings
         there = load.serving + load.coming
@@ -141,7 +141,7 @@ class Elastic:
             self._settled_s = now + settings.start_s
         return max(wanted, min(there, settings.most))
 
-    def _note_slack(self, load: Load, now: float) -> None:
+    def _note_slack(self, load: FleetLoad, now: float) -> None:
         if load.rt_slack_s is None:
             self._slacks.clear()
             return
@@ -159,7 +159,7 @@ class Elastic:
             return last
         return last + min(0.0, (last - first) / (last_s - first_s)) * self._settings.start_s
 
-    def _for_slack(self, load: Load, now: float) -> int:
+    def _for_slack(self, load: FleetLoad, now: float) -> int:
         """So many that real-time tokens are on time again; 0 if they are."""
         settings = self._settings
         queued = load.rt_waiting_s > settings.start_s * load.serving * settings.full
@@ -171,7 +171,7 @@ class Elastic:
         there = load.serving + load.coming
         return max(math.ceil(there * settings.growth), math.ceil(work / settings.full))
 
-    def _for_deadlines(self, load: Load, full: float) -> int:
+    def _for_deadlines(self, load: FleetLoad, full: float) -> int:
         """So many that all best-effort work is done when it is due, beside the real-time work: of
         all that is due until some time, the replicas have that long."""
         settings = self._settings
@@ -179,7 +179,7 @@ class Elastic:
         work_s, by_s = tightest(due, settings.start_s)
         return math.ceil((load.rt_busy + work_s / by_s) / full) if work_s else 0
 
-    def _one_less_would_do(self, load: Load) -> bool:
+    def _one_less_would_do(self, load: FleetLoad) -> bool:
         settings = self._settings
         full, fewer = settings.full - 0.1, load.serving - 1
         late = self._predicted_slack_s() < settings.low_slack_s and load.rt_busy > settings.idle
@@ -215,7 +215,7 @@ class LoadMeter:
         coming: int,
         now: float,
         backlog: Sequence[tuple[int, float]] = (),
-    ) -> Load | None:
+    ) -> FleetLoad | None:
         """stats: of all replicas together. due: of each best-effort request that is open, the share
         that is left and the seconds until it is due. backlog: how many are yet to come, and the
         same. None the first time."""
@@ -229,7 +229,7 @@ class LoadMeter:
         rows = (rt.running + be.running) / max(1, serving)
         worked_s = self._work_s(rt, rows) - self._work_s(rt_before, rows)
         be_s = self._mean_s(be)
-        return Load(
+        return FleetLoad(
             serving=serving,
             coming=coming,
             rt_slack_s=self._slack_s(rt, rt_before, now),
@@ -249,7 +249,7 @@ class LoadMeter:
             return slack
         if self._stuck_since_s is None:
             self._stuck_since_s = now
-        return self._ttft_s - (now - self._stuck_since_s)  # they wait, and nobody gets anything
+        return self._ttft_s - (now - self._stuck_since_s)  # requests wait, and none gets a token
 
     def _work_s(self, of: ClassStats, rows: float) -> float:
         """What a class has cost an engine, in steps of so many rows."""
@@ -443,7 +443,7 @@ class ElasticReplicas(RouterClient):
             logger.warning("a replica could not be started: %s", start.exception())
             self._not_before_s = self._clock.now() + _RETRY_S
 
-    def _grow(self, count: int, load: Load) -> None:
+    def _grow(self, count: int, load: FleetLoad) -> None:
         """First what is about to go, then new ones, as many as there may be beside all that are
         there, whether or not they take requests."""
         new = count - self._stay(count) - (0 if self._replaces else len(self._lost))
@@ -467,11 +467,11 @@ class ElasticReplicas(RouterClient):
         return len(stay)
 
     def _keep(self, used: set[int]) -> None:
-        """What somebody else has said is to be used does not go."""
+        """A replica that an operator wants to keep is not removed."""
         for number in used & self._leaving.keys():
             self._leaving.pop(number).cancel()
 
-    def _shrink(self, count: int, up: list[ReplicaStatus], load: Load) -> None:
+    def _shrink(self, count: int, up: list[ReplicaStatus], load: FleetLoad) -> None:
         """First what is not there yet, then what has the least to do, of those the latest. One
         that takes requests stays."""
         for start in list(self._starting)[:count]:

@@ -19,7 +19,7 @@ from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest
 from bros.router.balance import Balancer, Planner, PlanReport
 from bros.router.e2 import E2, Cost, LeastLoaded, OraclePartition, RoundRobin, cost_of, place_group
-from bros.router.forest import Cache, Forest, Node
+from bros.router.forest import Forest, PrefixNode, ReplicaCache
 from bros.router.state import (
     ROUTERS,
     Ask,
@@ -28,11 +28,11 @@ from bros.router.state import (
     Origin,
     Replica,
     ReplicaFacts,
+    ReplicaWork,
     RouterSettings,
     RoutingPolicy,
     State,
     Waits,
-    Work,
 )
 
 # ---- What replicas say of their caches, in the forest.
@@ -94,7 +94,7 @@ def _take_digest(forest: Forest, replica: Replica, notice: Notice) -> None:
         origin.version = notice.version
         origin.leaf = forest.revive(origin.leaf)  # which may split nodes: before any is looked at
         origins.move_to_end(request_id)
-    there: dict[Node, int] = {}
+    there: dict[PrefixNode, int] = {}
     for request_id, kept in named.items():
         _collect(origins[request_id].leaf, kept, there)
     for work in replica.works.values():
@@ -112,7 +112,7 @@ def _take_digest(forest: Forest, replica: Replica, notice: Notice) -> None:
         forest.prune(origins[request_id].leaf)
 
 
-def _collect(leaf: Node, kept: int, there: dict[Node, int]) -> None:
+def _collect(leaf: PrefixNode, kept: int, there: dict[PrefixNode, int]) -> None:
     """Note of a path what is kept."""
     node = leaf
     while node.parent is not None:
@@ -172,7 +172,7 @@ class Fleet:
         """One more replica, with an empty cache; its number, which is never used again."""
         number, self._next = self._next, self._next + 1
         self.state.replicas[number] = Replica(number, facts, Waits(self.state.settings.window_s))
-        self.state.forest.caches[number] = Cache()
+        self.state.forest.caches[number] = ReplicaCache()
         self._size_forest()
         return number
 
@@ -222,7 +222,7 @@ class Fleet:
         ]
 
     def costs(self, request: EngineRequest, now: float) -> dict[int, Cost]:
-        """What it would cost on each replica, for whoever wants to know why."""
+        """What it would cost on each replica, for reports."""
         self._ledger.expire(now)
         ask = self._ask(request, list(self.state.replicas.values()), now)
         return {replica.number: cost_of(self.state, ask, replica) for replica in ask.candidates}
@@ -247,7 +247,7 @@ class Fleet:
         self, request_id: str, output_ids: Sequence[int], now: float, *, cached: bool = True
     ) -> None:
         """It is over. cached: prompt and answer stay where it ran, if it had begun; they do
-        anyway if it was aborted later, but nobody comes back for them."""
+        anyway if it was aborted later, but no later request needs them."""
         work = self._ledger.works.get(request_id)
         if work is None:
             return
@@ -316,7 +316,7 @@ class Fleet:
         leaf = state.forest.insert(request.cache_salt, ask.pieces, ask.path)
         # Only now: the node that it shares with others may have been split just before.
         key = ask.key(max(ask.matched.values(), default=0))
-        work = Work(
+        work = ReplicaWork(
             request=request,
             service_class=request.service_class,
             replica=number,
@@ -338,7 +338,7 @@ class Fleet:
             request_id=request.request_id, replica=number, matched=matched, reason=reason
         )
 
-    def _remember(self, request_id: str, leaf: Node, replica: Replica) -> None:
+    def _remember(self, request_id: str, leaf: PrefixNode, replica: Replica) -> None:
         """What it will be the first to compute is told under its name. Of each that matters at
         least a block is cached, which bounds how many there can be."""
         replica.origins[request_id] = Origin(leaf)
@@ -350,7 +350,7 @@ class Fleet:
                 del replica.origins[other]
 
     def _extend(
-        self, request: EngineRequest, leaf: Node, output_ids: Sequence[int], replica: Replica
+        self, request: EngineRequest, leaf: PrefixNode, output_ids: Sequence[int], replica: Replica
     ) -> None:
         """The answer is cached as well."""
         forest = self.state.forest
@@ -374,8 +374,8 @@ class Fleet:
             if len(self._parked) > _MANY_PARKED:
                 self._parked.popitem(last=False)
 
-    def _take_back(self, work: Work) -> None:
-        """It was not computed: what was not there before, and nobody else asked for, is not."""
+    def _take_back(self, work: ReplicaWork) -> None:
+        """It was not computed: forget what was not cached before and no other request asked for."""
         node = work.leaf
         while node.parent is not None and node.end > work.matched:
             parent = node.parent

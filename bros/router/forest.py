@@ -1,11 +1,11 @@
-"""What was asked for, as a forest of token sequences, and who has what of it cached (Preble 3.2).
+"""Recent prompts as a forest of token sequences, and which replica has what cached (Preble 3.2).
 
     root -- [ system prompt, 480 tokens ] -- [ question A, 32 ]       asked {0: 2, 1: 1}
                 cached {0: 480, 1: 480}   \\- [ question B, 48 ]       cached {1: 16}
 
 Whole blocks only: replicas share nothing smaller. A node is split where a prompt leaves it, so all
-of a node is asked for by the same requests. It goes away once nobody has it cached, nobody asked
-for it within the window, and no request that runs has it. There is a root for each salt, and what
+of a node is asked for by the same requests. It is removed once no replica has it cached, no
+request asked for it within the window, and no running request has it. There is a root for each salt, and what
 is private from some position on begins a node of its own there.
 """
 
@@ -32,13 +32,17 @@ Pieces = Sequence[tuple[bytes, bytes]]
 """(what the key of its first child begins with, tokens): what is for all, and what is not."""
 
 
-class Node:
+class PrefixNode:
     """A run of whole blocks.
 
-    start, end: tokens before it, and with it. cached: replica -> how many of its tokens are there,
-    at least one. asked: replica -> requests of the window that went there; num_asked: of all.
-    active: requests that run and have it. homes: the replicas that it was given to; None: whoever
-    has it cached. load: replica -> seconds of the window's requests that have it as their key.
+    start: tokens before it.
+    end: tokens up to its end.
+    cached: replica -> how many of its tokens are cached there, at least one.
+    asked: replica -> requests of the window that went there.
+    num_asked: requests of the window.
+    active: running requests that have it.
+    homes: the replicas that it was assigned to; None: all that have it cached.
+    load: replica -> seconds of the window's requests that have it as their key.
     """
 
     __slots__ = (
@@ -46,13 +50,13 @@ class Node:
         "num_asked", "parent", "start", "tokens",
     )  # fmt: skip
 
-    def __init__(self, key: bytes, tokens: bytes, parent: Node | None, start: int) -> None:
+    def __init__(self, key: bytes, tokens: bytes, parent: PrefixNode | None, start: int) -> None:
         self.key = key
         self.tokens = tokens
         self.parent = parent
         self.start = start
         self.end = start + len(tokens) // _BYTES
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, PrefixNode] = {}
         self.cached: dict[int, int] = {}
         self.asked: dict[int, int] = {}
         self.num_asked = 0
@@ -79,19 +83,19 @@ class Path:
     """How far a prompt is known. nodes: from the first one on, of which the last one may go on
     otherwise. end: tokens that are known. piece, offset: where that is in the pieces, in bytes."""
 
-    nodes: list[Node]
+    nodes: list[PrefixNode]
     end: int = 0
     piece: int = 0
     offset: int = 0
 
 
-class Cache:
+class ReplicaCache:
     """What one replica has. nodes: least recently used first, and each after those below it."""
 
     __slots__ = ("nodes", "num_tokens")
 
     def __init__(self) -> None:
-        self.nodes: OrderedDict[Node, None] = OrderedDict()
+        self.nodes: OrderedDict[PrefixNode, None] = OrderedDict()
         self.num_tokens = 0
 
 
@@ -106,16 +110,16 @@ class Forest:
         self._size = block_size
         self._block = block_size * _BYTES
         self.max_tokens = max_tokens
-        self._roots: dict[str, Node] = {}
-        self._by_age: OrderedDict[Node, str] = OrderedDict()  # with the salt
+        self._roots: dict[str, PrefixNode] = {}
+        self._by_age: OrderedDict[PrefixNode, str] = OrderedDict()  # with the salt
         self.num_tokens = 0
-        self.caches: dict[int, Cache] = {}
+        self.caches: dict[int, ReplicaCache] = {}
 
     @property
     def num_nodes(self) -> int:
         return len(self._by_age)
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[PrefixNode]:
         """All nodes: what was asked for longest ago first."""
         return iter(self._by_age)
 
@@ -135,7 +139,7 @@ class Forest:
         salt = _PRIVATE + request.hints.private_salt.encode()
         return ((b"", data[:border]), (salt, data[border:whole]))
 
-    def walk(self, salt: str, pieces: Pieces, after: Node | None = None) -> Path:
+    def walk(self, salt: str, pieces: Pieces, after: PrefixNode | None = None) -> Path:
         """As far as the forest knows a prompt, or what comes after a node."""
         node = after or self._roots.get(salt)
         path = Path([], 0 if node is None else node.end)
@@ -160,7 +164,9 @@ class Forest:
         first, last = min(p[0][1] for p in prompts), max(p[0][1] for p in prompts)
         return self._common(first, last, 0) // _BYTES
 
-    def insert(self, salt: str, pieces: Pieces, path: Path, after: Node | None = None) -> Node:
+    def insert(
+        self, salt: str, pieces: Pieces, path: Path, after: PrefixNode | None = None
+    ) -> PrefixNode:
         """The last node of what `walk` has just looked for, which is known from now on. Of a prompt
         without a block that is a root, or `after`."""
         if path.nodes and path.end < path.nodes[-1].end:
@@ -170,14 +176,14 @@ class Forest:
                 self._remove(rest)
         node = path.nodes[-1] if path.nodes else after or self._roots.get(salt)
         if node is None:
-            node = Node(salt.encode(), b"", None, 0)
+            node = PrefixNode(salt.encode(), b"", None, 0)
             if any(data for _, data in pieces):
                 self._roots[salt] = node
         offset = path.offset
         for prefix, data in pieces[path.piece :]:
             if offset < len(data):
                 key = (b"" if offset else prefix) + data[offset : offset + self._block]
-                child = Node(key, data[offset:] if offset else data, node, node.end)
+                child = PrefixNode(key, data[offset:] if offset else data, node, node.end)
                 node.children[key] = child
                 path.nodes.append(child)
                 path.end = child.end
@@ -188,7 +194,7 @@ class Forest:
         self._touch(node)
         return node
 
-    def mark(self, node: Node, replica: int, tokens: int) -> None:
+    def mark(self, node: PrefixNode, replica: int, tokens: int) -> None:
         """A replica has the first so many tokens of a node, or none of it."""
         cache = self.caches[replica]
         before = node.cached.get(replica, 0)
@@ -203,7 +209,7 @@ class Forest:
             del cache.nodes[node]
             self.prune(node)
 
-    def use(self, leaf: Node, replica: int) -> None:
+    def use(self, leaf: PrefixNode, replica: int) -> None:
         """A replica has all up to a node, and uses it now."""
         cache, node = self.caches[replica], leaf
         while node.parent is not None:
@@ -213,8 +219,8 @@ class Forest:
             cache.nodes.move_to_end(node)
             node = node.parent
 
-    def prune(self, node: Node) -> None:
-        """Remove a node and those before it that nobody would miss."""
+    def prune(self, node: PrefixNode) -> None:
+        """Remove a node, and those before it that are not used any more."""
         while node.parent is not None and node.alive and node.unwanted:
             parent = self._remove(node)
             if parent is None:
@@ -250,7 +256,7 @@ class Forest:
             else:
                 self.mark(node, replica, 0)
 
-    def revive(self, leaf: Node) -> Node:
+    def revive(self, leaf: PrefixNode) -> PrefixNode:
         """The same node, or one that holds the same, if it was forgotten meanwhile."""
         gone, node = [], leaf
         while not node.alive:
@@ -299,13 +305,13 @@ class Forest:
         for replica, cache in self.caches.items():
             assert cache.num_tokens == sum(node.cached[replica] for node in cache.nodes)
 
-    def _touch(self, node: Node) -> None:
+    def _touch(self, node: PrefixNode) -> None:
         """It was asked for now: each node after those below it."""
         while node.parent is not None:
             self._by_age.move_to_end(node)
             node = node.parent
 
-    def _move_up(self, node: Node, replica: int) -> None:
+    def _move_up(self, node: PrefixNode, replica: int) -> None:
         """In a cache, each after those below it."""
         nodes = self.caches[replica].nodes
         while node.parent is not None:
@@ -313,7 +319,7 @@ class Forest:
                 nodes.move_to_end(node)
             node = node.parent
 
-    def _remove(self, node: Node) -> Node | None:
+    def _remove(self, node: PrefixNode) -> PrefixNode | None:
         """Take a leaf out; the node before it, None if that is a root."""
         parent = node.parent
         assert parent is not None
@@ -327,13 +333,13 @@ class Forest:
             del self._roots[salt]
         return None
 
-    def _split(self, node: Node, at: int) -> Node:
+    def _split(self, node: PrefixNode, at: int) -> PrefixNode:
         """Its part before a position, as a new node. Whoever knows the node knows its end, which
         stays the same."""
         parent, size = node.parent, at - node.start
         assert parent is not None
         cut = size * _BYTES
-        upper = Node(node.key, node.tokens[:cut], parent, node.start)
+        upper = PrefixNode(node.key, node.tokens[:cut], parent, node.start)
         upper.asked, upper.num_asked = dict(node.asked), node.num_asked
         upper.active, upper.homes = node.active, node.homes
         parent.children[node.key] = upper
@@ -366,7 +372,7 @@ class Forest:
         return low * self._block
 
 
-def _root_of(node: Node) -> Node:
+def _root_of(node: PrefixNode) -> PrefixNode:
     while node.parent is not None:
         node = node.parent
     return node

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from bros.core.interfaces import Prices
 from bros.core.request import EngineRequest, ServiceClass
-from bros.router.forest import Forest, Node, Path, Pieces
+from bros.router.forest import Forest, Path, Pieces, PrefixNode
 
 # ---- What can be set, and what a decision says.
 
@@ -30,7 +30,7 @@ class RouterSettings:
     its prefix at most so many times as long as computing it again would take. late_weight: of a
     second by which a first token would be late.
     be_weight: what a second of best-effort work counts for a real-time request, on an engine that
-    lets that make way. max_tokens: most tokens that the forest of prefixes may hold.
+    may evict that. max_tokens: most tokens that the forest of prefixes may hold.
     plan: where hot prefixes go: "off", "on", or "shadow": only say what it would gain.
     rebalancing, replication, decode_aware: for ablations.
     """
@@ -55,7 +55,7 @@ class RouterSettings:
 class ReplicaFacts:
     """What a router has to know of an engine.
 
-    capacity_tokens: of its KV cache. yields: best-effort work there makes way for real-time work
+    capacity_tokens: of its KV cache. yields: its best-effort work yields to real-time work
     (policy bros). ttft_s: objective of real-time requests that bring none; None: there is none.
     """
 
@@ -97,7 +97,7 @@ RT, BE = ServiceClass.RT, ServiceClass.BE
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class ReplicaWork:
     """One request where it went: open until it has ended, and of the window for a while.
 
     request: None once it has ended. matched: tokens that were cached there when it came.
@@ -109,8 +109,8 @@ class Work:
     request: EngineRequest | None
     service_class: ServiceClass
     replica: int
-    leaf: Node
-    key: Node | None
+    leaf: PrefixNode
+    key: PrefixNode | None
     time_s: float
     matched: int
     prefill_s: float
@@ -201,7 +201,7 @@ class Origin:
     """A request that was the first to compute something that is cached. leaf: what of its path may
     be. version: of the last notice about it."""
 
-    leaf: Node
+    leaf: PrefixNode
     version: int = 0
 
 
@@ -224,8 +224,8 @@ class Replica:
     digest_version: int = 0
     window: Sums = field(default_factory=Sums)
     open: Sums = field(default_factory=Sums)
-    works: dict[str, Work] = field(default_factory=dict)
-    keys: dict[Node, int] = field(default_factory=dict)
+    works: dict[str, ReplicaWork] = field(default_factory=dict)
+    keys: dict[PrefixNode, int] = field(default_factory=dict)
     origins: OrderedDict[str, Origin] = field(default_factory=OrderedDict)
 
     def prefill_s(self, tokens: int, context: int) -> float:
@@ -273,7 +273,7 @@ class Ask:
         matched = self.matched.get(replica.number, 0)
         return replica.prefill_s(self.length - matched, matched)
 
-    def key(self, tokens: int) -> Node | None:
+    def key(self, tokens: int) -> PrefixNode | None:
         """Of the nodes that begin within its first so many tokens the last one that is longer than
         all before it together: what it should be placed by (Preble 3.2: the key portion)."""
         for node in reversed(self.path.nodes):
@@ -360,10 +360,10 @@ class Ledger:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._window: deque[Work] = deque()
-        self.works: dict[str, Work] = {}
+        self._window: deque[ReplicaWork] = deque()
+        self.works: dict[str, ReplicaWork] = {}
 
-    def open(self, request_id: str, work: Work) -> None:
+    def open(self, request_id: str, work: ReplicaWork) -> None:
         """It goes to its replica."""
         assert request_id not in self.works, "one at a time has an id"
         replica = self._state.replicas[work.replica]
@@ -379,21 +379,21 @@ class Ledger:
         if work.key is not None:
             replica.keys[work.key] = replica.keys.get(work.key, 0) + 1
             work.key.load[work.replica] = work.key.load.get(work.replica, 0.0) + work.seconds
-        node: Node | None = work.leaf
+        node: PrefixNode | None = work.leaf
         while node is not None:
             node.active += 1
             node.num_asked += 1
             node.asked[work.replica] = node.asked.get(work.replica, 0) + 1
             node = node.parent
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: ReplicaWork) -> None:
         """Its prompt is done."""
         replica = self._state.replicas[work.replica]
         replica.open.remove(work.service_class, work.prefill_s, work.decode_s)
         work.begun = True
         replica.open.add(work.service_class, 0.0, work.decode_s)
 
-    def promote(self, work: Work) -> None:
+    def promote(self, work: ReplicaWork) -> None:
         """It counts as real-time work from now on."""
         if work.service_class is ServiceClass.RT:
             return
@@ -406,7 +406,7 @@ class Ledger:
             replica.window.add(ServiceClass.RT, work.prefill_s, work.decode_s)
         work.service_class = ServiceClass.RT
 
-    def close(self, request_id: str) -> Work | None:
+    def close(self, request_id: str) -> ReplicaWork | None:
         """It has ended, or is lost; None if it is not open."""
         work = self.works.pop(request_id, None)
         if work is None:
@@ -416,13 +416,13 @@ class Ledger:
         work.request = None  # prompts are long, and windows as well
         prefill_s = 0.0 if work.begun else work.prefill_s
         replica.open.remove(work.service_class, prefill_s, work.decode_s)
-        node: Node | None = work.leaf
+        node: PrefixNode | None = work.leaf
         while node is not None:
             node.active -= 1
             node = node.parent
         return work
 
-    def settle(self, work: Work, prefill_s: float, decode_s: float) -> None:
+    def settle(self, work: ReplicaWork, prefill_s: float, decode_s: float) -> None:
         """What it took is known now; it is closed."""
         if work.in_window:
             replica = self._state.replicas[work.replica]
@@ -448,7 +448,7 @@ class Ledger:
             self._state.forest.prune(work.leaf)
 
 
-def _take_from_key(replica: Replica, work: Work) -> None:
+def _take_from_key(replica: Replica, work: ReplicaWork) -> None:
     key, number = work.key, work.replica
     if key is None:
         return
@@ -458,9 +458,9 @@ def _take_from_key(replica: Replica, work: Work) -> None:
         del replica.keys[key], key.load[number]
 
 
-def _ask_less(work: Work) -> None:
+def _ask_less(work: ReplicaWork) -> None:
     number = work.replica
-    node: Node | None = work.leaf
+    node: PrefixNode | None = work.leaf
     while node is not None:
         node.num_asked -= 1
         node.asked[number] -= 1

@@ -89,7 +89,7 @@ class RequestLog:
 
 
 class ErrorBarrier:
-    """The last resort: an exception nobody expected becomes a 500 and a traceback in the log."""
+    """The last resort: an unexpected exception becomes a 500 and a traceback in the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

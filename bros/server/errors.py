@@ -38,7 +38,7 @@ RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 
 MAX_RETRY_AFTER_S = 120
-"""OpenAI's clients give up instead of waiting longer than this."""
+"""OpenAI's clients fail instead of waiting longer than this."""
 
 _MAX_MESSAGE_CHARS = 2000
 

@@ -129,7 +129,7 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         # The parent raises the signals again at the end, which for SIGTERM would end the
-        # process before anybody could shut the engine down.
+        # process before the engine could be shut down.
         if threading.current_thread() is not threading.main_thread():
             yield
             return

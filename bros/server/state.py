@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 class BatchCounts:
     """How many batches there are. While the database hangs, one thread waits for it, however often
-    somebody asks and gives up."""
+    a client asks and stops waiting."""
 
     def __init__(self) -> None:
         self._asked: asyncio.Future[Mapping[str, int]] | None = None

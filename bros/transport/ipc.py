@@ -153,7 +153,7 @@ class ZmqTransport:
         self._replies = _connect_replies(self._context, folder)
         self._remote = bool(wire.server_key)
         if self._remote:
-            # What has been handed over when a connection breaks is lost, and nobody would know.
+            # What has been handed over when a connection breaks is lost without notice.
             for socket in (self._commands, self._replies):
                 _end_when_cut(socket, folder)
         self._decoder, self._encoder = command_codec(), reply_codec()
@@ -202,7 +202,7 @@ class ZmqTransport:
 def _end_when_cut(socket: zmq.Socket[bytes], folder: Path) -> None:
     """End this process once the connection of `socket` breaks, until its monitor is disabled.
 
-    folder: which whoever has started this process may have no time to remove.
+    folder: the process that has started this one may have no time to remove it.
     """
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
 

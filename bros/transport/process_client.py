@@ -338,7 +338,7 @@ class ProcessEngineClient(SupervisedClient):
         async with contextlib.AsyncExitStack() as stack:
             # Readable by this user only.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bros-")))
-            # After all that waits, so that nobody finds an engine alive that has no process.
+            # After all that waits, so that no caller finds an engine alive that has no process.
             stack.callback(self._forget)
             receiver = self._listen(stack, Wire.of(folder))
             process = self._process = await self._spawn(folder)

@@ -196,7 +196,7 @@ class Cluster:
 
         Raises ConfigError if none answers there.
         """
-        # A server tells nobody what it is used for.
+        # A server does not report its usage.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if ray.is_initialized():
             return

@@ -28,7 +28,7 @@ from bros.core.request import (
     Slo,
 )
 from bros.router.fleet import Fleet, make_fleet
-from bros.router.member import ReplicaState
+from bros.router.replica_set import ReplicaState
 from bros.router.state import RouterSettings
 from support.mortal_engine import STEP_S, MortalEngine, foretold
 from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bros.router.elastic import Elastic, ElasticSettings, Load
+from bros.router.elastic import Elastic, ElasticSettings, FleetLoad
 from support.tier import examples
 
 SETTINGS = ElasticSettings(least=1, most=16, start_s=15.0, calm_s=60.0)
@@ -42,7 +42,7 @@ class Queue:
         done = min(float(self.serving), self.waiting_s + rt)
         self.waiting_s += rt - done
         slack_s = TTFT_S - 0.1 - self.waiting_s / self.serving
-        load = Load(
+        load = FleetLoad(
             serving=self.serving,
             coming=len(self.coming),
             rt_slack_s=slack_s if done else None,
@@ -73,7 +73,7 @@ class Queue:
 
 
 LOADS = st.builds(
-    Load,
+    FleetLoad,
     serving=st.integers(0, 20),
     coming=st.integers(0, 5),
     rt_slack_s=st.none() | st.floats(-10, 2),
@@ -88,7 +88,9 @@ LOADS = st.builds(
     st.integers(1, 6),
     st.integers(0, 10),
 )
-def test_it_never_leaves_its_bounds(loads: list[tuple[float, Load]], least: int, more: int) -> None:
+def test_it_never_leaves_its_bounds(
+    loads: list[tuple[float, FleetLoad]], least: int, more: int
+) -> None:
     """Whatever it is told."""
     policy = Elastic(ElasticSettings(least=least, most=least + more))
     now = 0.0
@@ -151,7 +153,7 @@ def test_it_grows_before_anything_is_late() -> None:
     policy = Elastic(SETTINGS)
     for second in range(60):
         slack_s = 0.6 - 0.01 * second
-        load = Load(serving=2, rt_slack_s=slack_s, rt_busy=1.0)
+        load = FleetLoad(serving=2, rt_slack_s=slack_s, rt_busy=1.0)
         if policy.wanted(load, float(second)) > 2:
             break
     assert slack_s > 0.1
@@ -159,11 +161,11 @@ def test_it_grows_before_anything_is_late() -> None:
 
 def test_it_waits_for_what_is_coming_before_it_asks_for_more() -> None:
     policy = Elastic(SETTINGS)
-    late = Load(serving=2, rt_slack_s=-1.0, rt_busy=2.0)
+    late = FleetLoad(serving=2, rt_slack_s=-1.0, rt_busy=2.0)
     assert policy.wanted(late, 0.0) == 3
-    coming = Load(serving=2, coming=1, rt_slack_s=-1.0, rt_busy=2.0)
+    coming = FleetLoad(serving=2, coming=1, rt_slack_s=-1.0, rt_busy=2.0)
     assert {policy.wanted(coming, float(now)) for now in range(1, 15)} == {3}
-    up = Load(serving=3, rt_slack_s=-1.0, rt_busy=3.0)  # what came before is still late
+    up = FleetLoad(serving=3, rt_slack_s=-1.0, rt_busy=3.0)  # what came before is still late
     assert policy.wanted(up, 15.5) == 3
     assert policy.wanted(up, 40.0) == 5  # it was not enough
 
@@ -173,13 +175,13 @@ def test_after_a_mistake_it_takes_longer_to_shrink() -> None:
 
     def calm_until_smaller(start: float) -> float:
         now = start
-        while policy.wanted(Load(serving=3, rt_slack_s=0.3, rt_busy=0.5), now) == 3:
+        while policy.wanted(FleetLoad(serving=3, rt_slack_s=0.3, rt_busy=0.5), now) == 3:
             now += 1.0
             assert now < start + 1000
         return now - start
 
     assert calm_until_smaller(0.0) == SETTINGS.calm_s
-    assert policy.wanted(Load(serving=2, rt_slack_s=-1.0, rt_busy=2.0), 80.0) == 3
+    assert policy.wanted(FleetLoad(serving=2, rt_slack_s=-1.0, rt_busy=2.0), 80.0) == 3
     assert calm_until_smaller(100.0) == 2 * SETTINGS.calm_s
 
 
@@ -187,7 +189,7 @@ def test_what_no_replica_can_help_is_left_alone() -> None:
     """Objectives that an idle engine misses: more of them would miss them too."""
     policy = Elastic(SETTINGS)
     for now in range(1000):
-        load = Load(serving=1, rt_slack_s=-0.5, rt_busy=0.02)
+        load = FleetLoad(serving=1, rt_slack_s=-0.5, rt_busy=0.02)
         assert policy.wanted(load, float(now)) == 1
 
 
@@ -202,7 +204,7 @@ def test_best_effort_work_gets_what_its_deadlines_need(
 ) -> None:
     """Beside: all deadlines one by one, against what the replicas can do until then."""
     limits = ElasticSettings(least=1, most=1000)
-    load = Load(serving=1, rt_slack_s=0.3, rt_busy=busy, be_due=work)
+    load = FleetLoad(serving=1, rt_slack_s=0.3, rt_busy=busy, be_due=work)
     wanted = Elastic(limits).wanted(load, 0.0)
 
     def enough(replicas: int) -> bool:
@@ -220,9 +222,9 @@ def test_best_effort_work_gets_what_its_deadlines_need(
 
 def test_work_without_a_deadline_may_take_its_window() -> None:
     policy = Elastic(ElasticSettings(least=1, most=8, window_s=3600.0))
-    assert policy.wanted(Load(serving=1, be_due=[(2000.0, None)]), 0.0) == 1
-    assert policy.wanted(Load(serving=1, be_due=[(2000.0, 600.0)]), 1.0) == 5
-    assert policy.wanted(Load(serving=1, be_due=[(6000.0, None)]), 2.0) == 3
+    assert policy.wanted(FleetLoad(serving=1, be_due=[(2000.0, None)]), 0.0) == 1
+    assert policy.wanted(FleetLoad(serving=1, be_due=[(2000.0, 600.0)]), 1.0) == 5
+    assert policy.wanted(FleetLoad(serving=1, be_due=[(6000.0, None)]), 2.0) == 3
 
 
 def test_there_must_be_a_number_to_choose() -> None:
@@ -232,7 +234,7 @@ def test_there_must_be_a_number_to_choose() -> None:
 
 
 def test_a_load_is_said_in_a_line() -> None:
-    load = Load(
+    load = FleetLoad(
         serving=2, coming=1, rt_slack_s=0.0123, rt_busy=1.5, be_due=[(3, None), (4, 30), (1, 0)]
     )
     assert str(load) == (

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from bros.core.errors import ConfigError
 from bros.core.request import Hints, SamplingParams
 from bros.router.fleet import make_fleet
-from bros.router.forest import Node
-from bros.router.state import ROUTERS, ReplicaFacts, Work
+from bros.router.forest import PrefixNode
+from bros.router.state import ROUTERS, ReplicaFacts, ReplicaWork
 from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve, told
 from support.tier import examples
 
@@ -127,7 +127,7 @@ class Bookkeeping(RuleBasedStateMachine):
             assert node.active == active[node]
 
 
-def _paths(works: Iterable[Work]) -> Iterator[Node]:
+def _paths(works: Iterable[ReplicaWork]) -> Iterator[PrefixNode]:
     for work in works:
         node = work.leaf
         while node.parent is not None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import EngineRequest, Hints
-from bros.router.forest import Cache, Forest
+from bros.router.forest import Forest, ReplicaCache
 from support.routing import BLOCK, ask
 from support.tier import examples
 
@@ -24,7 +24,7 @@ def insert(forest: Forest, request: EngineRequest, replica: int = 0) -> None:
 
 def new_forest(max_tokens: int = 10**6) -> Forest:
     forest = Forest(BLOCK, max_tokens)
-    forest.caches[0] = Cache()
+    forest.caches[0] = ReplicaCache()
     return forest
 
 

@@ -15,7 +15,7 @@ from bros.core.errors import EngineDeadError
 from bros.core.interfaces import ClassStats, EngineStats, Notice
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.router.elastic import ElasticReplicas, ElasticSettings
-from bros.router.member import ReplicaState
+from bros.router.replica_set import ReplicaState
 from support.mortal_engine import MortalEngine, foretold
 from support.turn_fleet import TurnFleet
 

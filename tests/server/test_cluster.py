@@ -15,7 +15,7 @@ from bros.core.config import Config, ServerConfig
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass, Slo
 from bros.router.elastic import ElasticReplicas, ElasticSettings
-from bros.router.member import ReplicaState
+from bros.router.replica_set import ReplicaState
 from bros.server.cluster import ClusterReplicas, bounds_of, connect, many
 from support.process_engine import TINY_ENGINE, ask, tokens_of
 from support.ray_cluster import connected

@@ -402,7 +402,7 @@ class ChoiceTrace(BaseModel):
         description="How long it could have run and did not, by reason: time (no time was left "
         "in the iteration), rows (the batch was full), tokens (the token budget was used up), "
         "memory (no KV blocks), turn (others went first), made way (it ran, but the iteration "
-        "was given up for somebody's first token)"
+        "was aborted for the first token of another request)"
     )
     events: list[TraceEvent]
     finish_reason: FinishReason | None = Field(description="null while it is not finished")
@@ -428,7 +428,7 @@ class ReplicaReply(BaseModel):
     running: int
     waiting: int
     used_blocks: int = Field(description="KV blocks that requests have")
-    cached_blocks: int = Field(description="Those that nobody has, but that can be found")
+    cached_blocks: int = Field(description="Idle blocks of its prefix cache")
     total_blocks: int
     prompt_tokens: int = Field(description="Of requests that began there")
     cached_tokens: int = Field(description="Those of them that were cached")

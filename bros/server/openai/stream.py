@@ -87,7 +87,7 @@ class Answer:
         """What has come since the last call, one delta for each choice that was given anything.
         Waits until there is any; empty after the end.
 
-        Raises OverloadedError if a choice was given up for want of capacity,
+        Raises OverloadedError if a choice was dropped for lack of capacity,
         GenerationFailedError if it ends without a proper finish for any other reason, and
         EngineDeadError if the engine dies.
         """

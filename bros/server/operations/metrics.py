@@ -25,7 +25,7 @@ from bros.core.interfaces import Buckets, ClassStats, EngineStats
 from bros.core.request import FinishReason, ServiceClass
 from bros.router.balance import PlanReport
 from bros.router.client import RouterClient
-from bros.router.member import RUNNING, ReplicaState, ReplicaStatus
+from bros.router.replica_set import RUNNING, ReplicaState, ReplicaStatus
 from bros.semantic.schema import SessionFigures
 from bros.text.generation import TextDelta
 

@@ -18,7 +18,7 @@ from bros.core.errors import BrosError, EngineDeadError, NotFoundError
 from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.request import Slo
 from bros.router.client import RouterClient
-from bros.router.member import RUNNING
+from bros.router.replica_set import RUNNING
 from bros.server.http import read_object, validate
 from bros.server.openai.schema import (
     ChoiceTrace,

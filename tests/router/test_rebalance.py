@@ -9,18 +9,19 @@ from hypothesis import strategies as st
 
 from bros.core.interfaces import Notice
 from bros.core.request import EngineRequest, SamplingParams
-from bros.router.evening import to_move
-from bros.router.member import Member, Routed
+from bros.router.replica_set import ReplicaHandle, RoutedRequest, requests_to_rebalance
 from support.mortal_engine import MortalEngine
 
 
-def member(number: int, begun: int, waiting: int, *, draining: bool = False) -> Member:
+def member(number: int, begun: int, waiting: int, *, draining: bool = False) -> ReplicaHandle:
     """Its requests are named by it and their turn; the first `begun` have begun."""
-    found = Member(number, f"replica-{number}", MortalEngine(), key=number, draining=draining)
+    found = ReplicaHandle(
+        number, f"replica-{number}", MortalEngine(), key=number, draining=draining
+    )
     found.notice = Notice(version=1, waiting=waiting)
     for turn in range(begun + waiting):
         name = f"{number}-{turn}"
-        item = Routed(
+        item = RoutedRequest(
             EngineRequest(request_id=name, prompt_token_ids=[1], sampling=SamplingParams())
         )
         item.replica, item.key, item.accepted = found, number, True
@@ -30,16 +31,16 @@ def member(number: int, begun: int, waiting: int, *, draining: bool = False) -> 
 
 
 async def test_the_latest_of_a_queue_go() -> None:
-    moved = to_move([member(0, 4, 8), member(1, 0, 0)])
+    moved = requests_to_rebalance([member(0, 4, 8), member(1, 0, 0)])
     assert [item.id for item in moved] == ["0-11", "0-10", "0-9", "0-8", "0-7", "0-6"]
 
 
 async def test_who_serves_all_that_it_has_keeps_it() -> None:
-    assert to_move([member(0, 10, 0), member(1, 0, 0)]) == []
+    assert requests_to_rebalance([member(0, 10, 0), member(1, 0, 0)]) == []
 
 
 async def test_who_takes_none_is_neither_relieved_nor_relieves() -> None:
-    assert to_move([member(0, 0, 10), member(1, 0, 0, draining=True)]) == []
+    assert requests_to_rebalance([member(0, 0, 10), member(1, 0, 0, draining=True)]) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=5))
@@ -52,7 +53,7 @@ async def _evens_out(sizes: list[tuple[int, int, bool]]) -> None:
         member(number, begun, waiting, draining=draining)
         for number, (begun, waiting, draining) in enumerate(sizes)
     ]
-    moved = to_move(members)
+    moved = requests_to_rebalance(members)
     assert not any(item.begun for item in moved)
     left = {each.number: len(each.open) for each in members if each.takes}
     total = sum(left.values())
@@ -66,4 +67,4 @@ async def _evens_out(sizes: list[tuple[int, int, bool]]) -> None:
             before = len(each.open)
             assert left[each.number] == before - max(0, min(each.notice.waiting, before - fair))
     assert len(moved) == len({item.id for item in moved})
-    assert to_move(members) == [], "what is on its way counts"
+    assert requests_to_rebalance(members) == [], "what is on its way counts"

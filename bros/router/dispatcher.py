@@ -25,8 +25,7 @@ from bros.core.errors import (
 )
 from bros.core.interfaces import RequestStream
 from bros.core.request import FinishReason, RequestOutput
-from bros.router.member import Member, Routed
-from bros.router.roster import Roster
+from bros.router.replica_set import ReplicaHandle, ReplicaSet, RoutedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ _STUCK_WAIT_S = 0.1
 
 
 class _LostTooOftenError(EngineDeadError):
-    """A request is given up."""
+    """A request has failed, as too many engines were lost with it."""
 
 
 class _TakenAwayError(Exception):
@@ -58,40 +57,40 @@ class _Suspects:
     """
 
     def __init__(self) -> None:
-        self._beginning: Routed | None = None
+        self._beginning: RoutedRequest | None = None
         self._cleared = asyncio.Event()
 
-    async def turn(self, item: Routed) -> None:
+    async def turn(self, item: RoutedRequest) -> None:
         """Wait until no other begins; then this one does, until `clear`."""
         while self._beginning is not None:
             await self._cleared.wait()
         self._beginning, item.suspect = item, True
         self._cleared.clear()
 
-    def clear(self, item: Routed) -> None:
+    def clear(self, item: RoutedRequest) -> None:
         """It does not begin any more, if it did."""
         if self._beginning is item:
             self._beginning, item.suspect = None, False
             self._cleared.set()
 
 
-class Carrier:
+class Dispatcher:
     """All requests that are open.
 
     ended: where the latest were that are not. continued, moved: how often one went on elsewhere,
     because its engine was lost or was to be empty. closing: why there are no more engines.
     """
 
-    def __init__(self, roster: Roster) -> None:
-        self.open: dict[str, Routed] = {}
-        self.ended: OrderedDict[str, Member] = OrderedDict()
+    def __init__(self, replica_set: ReplicaSet) -> None:
+        self.open: dict[str, RoutedRequest] = {}
+        self.ended: OrderedDict[str, ReplicaHandle] = OrderedDict()
         self.continued = 0
         self.moved = 0
         self.closing: str | None = None
-        self._roster = roster
+        self._replica_set = replica_set
         self._suspects = _Suspects()
 
-    async def start(self, item: Routed) -> None:
+    async def start(self, item: RoutedRequest) -> None:
         """Have a replica accept it; its outputs go to its stream from then on.
 
         Raises what EngineClient.submit raises.
@@ -106,7 +105,7 @@ class Carrier:
         self._connect(item, inner)
 
     def close(self, reason: str) -> list[asyncio.Task[None]]:
-        """Nothing goes on any more: whoever reads hears so. The tasks that are left end at once."""
+        """Fail all open requests with the reason, and end the tasks that are left."""
         self.closing = reason
         tasks = []
         for item in list(self.open.values()):
@@ -119,42 +118,42 @@ class Carrier:
                 self._forget(item)
         return tasks
 
-    async def _settle(self, item: Routed, *, patient: bool) -> RequestStream:
+    async def _settle(self, item: RoutedRequest, *, patient: bool) -> RequestStream:
         """Have a replica accept it: the one where it is best, or those that do not refuse it.
 
         patient: it was accepted once, so wait for as long as a replica may come to take it.
         """
-        refused: dict[Member, QueueFullError | OverloadedError] = dict(item.refusals)
+        refused: dict[ReplicaHandle, QueueFullError | OverloadedError] = dict(item.refusals)
         while True:
             item.moving = False
             try:
                 shunned = [item.shuns] if item.shuns is not None else []
                 avoid = [*refused, *shunned]
-                replica = await self._roster.place(item, avoid, patient=patient)
+                replica = await self._replica_set.place(item, avoid, patient=patient)
                 return await self._hand_over(item, replica)
             except (QueueFullError, OverloadedError) as error:
                 assert item.replica is not None
                 refused[item.replica] = error
-                self._roster.leave(item)
+                self._replica_set.leave(item)
             except EngineDeadError as error:
                 if item.replica is None:
-                    raise  # there is nobody to ask
+                    raise  # there is no replica left to ask
                 self._lose(item, error)
                 continue
             except _TakenAwayError:
                 self._leave_behind(item)
                 continue
             except BaseException:
-                self._roster.leave(item)
+                self._replica_set.leave(item)
                 raise
-            if not self._roster.others_take(refused):
+            if not self._replica_set.others_take(refused):
                 soonest = min(refused.values(), key=lambda error: error.retry_after_s)
                 if not patient or item.refusals:
                     raise soonest
                 await asyncio.sleep(max(soonest.retry_after_s, _LEAST_WAIT_S))
                 refused.clear()
 
-    async def _hand_over(self, item: Routed, replica: Member) -> RequestStream:
+    async def _hand_over(self, item: RoutedRequest, replica: ReplicaHandle) -> RequestStream:
         """Have this one accept it. Raises _TakenAwayError if it is taken away from it meanwhile."""
         item.accepting = asyncio.ensure_future(self._accept(item, replica))
         try:
@@ -168,7 +167,7 @@ class Carrier:
         finally:
             item.accepting = None
 
-    async def _accept(self, item: Routed, replica: Member) -> RequestStream:
+    async def _accept(self, item: RoutedRequest, replica: ReplicaHandle) -> RequestStream:
         try:
             inner = await replica.client.submit(item.current)
         except InvalidRequestError as error:
@@ -184,7 +183,7 @@ class Carrier:
             await replica.client.abort(item.id)
         return inner
 
-    def take_away(self, item: Routed) -> None:
+    def take_away(self, item: RoutedRequest) -> None:
         """It goes on elsewhere, whatever the engine that has it is doing."""
         if item.accepting is not None:
             item.accepting.cancel()
@@ -195,29 +194,29 @@ class Carrier:
                 self._leave_behind(item)
                 self._go_on(item)
 
-    def _leave_behind(self, item: Routed) -> None:
+    def _leave_behind(self, item: RoutedRequest) -> None:
         """It was taken away."""
         self._suspects.clear(item)
         if item.replica is not None:
             item.left.add(item.replica)
             item.replica.stuck = item.is_there
-        self._roster.leave(item)
+        self._replica_set.leave(item)
         self.moved += 1
 
     # Outputs
 
-    def _connect(self, item: Routed, inner: RequestStream) -> None:
+    def _connect(self, item: RoutedRequest, inner: RequestStream) -> None:
         item.connection += 1
         item.connected = True
         inner.connect(functools.partial(self._on_output, item, item.connection))
 
-    def _disconnect(self, item: Routed) -> None:
+    def _disconnect(self, item: RoutedRequest) -> None:
         """What its engine still says is not for it."""
         item.connection += 1
         item.connected = False
 
     def _on_output(
-        self, item: Routed, connection: int, output: RequestOutput | EngineDeadError
+        self, item: RoutedRequest, connection: int, output: RequestOutput | EngineDeadError
     ) -> None:
         """Take what a replica gives, as an OutputSink."""
         if connection != item.connection:
@@ -232,7 +231,7 @@ class Carrier:
         except Exception as error:  # ours, and others are not to suffer
             self._fail(item, error)
 
-    def _on_death(self, item: Routed, error: EngineDeadError) -> None:
+    def _on_death(self, item: RoutedRequest, error: EngineDeadError) -> None:
         """Its engine is gone. Raises _LostTooOftenError."""
         if item.aborted:
             self._end(item, FinishReason.ABORT)
@@ -241,12 +240,12 @@ class Carrier:
         self.continued += 1
         self._go_on(item)
 
-    def _go_on(self, item: Routed) -> None:
+    def _go_on(self, item: RoutedRequest) -> None:
         """Find another replica for it."""
         self._disconnect(item)
         item.task = asyncio.create_task(self._resettle(item), name="routed-request")
 
-    async def _resettle(self, item: Routed) -> None:
+    async def _resettle(self, item: RoutedRequest) -> None:
         try:
             if item.losses >= _MAX_LOSSES - 1:
                 await self._suspects.turn(item)
@@ -263,7 +262,7 @@ class Carrier:
             item.task = None
             self._connect(item, inner)
 
-    def _fail(self, item: Routed, error: Exception) -> None:
+    def _fail(self, item: RoutedRequest, error: Exception) -> None:
         """It cannot go on."""
         if isinstance(error, OverloadedError):
             self._end(item, FinishReason.ERROR, str(error), error.retry_after_s)
@@ -280,24 +279,24 @@ class Carrier:
 
     def _end(
         self,
-        item: Routed,
+        item: RoutedRequest,
         reason: FinishReason,
         error: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
         """It ends without a word of an engine."""
         self._disconnect(item)
-        self._roster.leave(item)
+        self._replica_set.leave(item)
         item.end(reason, error, retry_after_s)
         self._forget(item)
 
-    def _forget(self, item: Routed) -> None:
+    def _forget(self, item: RoutedRequest) -> None:
         """It is not open any more."""
         self._suspects.clear(item)
-        self._roster.leave(item)
+        self._replica_set.leave(item)
         self.open.pop(item.id, None)
 
-    def _goes_on(self, item: Routed, output: RequestOutput) -> bool:
+    def _goes_on(self, item: RoutedRequest, output: RequestOutput) -> bool:
         """Whether it has ended where it is, but not elsewhere."""
         reason, replica = output.finish_reason, item.replica
         if item.aborted or replica is None:
@@ -306,20 +305,20 @@ class Carrier:
             self.moved += 1
         elif reason is FinishReason.ERROR and output.retry_after_s is not None and not item.given:
             refused = OverloadedError(output.error or "It was refused.", output.retry_after_s)
-            if not self._roster.others_take([*item.refusals, replica]):
+            if not self._replica_set.others_take([*item.refusals, replica]):
                 return False
             item.refusals[replica] = refused
         else:
             return False
         self._suspects.clear(item)
-        self._roster.leave(item)
+        self._replica_set.leave(item)
         return True
 
-    def _take(self, item: Routed, output: RequestOutput) -> None:
+    def _take(self, item: RoutedRequest, output: RequestOutput) -> None:
         reason = output.finish_reason
         if not item.begun and (output.token_ids or reason is FinishReason.LENGTH):
             self._suspects.clear(item)
-            self._roster.begun(item, output.cached_tokens)
+            self._replica_set.begun(item, output.cached_tokens)
             item.refusals.clear()
         if reason is None:
             item.forward(output)
@@ -328,23 +327,22 @@ class Carrier:
             self._remember(item.id, item.replica)
         self._disconnect(item)
         item.forward(output)
-        self._roster.leave(item, cached=reason.complete)
+        self._replica_set.leave(item, cached=reason.complete)
         self._forget(item)
 
-    def _lose(self, item: Routed, error: EngineDeadError) -> None:
+    def _lose(self, item: RoutedRequest, error: EngineDeadError) -> None:
         """The engine that has it is gone. Raises _LostTooOftenError."""
         self._suspects.clear(item)
         if item.replica is not None and item.is_there:
-            self._roster.lose(item.replica)
-        self._roster.leave(item)
+            self._replica_set.lose(item.replica)
+        self._replica_set.leave(item)
         item.losses += 1
         if item.losses >= _MAX_LOSSES:
             raise _LostTooOftenError(
-                f"The request is given up, as {item.losses} engines were lost with it. The last: "
-                f"{error}"
+                f"The request failed, as {item.losses} engines were lost with it. The last: {error}"
             )
 
-    def _remember(self, request_id: str, replica: Member) -> None:
+    def _remember(self, request_id: str, replica: ReplicaHandle) -> None:
         self.ended[request_id] = replica
         if len(self.ended) > _REMEMBERED:
             self.ended.popitem(last=False)
