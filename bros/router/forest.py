@@ -3,10 +3,10 @@
     root -- [ system prompt, 480 tokens ] -- [ question A, 32 ]       asked {0: 2, 1: 1}
                 cached {0: 480, 1: 480}   \\- [ question B, 48 ]       cached {1: 16}
 
-Whole blocks only: replicas share nothing smaller. A node is split where a prompt leaves it, so all
-of a node is asked for by the same requests. It is removed once no replica has it cached, no
-request asked for it within the window, and no running request has it. There is a root for each salt, and what
-is private from some position on begins a node of its own there.
+Whole blocks only: replicas share nothing smaller. A node is split where a prompt leaves it, so the
+same requests asked for all of a node. It is removed once no replica has it cached, no request asked
+for it within the window, and no running request has it. There is a root for each salt, and what is
+private from some position on begins a node of its own there.
 """
 
 from __future__ import annotations
