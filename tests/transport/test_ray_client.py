@@ -193,13 +193,13 @@ import asyncio, sys
 from bros.core.config import EngineConfig
 from bros.transport.ray import RayEngineClient
 from bros.transport.ray import Cluster
-from bros.transport.node_allocation import Share
+from bros.transport.node_allocation import NodeAllocation
 
 async def main():
     config = EngineConfig(
         model=sys.argv[2], policy="fcfs", kernels="reference", kv_blocks=64, threads=1
     )
-    client = RayEngineClient(Cluster(sys.argv[1]), Share(1, 0), config, log_level="error")
+    client = RayEngineClient(Cluster(sys.argv[1]), NodeAllocation(1, 0), config, log_level="error")
     await client.start()
     print(client.pid, flush=True)
     await asyncio.sleep(600)
