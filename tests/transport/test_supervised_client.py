@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bros.core.errors import EngineDeadError
-from bros.engine.messages import Ready
-from bros.transport.ipc import Wire
+from bros.engine.messages import Alive, Ready
+from bros.transport.ipc import Wire, ZmqTransport
 from bros.transport.process_client import SupervisedClient
 from support.mortal_engine import INFO
 
@@ -18,20 +18,25 @@ from support.mortal_engine import INFO
 class EndlessClient(SupervisedClient):
     """Of an engine that is up at once and stays so until it is killed."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(restart=True, on_final_death=lambda reason: None, grace_s=1.0)
+    def __init__(self, folder: Path, rank_signs_s: float | None = None) -> None:
+        super().__init__(
+            restart=True,
+            on_final_death=lambda reason: None,
+            grace_s=1.0,
+            rank_signs_s=rank_signs_s,
+        )
         self._folder = folder
-        self._killed = asyncio.Event()
+        self.killed = asyncio.Event()
 
     async def _run_once(self) -> str:
         async with AsyncExitStack() as stack:
             self._listen(stack, Wire.of(self._folder))
             self.on_reply(Ready(INFO))
-            await self._killed.wait()
+            await self.killed.wait()
         return "killed"
 
     def _kill(self) -> None:
-        self._killed.set()
+        self.killed.set()
 
 
 async def test_it_closes_well_after_its_tasks_were_cancelled(tmp_path: Path) -> None:
@@ -45,6 +50,20 @@ async def test_it_closes_well_after_its_tasks_were_cancelled(tmp_path: Path) -> 
         await client.stats()  # nobody is left to answer
     await client.close()
     assert not client.alive
+
+
+async def test_an_engine_that_has_given_signs_of_life_is_killed_when_none_come(
+    tmp_path: Path,
+) -> None:
+    client = EndlessClient(tmp_path, rank_signs_s=0.05)
+    await client.start()
+    engine = ZmqTransport(tmp_path)
+    assert not client.killed.is_set(), "it has not given any yet"
+    engine.send(Alive())
+    async with asyncio.timeout(10):
+        await client.killed.wait()
+    await client.close()
+    engine.close()
 
 
 class HomelessClient(EndlessClient):
