@@ -41,28 +41,32 @@ def build_inputs(plan: StepPlan) -> StepInputs:
     token_ids = array("i")
     for chunk in chunks:
         token_ids.extend(chunk.token_ids)
-    lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, len(chunks))
-    starts = np.fromiter((chunk.start for chunk in chunks), np.int32, len(chunks))
-    widths = np.fromiter((len(chunk.segments) for chunk in chunks), np.int32, len(chunks))
-    query_start = offsets(lengths)
-    positions = np.arange(len(token_ids), dtype=np.int32)
-    positions += np.repeat(starts - query_start[:-1], lengths)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    widths = np.array([len(chunk.segments) for chunk in chunks], np.int32)
+    if len(token_ids) == len(chunks):  # decode rows alone
+        query_start = np.arange(len(chunks) + 1, dtype=np.int32)
+        positions = starts
+    else:
+        lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+        query_start = offsets(lengths)
+        positions = np.arange(len(token_ids), dtype=np.int32)
+        positions += np.repeat(starts - query_start[:-1], lengths)
     sampled = [index for index, chunk in enumerate(chunks) if chunk.sample is not None]
     attention = AttentionBatch(
         query_start=torch.from_numpy(query_start),
         segment_start=torch.from_numpy(offsets(widths // SEGMENT_WIDTH)),
-        segments=_tensor(bytearray().join(chunk.segments for chunk in chunks)).view(
+        segments=_tensor(bytearray().join([chunk.segments for chunk in chunks])).view(
             -1, SEGMENT_WIDTH
         ),
     )
     return StepInputs(
         token_ids=_tensor(token_ids),
         positions=torch.from_numpy(positions),
-        slots=_tensor(bytearray().join(chunk.slots for chunk in chunks)),
+        slots=_tensor(bytearray().join([chunk.slots for chunk in chunks])),
         attention=read_together(attention, plan.shared),
         sample_rows=torch.from_numpy(query_start[1:][sampled] - 1),
         samples=tuple(
-            (chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None
+            [(chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None]
         ),
     )
 

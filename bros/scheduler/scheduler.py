@@ -244,6 +244,9 @@ class Scheduler:
         self._arrivals = 0
         self._steps = StepLedger()
         self._started: set[str] = set()  # in the step that was scheduled last
+        self._shared: tuple[SharedPrefix, ...] = ()
+        self._shared_by: list[tuple[RequestState, int]] = []
+        self._shared_as_of = 0
         self._ended: dict[str, RequestOutput] = {}
         self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
 
@@ -336,7 +339,7 @@ class Scheduler:
             self._give_up(state, now)
         if running is not None:
             turn = turn_behind(turn)
-        predictor = self._policy.predictor
+        predictor, sharing = self._policy.predictor, self._kv.sharing_changes
         memory = StepMemory(
             self._kv,
             self._prefixes,
@@ -358,7 +361,7 @@ class Scheduler:
         self._rob(memory, now)
         chunks = self._commit(packing, memory, now)
         self._steps.begin(packing, predictor, self._queues, self._arrivals, now)
-        shared = self._shared_prefixes(chunks)
+        shared = self._shared_prefixes(packing, chunks, sharing)
         return StepPlan(self._steps.count, chunks, self._kv.take_copies(), shared)
 
     def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
@@ -472,16 +475,29 @@ class Scheduler:
             assert PENDING not in state.token_ids[:-1]
             assert not state.is_pending or self._steps.latest is not None, "waits for nothing"
 
-    def _shared_prefixes(self, chunks: Sequence[Chunk]) -> tuple[SharedPrefix, ...]:
+    def _shared_prefixes(
+        self, packing: Packing[RequestState], chunks: Sequence[Chunk], sharing: int
+    ) -> tuple[SharedPrefix, ...]:
+        """See packing.shared_prefixes. sharing: the cache's `sharing_changes` before packing.
+
+        They are those that were found last if that was for the same chunks, and the cache has
+        shared nothing anew since before those were packed: then the front of each row's segments,
+        where shared blocks are, is the same, too.
+        """
         grouping, common_parts = self._grouping, self._kv.common_parts
         if grouping is None or not self._kv.has_common_parts:
             return ()
+        selected = packing.selected
+        if self._shared_as_of == self._kv.sharing_changes and self._shared_by == selected:
+            return self._shared
         rows = [
             (place, common_parts(chunk.request_id), chunk.segments)
             for place, chunk in enumerate(chunks)
             if len(chunk.token_ids) == 1
         ]
-        return shared_prefixes(rows, grouping)
+        self._shared = shared_prefixes(rows, grouping)
+        self._shared_by, self._shared_as_of = selected, sharing
+        return self._shared
 
     def _commit(
         self, packing: Packing[RequestState], memory: StepMemory, now: float

@@ -130,6 +130,42 @@ def test_the_same_input_gives_the_same_step(
         assert getattr(results[0], field) == getattr(results[1], field)
 
 
+class OneByOne(Blocks):
+    """Has every decode row decided on its own."""
+
+    def reserve_rows(self, items: Sequence[Item]) -> int:
+        return 0
+
+
+@st.composite
+def rows(draw: st.DrawFn, prefix: str, *, urgent: bool) -> list[Item]:
+    """A run of decode rows, perhaps with a prompt in it."""
+    dues = [0.024, 0.03, 0.036, 0.04, 0.4] if urgent else [math.inf]
+    found = [
+        row(f"{prefix}{number}", draw(st.sampled_from(dues)), draw(st.integers(1, 900)))
+        for number in range(draw(st.integers(0, 12)))
+    ]
+    if draw(st.booleans()):
+        found.append(Item(f"{prefix} prompt", 5, 0, draw(st.sampled_from(dues))))
+    return sorted(found, key=lambda item: item.deadline_s)
+
+
+@given(rows("u", urgent=True), rows("f", urgent=False), all_bounds(credit=True), st.data())
+def test_a_run_of_rows_is_taken_as_if_each_was_decided_on_its_own(
+    urgent: list[Item], filler: list[Item], bounds: Bounds, data: st.DataObject
+) -> None:
+    bounds = replace(bounds, rows=data.draw(st.integers(1, 30)))
+    free = data.draw(st.sampled_from([2, 6, 1000]))
+    at_once, one_by_one = Blocks(free), OneByOne(free)
+    packings = [run(urgent, filler, bounds, memory) for memory in (at_once, one_by_one)]
+    for field in ("selected", "num_urgent", "violated", "full", "passed_over"):
+        assert getattr(packings[0], field) == getattr(packings[1], field), field
+    assert packings[0].seconds == pytest.approx(packings[1].seconds, rel=1e-12)
+    assert packings[0].urgent_stop == packings[1].urgent_stop
+    assert packings[0].filler_stop == packings[1].filler_stop
+    assert at_once.reserved == one_by_one.reserved
+
+
 # Against brute force
 
 
