@@ -62,10 +62,10 @@ class RecordingExecutor:
         self.seconds = 0.0
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         began = time.perf_counter()
-        result: StepResult | None = self._inner.execute(plan, abandon)  # type: ignore[attr-defined]
+        result: StepResult | None = self._inner.execute(plan, should_abort)  # type: ignore[attr-defined]
         self.plan, self.seconds = plan, time.perf_counter() - began
         return result
 

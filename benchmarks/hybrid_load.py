@@ -81,10 +81,10 @@ class TimedExecutor:
         self.steps = 0
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         began = time.perf_counter()
-        result = self._inner.execute(plan, abandon)
+        result = self._inner.execute(plan, should_abort)
         self.busy_s += time.perf_counter() - began
         self.steps += result is not None
         return result

@@ -84,8 +84,8 @@ class TimedScheduler:
     def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
         return self._timed(self.bookkeeping_s, now, lambda: self._inner.apply(result, now))
 
-    def abandon(self, plan: StepPlan, now: float) -> None:
-        self._timed(self.bookkeeping_s, now, lambda: self._inner.abandon(plan, now))
+    def abort_step(self, plan: StepPlan, now: float) -> None:
+        self._timed(self.bookkeeping_s, now, lambda: self._inner.abort_step(plan, now))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -265,11 +265,11 @@ class Executor(Protocol):
     """Runs plans on a device. Holds the weights and the KV memory, decides nothing."""
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         """Run one iteration and return one sample per chunk that asked for one, in order.
 
-        abandon: asked at safepoints (between layers, say). Once it says yes the step may be
+        should_abort: asked at safepoints (between layers, say). Once it says yes the step may be
         aborted: then nothing is sampled, what was written to the plan's slots does not count,
         and None is returned. An executor without safepoints need not ask.
         """

@@ -242,7 +242,7 @@ class EngineRequest:
     arrival_s: float = 0.0
     tenant: str = ""
     cache_salt: str = ""
-    fill: bool = False
+    prefill_only: bool = False
     hints: Hints = NO_HINTS
     resumed: int = 0
 

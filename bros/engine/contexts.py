@@ -104,7 +104,7 @@ class Contexts:
             service_class=service_class,
             slo=slo or Slo(),
             cache_salt=self._cache_salt,
-            fill=True,
+            prefill_only=True,
             hints=hints,
         )
         async for _ in self._run(context_id, parent_id, job):

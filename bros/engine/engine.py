@@ -71,9 +71,9 @@ class Engine:
         """Run one iteration. Any exception leaves the engine unusable.
 
         arrivals: asked while the step runs for requests that have come since it was asked last
-        (and that are submitted afterwards). A step with best-effort work in it may be given up
+        (and that are submitted afterwards). A step with best-effort work in it may be aborted
         for one of them; then nothing comes of it. With asynchronous scheduling steps are
-        not given up, and outputs are those of the step before the one that begins.
+        not aborted, and outputs are those of the step before the one that begins.
         Raises RuntimeError if there is work but nothing can run, which would be a bug.
         """
         if self._launcher is not None:
@@ -90,17 +90,17 @@ class Engine:
         if plan is None:
             self._check_idle()
             return outputs
-        if scheduler.may_abandon:
+        if scheduler.may_abort:
 
             def gives_up() -> bool:
                 new = arrivals()  # mostly nothing: this is asked before every layer
-                return bool(new) and self._makes_way(new)
+                return bool(new) and self._yields(new)
 
             result = self._executor.execute(plan, gives_up)
         else:
             result = self._executor.execute(plan)
         if result is None:
-            scheduler.abandon(plan, clock.now())
+            scheduler.abort_step(plan, clock.now())
         else:
             outputs += scheduler.apply(result, clock.now())
         return outputs
@@ -141,8 +141,8 @@ class Engine:
         self._scheduler.notices.watch()
 
     def notice(self, *, full: bool = False) -> Notice | None:
-        """What has changed since the last notice, or everything; None if nothing has, or if nobody
-        watches. The first one is a digest."""
+        """What has changed since the last notice, or everything; None if nothing has, or if no
+        client has subscribed. The first one is a digest."""
         return self._scheduler.notices.take(self._clock.now(), full)
 
     def due_notice(self) -> Notice | None:
@@ -152,8 +152,8 @@ class Engine:
     def close(self) -> None:
         self._executor.close()
 
-    def _makes_way(self, arrivals: Iterable[EngineRequest]) -> bool:
-        return any(self._scheduler.makes_way(new, self._clock.now()) for new in arrivals)
+    def _yields(self, arrivals: Iterable[EngineRequest]) -> bool:
+        return any(self._scheduler.yields(new, self._clock.now()) for new in arrivals)
 
     def _log_ends(self, outputs: Sequence[RequestOutput]) -> None:
         """One line for each request that ended: how it fared and what it waited for."""

@@ -98,7 +98,7 @@ def handle(command: Command, engine: Engine, client: Sender) -> None:
         case Watch():
             engine.watch()
             notice = engine.notice(full=True)
-            assert notice is not None, "somebody watches"
+            assert notice is not None, "a client has subscribed"
             client.send(Told(notice))
 
 

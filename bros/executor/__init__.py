@@ -6,7 +6,7 @@ import os
 
 # How long an idle OpenMP thread spins before it sleeps, in rounds; libgomp reads it when torch is
 # loaded. A thread that sleeps between two kernels has to be woken for each of them, and where the
-# machine is virtual that takes long; one that spins takes the core from whoever else needs it. One
+# machine is virtual that takes long; one that spins takes the core from other work. One
 # int4 row on two virtual cores, ms per token:
 #
 #     rounds                                       1,000   5,000   10,000   30,000   100,000

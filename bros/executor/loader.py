@@ -179,7 +179,7 @@ def load_executor(
     Also sets the number of threads torch uses in this process (config.threads, or its share of
     the cores that this process may run on).
 
-    ranks: who run the model together. All of them call this, each loads its part of the weights
+    ranks: that run the model together. All of them call this, each loads its part of the weights
     and of the KV cache, and their infos are the same. The runners of all but the first choose no
     tokens; for what they are given see parallel/runner.py.
 

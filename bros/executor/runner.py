@@ -20,7 +20,7 @@ from bros.executor.sampler import Choice, Chooser, DeviceChooser
 class ModelRunner:
     """Runs plans on one device. Implements core.interfaces.Executor.
 
-    `prepare`, `compute` and `choose` are the parts of `execute` for those who run several of these;
+    `prepare`, `compute` and `choose` are the parts of `execute` for runners of several ranks;
     they are called in inference mode.
 
     What a plan's segments name must have been written by earlier plans: nothing is checked
@@ -45,22 +45,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         """Run one iteration; K and V of every token in the plan are cached afterwards.
 
-        abandon: asked before each layer, or once before a step that is replayed; None is returned
-        as soon as it says yes.
+        should_abort: asked before each layer, or once before a step that is replayed; None is
+            returned as soon as it says yes.
         """
         inputs = self.prepare(build_inputs(plan), plan.copies)
-        logits = self.compute(inputs, abandon)
+        logits = self.compute(inputs, should_abort)
         return None if logits is None else self.choose(plan.step, logits, inputs)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Like execute, but returns the fp32 logits [chunks with a sample spec, vocab]."""
         logits = self.compute(self.prepare(build_inputs(plan)))
-        assert logits is not None, "nobody asked for the step to be given up"
+        assert logits is not None, "a step is aborted only if should_abort is given"
         return logits if self._graphs is None else logits.clone()
 
     @property
@@ -80,20 +80,22 @@ class ModelRunner:
     def compute(
         self,
         inputs: StepInputs,
-        abandon: Callable[[], bool] | None = None,
+        should_abort: Callable[[], bool] | None = None,
         pending: Pending | None = None,
     ) -> Tensor | None:
         """Logits, in a buffer that the next step overwrites if this one is replayed.
 
-        inputs: of `prepare`. abandon: see `execute`. pending: tokens that only the device knows.
+        inputs: of `prepare`.
+        should_abort: see `execute`.
+        pending: tokens that only the device knows.
         """
         decoder, graphs = self._decoder, self._graphs
         assert decoder is not None, "the executor is closed"
         recording = None if graphs is None else graphs.fitting(inputs)
         if graphs is None or recording is None:
-            hook = self._before_layer(abandon)
+            hook = self._before_layer(should_abort)
             return decoder(self._feed(inputs, pending), self._kv.layers, hook)
-        if abandon is not None and abandon():
+        if should_abort is not None and should_abort():
             return None
         self._kv.wait_for_layer(len(self._kv.layers) - 1)
         return graphs.run(recording, inputs, pending)
@@ -107,12 +109,12 @@ class ModelRunner:
         self._decoder = self._graphs = None
         self._kv.clear()
 
-    def _before_layer(self, abandon: Callable[[], bool] | None) -> Callable[[int], bool]:
+    def _before_layer(self, should_abort: Callable[[], bool] | None) -> Callable[[int], bool]:
         wait_for_layer = self._kv.wait_for_layer
 
         def before_layer(layer: int) -> bool:
             wait_for_layer(layer)
-            return abandon is not None and abandon()
+            return should_abort is not None and should_abort()
 
         return before_layer
 
@@ -186,7 +188,7 @@ class LaunchingRunner(ModelRunner):
     def begin(self, plan: StepPlan, inputs: StepInputs, pending: Pending | None) -> Launched:
         """The second half of `launch`. inputs: of `prepare`; pending: of `pending`."""
         logits = self.compute(inputs, pending=pending)
-        assert logits is not None, "nobody asked for the step to be given up"
+        assert logits is not None, "a step is aborted only if should_abort is given"
         self._last = Launched(plan, self._choosing.begin(logits, inputs.samples))
         return self._last
 

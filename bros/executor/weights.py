@@ -122,7 +122,7 @@ class Weights(Protocol):
 
     @property
     def unread(self) -> frozenset[str]:
-        """Names nobody has asked for yet."""
+        """Names that were not read yet."""
         ...
 
     def dense(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
@@ -176,7 +176,7 @@ class WeightSource:
 
     @property
     def unread(self) -> frozenset[str]:
-        """Names nobody has asked for yet."""
+        """Names that were not read yet."""
         return frozenset(self._unread)
 
     def __contains__(self, name: str) -> bool:

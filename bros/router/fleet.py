@@ -258,7 +258,7 @@ class Fleet:
             context = len(request.prompt_token_ids)
             decode_s = replica.decode_s(len(output_ids), context)
             self._ledger.settle(work, work.prefill_s, decode_s)
-            if not request.fill:
+            if not request.prefill_only:
                 replica.learn_output(request.resumed + len(output_ids))
             self._extend(request, work.leaf, output_ids, replica)
         else:

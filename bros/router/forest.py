@@ -131,7 +131,7 @@ class Forest:
         nothing is chosen."""
         data = _to_bytes(request.prompt_token_ids[start:] if start else request.prompt_token_ids)
         data += _to_bytes(output_ids)
-        whole = (len(data) // _BYTES - (not request.fill)) // self._size * self._block
+        whole = (len(data) // _BYTES - (not request.prefill_only)) // self._size * self._block
         private_from = request.hints.private_from
         if private_from is None or private_from // self._size * self._size < start:
             return ((b"", data[:whole]),)

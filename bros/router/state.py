@@ -237,7 +237,7 @@ class Replica:
 
     def expected_output(self, request: EngineRequest) -> float:
         """Tokens of its answer, as far as one can tell."""
-        if request.fill:
+        if request.prefill_only:
             return 0.0
         expected = request.hints.expected_tokens or self.mean_output
         most = request.sampling.max_tokens

@@ -109,7 +109,7 @@ def _check_resumed(request: EngineRequest) -> None:
             f"resumed ({resumed}) must be less than max_tokens ({most}): the answer is complete.",
             param="resumed",
         )
-    if request.fill and resumed:
+    if request.prefill_only and resumed:
         raise InvalidRequestError("A fill has no answer to resume.", param="resumed")
 
 

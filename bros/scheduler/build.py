@@ -97,7 +97,7 @@ def build_scheduler(
 
 
 def _copies_kv(config: EngineConfig, model: CostModel | None) -> bool:
-    """Whether KV that has to make way is copied to the host and back, or computed again.
+    """Whether preempted KV is copied to the host and back, or computed again.
 
     Both take time in proportion to the tokens, so which one is faster is a property of the device.
     """
@@ -160,7 +160,7 @@ def _policy(
         return max(min(to_come, longest), min(longest, 1))
 
     def patient_tokens(state: RequestState) -> int:
-        """For who waits for its end: an answer longer than most is not about to end."""
+        """For requests that wait for its end: an answer longer than most is not about to end."""
         return expected_tokens(state, least=0.5)
 
     guard = OverloadGuard(config.overload, predictor, _room(bounds, kv), patient_tokens)

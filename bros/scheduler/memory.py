@@ -1,4 +1,4 @@
-"""Who gets KV memory in the step being packed, and who has to give it up.
+"""Which requests get KV memory in the step being packed, and which are preempted for it.
 
 Requests are ranked by their policy once and for all; lower ranks keep their memory longer. A
 request may take memory from requests of higher rank number that are not in the step, which
@@ -48,14 +48,15 @@ class StepMemory:
     running: requests that hold memory, sorted by rank. states: all requests by id. max_holders:
     how many may hold some; real-time requests count only their own kind. newcomers_preempt:
     requests that hold none may take memory from others, too; those that are late only from
-    best-effort ones, as whoever is on time would have to wait for them. expected_tokens: how many
-    more tokens a request is likely to produce; with it, best-effort newcomers are admitted only if
-    everybody's expected growth fits beside them, or if no best-effort request runs at all.
-    prefill_seconds: see CostModel; None if nobody minds the time.
+    best-effort ones, as requests that are on time would have to wait for them.
+    expected_tokens: how many more tokens a request is likely to produce; with it, new best-effort
+    requests are admitted only if the expected growth of all requests fits beside them, or if no
+    best-effort request runs at all.
+    prefill_seconds: see CostModel; None if time does not matter.
 
     num_copied: tokens that are copied to the host for reservations so far.
     granted: request id -> (segments, slots) of its reservation. losses: requests that had to
-    give up some of their tokens, and can not be in this step any more. restored: tokens that
+    lose some of their tokens, and can not be in this step any more. restored: tokens that
     come back.
     """
 
@@ -68,7 +69,7 @@ class StepMemory:
         now: float,
         *,
         max_holders: int,
-        newcomers_preempt: bool,
+        new_requests_preempt: bool,
         expected_tokens: Callable[[RequestState], int] | None = None,
         prefill_seconds: Callable[[int, int], float] | None = None,
     ) -> None:
@@ -76,7 +77,7 @@ class StepMemory:
         self._prefixes = prefixes
         self._running = running
         self._now = now
-        self._newcomers_preempt = newcomers_preempt
+        self._new_requests_preempt = new_requests_preempt
         self._seats = {
             ServiceClass.BE: max_holders - len(running),
             ServiceClass.RT: max_holders
@@ -88,8 +89,8 @@ class StepMemory:
         # What is kept for real-time prompts must not keep best-effort work from running at all.
         self._has_best_effort = any(s.service_class is ServiceClass.BE for s in reversed(running))
         self._made_room: set[str] = set()
-        self._newcomers: list[tuple[int, int]] = []
-        self._promised = 0  # blocks that newcomers need for the rest of their prompts
+        self._new_requests: list[tuple[int, int]] = []
+        self._promised = 0  # blocks that new requests need for the rest of their prompts
         self._open = True
         self._asking: RequestState | None = None
         self._asked_for_victims = False
@@ -110,7 +111,7 @@ class StepMemory:
         return self._kv.num_available_blocks(Side.RIGHT) < wanted
 
     def free_slots(self, state: RequestState) -> int:
-        """Of a candidate's tokens, how many get slots that are nobody's."""
+        """Of a candidate's tokens, how many get free slots."""
         return self._kv.num_free_slots(state.request_id, state.side, state.match)
 
     @property
@@ -126,7 +127,7 @@ class StepMemory:
         return self._kv.common_parts(state.request_id)
 
     def look_up(self, state: RequestState) -> bool:
-        """Find what is cached of a newcomer's prompt; False if it should wait for more of it."""
+        """Find the cached prefix of a new request; False if it should wait for more of it."""
         if not self._may_start(state):
             return True  # to be refused
         self._prefixes.look_up(state)
@@ -135,7 +136,7 @@ class StepMemory:
     def _is_about_to_be_cached(self, state: RequestState) -> bool:
         """Whether it should wait for what another request is computing, which takes no longer.
 
-        Only for who comes before it in rank, so never real-time for best-effort requests under
+        Only for requests before it in rank, so never real-time for best-effort requests under
         `bros`, and then not beyond its own deadline. Best-effort requests wait for each other
         whatever their ranks, which is not the order in which they start.
         """
@@ -154,7 +155,7 @@ class StepMemory:
         rest_s = self._prefill_seconds(len(state.token_ids) - until, until)
         if self._now + _FILL_MARGIN * (wait_s + rest_s) <= state.deadline_s:
             return True
-        # Who is late in any case loses less by waiting than by computing all of it.
+        # A request that is late in any case loses less by waiting than by computing all of it.
         alone_s = self._prefill_seconds(state.remaining, state.num_cached)
         return self._now + alone_s > state.deadline_s
 
@@ -227,10 +228,10 @@ class StepMemory:
             self.num_copied += lost.copied
 
     def _admit(self, state: RequestState, num_tokens: int) -> bool:
-        """A newcomer must fit with all it has to compute, and nobody overtakes one that waits.
+        """A new request must fit with all it has to compute, and none overtakes one that waits.
 
-        Every holder that it may not rob must have a block to grow into then, so that nobody is
-        admitted only to be robbed, or to rob others, a moment later.
+        Every holder that it may not preempt must have a block to grow into then, so that no request
+        is admitted only to be preempted, or to preempt others, a moment later.
         """
         if not self._may_start(state):
             return False
@@ -238,7 +239,7 @@ class StepMemory:
         size = self._kv.block_size
         everything, now = -(-state.remaining // size), -(-num_tokens // size)
         victims = list(self._victims(state))
-        holders = len(self._running) - len(victims) + len(self._newcomers)
+        holders = len(self._running) - len(victims) + len(self._new_requests)
         self._open = (
             self._fits_with_growth(state)
             and self._can_have(state, everything + self._promised + holders, victims)
@@ -248,7 +249,7 @@ class StepMemory:
             self._promised += everything - now
             for service_class in {state.service_class, ServiceClass.BE}:
                 self._seats[service_class] -= 1
-            self._newcomers.append(self._growth_of(state))
+            self._new_requests.append(self._growth_of(state))
             self._has_best_effort |= state.service_class is ServiceClass.BE
         return self._open
 
@@ -261,11 +262,11 @@ class StepMemory:
         return free >= blocks
 
     def _victims(self, state: RequestState) -> Iterator[RequestState]:
-        """Whom a request may take memory from, last in rank first; nobody in this step."""
-        is_newcomer = not state.running
-        if is_newcomer and not self._newcomers_preempt:
+        """Possible victims of a request, last in rank first; none that is in this step."""
+        is_new_request = not state.running
+        if is_new_request and not self._new_requests_preempt:
             return
-        spares_rt = is_newcomer and state.late
+        spares_rt = is_new_request and state.late
         for victim in reversed(self._running):
             if victim.rank <= state.rank:
                 return
@@ -281,7 +282,7 @@ class StepMemory:
             return True
         if self._growth is None:
             self._growth = [self._growth_of(other) for other in self._running]
-        holders = [*self._growth, *self._newcomers, self._growth_of(state)]
+        holders = [*self._growth, *self._new_requests, self._growth_of(state)]
         # Half a block per request is lost to rounding on average.
         needed = peak_tokens(holders) / self._kv.block_size + len(holders) / 2
         return needed <= self._kv.num_blocks - self._kv.num_kept_blocks

@@ -38,7 +38,7 @@ class RequestRecord:
     resumed: tokens that another engine gave before it was lost. They are among num_tokens, and
     there is no first token any more: the next one is due an interval after taken_s, when this
     engine was asked for the rest, and the pace is that of the whole answer, as if it had been kept
-    until then. So the gap counts, as the one that somebody reading the answer sees. A deadline
+    until then. So the gap counts, as its reader sees it. A deadline
     for the whole counts from the arrival, as for any other.
     due_s: when the next token is due, whatever the policy hopes. left: the request is gone.
     held_s: since when it is held to its objectives: its arrival, or later. pace_from_s: when its
@@ -93,7 +93,7 @@ class RequestRecord:
         self._expect(now, slo)
 
     def _expect(self, now: float, slo: Slo) -> None:
-        """Objectives for the next token and the pace, if nobody had to wait for it before `now`."""
+        """Objectives for the next token and the pace, if no reader waited for it before `now`."""
         if self.num_tokens == 0:
             self.due_s = now + (slo.ttft_s or math.inf)
             return

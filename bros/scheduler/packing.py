@@ -1,6 +1,6 @@
 """What one step holds: requests and how many tokens of each (spec: BROS Algorithm 1).
 
-Reads candidates, and does nothing but ask for memory: for what is cached of newcomers, and for
+Reads candidates, and does nothing but ask for memory: for what is cached of new requests, and for
 reservations. The scheduler commits what comes out.
 
     urgent    candidates in order of urgency; real-time by absolute deadline under `bros`
@@ -37,7 +37,7 @@ class Candidate(Protocol):
 
     remaining: tokens to compute before the next one is sampled, num_cached tokens before them,
     num_missing of which have to be brought back first. samples: one is sampled then at all.
-    early: it is a filler that nobody waits for, see Hints. running: it holds memory already.
+    early: it is an early prefill, see Hints. running: it holds memory already.
     late: its deadline is lost and counted already.
     """
 
@@ -100,8 +100,8 @@ class Reservations(Protocol[_C]):
         ...
 
     def free_slots(self, candidate: _C) -> int:
-        """Tokens of a candidate, missing ones included, for which nobody else's are copied to the
-        host; for the others about as many are."""
+        """Tokens of a candidate, missing ones included, for which no other request's are copied to
+        the host; for the others about as many are."""
         ...
 
     @property
@@ -116,12 +116,12 @@ class Reservations(Protocol[_C]):
 
     @property
     def sharing_changes(self) -> int:
-        """Another number whenever `common_parts` of anybody may have become something else."""
+        """Another number whenever `common_parts` of any request may have changed."""
         ...
 
     def common_parts(self, candidate: _C) -> Sequence[tuple[Hashable, int]]:
         """(what it is, tokens) of the pieces of its cached prefix that others have as well, in
-        their order: whoever has one has all of it, and those before it."""
+        their order: a request that has one part has all of it, and the parts before it."""
         ...
 
     def may_cancel(self, candidate: _C) -> bool:
@@ -134,7 +134,7 @@ class Reservations(Protocol[_C]):
 
 
 EARLY = "early"
-"""Why a filler that nobody waits for does not begin: it would cost others too much now."""
+"""Why an early prefill does not begin: it would cost others too much now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +144,8 @@ class Rules:
     chunked: prompts may be cut. early_return: the first urgent candidate that does not fit ends
     the step, without filler (lines 11-12 of the algorithm). strict_rows: decode rows that
     would be late in the next step may not exceed the batch size either. replace: filler may
-    take the row of the least urgent candidate that can wait (lines 25-32). abandon: a running
-    step with filler in it may be given up for a request that arrives.
+    take the row of the least urgent candidate that can wait (lines 25-32). aborts_steps: a running
+    step with best-effort work in it may be aborted for a request that arrives.
     min_chunk: smallest piece of a prompt worth a place, in tokens.
     """
 
@@ -153,12 +153,12 @@ class Rules:
     early_return: bool = False
     strict_rows: bool = False
     replace: bool = True
-    abandon: bool = True
+    aborts_steps: bool = True
     min_chunk: int = 16
 
     @classmethod
     def paper(cls) -> Rules:
-        return cls(chunked=False, early_return=True, strict_rows=True, abandon=False)
+        return cls(chunked=False, early_return=True, strict_rows=True, aborts_steps=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +174,9 @@ class Bounds:
 
     rows: int
     tokens: int
-    filler_s: float = math.inf
-    filler_share: float = 1.0
-    filler_credit_s: float = 0.0
+    best_effort_s: float = math.inf
+    best_effort_share: float = 1.0
+    best_effort_credit_s: float = 0.0
     tbar_s: float = 0.0
     rules: Rules = field(default_factory=Rules)
 
@@ -189,7 +189,7 @@ class Packing(Generic[C]):
     its urgent part and the whole. violated: a decode row will be late because of the others
     (or the early return was taken). full: the batch size kept a candidate out. passed_over:
     (candidate, reason) of those looked at; urgent_stop, filler_stop: why the rest was not.
-    owed: filler got time that it had been owed, so this step should not be given up.
+    owed: best-effort work got time that it had been owed, so this step should not be aborted.
     """
 
     selected: list[tuple[C, int]] = field(default_factory=list)
@@ -202,7 +202,7 @@ class Packing(Generic[C]):
     owed: bool = False
     passed_over: list[tuple[C, str]] = field(default_factory=list)
     urgent_stop: str | None = None
-    filler_stop: str | None = None
+    best_effort_stop: str | None = None
 
 
 # ---- Packing for policies that do not ask how long a step takes: in order, while there is room.
@@ -210,7 +210,7 @@ class Packing(Generic[C]):
 
 def pack_untimed(
     urgent: Iterable[C],
-    filler: Iterable[C],
+    best_effort: Iterable[C],
     bounds: Bounds,
     memory: Reservations[C],
     *,
@@ -221,7 +221,7 @@ def pack_untimed(
     tokens_left = _fill(packing, urgent, bounds, memory, bounds.tokens)
     packing.num_urgent = len(packing.selected)
     if not (exclusive and packing.selected):
-        _fill(packing, filler, bounds, memory, tokens_left)
+        _fill(packing, best_effort, bounds, memory, tokens_left)
     return packing
 
 
@@ -237,7 +237,7 @@ def _fill(
     for candidate in candidates:
         if tokens_left == 0 or len(selected) == bounds.rows:
             packing.full |= tokens_left > 0
-            packing.urgent_stop = packing.filler_stop = "rows" if tokens_left else "tokens"
+            packing.urgent_stop = packing.best_effort_stop = "rows" if tokens_left else "tokens"
             break
         if not (candidate.running or memory.look_up(candidate)):
             packing.passed_over.append((candidate, "prefix"))
@@ -317,7 +317,7 @@ class CommonContext(Generic[C]):
 
     @property
     def is_stale(self) -> bool:
-        """Whether somebody has come or gone meanwhile who has something in common with others."""
+        """Whether requests that share prefixes have joined or left the batch meanwhile."""
         return self._grouping is not None and self._memory.sharing_changes != self._changes
 
     def join(self, row: C) -> int:
@@ -395,7 +395,7 @@ def shared_prefixes(
 
 def pack(
     urgent: Iterable[C],
-    filler: Iterable[C],
+    best_effort: Iterable[C],
     bounds: Bounds,
     memory: Reservations[C],
     predictor: StepTimePredictor | None,
@@ -411,12 +411,12 @@ def pack(
     and memory last. A candidate that finds no memory is passed over.
     """
     if predictor is None:
-        return pack_untimed(urgent, filler, bounds, memory, exclusive=exclusive)
+        return pack_untimed(urgent, best_effort, bounds, memory, exclusive=exclusive)
     packer = _Packer(bounds, memory, predictor, now)
     if packer.take_urgent(urgent):
-        packer.fill(filler)
+        packer.fill(best_effort)
         packer.account_for_replaced()
-    packer.account_for_newcomers()
+    packer.account_for_new_requests()
     return packer.packing
 
 
@@ -443,7 +443,7 @@ class _Packer(Generic[C]):
         self._now = now
         self._tokens_left = bounds.tokens
         self._limit_s = math.inf
-        self._filler_waits = False
+        self._best_effort_waits = False
         self._replaced = False
         self._owes = False
         # Whether others may lose memory to this step, so that copies have to be expected.
@@ -457,7 +457,7 @@ class _Packer(Generic[C]):
         """Algorithm 1, lines 5-15; False if filler may not follow."""
         packing, bounds = self.packing, self._bounds
         go_on = True
-        kept = min(self._rules.min_chunk, bounds.tokens // 2) if bounds.filler_credit_s else 0
+        kept = min(self._rules.min_chunk, bounds.tokens // 2) if bounds.best_effort_credit_s else 0
         self._tokens_left -= kept
         for candidate in self._apart_from_runs(candidates, bounds.rows):
             if self._tokens_left <= 0:
@@ -489,30 +489,30 @@ class _Packer(Generic[C]):
     def fill(self, candidates: Iterable[C]) -> None:
         """Algorithm 1, lines 17-32."""
         packing, bounds = self.packing, self._bounds
-        self._owes = bounds.filler_credit_s > 0.0
-        limit_s = min(self._limit_s, bounds.filler_share * bounds.filler_s)
-        owed_s = packing.urgent_s + bounds.filler_credit_s
-        limit_s = owed_s if self._filler_waits else max(limit_s, owed_s)
-        rows = max(bounds.rows, packing.num_urgent + (bounds.filler_credit_s > 0))
+        self._owes = bounds.best_effort_credit_s > 0.0
+        limit_s = min(self._limit_s, bounds.best_effort_share * bounds.best_effort_s)
+        owed_s = packing.urgent_s + bounds.best_effort_credit_s
+        limit_s = owed_s if self._best_effort_waits else max(limit_s, owed_s)
+        rows = max(bounds.rows, packing.num_urgent + (bounds.best_effort_credit_s > 0))
         for candidate in self._apart_from_runs(candidates, rows, limit_s):
             if self._tokens_left == 0:
-                packing.filler_stop = "tokens"
+                packing.best_effort_stop = "tokens"
                 return
             if len(packing.selected) >= rows:
                 packing.full = True
                 if self._rules.replace and self._replace(candidate, limit_s):
                     continue
-                packing.filler_stop = "rows"
+                packing.best_effort_stop = "rows"
                 return
             if not candidate.running and self._is_held_back(candidate):
                 continue
             if candidate.early and not candidate.running and packing.selected:
                 self._begin_early(candidate, limit_s)
                 continue
-            first = not packing.selected or (self._owes and not self._has_filler)
+            first = not packing.selected or (self._owes and not self._has_best_effort)
             if candidate.remaining == 1 and packing.selected:
                 if self._take_row(candidate, math.inf if first else limit_s) == "time":
-                    packing.filler_stop = "time"
+                    packing.best_effort_stop = "time"
                     return
                 continue
             num_tokens = self._chunk_within(candidate, limit_s)
@@ -520,7 +520,7 @@ class _Packer(Generic[C]):
                 # Alone it must run, or it never would; and what is owed is paid.
                 num_tokens = min(self._least(candidate), self._tokens_left)
             if num_tokens == 0:
-                packing.filler_stop = "time"
+                packing.best_effort_stop = "time"
                 return
             self._take(candidate, num_tokens)
 
@@ -601,18 +601,18 @@ class _Packer(Generic[C]):
             self._pass_over(candidate, EARLY)
 
     @property
-    def _has_filler(self) -> bool:
+    def _has_best_effort(self) -> bool:
         return len(self.packing.selected) > self.packing.num_urgent
 
     def account_for_replaced(self) -> None:
         """Once for all rows that were given away: what is left of the urgent part takes less."""
-        self.packing.owed = self._owes and self._has_filler
+        self.packing.owed = self._owes and self._has_best_effort
         if self._replaced:
             load = self._load_of(self.packing.num_urgent, self._urgent_copied)
             self.packing.urgent_s = self._predictor.safe_seconds(load)
 
-    def account_for_newcomers(self) -> None:
-        """Who has come, or lost memory, has changed what rows have in common with whom."""
+    def account_for_new_requests(self) -> None:
+        """Find shared prefixes again: requests have joined, or lost memory."""
         packing = self.packing
         if self._common.is_stale:
             packing.load = self._load_of(len(packing.selected), packing.load.swap_out_tokens)
@@ -641,7 +641,7 @@ class _Packer(Generic[C]):
         apart = hopeless or self._has_time(candidate, due_s)
         if num_tokens > 0 and apart and not self._rules.early_return:
             # It is late anyway, or has much time: let it not make others late.
-            limit_s = min(self._limit_s, self._bounds.filler_s)
+            limit_s = min(self._limit_s, self._bounds.best_effort_s)
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and not (hopeless and self.packing.selected):
                 # It fits, as more of it did; only hopeless ones wait for a step of their own.
@@ -655,7 +655,7 @@ class _Packer(Generic[C]):
 
     def _has_time(self, candidate: C, due_s: float) -> bool:
         """Due so late that short steps will do, even if others come in between."""
-        if due_s <= _PATIENT_STEPS * self._bounds.filler_s:
+        if due_s <= _PATIENT_STEPS * self._bounds.best_effort_s:
             return False
         alone_s = self._predictor.prefill_seconds(candidate.remaining, candidate.num_cached)
         return due_s > _PATIENT_PROMPTS * alone_s
@@ -702,13 +702,13 @@ class _Packer(Generic[C]):
             self._limit_s = min(self._limit_s, packing.seconds)
         else:
             is_new = not (candidate.late or self._rules.early_return)
-            self._filler_waits |= candidate.remaining > 1 and is_new
+            self._best_effort_waits |= candidate.remaining > 1 and is_new
             packing.violated |= self._is_others_fault(candidate, due_s)
             if self._rules.early_return and len(packing.selected) == 1:
                 self._limit_s = 1.1 * packing.seconds  # A1: the head runs, late as it is
 
     def _is_held_back(self, candidate: C) -> bool:
-        """A newcomer had better wait for what others compute of its prompt."""
+        """A new request had better wait for its prefix, which another request computes."""
         if self._memory.look_up(candidate):
             return False
         self._pass_over(candidate, "prefix")
@@ -799,9 +799,9 @@ class _Packer(Generic[C]):
     def _replace(self, candidate: C, limit_s: float) -> bool:
         """Give the candidate the row of the least urgent decode row, if that one can wait.
 
-        A4: never the most urgent, never one that others lost their memory for, not for a newcomer
-        (which would bring ever more requests into memory), and only if the step keeps its limit
-        and the one that waits can still be on time in the next step.
+        A4: never the most urgent, never one that others lost their memory for, not for a new
+        request (which would bring ever more requests into memory), and only if the step keeps its
+        limit and the one that waits can still be on time in the next step.
         """
         packing, memory = self.packing, self._memory
         index = packing.num_urgent - 1

@@ -227,25 +227,25 @@ class Prefixes:
         self._counters[state.service_class].prefix_tokens += state.num_reused
 
     def keep(self, state: RequestState, now: float) -> None:
-        """A request has ended that somebody may come back to."""
+        """Pin what an ended request leaves for the next call of its session."""
         keep_s = state.request.hints.keep_s
         if keep_s > 0.0 and self._kv.finds_prefixes:
             keys = state.keys(self._kv.block_size, state.num_known)
             self._pins.pin(state.request_id, keys, now + keep_s)
 
     def release(self, request_id: str) -> None:
-        """Nobody comes back to it."""
+        """Unpin it: no later call needs it."""
         self._pins.release(request_id)
 
     def expire(self, now: float) -> None:
-        """Forget those that nobody has come back to in time."""
+        """Release pins that have expired."""
         self._pins.expire(now)
 
     def waits(self, state: RequestState) -> None:
         """What waiting best-effort requests begin with is worth keeping."""
         self._expect(state, waits=True)
 
-    def waits_no_more(self, state: RequestState) -> None:
+    def dequeue(self, state: RequestState) -> None:
         self._expect(state, waits=False)
         state.match = NO_MATCH
 

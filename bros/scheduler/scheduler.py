@@ -1,14 +1,14 @@
 """Which tokens of which requests run next: one packing loop for every policy.
 
     schedule(now) -> StepPlan -> (an executor runs it) -> apply(StepResult, now) -> outputs
-                                                       -> abandon(plan, now), if given up
+                                                       -> abort_step(plan, now), if aborted
 
 While a step runs the one after it may be scheduled (see `foresee`); then it is applied, not
-abandoned.
+aborted.
 
-The policy says who may run in what order and how much a step may hold, packing.py chooses, which
-takes memory (StepMemory), and here the choice is committed: requests change queues and have
-computed what is in the plan. What the step gets is settled when it is packed.
+The policy says which requests may run in what order and how much a step may hold; packing.py
+chooses, which takes memory (StepMemory); here the choice is committed: requests change queues and
+have computed what is in the plan. What the step gets is settled when it is packed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.memory import StepMemory
 from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.packing import Packing, pack, shared_prefixes
-from bros.scheduler.policies import Policy, Turn
+from bros.scheduler.policies import Policy, Proposal
 from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.state import SIDES, Queues, RequestState, due_from_s
 from bros.scheduler.steps import Step, StepLedger
@@ -38,7 +38,7 @@ from bros.scheduler.steps import Step, StepLedger
 # Plans run in their order, so whatever the running step computes is there for the next one:
 #
 #     its tokens     count as computed when they were committed, and others may share them already
-#     its samples    are PENDING: nobody knows them yet, but there will be one for each
+#     its samples    are PENDING: not known yet, but there will be one for each
 #     its end        is predicted: the next step begins then, and deadlines are judged as of then
 #
 # What turns out otherwise (a stop token, an error, an abort) costs a row that runs for nothing.
@@ -67,10 +67,13 @@ def foresee(step: Step, prefixes: Prefixes, ends_s: float) -> None:
                 state.expect_output(ends_s)
 
 
-def turn_behind(turn: Turn) -> Turn:
+def proposal_behind(proposal: Proposal) -> Proposal:
     """The same without those that only wait for their end, for a step behind another one."""
-    urgent, filler = filter(_has_more, turn.urgent), filter(_has_more, turn.filler)
-    return dataclasses.replace(turn, urgent=urgent, filler=filler)
+    urgent, best_effort = (
+        filter(_has_more, proposal.urgent),
+        filter(_has_more, proposal.best_effort),
+    )
+    return dataclasses.replace(proposal, urgent=urgent, best_effort=best_effort)
 
 
 def _has_more(state: RequestState) -> bool:
@@ -114,12 +117,12 @@ def take_snapshot(
     rows, resets = policy.batch_size
     predictor = policy.predictor
     return EngineStats(
-        steps=steps.count - steps.abandoned,
+        steps=steps.count - steps.aborted,
         step_s=steps.seconds,
         predicted_s=steps.predicted_s,
         step_error_s=steps.error_s,
         be_tax_s=steps.be_tax_s,
-        abandoned_steps=steps.abandoned,
+        abandoned_steps=steps.aborted,
         abandoned_s=steps.abandoned_s,
         safety_factor=predictor.safety_factor if predictor else 1.0,
         batch_size=rows,
@@ -143,7 +146,7 @@ def take_snapshot(
     )
 
 
-# ---- What whoever watches an engine is told of it: what is cached, and how busy it is.
+# ---- Notices for a subscriber: what is cached, and how busy the engine is.
 
 
 _EVERY_S, _DIGEST_S = 0.1, 10.0
@@ -151,7 +154,7 @@ _EVERY_S, _DIGEST_S = 0.1, 10.0
 
 
 class Notices:
-    """Costs nothing until somebody watches. The first notice is a digest."""
+    """Costs nothing until a client subscribes. The first notice is a digest."""
 
     def __init__(
         self, kv: KvCacheManager, queues: Queues, predictor: StepTimePredictor | None
@@ -171,7 +174,7 @@ class Notices:
             self._kv.subscribe()
 
     def take(self, now: float, full: bool) -> Notice | None:
-        """What has changed since the last one, or everything; None if nothing has, or if nobody
+        """What has changed since the last one, or everything; None if nothing has, or if no client
         watches."""
         if not self._watched:
             return None
@@ -215,8 +218,8 @@ _MAX_TRACES = 1000
 class Scheduler:
     """Owns every request from `submit` until its last output or `abort`.
 
-    counters: by class; shared with whoever estimates from them. grouping: which prefixes the
-    executor is to read once; None: none. notices: for whoever watches.
+    counters: by class; shared with the code that estimates from them. grouping: which prefixes the
+    executor is to read once; None: none. notices: for a subscriber.
     """
 
     def __init__(
@@ -264,7 +267,7 @@ class Scheduler:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use.", "request_id")
         asked = request.service_class
         self._admission.check_queue(asked, now)
-        if request.fill:
+        if request.prefill_only:
             request = self._prefixes.fillable(request)
         seed = request.sampling.seed
         state = RequestState(
@@ -277,7 +280,7 @@ class Scheduler:
             max_length=self._limits.max_model_len,
             eos_token_ids=self._limits.eos_token_ids,
         )
-        if request.fill and self._prefixes.has_all(state):
+        if request.prefill_only and self._prefixes.has_all(state):
             self._ended[state.request_id] = self._filled(state, now)
             return asked
         self._prefixes.look_up(state)
@@ -309,7 +312,7 @@ class Scheduler:
             return
         if not state.running:
             self._steps.note_promotion(state)
-            self._prefixes.waits_no_more(state)
+            self._prefixes.dequeue(state)
         self._queues.remove(state)
         state.promote(promoted_objectives(state, slo, self._default_slo, now), now)
         if not state.running:
@@ -334,11 +337,11 @@ class Scheduler:
         running, begins_s = self._steps.latest, self._steps.ends_s(now)
         if running is not None:
             foresee(running, self._prefixes, begins_s)
-        turn = self._policy.turn(self._queues, begins_s)
-        for state in turn.give_up:
+        proposal = self._policy.propose(self._queues, begins_s)
+        for state in proposal.drop:
             self._give_up(state, now)
         if running is not None:
-            turn = turn_behind(turn)
+            proposal = proposal_behind(proposal)
         predictor, sharing = self._policy.predictor, self._kv.sharing_changes
         memory = StepMemory(
             self._kv,
@@ -347,13 +350,13 @@ class Scheduler:
             self._states,
             begins_s,
             max_holders=self._limits.max_num_seqs,
-            newcomers_preempt=self._policy.newcomers_preempt,
+            new_requests_preempt=self._policy.new_requests_preempt,
             expected_tokens=self._policy.expected_tokens,
             prefill_seconds=predictor.prefill_seconds if predictor else None,
         )
         packing = pack(
-            turn.urgent, turn.filler, turn.bounds, memory, predictor, begins_s,
-            exclusive=turn.exclusive,
+            proposal.urgent, proposal.best_effort, proposal.bounds, memory, predictor, begins_s,
+            exclusive=proposal.exclusive,
         )  # fmt: skip
         if not packing.selected:
             return None
@@ -380,7 +383,7 @@ class Scheduler:
         states, take_token = self._states, self._take_token
         for sample in result.samples:
             state = states.get(sample.request_id)
-            if state is None or state.arrival_index >= step.newcomer:
+            if state is None or state.arrival_index >= step.new_request:
                 continue  # it has gone while the step ran, and another one may have its name
             if sample.error is not None:
                 self._drop(state, FinishReason.ERROR, now)
@@ -404,36 +407,36 @@ class Scheduler:
         return running is None or can_be_foreseen(running)
 
     @property
-    def may_abandon(self) -> bool:
+    def may_abort(self) -> bool:
         """Whether `makes_way` may say yes while the step runs that was scheduled last."""
         assert self._steps.latest is not None
         packing = self._steps.latest.packing
-        has_filler = len(packing.selected) > packing.num_urgent
-        return self._policy.abandons and has_filler and not packing.owed
+        has_best_effort = len(packing.selected) > packing.num_urgent
+        return self._policy.aborts_steps and has_best_effort and not packing.owed
 
-    def makes_way(self, newcomer: EngineRequest, now: float) -> bool:
-        """Whether the running step is to be given up for a request that has just arrived.
+    def yields(self, new_request: EngineRequest, now: float) -> bool:
+        """Whether the running step is to be aborted for a request that has just arrived.
 
-        The request is not taken in by this. Only if `may_abandon`.
+        The request is not taken in by this. Only if `may_abort`.
         """
-        if newcomer.service_class is not ServiceClass.RT or newcomer.fill:
+        if new_request.service_class is not ServiceClass.RT or new_request.prefill_only:
             return False
-        ttft_s = objectives(newcomer, ServiceClass.RT, self._default_slo, now).ttft_s
+        ttft_s = objectives(new_request, ServiceClass.RT, self._default_slo, now).ttft_s
         if ttft_s is None:
             return False
-        due_s = due_from_s(newcomer, now) + ttft_s
-        tokens = len(newcomer.prompt_token_ids) - self._prefixes.cached_tokens(newcomer)
+        due_s = due_from_s(new_request, now) + ttft_s
+        tokens = len(new_request.prompt_token_ids) - self._prefixes.cached_tokens(new_request)
         step = self._steps.latest
         assert step is not None
-        return self._policy.makes_way(step.packing, step.began_s, tokens, due_s, now)
+        return self._policy.yields(step.packing, step.began_s, tokens, due_s, now)
 
-    def abandon(self, plan: StepPlan, now: float) -> None:
+    def abort_step(self, plan: StepPlan, now: float) -> None:
         """Take back the step that was scheduled last: none of its tokens has been computed."""
-        step, seconds = self._steps.abandon(now, self._queues)
-        self._policy.abandoned(step.packing, seconds)
+        step, seconds = self._steps.abort_step(now, self._queues)
+        self._policy.aborted(step.packing, seconds)
         for chunk in plan.chunks:
             state = self._states.get(chunk.request_id)
-            if state is None or state.arrival_index >= step.newcomer:
+            if state is None or state.arrival_index >= step.new_request:
                 continue  # aborted while the step ran, and another one may have its name
             state.record.wait("made way", seconds)
             if chunk.request_id in self._started:
@@ -446,7 +449,7 @@ class Scheduler:
 
     def take_ended(self) -> list[RequestOutput]:
         """The last outputs of requests that ended without a step since the last call: they were
-        given up, or there was nothing to compute."""
+        aborted, or there was nothing to compute."""
         ended, self._ended = self._ended, {}
         return list(ended.values())
 
@@ -522,7 +525,7 @@ class Scheduler:
         self._started.add(state.request_id)
         self._steps.note_start(state)
         self._queues.start(state)
-        self._prefixes.waits_no_more(state)
+        self._prefixes.dequeue(state)
         state.record.event(now, "scheduled")
 
     def _take_token(self, state: RequestState, token_id: int, now: float) -> FinishReason | None:
@@ -553,7 +556,7 @@ class Scheduler:
         self._prefixes.waits(state)
 
     def _rob(self, memory: StepMemory, now: float) -> None:
-        """Some had to give up memory: they wait for it, or compute again what is lost."""
+        """Victims wait for memory, or compute again what is lost."""
         for service_class, tokens in memory.restored.items():
             self._counters[service_class].kv_restored += tokens
         cuts = self._kv.take_cuts()
@@ -584,7 +587,7 @@ class Scheduler:
         if self._states.pop(state.request_id, None) is not None:  # else it ends as it comes
             self._kv.free(state.request_id, keep=reason is not FinishReason.ERROR)
             if not state.running:
-                self._prefixes.waits_no_more(state)
+                self._prefixes.dequeue(state)
             self._queues.remove(state)
         if reason.complete:
             self._prefixes.keep(state, now)

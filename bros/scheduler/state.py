@@ -57,8 +57,9 @@ class RequestState:
     (`late`). These three belong to the policy. match: what of its prompt was found in the cache
     last.
     needs_history: its tokens are chosen by those before, which have to be known for that.
-    samples: tokens are chosen for it at all; False for a fill, which ends when none `remaining`.
-    early: a fill that nobody waits for, see Hints.
+    samples: tokens are chosen for it; False if it is prefill-only, when it ends as soon as no token
+    is `remaining`.
+    early: an early prefill, see Hints.
     """
 
     __slots__ = (
@@ -104,8 +105,8 @@ class RequestState:
         """slo: the request's objectives with the defaults of its class filled in."""
         params = request.sampling
         self.request = request
-        self.samples = not request.fill
-        self.early = request.fill and request.hints.early
+        self.samples = not request.prefill_only
+        self.early = request.prefill_only and request.hints.early
         self.needs_history = self.samples and params.needs_history
         self.request_id = request.request_id
         self.service_class = service_class

@@ -26,7 +26,7 @@ class Step:
     packing: Packing[RequestState]
     began_s: float
     expected_s: float
-    newcomer: int
+    new_request: int
     filled: list[RequestState]
     blocked: list[tuple[ServiceClass, str]]
     idle: list[tuple[RequestState, str]]
@@ -48,7 +48,7 @@ class StepLedger:
         self.predicted_s = 0.0
         self.error_s = 0.0
         self.be_tax_s = 0.0
-        self.abandoned = 0
+        self.aborted = 0
         self.abandoned_s = 0.0
         self._running: deque[Step] = deque()
 
@@ -57,7 +57,7 @@ class StepLedger:
         packing: Packing[RequestState],
         predictor: StepTimePredictor | None,
         queues: Queues,
-        newcomer: int,
+        new_request: int,
         now: float,
     ) -> None:
         """A step was committed. Called with the queues as they are while it runs."""
@@ -70,7 +70,7 @@ class StepLedger:
             packing=packing,
             began_s=now,
             expected_s=predictor.seconds(packing.load) if predictor else 0.0,
-            newcomer=newcomer,
+            new_request=new_request,
             filled=[s for s, _ in packing.selected if not s.samples and s.remaining == 0],
             blocked=[
                 (service_class, _why_waiting(packing, service_class))
@@ -98,7 +98,7 @@ class StepLedger:
     def note_start(self, state: RequestState) -> None:
         """A request leaves its queue for the next step: until the one that runs ends, it waits."""
         latest = self.latest
-        if latest is not None and state.arrival_index < latest.newcomer:
+        if latest is not None and state.arrival_index < latest.new_request:
             latest.idle += [
                 (state, reason)
                 for service_class, reason in latest.blocked
@@ -113,12 +113,12 @@ class StepLedger:
             return
         self.note_start(state)
 
-    def abandon(self, now: float, queues: Queues) -> tuple[Step, float]:
-        """The only step that runs was given up: (which one, the time that went into it)."""
+    def abort_step(self, now: float, queues: Queues) -> tuple[Step, float]:
+        """The only running step was aborted: (which one, the seconds it took)."""
         (step,) = self._running
         self._running.clear()
         seconds = now - step.began_s
-        self.abandoned += 1
+        self.aborted += 1
         self.abandoned_s += seconds
         _note_waits(step, seconds, queues)
         return step, seconds
@@ -170,5 +170,5 @@ def _why_waiting(packing: Packing[RequestState], service_class: ServiceClass) ->
 
 
 def _why_stopped(packing: Packing[RequestState], service_class: ServiceClass) -> str:
-    stop = packing.urgent_stop if service_class is ServiceClass.RT else packing.filler_stop
+    stop = packing.urgent_stop if service_class is ServiceClass.RT else packing.best_effort_stop
     return stop or "turn"

@@ -102,11 +102,11 @@ class SimExecutor:
         self.busy_s = 0.0
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         """Let the step's time pass and return a token for every chunk that asked for a sample.
 
-        abandon: asked SAFEPOINTS times, in equal distances.
+        should_abort: asked SAFEPOINTS times, in equal distances.
         """
         load = load_of(plan)
         if self._grouped:
@@ -116,9 +116,9 @@ class SimExecutor:
             raise ConfigError("--profile: by this one a step takes no time, so none would pass")
         if self._rng is not None and self._sigma:
             seconds *= math.exp(self._rng.gauss(-0.5 * self._sigma**2, self._sigma))
-        points = SAFEPOINTS if abandon is not None else 1
+        points = SAFEPOINTS if should_abort is not None else 1
         for point in range(points):
-            if abandon is not None and abandon():
+            if should_abort is not None and should_abort():
                 self._tell(plan, seconds * point / points)
                 return None
             self._clock.advance(seconds / points)

@@ -48,7 +48,7 @@ class CountingModel(ToyModel):
         self.computed = 0
         self.broken = False
 
-    def execute(self, plan: StepPlan, abandon: object = None) -> StepResult | None:
+    def execute(self, plan: StepPlan, should_abort: object = None) -> StepResult | None:
         if self.broken:
             raise RuntimeError("device on fire")
         self.computed += plan.num_tokens

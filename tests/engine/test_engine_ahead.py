@@ -32,10 +32,10 @@ class Scripted:
         return Result(plan.step, launched.result, self.said)
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         self.said.append(f"execute {plan.step}")
-        return self._late.execute(plan, abandon)
+        return self._late.execute(plan, should_abort)
 
     def close(self) -> None:
         self.said.append("close")

@@ -31,9 +31,9 @@ class Steps(ToyModel):
         super().__init__(SIZE)
         self._clock = clock
 
-    def execute(self, plan, abandon=None):  # type: ignore[no-untyped-def]
+    def execute(self, plan, should_abort=None):  # type: ignore[no-untyped-def]
         self._clock.advance(0.01)
-        return super().execute(plan, abandon)
+        return super().execute(plan, should_abort)
 
 
 def make_engine(blocks: int = 64, policy: str = "bros", **options: object) -> Engine:

@@ -190,12 +190,12 @@ def test_a_step_given_up_at_any_layer_can_be_run_again(folder: Path, kernels: st
     asked = 0
 
     def after(count: int) -> Callable[[], bool]:
-        def abandon() -> bool:
+        def should_abort() -> bool:
             nonlocal asked
             asked += 1
             return asked > count
 
-        return abandon
+        return should_abort
 
     for count in itertools.count():
         asked = 0

@@ -284,18 +284,18 @@ class Fickle:
         self.given_up: list[int] = []
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         self.steps += 1
         self._clock.advance(STEP_S)
-        if abandon is None:
+        if should_abort is None:
             return self._executor.execute(plan)
         last, asked = self._rng.randrange(self._patience), 0
 
         def gives_up() -> bool:
             nonlocal asked
             asked += 1
-            return asked > last or abandon()
+            return asked > last or should_abort()
 
         result = self._executor.execute(plan, gives_up)
         if result is None:
@@ -417,7 +417,7 @@ class Watched:
         return self.work - len(self._times)
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         self._clock.advance(STEP_S)
         self.most_tokens = max(self.most_tokens, plan.num_tokens)
@@ -432,7 +432,7 @@ class Watched:
                 block, low, high = chunk.segments[i : i + SEGMENT_WIDTH]
                 ranges.setdefault(block, set()).add((low, high))
         self.two_owners += sum(len(found) > 1 for found in ranges.values())
-        return self._executor.execute(plan, abandon)
+        return self._executor.execute(plan, should_abort)
 
     def close(self) -> None:
         self._executor.close()
@@ -534,12 +534,12 @@ class Alike:
         self.most_rows = 0
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         for piece in plan.shared:
             assert (piece.end - piece.first) * SEGMENT_WIDTH >= self._least
             self.most_rows = max(self.most_rows, len(piece.rows))
-        return self._executor.execute(plan, abandon)
+        return self._executor.execute(plan, should_abort)
 
     def close(self) -> None:
         self._executor.close()

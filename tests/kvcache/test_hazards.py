@@ -57,7 +57,7 @@ class Load:
     lead: int
     seats: int
     tpot_s: float
-    abandoning: float
+    aborting: float
     arrivals: tuple[Arrival, ...]
     seed: int
 
@@ -84,7 +84,7 @@ def loads() -> st.SearchStrategy[Load]:
         lead=st.integers(0, 3),
         seats=st.sampled_from([3, 8]),
         tpot_s=st.sampled_from([0.03, 0.2]),
-        abandoning=st.sampled_from([0.0, 0.0, 0.3]),
+        aborting=st.sampled_from([0.0, 0.0, 0.3]),
         arrivals=st.lists(arrivals, min_size=4, max_size=16).map(tuple),
         seed=st.integers(0, 999),
     )
@@ -148,7 +148,7 @@ class Served:
         self.device.submit(plan, executed)
         self.now += STEP_S
         if result is None:
-            self.scheduler.abandon(plan, self.now)
+            self.scheduler.abort_step(plan, self.now)
         else:
             self._take(self.scheduler.apply(result, self.now))
 
@@ -159,9 +159,9 @@ class Served:
         def gives_up() -> bool:
             nonlocal executed
             executed += 1
-            return self.rng.random() < self.load.abandoning
+            return self.rng.random() < self.load.aborting
 
-        if not self.scheduler.may_abandon:
+        if not self.scheduler.may_abort:
             return len(plan.chunks), self.model.execute(plan)
         result = self.model.execute(plan, gives_up)
         return executed, result

@@ -156,7 +156,7 @@ class KvMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.step)
     @rule(data=st.data())
-    def abandon(self, data: st.DataObject) -> None:
+    def abort_step(self, data: st.DataObject) -> None:
         """The latest append of a request of the step comes to nothing."""
         name = data.draw(st.sampled_from(sorted(self.step)))
         before, is_new = self.step[name], name in self.new

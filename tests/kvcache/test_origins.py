@@ -153,7 +153,7 @@ class OriginsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.step)
     @rule(data=st.data())
-    def abandon(self, data: st.DataObject) -> None:
+    def abort_step(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.step)))
         before = self.step.pop(name)
         if name in self.started:

@@ -232,7 +232,7 @@ def test_a_promoted_request_stays_promoted() -> None:
 
 def test_a_fill_is_done_again() -> None:
     async def test(group: Group) -> None:
-        reading = asyncio.create_task(collect(group.client, ask(fill=True)))
+        reading = asyncio.create_task(collect(group.client, ask(prefill_only=True)))
         await asyncio.sleep(0.9 * STEP_S)
         where = group.where("r")
         group.engines[where].die()
@@ -468,7 +468,7 @@ REQUESTS = st.builds(
     prompt_token_ids=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     sampling=SAMPLINGS,
     service_class=st.sampled_from(ServiceClass),
-    fill=st.sampled_from([False, False, False, True]),
+    prefill_only=st.sampled_from([False, False, False, True]),
 )
 TURNS = st.integers(0, 30)  # steps between what happens
 HAPPENINGS = st.tuples(
@@ -549,7 +549,7 @@ def check(
     assert reasons[-1] is not None and set(reasons[:-1]) <= {None}
     asked = next(e.submitted[request.request_id] for e in engines
                  if request.request_id in e.submitted)  # fmt: skip
-    expected = [] if request.fill else foretold(
+    expected = [] if request.prefill_only else foretold(
         dataclasses.replace(request, sampling=asked.sampling)
     )  # fmt: skip
     given = tokens_of(outputs)

@@ -225,4 +225,4 @@ def test_answers_are_guessed_by_those_before_them() -> None:
     assert replica.expected_output(endless) == pytest.approx(300, rel=0.01)
     known = replace(endless, hints=Hints(expected_tokens=20))
     assert replica.expected_output(known) == 20
-    assert replica.expected_output(replace(endless, fill=True)) == 0
+    assert replica.expected_output(replace(endless, prefill_only=True)) == 0

@@ -225,7 +225,7 @@ def test_an_answer_that_somebody_stopped_is_cached_and_counts() -> None:
 
 def test_all_of_a_fill_is_cached() -> None:
     fleet = fleet_of(1)
-    fill = replace(ask("a", range(4 * BLOCK)), fill=True)
+    fill = replace(ask("a", range(4 * BLOCK)), prefill_only=True)
     serve(fleet, fill, 0.0, ())
     assert cached(fleet, ask("b", range(4 * BLOCK + 1))) == {0: 4 * BLOCK}
 

@@ -63,7 +63,7 @@ class Answer:
 def right_answer(asked: EngineRequest, fails: Collection[tuple[str, int]]) -> Answer:
     """Computed the plain way."""
     params, tokens = asked.sampling, list(asked.prompt_token_ids)
-    if asked.fill:
+    if asked.prefill_only:
         return Answer((), FinishReason.LENGTH)
     assert params.max_tokens is not None
     for index in range(params.max_tokens):
@@ -130,11 +130,11 @@ class Run:
         prompt: int | Sequence[int],
         service_class: object = RT,
         *,
-        fill: bool = False,
+        prefill_only: bool = False,
         **options: object,
     ) -> None:
         asked = request(name, prompt, service_class, arrival_s=self.clock.now(), **options)  # type: ignore[arg-type]
-        self.submit_as_it_is(dataclasses.replace(asked, fill=fill))
+        self.submit_as_it_is(dataclasses.replace(asked, prefill_only=prefill_only))
 
     def submit_as_it_is(self, asked: EngineRequest) -> None:
         self.engine.submit(asked)
@@ -180,7 +180,7 @@ class Run:
     def _filled_tokens(self) -> int:
         """Of fills that were done, as far as they fill blocks that can be cached."""
         pairs = zip(self.asked, self.answers, strict=True)
-        done = [a for a, answer in pairs if a.fill and answer.reason is FinishReason.LENGTH]
+        done = [a for a, answer in pairs if a.prefill_only and answer.reason is FinishReason.LENGTH]
         whole = sum(len(asked.prompt_token_ids) // SIZE * SIZE for asked in done)
         return whole if self._finds_prefixes else 0
 
@@ -221,7 +221,7 @@ class Arrival:
     min_tokens: int
     fails_at: int
     penalty: bool
-    fill: bool
+    prefill_only: bool
     hints: Hints
     steps: int
     stays: bool
@@ -251,7 +251,7 @@ def loads() -> st.SearchStrategy[Load]:
         min_tokens=st.sampled_from([0, 0, 2]),
         fails_at=RARELY,
         penalty=st.sampled_from([False] * 7 + [True]),
-        fill=st.sampled_from([False] * 3 + [True]),
+        prefill_only=st.sampled_from([False] * 3 + [True]),
         hints=st.sampled_from([Hints(), Hints(), Hints(keep_s=1e6), Hints(private_from=9)]),
         steps=st.integers(0, 5),
         stays=st.sampled_from([True, True, True, False]),
@@ -289,7 +289,7 @@ def ask(arrival: Arrival, name: str, now: float) -> EngineRequest:
     }
     service_class = RT if arrival.service_class == "rt" else BE
     asked = request(name, prompt, service_class, arrival_s=now, slo=arrival.slo, **params)
-    asked = dataclasses.replace(asked, fill=arrival.fill, hints=arrival.hints)
+    asked = dataclasses.replace(asked, prefill_only=arrival.prefill_only, hints=arrival.hints)
     if arrival.stop_at < 0:
         return asked
     token = ToyModel.continuation(prompt, arrival.stop_at + 1)[-1]
@@ -415,7 +415,7 @@ def test_who_stops_is_in_one_more_step_that_nobody_looks_at() -> None:
 def test_a_fill_that_is_done_is_not_in_the_next_step(policy: str) -> None:
     run = Run(policy, max_batch_tokens=8)
     run.submit("a", [900, 901], max_tokens=9, slo=Slo(9.0, 9.0))
-    run.submit("fill", 15, fill=True, slo=Slo(9.0, 9.0))
+    run.submit("fill", 15, prefill_only=True, slo=Slo(9.0, 9.0))
     ran = []
     while run.answer("fill").reason is None:
         ran.append("fill" in run.step())
@@ -430,7 +430,7 @@ def test_a_fill_that_is_done_is_not_in_the_next_step(policy: str) -> None:
 
 def test_a_fill_that_is_withdrawn_while_it_runs_does_not_end_its_namesake() -> None:
     run = Run()
-    run.submit("a", 16, fill=True)
+    run.submit("a", 16, prefill_only=True)
     run.step()
     assert run.abort("a")
     run.submit("a", [900, 901], max_tokens=3)

@@ -175,7 +175,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Item], list[Item], dict[str, Path]]:
         Bounds,
         rows=st.integers(1, 8),
         tokens=st.sampled_from([4, 100]),
-        filler_s=st.sampled_from([0.03, 0.08, math.inf]),
+        best_effort_s=st.sampled_from([0.03, 0.08, math.inf]),
         tbar_s=st.sampled_from([0.0, 0.02]),
         rules=st.sampled_from([Rules(), Rules(min_chunk=1), Rules.paper()]),
     ),
@@ -195,24 +195,24 @@ def test_a_row_that_gives_way_does_not_count_any_more(
     """The last urgent row can wait, and the step is full without filler."""
     known = {str(number): path for number, path in enumerate([*population, last])}
     items = [Item(name, 1, BLOCK_SIZE * len(path), NOW + 10.0) for name, path in known.items()]
-    urgent, filler = items[:-1], [replace(items[-1], deadline_s=math.inf)]
+    urgent, best_effort = items[:-1], [replace(items[-1], deadline_s=math.inf)]
     bounds = Bounds(rows=len(urgent), tokens=100)
-    packing = check_load(urgent, filler, known, Grouping(BLOCK_SIZE, 1, min_rows), bounds, 100)
-    assert [item for item, _ in packing.selected] == [*urgent[:-1], *filler]
+    packing = check_load(urgent, best_effort, known, Grouping(BLOCK_SIZE, 1, min_rows), bounds, 100)
+    assert [item for item, _ in packing.selected] == [*urgent[:-1], *best_effort]
 
 
 def check_load(
     urgent: list[Item],
-    filler: list[Item],
+    best_effort: list[Item],
     known: dict[str, Path],
     rule: Grouping,
     bounds: Bounds,
     free: int,
 ) -> Packing[Item]:
     """Pack a step, and count again what is in it."""
-    memory = Tree(known, {item.name for item in (*urgent, *filler) if item.running}, free)
+    memory = Tree(known, {item.name for item in (*urgent, *best_effort) if item.running}, free)
     predictor = predicting(rule)
-    packing = pack(urgent, filler, bounds, memory, predictor, NOW)
+    packing = pack(urgent, best_effort, bounds, memory, predictor, NOW)
     rows = [item for item, count in packing.selected if count == 1]
     load = packing.load
     assert load.decode_rows == len(rows)

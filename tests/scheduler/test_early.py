@@ -24,10 +24,13 @@ def early(name: str = "early", tokens: int = 400, cached: int = 0) -> Item:
 
 
 def packed(
-    model: CostModel, *filler: Item, urgent: tuple[Item, ...] = (), bounds: Bounds | None = None
+    model: CostModel,
+    *best_effort: Item,
+    urgent: tuple[Item, ...] = (),
+    bounds: Bounds | None = None,
 ) -> Packing[Item]:
     bounds = bounds or Bounds(rows=16, tokens=1000)
-    return pack(urgent, filler, bounds, Blocks(), predictor(model), now=0.0)
+    return pack(urgent, best_effort, bounds, Blocks(), predictor(model), now=0.0)
 
 
 # What one step takes of them
@@ -68,7 +71,7 @@ def test_one_that_does_not_begin_lets_others_pass() -> None:
 
 
 def test_what_is_owed_to_best_effort_work_is_not_owed_to_them() -> None:
-    bounds = Bounds(rows=16, tokens=1000, filler_s=0.0, filler_credit_s=1.0)
+    bounds = Bounds(rows=16, tokens=1000, best_effort_s=0.0, best_effort_credit_s=1.0)
     packing = packed(MODEL, early(), urgent=(row("chat"),), bounds=bounds)
     assert names(packing.selected) == ["chat"] and not packing.owed
 
@@ -97,7 +100,7 @@ def test_it_is_the_largest_piece_that_costs_half_of_what_it_spares(
 ) -> None:
     model = replace(READING, token_s=token_s, hinges=((knot, slope),))
     urgent = tuple(row(f"chat {n}") for n in range(rows))
-    bounds = Bounds(rows=16, tokens=rows + left, filler_s=limit_s)
+    bounds = Bounds(rows=16, tokens=rows + left, best_effort_s=limit_s)
     packing = packed(model, early(tokens=tokens), urgent=urgent, bounds=bounds)
 
     def seconds(count: int) -> float:
@@ -128,7 +131,7 @@ def test_it_is_the_largest_piece_that_costs_half_of_what_it_spares(
 
 
 def fill(run: Run, name: str, first: int, tokens: int = 40) -> None:
-    run.submit(name, [first, *range(2, tokens + 1)], BE, fill=True, hints=EARLY_HINTS)
+    run.submit(name, [first, *range(2, tokens + 1)], BE, prefill_only=True, hints=EARLY_HINTS)
 
 
 def test_it_waits_for_a_pause_and_is_there_for_what_comes() -> None:

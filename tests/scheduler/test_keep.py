@@ -25,13 +25,13 @@ def crowd(run: Run, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("rule", ["class-aware", "lru"])
-@pytest.mark.parametrize("fill", [False, True])
-def test_what_is_kept_outlives_what_others_leave(rule: str, fill: bool) -> None:
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_what_is_kept_outlives_what_others_leave(rule: str, prefill_only: bool) -> None:
     """Prompt and answer: 42 tokens, of which the last one has not been computed."""
     cached = {}
     for hints in (Hints(), KEPT):
         run = Run(blocks=24, prefix_cache=rule)
-        run.submit("first", 40, BE, max_tokens=2, fill=fill, hints=hints)
+        run.submit("first", 40, BE, max_tokens=2, prefill_only=prefill_only, hints=hints)
         run.drain()
         assert parked(run) == (10 if hints.keep_s else 0)
         crowd(run, 24)
@@ -72,9 +72,9 @@ def test_what_is_released_or_whose_time_is_over_is_kept_no_longer() -> None:
 
 def test_what_two_have_kept_is_kept_until_both_are_released() -> None:
     run = Run()
-    run.submit("parent", 20, fill=True, hints=KEPT)
+    run.submit("parent", 20, prefill_only=True, hints=KEPT)
     run.drain()
-    run.submit("child", 30, fill=True, hints=KEPT)
+    run.submit("child", 30, prefill_only=True, hints=KEPT)
     run.drain()
     assert parked(run) == 7
     run.scheduler.release("parent")
@@ -85,10 +85,10 @@ def test_what_two_have_kept_is_kept_until_both_are_released() -> None:
 
 def test_a_fill_that_had_nothing_to_compute_keeps_that() -> None:
     run = Run()
-    run.submit("first", 20, fill=True)
+    run.submit("first", 20, prefill_only=True)
     run.drain()
     assert parked(run) == 0
-    run.submit("second", 20, fill=True, hints=KEPT)
+    run.submit("second", 20, prefill_only=True, hints=KEPT)
     run.drain()
     assert (run.computed["second"], parked(run)) == (0, 5)
 
@@ -168,7 +168,7 @@ def test_scopes_count_when_a_step_is_given_up_for_somebody() -> None:
         plan = run.schedule()
         hints = Hints(private_from=0, private_salt=salt)
         run.submit("rt", 41, slo=Slo(0.06), hints=hints)
-        asked[salt] = run.scheduler.makes_way(run.requests["rt"], run.now + 0.02)
+        asked[salt] = run.scheduler.yields(run.requests["rt"], run.now + 0.02)
         run.finish(plan)
         run.drain()
     assert asked == {"same": True, "other": False}
@@ -196,7 +196,7 @@ def test_any_load_with_scopes_and_keeping_gets_its_answers(data: st.DataObject) 
             name,
             data.draw(st.integers(1, 50)),
             data.draw(st.sampled_from(ServiceClass)),
-            fill=data.draw(st.booleans()),
+            prefill_only=data.draw(st.booleans()),
             hints=hints,
             slo=data.draw(st.sampled_from([Slo(), Slo(0.1)])),
         )

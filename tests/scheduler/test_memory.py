@@ -74,9 +74,9 @@ def test_peak_tokens_is_what_a_simulation_step_by_step_finds(
 def test_be_is_admitted_only_if_all_can_grow_as_expected() -> None:
     """Two requests of 8 tokens that grow by 16 each need 48 tokens and a block for rounding."""
     for blocks, expected in ((12, False), (13, True)):
-        running, newcomer = state(0, BE, 8, cached=7), state(1, BE, 8)
+        running, new_request = state(0, BE, 8, cached=7), state(1, BE, 8)
         _, memory = memory_with([running], blocks, expected_tokens=lambda s: 16)
-        assert memory.reserve(newcomer, 8) is expected
+        assert memory.reserve(new_request, 8) is expected
 
 
 def test_growth_does_not_keep_out_real_time_requests_nor_the_first_best_effort_one() -> None:
@@ -102,23 +102,23 @@ def test_copies_are_foreseen_before_they_are_made(
 ) -> None:
     """Of best-effort victims, who lose just what is wanted, and had no copies before."""
     holders = [state(100 + i, BE, n, cached=n) for i, n in enumerate(held)]
-    newcomers = [state(i, RT, n) for i, n in enumerate(asked)]
-    states = [*holders, *newcomers]
+    new_requests = [state(i, RT, n) for i, n in enumerate(asked)]
+    states = [*holders, *new_requests]
     kv = KvCacheManager(blocks, SIZE, num_host_blocks=host)
     if any(kv.append(s.request_id, s.num_cached, Side.RIGHT) is None for s in holders):
         return
     by_id = {each.request_id: each for each in states}
     memory = StepMemory(
         kv, Prefixes(kv, {cls: ClassCounters() for cls in ServiceClass}), holders, by_id, 0.0,
-        max_holders=100, newcomers_preempt=True,
+        max_holders=100, new_requests_preempt=True,
     )  # fmt: skip
-    tight, granted = memory.is_tight(len(newcomers), sum(asked)), 0
-    for newcomer in newcomers:
-        before, free = memory.num_copied, memory.free_slots(newcomer)
-        if memory.reserve(newcomer, newcomer.remaining):
+    tight, granted = memory.is_tight(len(new_requests), sum(asked)), 0
+    for new_request in new_requests:
+        before, free = memory.num_copied, memory.free_slots(new_request)
+        if memory.reserve(new_request, new_request.remaining):
             granted += 1
             copied = memory.num_copied - before
-            assert copied <= max(0, newcomer.remaining - free)
+            assert copied <= max(0, new_request.remaining - free)
             assert not copied or tight
     copies = kv.take_copies()
     assert memory.num_copied == (len(copies.out_device) if copies else 0)
@@ -163,9 +163,9 @@ def test_a_second_newcomer_does_not_get_what_the_first_one_still_needs() -> None
 def test_a_newcomer_leaves_every_holder_a_block() -> None:
     for index in (0, 3):  # also one that is older than those who run
         holders = [state(1, RT, 4, cached=4), state(2, RT, 4, cached=4)]
-        _, memory = memory_with(holders, 6, newcomers_preempt=False)
+        _, memory = memory_with(holders, 6, new_requests_preempt=False)
         assert not memory.reserve(state(index, RT, 12), 12), "4 are free, 3 for it, 2 for others"
-        _, memory = memory_with(holders, 7, newcomers_preempt=False)
+        _, memory = memory_with(holders, 7, new_requests_preempt=False)
         assert memory.reserve(state(index, RT, 12), 12)
 
 
@@ -183,25 +183,25 @@ def test_a_late_newcomer_takes_nothing_from_those_who_are_on_time() -> None:
         (True, RT, False),
         (True, BE, True),
     ):
-        newcomer = state(0, RT, 8)
-        newcomer.late = late
+        new_request = state(0, RT, 8)
+        new_request.late = late
         holder = state(1, victim_class, 16, cached=16)
         _, memory = memory_with([holder], 5)
-        assert memory.reserve(newcomer, 8) is expected
+        assert memory.reserve(new_request, 8) is expected
         assert list(memory.losses) == (["r1"] if expected else [])
 
 
 def test_newcomers_preempt_only_if_the_policy_lets_them() -> None:
     for preempt in (False, True):
         holder = state(0, BE, 16, cached=16)
-        _, memory = memory_with([holder], 4, newcomers_preempt=preempt)
+        _, memory = memory_with([holder], 4, new_requests_preempt=preempt)
         assert memory.reserve(state(1, RT, 8), 8) is preempt
         assert list(memory.losses) == (["r0"] if preempt else [])
 
 
 def test_a_holder_takes_memory_to_go_on_whatever_the_policy_says_of_newcomers() -> None:
     first, last = state(0, RT, 9, cached=8), state(1, BE, 8, cached=8)
-    _, memory = memory_with([first, last], 4, newcomers_preempt=False)
+    _, memory = memory_with([first, last], 4, new_requests_preempt=False)
     assert memory.reserve(first, 1)
     assert list(memory.losses) == ["r1"]
     assert not memory.reserve(last, 1), "it lost its memory in this very step"
@@ -234,7 +234,7 @@ def test_any_sequence_keeps_the_books(
 ) -> None:
     """Who is granted gets all it asked for, from higher ranks that are not in the step."""
     states, total = population
-    kv, memory = memory_with(states, total, newcomers_preempt=preempt)
+    kv, memory = memory_with(states, total, new_requests_preempt=preempt)
     by_name = {s.request_id: s for s in states}
     untouched = list(states)
     while untouched:

@@ -18,10 +18,10 @@ from support.packing import (
     RARE_SHARE,
     Blocks,
     Item,
+    best_effort_part,
     blocks_for,
     check_deadlines,
     check_resources,
-    filler_part,
     names,
     predictor,
     rest_seconds,
@@ -39,7 +39,7 @@ FLOOR = 0.9
 
 def run(
     urgent: Sequence[Item],
-    filler: Sequence[Item] = (),
+    best_effort: Sequence[Item] = (),
     bounds: Bounds = LOOSE,
     memory: Blocks | None = None,
 ) -> Packing[Item]:
@@ -48,8 +48,8 @@ def run(
     def absolute(items: Sequence[Item]) -> list[Item]:
         return [replace(item, deadline_s=NOW + item.deadline_s) for item in items]
 
-    urgent, filler = absolute(urgent), absolute(filler)
-    return pack(urgent, filler, bounds, memory or Blocks(), predictor(), NOW)
+    urgent, best_effort = absolute(urgent), absolute(best_effort)
+    return pack(urgent, best_effort, bounds, memory or Blocks(), predictor(), NOW)
 
 
 @st.composite
@@ -77,9 +77,9 @@ def all_bounds(draw: st.DrawFn, *, credit: bool = False) -> Bounds:
     return Bounds(
         rows=draw(st.integers(1, 6)),
         tokens=draw(st.sampled_from([1, 2, 4, 8, 100])),
-        filler_s=draw(st.sampled_from([0.01, 0.03, 0.05, math.inf])),
-        filler_share=draw(st.sampled_from([0.6, 1.0])),
-        filler_credit_s=draw(st.sampled_from([0.0, 0.004, 0.1])) if credit else 0.0,
+        best_effort_s=draw(st.sampled_from([0.01, 0.03, 0.05, math.inf])),
+        best_effort_share=draw(st.sampled_from([0.6, 1.0])),
+        best_effort_credit_s=draw(st.sampled_from([0.0, 0.004, 0.1])) if credit else 0.0,
         tbar_s=draw(st.sampled_from([0.0, 0.02, 0.05])),
         rules=draw(RULES),
     )
@@ -90,42 +90,43 @@ def all_bounds(draw: st.DrawFn, *, credit: bool = False) -> Bounds:
 
 @given(items("u", 5, urgent=True), items("f", 4, urgent=False), all_bounds(credit=True), st.data())
 def test_rows_tokens_and_memory_are_never_exceeded(
-    urgent: list[Item], filler: list[Item], bounds: Bounds, data: st.DataObject
+    urgent: list[Item], best_effort: list[Item], bounds: Bounds, data: st.DataObject
 ) -> None:
     free = data.draw(st.integers(0, 12))
     sticky = data.draw(st.frozensets(st.sampled_from([item.name for item in urgent] or ["-"])))
     memory = Blocks(free, sticky)
-    packing = run(urgent, filler, bounds, memory)
+    packing = run(urgent, best_effort, bounds, memory)
     check_resources(packing, bounds, free)
     assert memory.reserved.keys() == set(names(packing.selected)), "left behind, or not reserved"
     order = [item.name for item in urgent]
     assert names(urgent_part(packing)) == [n for n in order if n in names(urgent_part(packing))]
-    if bounds.filler_credit_s == 0.0:
+    if bounds.best_effort_credit_s == 0.0:
         check_deadlines(packing, bounds, NOW)
-        assert not filler_part(packing) or (
-            packing.seconds <= max(bounds.filler_share * bounds.filler_s, packing.urgent_s)
+        assert not best_effort_part(packing) or (
+            packing.seconds
+            <= max(bounds.best_effort_share * bounds.best_effort_s, packing.urgent_s)
             or len(packing.selected) == 1  # alone it must run
         )
 
 
 @given(items("u", 4, urgent=True), items("f", 4, urgent=False), all_bounds(credit=True))
 def test_a_step_is_never_empty_if_something_fits(
-    urgent: list[Item], filler: list[Item], bounds: Bounds
+    urgent: list[Item], best_effort: list[Item], bounds: Bounds
 ) -> None:
     """I12; late, slow and long as it may be."""
     free = 3
-    fits = [item for item in urgent + filler if blocks_for(item, item.remaining) <= free]
-    packing = run(urgent, filler, bounds, Blocks(free))
+    fits = [item for item in urgent + best_effort if blocks_for(item, item.remaining) <= free]
+    packing = run(urgent, best_effort, bounds, Blocks(free))
     assert bool(packing.selected) >= bool(fits)
 
 
 @given(items("u", 4, urgent=True), items("f", 4, urgent=False), all_bounds(credit=True))
 def test_the_same_input_gives_the_same_step(
-    urgent: list[Item], filler: list[Item], bounds: Bounds
+    urgent: list[Item], best_effort: list[Item], bounds: Bounds
 ) -> None:
-    before = copy.deepcopy((urgent, filler))
-    results = [run(urgent, filler, bounds, Blocks(8)) for _ in range(2)]
-    assert (urgent, filler) == before
+    before = copy.deepcopy((urgent, best_effort))
+    results = [run(urgent, best_effort, bounds, Blocks(8)) for _ in range(2)]
+    assert (urgent, best_effort) == before
     for field in ("selected", "num_urgent", "seconds", "violated", "full", "passed_over"):
         assert getattr(results[0], field) == getattr(results[1], field)
 
@@ -152,26 +153,26 @@ def rows(draw: st.DrawFn, prefix: str, *, urgent: bool) -> list[Item]:
 
 @given(rows("u", urgent=True), rows("f", urgent=False), all_bounds(credit=True), st.data())
 def test_a_run_of_rows_is_taken_as_if_each_was_decided_on_its_own(
-    urgent: list[Item], filler: list[Item], bounds: Bounds, data: st.DataObject
+    urgent: list[Item], best_effort: list[Item], bounds: Bounds, data: st.DataObject
 ) -> None:
     bounds = replace(bounds, rows=data.draw(st.integers(1, 30)))
     free = data.draw(st.sampled_from([2, 6, 1000]))
     at_once, one_by_one = Blocks(free), OneByOne(free)
-    packings = [run(urgent, filler, bounds, memory) for memory in (at_once, one_by_one)]
+    packings = [run(urgent, best_effort, bounds, memory) for memory in (at_once, one_by_one)]
     for field in ("selected", "num_urgent", "violated", "full", "passed_over"):
         assert getattr(packings[0], field) == getattr(packings[1], field), field
     assert packings[0].seconds == pytest.approx(packings[1].seconds, rel=1e-12)
     assert packings[0].urgent_stop == packings[1].urgent_stop
-    assert packings[0].filler_stop == packings[1].filler_stop
+    assert packings[0].best_effort_stop == packings[1].best_effort_stop
     assert at_once.reserved == one_by_one.reserved
 
 
 # Against brute force
 
 
-def best_filler(
+def best_beside(
     urgent: Sequence[Item],
-    filler: Sequence[Item],
+    best_effort: Sequence[Item],
     bounds: Bounds,
     free: int,
     fixed: dict[str, int] | None = None,
@@ -188,8 +189,8 @@ def best_filler(
         return range(item.remaining + 1)
 
     best: int | None = None
-    for counts in itertools.product(*(choices(item) for item in (*urgent, *filler))):
-        chosen = [(i, n) for i, n in zip((*urgent, *filler), counts, strict=True) if n]
+    for counts in itertools.product(*(choices(item) for item in (*urgent, *best_effort))):
+        chosen = [(i, n) for i, n in zip((*urgent, *best_effort), counts, strict=True) if n]
         tokens = sum(counts[len(urgent) :])
         if best is not None and tokens <= best:
             continue
@@ -214,7 +215,7 @@ def within_deadlines(
         later_s = rest_seconds(item, count) if count else bounds.tbar_s
         if took_s + later_s > item.deadline_s + 1e-12:
             return False
-    return took_s <= bounds.filler_s or all(item in counts for item, _ in chosen)
+    return took_s <= bounds.best_effort_s or all(item in counts for item, _ in chosen)
 
 
 def small_step(rng: random.Random) -> tuple[list[Item], list[Item], Bounds, int]:
@@ -223,26 +224,26 @@ def small_step(rng: random.Random) -> tuple[list[Item], list[Item], Bounds, int]
     urgent = [
         Item(f"u{i}", 1, rng.randint(1, 9), rng.choice(dues)) for i in range(rng.randint(0, 3))
     ]
-    filler = []
+    best_effort = []
     for i in range(rng.randint(1, 6 - max(len(urgent), 2))):
         remaining = rng.randint(1, 4)
-        filler.append(Item(f"f{i}", remaining, rng.randint(remaining == 1, 6)))
+        best_effort.append(Item(f"f{i}", remaining, rng.randint(remaining == 1, 6)))
     bounds = Bounds(
         rows=rng.randint(1, 5),
         tokens=rng.randint(1, 10),
-        filler_s=rng.choice([0.026, 0.028, math.inf]),
+        best_effort_s=rng.choice([0.026, 0.028, math.inf]),
         tbar_s=0.022,
         rules=Rules(min_chunk=1),
     )
-    return sorted(urgent, key=lambda item: item.deadline_s), filler, bounds, rng.randint(1, 6)
+    return sorted(urgent, key=lambda item: item.deadline_s), best_effort, bounds, rng.randint(1, 6)
 
 
-def test_filler_is_at_most_the_optimum_and_rarely_much_less() -> None:
+def test_best_effort_is_at_most_the_optimum_and_rarely_much_less() -> None:
     rng = random.Random(7)
     compared, given, possible = 0, 0, 0
     for _ in range(1000):
-        urgent, filler, bounds, free = small_step(rng)
-        packing = run(urgent, filler, bounds, Blocks(free))
+        urgent, best_effort, bounds, free = small_step(rng)
+        packing = run(urgent, best_effort, bounds, Blocks(free))
         check_resources(packing, bounds, free)
         chosen = dict(zip(names(packing.selected), (n for _, n in packing.selected), strict=True))
         known = {item: chosen.get(item.name, 0) for item in urgent}
@@ -250,10 +251,10 @@ def test_filler_is_at_most_the_optimum_and_rarely_much_less() -> None:
             continue  # alone a request runs in any case; rows that are due exceed the batch size
         if not within_deadlines(urgent, known, packing.selected, bounds):
             continue  # a row that was left out may be late
-        tokens = sum(count for _, count in filler_part(packing))
-        best = best_filler(urgent, filler, bounds, free)
+        tokens = sum(count for _, count in best_effort_part(packing))
+        best = best_beside(urgent, best_effort, bounds, free)
         assert best is not None and tokens <= best
-        beside = best_filler(urgent, filler, bounds, free, chosen)
+        beside = best_beside(urgent, best_effort, bounds, free, chosen)
         assert beside is not None and tokens <= beside <= best
         compared, given, possible = compared + 1, given + tokens, possible + beside
     assert compared > 400
@@ -316,7 +317,7 @@ def test_a_piece_smaller_than_the_least_is_not_worth_a_place() -> None:
 def test_a_late_prompt_does_not_make_others_late() -> None:
     """It is cut to the length of a step with filler; others keep their deadlines."""
     late = Item("late", 500, 0, 0.1)
-    packing = run([late, row("other", 0.2)], bounds=Bounds(rows=9, tokens=999, filler_s=0.08))
+    packing = run([late, row("other", 0.2)], bounds=Bounds(rows=9, tokens=999, best_effort_s=0.08))
     assert names(packing.selected) == ["late", "other"]
     assert packing.seconds <= 0.2
     assert seconds([(late, packing.selected[0][1])]) <= 0.08
@@ -334,7 +335,7 @@ def test_paper_prompts_are_taken_whole_or_not_at_all() -> None:
     assert [n for _, n in packing.selected] == [1, 100]
 
 
-def test_paper_early_return_leaves_out_filler_and_says_so() -> None:
+def test_paper_early_return_leaves_out_best_effort_and_says_so() -> None:
     rows = [row("head", 0.033), Item("prompt", 100, 0, 9.0), row("cheap", 9.0)]
     packing = run(rows, [row("filler")], PAPER)
     assert names(packing.selected) == ["head"]
@@ -372,7 +373,7 @@ def test_rows_that_would_be_late_in_the_next_step_may_exceed_the_batch_size() ->
     assert names(run(prompt, bounds=bounds).selected) == ["a", "c"], "rows only"
 
 
-def test_filler_takes_the_row_of_the_last_that_can_wait() -> None:
+def test_best_effort_takes_the_row_of_the_last_that_can_wait() -> None:
     bounds = Bounds(rows=3, tokens=99, tbar_s=0.03)
     urgent = [row("a", 0.2), row("b", 0.2), row("c", 0.2)]
     memory = Blocks(100)
@@ -380,7 +381,7 @@ def test_filler_takes_the_row_of_the_last_that_can_wait() -> None:
     assert names(packing.selected) == ["a", "f", "g"], "never the head"
     assert memory.reserved.keys() == {"a", "f", "g"}
     assert {(item.name, why) for item, why in packing.passed_over} == {("b", "rows"), ("c", "rows")}
-    assert packing.filler_stop == "rows"
+    assert packing.best_effort_stop == "rows"
     few_tokens = replace(bounds, tokens=4)
     assert names(run(urgent, [row("f"), row("g")], few_tokens).selected) == ["a", "f", "g"]
     no_replace = replace(bounds, rules=Rules(replace=False))
@@ -397,46 +398,48 @@ def test_filler_takes_the_row_of_the_last_that_can_wait() -> None:
         (row("last", 0.3), Item("f", 20, 4), "", "the step would be too long"),
     ],
 )
-def test_who_keeps_its_row(last: Item, filler: Item, sticky: str, why: str) -> None:
+def test_who_keeps_its_row(last: Item, best_effort: Item, sticky: str, why: str) -> None:
     head = row("head", 0.06 if last.remaining == 1 else 0.3)
     if why == "the step would be too long":
         head = row("head", 0.03)
     bounds = Bounds(rows=2, tokens=99, tbar_s=0.05)
     memory = Blocks(100, frozenset([sticky]))
-    packing = run([head, last], [filler], bounds, memory)
+    packing = run([head, last], [best_effort], bounds, memory)
     assert names(packing.selected) == ["head", "last"], why
     assert memory.reserved.keys() == {"head", "last"}
     assert math.isclose(packing.seconds, seconds(packing.selected))
     assert math.isclose(predictor().safe_seconds(packing.load), packing.seconds)
 
 
-def test_filler_alone_runs_however_little_time_there_is() -> None:
-    bounds = Bounds(rows=9, tokens=99, filler_s=0.001)
-    fillers = [Item("f", 60, 0), row("g")]
-    packing = run([], fillers, bounds)
+def test_best_effort_alone_runs_however_little_time_there_is() -> None:
+    bounds = Bounds(rows=9, tokens=99, best_effort_s=0.001)
+    best_effort_items = [Item("f", 60, 0), row("g")]
+    packing = run([], best_effort_items, bounds)
     assert [(item.name, n) for item, n in packing.selected] == [("f", 16)], "a smallest chunk"
-    assert [n for _, n in run([], fillers, replace(PAPER, filler_s=0.001)).selected] == [60]
-    assert names(run([], fillers[1:], bounds).selected) == ["g"]
+    assert [
+        n for _, n in run([], best_effort_items, replace(PAPER, best_effort_s=0.001)).selected
+    ] == [60]
+    assert names(run([], best_effort_items[1:], bounds).selected) == ["g"]
 
 
 # What filler is owed
 
 
-def test_credit_gives_filler_work_in_a_step_that_has_no_time_row_or_token_left() -> None:
+def test_credit_gives_best_effort_work_in_a_step_that_has_no_time_row_or_token_left() -> None:
     urgent = [row("a", 0.024), row("b", 0.024)]
-    filler = [Item("f", 200, 0), row("g")]
-    full = Bounds(rows=2, tokens=2, filler_s=0.02)
-    assert not filler_part(run(urgent, filler, full))
-    owed = replace(full, filler_credit_s=0.02, tokens=20)
-    packing = run(urgent, filler, owed)
+    best_effort = [Item("f", 200, 0), row("g")]
+    full = Bounds(rows=2, tokens=2, best_effort_s=0.02)
+    assert not best_effort_part(run(urgent, best_effort, full))
+    owed = replace(full, best_effort_credit_s=0.02, tokens=20)
+    packing = run(urgent, best_effort, owed)
     assert names(urgent_part(packing)) == ["a", "b"]
-    assert names(filler_part(packing)) == ["f"]
+    assert names(best_effort_part(packing)) == ["f"]
     assert packing.seconds <= packing.urgent_s + 0.02
     assert packing.seconds > packing.urgent_s
 
 
 def test_credit_keeps_the_tokens_of_a_smallest_chunk() -> None:
-    bounds = Bounds(rows=9, tokens=64, filler_credit_s=0.05)
+    bounds = Bounds(rows=9, tokens=64, best_effort_credit_s=0.05)
     packing = run([Item("u", 500, 0, 9.0)], [Item("f", 500, 0)], bounds)
     assert [count for _, count in packing.selected] == [48, 16]
 
@@ -446,16 +449,16 @@ def test_credit_keeps_the_tokens_of_a_smallest_chunk() -> None:
 
 @given(items("u", 5, urgent=True), items("f", 4, urgent=False), st.booleans(), st.data())
 def test_without_predictions_all_are_taken_in_order(
-    urgent: list[Item], filler: list[Item], exclusive: bool, data: st.DataObject
+    urgent: list[Item], best_effort: list[Item], exclusive: bool, data: st.DataObject
 ) -> None:
     rows, tokens = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 50))
     free = data.draw(st.integers(0, 20))
     bounds = Bounds(rows=rows, tokens=tokens)
-    packing = pack(urgent, filler, bounds, Blocks(free), None, NOW, exclusive=exclusive)
+    packing = pack(urgent, best_effort, bounds, Blocks(free), None, NOW, exclusive=exclusive)
     expected: list[tuple[str, int]] = []
     blocks, left = free, tokens
-    for item in [*urgent, *filler]:
-        if exclusive and item in filler and any(n[0] == "u" for n, _ in expected):
+    for item in [*urgent, *best_effort]:
+        if exclusive and item in best_effort and any(n[0] == "u" for n, _ in expected):
             break
         if left == 0 or len(expected) == rows:
             break

@@ -23,8 +23,10 @@ COPYING = dataclasses.replace(
 BOUNDS = Bounds(rows=8, tokens=256)
 
 
-def packed(urgent: list[Item], filler: list[Item], memory: Blocks, bounds: Bounds) -> Packing[Item]:
-    return pack(urgent, filler, bounds, memory, predictor(COPYING), 0.0)
+def packed(
+    urgent: list[Item], best_effort: list[Item], memory: Blocks, bounds: Bounds
+) -> Packing[Item]:
+    return pack(urgent, best_effort, bounds, memory, predictor(COPYING), 0.0)
 
 
 def seconds(packing: Packing[Item], copied: int) -> float:
@@ -63,8 +65,8 @@ def test_a_row_whose_copies_would_make_another_late_stays_out() -> None:
         assert packing.seconds <= 0.025
 
 
-def test_filler_is_cut_to_what_fits_with_its_copies() -> None:
-    bounds = dataclasses.replace(BOUNDS, filler_s=0.120)
+def test_best_effort_is_cut_to_what_fits_with_its_copies() -> None:
+    bounds = dataclasses.replace(BOUNDS, best_effort_s=0.120)
     urgent = [dataclasses.replace(row("a", due_s=1.0), num_cached=6)]
     free, tight = Blocks(), Blocks(free=0, others=(200, 200))
     sizes = []
@@ -94,23 +96,23 @@ items = st.builds(
 
 @given(
     urgent=st.lists(items, max_size=6),
-    filler=st.lists(items, max_size=6),
+    best_effort=st.lists(items, max_size=6),
     free=st.integers(0, 10),
     others=st.integers(0, 100),
     without_copy=st.integers(0, 100),
-    filler_s=st.sampled_from([0.05, 0.2, math.inf]),
+    best_effort_s=st.sampled_from([0.05, 0.2, math.inf]),
 )
 def test_the_predicted_step_is_what_it_holds_and_what_was_copied_for_it(
     urgent: list[Item],
-    filler: list[Item],
+    best_effort: list[Item],
     free: int,
     others: int,
     without_copy: int,
-    filler_s: float,
+    best_effort_s: float,
 ) -> None:
     memory = Blocks(free=free, others=(others, without_copy))
-    bounds = Bounds(rows=5, tokens=128, filler_s=filler_s)
-    packing = packed(urgent, filler, memory, bounds)
+    bounds = Bounds(rows=5, tokens=128, best_effort_s=best_effort_s)
+    packing = packed(urgent, best_effort, memory, bounds)
     assert packing.load.swap_out_tokens == memory.num_copied
     if packing.selected:
         total = packing.load.swap_tokens

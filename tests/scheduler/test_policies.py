@@ -130,14 +130,14 @@ def test_the_order_of_urgency_is_that_of_a_full_sort(
             state.num_cached = 3
         if service_class is RT:
             real_time.append(state)
-    found = [(s.deadline_s, s.arrival_index) for s in bros.turn(queues, 0.0).urgent]
+    found = [(s.deadline_s, s.arrival_index) for s in bros.propose(queues, 0.0).urgent]
     assert found == sorted((s.deadline_s, s.arrival_index) for s in real_time)
 
 
 # Real-time under load
 
 
-def test_a_step_with_filler_is_short_enough_for_who_may_come() -> None:
+def test_a_step_with_best_effort_is_short_enough_for_who_may_come() -> None:
     run = VirtualRun(rt_wait=0.3, max_batch_tokens=1000, max_num_seqs=30)
     for number in range(20):
         run.submit(f"be{number}", 400, BE, max_tokens=50, salt=40 * number)
@@ -152,7 +152,7 @@ def test_a_step_with_filler_is_short_enough_for_who_may_come() -> None:
     assert max(run.seconds) <= 0.3 * 0.4
 
 
-def test_filler_gets_less_time_as_real_time_requests_fill_the_memory() -> None:
+def test_best_effort_gets_less_time_as_real_time_requests_fill_the_memory() -> None:
     """Its tokens would keep them there longer, while new ones wait for room."""
     longest = {}
     for rows in (6, 15, 19):  # of 20 that fit
@@ -170,7 +170,7 @@ def test_filler_gets_less_time_as_real_time_requests_fill_the_memory() -> None:
     assert longest[6] <= 0.2
 
 
-def test_a_tighter_objective_makes_steps_with_filler_shorter_for_a_while() -> None:
+def test_a_tighter_objective_makes_steps_with_best_effort_shorter_for_a_while() -> None:
     run = VirtualRun(rt_wait=0.3, max_batch_tokens=1000)
     for number in range(8):
         run.submit(f"be{number}", 400, BE, max_tokens=400, salt=40 * number)
@@ -198,7 +198,7 @@ def test_the_tightest_objective_of_the_last_minute_counts() -> None:
                 max_length=10, eos_token_ids=frozenset(),
             )  # fmt: skip
             bros.place(state, at_s)
-        found.append(bros.turn(queues, at_s).bounds.filler_s)
+        found.append(bros.propose(queues, at_s).bounds.best_effort_s)
     assert found == pytest.approx([0.125, 0.125, 0.125, 0.125, 0.15, 0.2, 0.2])
 
 
@@ -555,7 +555,7 @@ def test_edf_heeds_a_best_effort_deadline_after_the_first_token() -> None:
 
 
 @pytest.mark.parametrize("prompt_tokens", [60, 220])
-def test_filler_leaves_time_for_what_prompts_take_here(prompt_tokens: int) -> None:
+def test_best_effort_leaves_time_for_what_prompts_take_here(prompt_tokens: int) -> None:
     """Newcomers come at every point of a step, and more work waits than can ever run. Steps of
     half the objective are too long before prompts that take most of the other half: 15 of 40
     would be late. Here no step is given up for those that come right at its beginning."""
@@ -574,5 +574,5 @@ def test_filler_leaves_time_for_what_prompts_take_here(prompt_tokens: int) -> No
     run.steps(40)
     late = [name for name in names if run.token_times[name][0] - 1.0 - 1.013 * int(name[2:]) > 0.4]
     assert len(late) <= 8, late
-    filler = [seconds for seconds in run.seconds if seconds > 0.1]
-    assert filler, "nothing is gained by steps that have no room for best-effort work"
+    best_effort = [seconds for seconds in run.seconds if seconds > 0.1]
+    assert best_effort, "nothing is gained by steps that have no room for best-effort work"

@@ -265,9 +265,9 @@ def test_nothing_is_left_of_an_abandoned_step_that_began_in_the_cache() -> None:
     before = run.scheduler.stats()
     run.submit("be", 60, BE)
     plan = run.schedule()
-    assert run.scheduler.may_abandon and plan.chunks[0].start == 40
+    assert run.scheduler.may_abort and plan.chunks[0].start == 40
     assert run.model.execute(plan, lambda: True) is None
-    run.scheduler.abandon(plan, run.now + 0.01)
+    run.scheduler.abort_step(plan, run.now + 0.01)
     run.scheduler.check_integrity()
     after = run.scheduler.stats()
     assert (after.kv_blocks_used, after.kv_blocks_shared) == (0, 0)
@@ -282,7 +282,7 @@ def test_whoever_waits_for_an_abandoned_newcomer_still_waits() -> None:
     run.submit("second", 40, BE)
     plan = run.schedule()
     assert run.model.execute(plan, lambda: True) is None
-    run.scheduler.abandon(plan, run.now + 0.01)
+    run.scheduler.abort_step(plan, run.now + 0.01)
     assert run.step().keys() == {"first"}
     assert run.step()["second"].start == 36
     run.drain()
@@ -383,7 +383,7 @@ def test_what_was_cached_counts_when_it_was_used() -> None:
     run.submit("before", 40, BE)
     run.drain()
     run.submit("be", 60, BE)
-    run.scheduler.abandon(run.schedule(), run.now)
+    run.scheduler.abort_step(run.schedule(), run.now)
     assert run.scheduler.stats().by_class[BE].prefix_tokens == 0
     run.submit("rt", range(100, 190), max_tokens=2)
     run.drain()
@@ -431,7 +431,7 @@ def test_what_real_time_requests_left_in_the_cache_does_not_count_against_who_sh
     run.drain()
 
 
-def test_filler_is_not_stopped_by_a_prefix_that_many_real_time_requests_share() -> None:
+def test_best_effort_is_not_stopped_by_a_prefix_that_many_real_time_requests_share() -> None:
     run = Run(blocks=400, max_batch_tokens=2000)
     run.submit("before", 401, max_tokens=1)
     run.drain()

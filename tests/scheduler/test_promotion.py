@@ -310,11 +310,11 @@ class SlowModel(ToyModel):
         self._clock = clock
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         half_s = plan_seconds(plan) / 2
         self._clock.advance(half_s)
-        result = super().execute(plan, abandon)
+        result = super().execute(plan, should_abort)
         if result is not None:
             self._clock.advance(half_s)
         return result

@@ -33,17 +33,17 @@ def step(
     model: ToyModel,
     now: float = 0.0,
     seconds: float = 0.0,
-    abandon: Callable[[], bool] = lambda: False,
+    should_abort: Callable[[], bool] = lambda: False,
 ) -> tuple[StepPlan | None, list[RequestOutput]]:
     """One step that begins at `now` and takes `seconds`; abandon: asked if it may be given up."""
     plan = scheduler.schedule(now)
     scheduler.check_integrity()
     if plan is None:
         return None, scheduler.take_ended()
-    result = model.execute(plan, abandon if scheduler.may_abandon else None)
+    result = model.execute(plan, should_abort if scheduler.may_abort else None)
     outputs = scheduler.take_ended()
     if result is None:
-        scheduler.abandon(plan, now + seconds)
+        scheduler.abort_step(plan, now + seconds)
     else:
         outputs += scheduler.apply(result, now + seconds)
     scheduler.check_integrity()
@@ -88,14 +88,14 @@ def test_any_load_is_served_right_and_to_the_end(data: st.DataObject) -> None:
     )
     aborted = data.draw(st.sets(st.integers(0, len(arrivals) - 1), max_size=2))
     slowness = data.draw(st.sampled_from([0.0, 1.0, 10.0]))
-    abandoning = data.draw(st.sampled_from([0.0, 0.1, 0.5]))
+    aborting = data.draw(st.sampled_from([0.0, 0.1, 0.5]))
     rng = random.Random(data.draw(st.integers(0, 99)))
     now = 0.0
 
     def run_step() -> StepPlan | None:
         nonlocal now
         plan, outputs = step(
-            scheduler, model, now, slowness * 0.02, lambda: rng.random() < abandoning
+            scheduler, model, now, slowness * 0.02, lambda: rng.random() < aborting
         )
         now += slowness * 0.02
         collect(outputs, produced)

@@ -225,7 +225,7 @@ async def test_a_failed_fill_does_no_harm() -> None:
     engine = ProgramEngine()
 
     async def refuse_fills(request: object) -> object:
-        if getattr(request, "fill", False):
+        if getattr(request, "prefill_only", False):
             raise RuntimeError("no fills today")
         return await submit(request)
 

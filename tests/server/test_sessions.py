@@ -161,7 +161,7 @@ async def test_waiting_for_a_whole_program(kept: Server, session: SessionClient)
         *({"part": "Hello world"} for _ in range(3)),
         {"end": "Hello world"},
     ]
-    classes = [each.service_class for each in kept.engine.submitted if not each.fill]
+    classes = [each.service_class for each in kept.engine.submitted if not each.prefill_only]
     assert classes == [ServiceClass.BE] * 3 + [ServiceClass.RT]
 
 

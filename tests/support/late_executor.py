@@ -48,7 +48,7 @@ class LateExecutor:
         return launched
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         """Never gives up a step."""
         self._watch(plan)

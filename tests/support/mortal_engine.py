@@ -176,7 +176,7 @@ class MortalEngine:
         if request_id in self.shed:
             return RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR,
                                  error="Too busy.", retry_after_s=2.0)  # fmt: skip
-        if request.fill:
+        if request.prefill_only:
             return RequestOutput(request_id=request_id, finish_reason=FinishReason.LENGTH)
         num_output = len(tokens) - len(request.prompt_token_ids) + request.resumed
         token_id = next_token(tokens, num_output, request.sampling)

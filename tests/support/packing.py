@@ -149,7 +149,7 @@ def urgent_part(packing: Packing[Item]) -> list[tuple[Item, int]]:
     return packing.selected[: packing.num_urgent]
 
 
-def filler_part(packing: Packing[Item]) -> list[tuple[Item, int]]:
+def best_effort_part(packing: Packing[Item]) -> list[tuple[Item, int]]:
     return packing.selected[packing.num_urgent :]
 
 
@@ -168,7 +168,7 @@ def check_resources(packing: Packing[Item], bounds: Bounds, free_blocks: int) ->
     assert math.isclose(predictor().safe_seconds(packing.load), packing.seconds, rel_tol=1e-9)
     replaced = sum(reason == "rows" and item.remaining == 1 for item, reason in packing.passed_over)
     urgent = packing.num_urgent + replaced
-    assert len(chosen) <= max(bounds.rows, urgent + (bounds.filler_credit_s > 0))
+    assert len(chosen) <= max(bounds.rows, urgent + (bounds.best_effort_credit_s > 0))
     for item, _ in urgent_part(packing)[bounds.rows :]:
         assert not bounds.rules.strict_rows
         assert item.remaining == 1, "only decode rows may exceed the batch size"
@@ -201,7 +201,7 @@ def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
 def has_time(item: Item, due_s: float, bounds: Bounds) -> bool:
     """Due so late that its prompt need not make a step longer than filler may."""
     alone_s = seconds([(item, item.remaining)]) / SAFETY
-    return due_s > max(5 * bounds.filler_s, 4 * alone_s) and not bounds.rules.early_return
+    return due_s > max(5 * bounds.best_effort_s, 4 * alone_s) and not bounds.rules.early_return
 
 
 def largest_chunk(item: Item, before: Chosen, left: int, limit_s: float) -> int | None:

@@ -66,12 +66,12 @@ class Impatient:
         self.given_up: list[int] = []
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         self._clock.advance(STEP_S)
         self.work += plan.num_tokens
-        if abandon is None or not self._patience:
-            return self._executor.execute(plan, abandon)
+        if should_abort is None or not self._patience:
+            return self._executor.execute(plan, should_abort)
         last, asked = self._rng.randrange(self._patience), 0
 
         def gives_up() -> bool:

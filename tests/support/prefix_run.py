@@ -48,14 +48,16 @@ class Run:
         service_class: ServiceClass = RT,
         *,
         cache_salt: str = "",
-        fill: bool = False,
+        prefill_only: bool = False,
         hints: Hints = NO_HINTS,
         slo: Slo | None = None,
         **params: object,
     ) -> None:
         """Prompts of so many tokens all begin alike."""
         asked = request(name, prompt, service_class, arrival_s=self.now, slo=slo, **params)
-        asked = dataclasses.replace(asked, cache_salt=cache_salt, fill=fill, hints=hints)
+        asked = dataclasses.replace(
+            asked, cache_salt=cache_salt, prefill_only=prefill_only, hints=hints
+        )
         self.scheduler.submit(asked, self.now)
         self.requests[name] = asked
         self.answers[name] = []
@@ -105,7 +107,7 @@ class Run:
         """The right one."""
         asked = self.requests[name]
         assert asked.sampling.max_tokens is not None
-        if asked.fill:
+        if asked.prefill_only:
             return []
         return ToyModel.continuation(asked.prompt_token_ids, asked.sampling.max_tokens)
 

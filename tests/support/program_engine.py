@@ -134,19 +134,19 @@ class ProgramEngine:
 
     def llm_calls(self) -> list[EngineRequest]:
         """Requests that generate, in the order in which they came."""
-        return [request for request in self.submitted if not request.fill]
+        return [request for request in self.submitted if not request.prefill_only]
 
     def fills(self) -> list[EngineRequest]:
-        return [request for request in self.submitted if request.fill]
+        return [request for request in self.submitted if request.prefill_only]
 
     async def _outputs(
         self, request: EngineRequest, death: asyncio.Future[None]
     ) -> AsyncIterator[RequestOutput]:
         await self._work(death, self.step_s * (1 + len(request.prompt_token_ids) // BLOCK))
-        if self.errors and not request.fill:
+        if self.errors and not request.prefill_only:
             yield self._last(request, self.errors.pop(0))
             return
-        if request.fill:
+        if request.prefill_only:
             yield self._last(
                 request, RequestOutput(request_id="", finish_reason=FinishReason.LENGTH)
             )

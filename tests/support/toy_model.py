@@ -34,7 +34,7 @@ class ToyModel:
         return tokens[len(prompt) :]
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         """abandon: asked after each chunk, so that an abandoned step has written something."""
         if plan.copies is not None:
@@ -49,7 +49,7 @@ class ToyModel:
             if chunk.sample is not None:
                 tokens = [token for _, token in context] + list(chunk.token_ids)
                 samples.append(self.choose(chunk, tokens))
-            if abandon is not None and abandon():
+            if should_abort is not None and should_abort():
                 return None
         return StepResult(step=plan.step, samples=tuple(samples))
 

@@ -51,10 +51,10 @@ class WordyModel(ToyModel):
         self._clock = clock
 
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         self._clock.advance(_STEP_S + _TOKEN_S * sum(len(chunk.token_ids) for chunk in plan.chunks))
-        return super().execute(plan, abandon)
+        return super().execute(plan, should_abort)
 
     def choose(self, chunk: Chunk, tokens: Sequence[int]) -> SampledToken:
         return SampledToken(chunk.request_id, next_token(tokens))

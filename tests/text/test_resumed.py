@@ -174,7 +174,7 @@ def test_a_real_model_goes_on_where_it_was(tmp_path: Path, temperature: float) -
 
 
 @pytest.mark.parametrize(
-    ("resumed", "fill", "error"),
+    ("resumed", "prefill_only", "error"),
     [
         (-1, False, "resumed must be in"),
         (6, False, "resumed must be in"),
@@ -182,8 +182,10 @@ def test_a_real_model_goes_on_where_it_was(tmp_path: Path, temperature: float) -
         (1, True, "no answer"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused(resumed: int, fill: bool, error: str) -> None:
-    asked = dataclasses.replace(request("r", 6, max_tokens=4), resumed=resumed, fill=fill)
+def test_what_cannot_be_resumed_is_refused(resumed: int, prefill_only: bool, error: str) -> None:
+    asked = dataclasses.replace(
+        request("r", 6, max_tokens=4), resumed=resumed, prefill_only=prefill_only
+    )
     with pytest.raises(InvalidRequestError, match=error) as caught:
         make_engine(blocks=20).submit(asked)
     assert caught.value.param == "resumed"

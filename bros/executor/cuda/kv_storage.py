@@ -198,9 +198,9 @@ class _Moves(NamedTuple):
 
 
 class _SlotLists(Generic[StreamT, EventT]):
-    """Slots on their way to the device, in memory that is used again when nobody reads it any more.
+    """Slots on their way to the device, in memory that is reused when no copy reads it any more.
 
-    Whoever is far ahead of the device gets new memory instead of having to wait; `ahead` copies
+    A host that is far ahead of the device gets new memory instead of having to wait; `ahead` copies
     can be under way before that.
     """
 
@@ -274,7 +274,7 @@ class _Mover(Generic[StreamT, EventT]):
 
     def copy(self, copies: KvCopies) -> None:
         streams, compute = self._streams, self._streams.compute()
-        # A step that was given up may not have waited for all layers. Their slots may be robbed
+        # An aborted step may not have waited for all layers. Their slots may be preempted
         # now, and their host slots be written again once that has been gathered.
         self.wait_for_layer(self._num_layers)
         out = _Moves.of(copies.out_device, copies.out_host)
@@ -361,7 +361,7 @@ class CudaKvStorage(Generic[StreamT, EventT]):
 
     Host memory is pinned as a whole when the server starts. Pinning more when it is needed would
     stop everything under way for tens of milliseconds per 100 MiB, in the very step in which
-    somebody urgent needs the room; and that there is not so much of it is known at once.
+    an urgent request needs the slots; and that there is not so much of it is known at once.
 
     Raises ConfigError if device or host have less memory than is asked for.
     """

@@ -84,7 +84,7 @@ def build_decoder(
     max_positions: int,
     ranks: Ranks = ALONE,
 ) -> Decoder:
-    """max_positions: how far rotary tables reach. ranks: who has a part of the model each; spec
+    """max_positions: how far rotary tables reach. ranks: each has a part of the model; spec
     and source are those of the whole, and so are the results of the decoder.
 
     Raises ModelError if a tensor is missing, has another shape than the spec asks for, or if

@@ -5,7 +5,7 @@
     head            final norm and lm_head, for the rows that are sampled only
 
 `residual + delta` is the hidden state; keeping the two apart lets each sum run fused with the
-norm after it. The last block drops the rows nobody samples as soon as their K and V are cached.
+norm after it. The last block drops rows without a sample as soon as their K and V are cached.
 """
 
 from __future__ import annotations

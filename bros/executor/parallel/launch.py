@@ -116,7 +116,7 @@ def _meet(_: RendezvousParameters) -> RendezvousHandler:
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure]) -> str:
-    """The end that others are a consequence of: who is killed says nothing to them before."""
+    """The end that others are a consequence of: a process that is killed reports nothing before."""
     rank = min(failures, key=lambda rank: (failures[rank].exitcode >= 0, failures[rank].timestamp))
     failure = failures[rank]
     if failure.exitcode < 0:

@@ -36,7 +36,7 @@ from bros.executor.parallel.ranks import Message
 from bros.kernels.interface import AttentionBatch, SharedParts
 from bros.kernels.segment_changes import changed_segments, segment_changes
 
-_STOP, _STEP, _OPEN_STEP = range(3)  # kinds; an open step may be given up
+_STOP, _STEP, _OPEN_STEP = range(3)  # kinds; an open step may be aborted
 _NUMBERS = 2**31  # messages are numbered from 0 up to this, and from 0 again
 _NOTHING = np.zeros(1, np.int32), np.zeros(0, np.int32)  # starts and numbers of no rows
 _NEW = -1  # the place in the step before of a row that was not in it
@@ -64,14 +64,14 @@ class Step:
     """What a rank is told to compute.
 
     inputs: those of the plan, without `samples`: who asked for a token, and how it is chosen, is
-    nobody else's business. may_be_given_up: whether rank 0 is asked on the way. sources: int32
+    known to rank 0 only. may_abort: whether rank 0 is asked on the way. sources: int32
     [tokens], the place of each token among those that the step before chose, or -1 where
     inputs.token_ids has it; None if that has all.
     """
 
     inputs: StepInputs
     copies: KvCopies | None
-    may_be_given_up: bool
+    may_abort: bool
     sources: Tensor | None
 
 
@@ -88,7 +88,7 @@ class PlanEncoder:
         plan: StepPlan,
         inputs: StepInputs,
         *,
-        may_be_given_up: bool = False,
+        may_abort: bool = False,
         pending: Pending | None = None,
     ) -> Message:
         """inputs: those of the plan, as build_inputs makes them; their segments must stay as they
@@ -126,7 +126,7 @@ class PlanEncoder:
             waits = np.flatnonzero(sources >= 0).astype(np.int32)
             waiting = len(waits)
             parts += [waits, sources[waits]]
-        kind = _OPEN_STEP if may_be_given_up else _STEP
+        kind = _OPEN_STEP if may_abort else _STEP
         rows, tokens, samples = len(plan.chunks), len(inputs.token_ids), len(inputs.sample_rows)
         sizes = (rows, tokens, samples, num_parts, members, len(changes))
         return self._message(parts, kind, *sizes, out, back, waiting)

@@ -36,10 +36,9 @@ from bros.core.errors import RanksLostError
 
 # ---- Connections from rank 0 to all other ranks, for what it says in every step.
 #
-# A plan has to be with the others before they can do anything. Who waits at a socket is woken once;
-# gloo wakes a thread that wakes another one, which takes several times as long where processors
-# that
-# sleep are slow to wake, as those of virtual machines are (benchmarks/tp_speed.py). Where all ranks
+# The other ranks need a plan before they can do anything. A rank that waits at a socket is woken
+# once; gloo wakes a thread that wakes another one, which takes several times as long where idle
+# processors are slow to wake, as those of virtual machines are (benchmarks/tp_speed.py). Where all ranks
 # have a core, they look for a while before they sleep, so that those of a busy engine do not
 # sleep at
 # all between two steps: a plan then takes 70 to 90 us on its way instead of 155. Where they have
@@ -91,7 +90,7 @@ class Speaker:
         self._wires = wires
 
     def say(self, message: bytes) -> None:
-        """Raises OSError if somebody is gone, or has not listened for so long that it cannot be
+        """Raises OSError if a rank has ended, or has not listened for so long that it cannot be
         sent in time."""
         framed = _LENGTH.pack(len(message)) + message
         for wire in self._wires:
@@ -224,7 +223,7 @@ class Ranks(Protocol):
 
 
 class Alone:
-    """The only rank there is: has nobody to wait for, and nobody to tell anything."""
+    """The only rank: it waits for no other rank and sends to none."""
 
     rank = 0
     size = 1
@@ -240,7 +239,7 @@ class Alone:
         return value
 
     def send(self, message: array[int] | Message) -> None:
-        """Nobody listens."""
+        """There is no other rank."""
 
     def receive(self) -> Message:
         raise AssertionError("rank 0 sends, it never receives")
@@ -281,7 +280,7 @@ class TorchRanks:
         """Meet the others, as the variables say that torchrun sets: RANK, WORLD_SIZE,
         MASTER_ADDR and MASTER_PORT. Can be done once in a process.
 
-        attempt: another number than those who have met there before, and are gone.
+        attempt: another number than that of ranks that have met there before, and have ended.
 
         device: where this rank computes. If it is a GPU, it becomes torch's current one.
         timeout_s: how long a rank waits for another one in the middle of a step.

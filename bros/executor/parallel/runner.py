@@ -56,7 +56,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
         if step.sources is not None:
             tokens = torch.zeros(num_sampled, dtype=torch.int32, device=runner.device)
             pending = Pending(ranks.all_reduce_(tokens), step.sources)
-        goes_on = _Safepoints(ranks, runner.num_layers) if step.may_be_given_up else None
+        goes_on = _Safepoints(ranks, runner.num_layers) if step.may_abort else None
         runner.compute(inputs, goes_on, pending)
         num_sampled = len(inputs.sample_rows)
     runner.close()
@@ -76,19 +76,19 @@ class ParallelRunner:
 
     @torch.inference_mode()
     def execute(
-        self, plan: StepPlan, abandon: Callable[[], bool] | None = None
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
         """Run one iteration on all ranks; see Executor.
 
-        abandon: asked about _SAFEPOINTS times, between layers, for all ranks.
+        should_abort: asked about _SAFEPOINTS times, between layers, for all ranks.
         """
         inputs = build_inputs(plan)
-        may_be_given_up = abandon is not None
-        self._ranks.send(self._encoder.step(plan, inputs, may_be_given_up=may_be_given_up))
+        may_abort = should_abort is not None
+        self._ranks.send(self._encoder.step(plan, inputs, may_abort=may_abort))
         inputs = self._runner.prepare(inputs, plan.copies)
         asks = None
-        if abandon is not None:
-            asks = _Safepoints(self._ranks, self._runner.num_layers, abandon)
+        if should_abort is not None:
+            asks = _Safepoints(self._ranks, self._runner.num_layers, should_abort)
         logits = self._runner.compute(inputs, asks)
         return None if logits is None else self._runner.choose(plan.step, logits, inputs)
 
@@ -122,17 +122,17 @@ class ParallelLaunchingRunner(ParallelRunner):
 
 
 class _Safepoints:
-    """Asked before each layer whether the step is given up; every rank says what rank 0 says.
+    """Asked before each layer whether the step is aborted; every rank says what rank 0 says.
 
-    abandon: on rank 0, what is asked.
+    should_abort: on rank 0, what is asked.
     """
 
     def __init__(
-        self, ranks: Ranks, num_layers: int, abandon: Callable[[], bool] | None = None
+        self, ranks: Ranks, num_layers: int, should_abort: Callable[[], bool] | None = None
     ) -> None:
         self._ranks = ranks
         self._every = -(-num_layers // _SAFEPOINTS)
-        self._abandon = abandon
+        self._should_abort = should_abort
         self._asked = 0
 
     def __call__(self) -> bool:
@@ -140,4 +140,4 @@ class _Safepoints:
         self._asked += 1
         if asked % self._every:
             return False
-        return self._ranks.any_(self._abandon is not None and self._abandon())
+        return self._ranks.any_(self._should_abort is not None and self._should_abort())

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bros.scheduler.policies.base import Policy, Turn
+from bros.scheduler.policies.base import Policy, Proposal
 
-__all__ = ["Policy", "Turn"]
+__all__ = ["Policy", "Proposal"]

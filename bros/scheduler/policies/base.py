@@ -13,7 +13,7 @@ from bros.scheduler.state import Queues, RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Proposal:
     """What may run in the next step.
 
     urgent, filler, bounds: see packing.pack. exclusive: filler runs only if nothing urgent can.
@@ -21,10 +21,10 @@ class Turn:
     """
 
     urgent: Iterable[RequestState]
-    filler: Iterable[RequestState] = ()
+    best_effort: Iterable[RequestState] = ()
     bounds: Bounds
     exclusive: bool = False
-    give_up: Sequence[RequestState] = ()
+    drop: Sequence[RequestState] = ()
 
 
 class Policy(Protocol):
@@ -42,7 +42,7 @@ class Policy(Protocol):
     def predictor(self) -> StepTimePredictor | None: ...
 
     @property
-    def newcomers_preempt(self) -> bool: ...
+    def new_requests_preempt(self) -> bool: ...
 
     @property
     def expected_tokens(self) -> Callable[[RequestState], int] | None: ...
@@ -64,19 +64,19 @@ class Policy(Protocol):
         """
         ...
 
-    def turn(self, queues: Queues, now: float) -> Turn:
+    def propose(self, queues: Queues, now: float) -> Proposal:
         """What may run next. May move waiting requests and set deadlines that are lost anew."""
         ...
 
     @property
-    def abandons(self) -> bool:
+    def aborts_steps(self) -> bool:
         """Whether makes_way ever says yes."""
         ...
 
-    def makes_way(
+    def yields(
         self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
     ) -> bool:
-        """Whether to give up the running step, which holds filler and began at `began_s`.
+        """Whether to abort the running step, which holds best-effort work and began at `began_s`.
 
         For a real-time request that has just arrived with a prompt of `tokens`, and whose first
         token is due at `due_s`.
@@ -94,8 +94,8 @@ class Policy(Protocol):
         """
         ...
 
-    def abandoned(self, packing: Packing[RequestState], seconds: float) -> None:
-        """A step was given up after so long, and nothing of it counts."""
+    def aborted(self, packing: Packing[RequestState], seconds: float) -> None:
+        """A step was aborted after so many seconds, and nothing of it counts."""
         ...
 
 
@@ -103,7 +103,7 @@ class OrderPolicy:
     """Base of the policies that only order: no predictions, no classes but in the order."""
 
     name = "base"
-    newcomers_preempt = True
+    new_requests_preempt = True
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -124,10 +124,10 @@ class OrderPolicy:
         return state.service_class
 
     @property
-    def abandons(self) -> bool:
+    def aborts_steps(self) -> bool:
         return False
 
-    def makes_way(
+    def yields(
         self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
     ) -> bool:
         return False
@@ -138,5 +138,5 @@ class OrderPolicy:
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         pass
 
-    def abandoned(self, packing: Packing[RequestState], seconds: float) -> None:
-        raise AssertionError("this policy never gives up a step")
+    def aborted(self, packing: Packing[RequestState], seconds: float) -> None:
+        raise AssertionError("this policy never aborts a step")

@@ -6,7 +6,7 @@ import heapq
 
 from bros.core.request import ServiceClass
 from bros.scheduler.packing import Bounds, Packing
-from bros.scheduler.policies.base import OrderPolicy, Turn
+from bros.scheduler.policies.base import OrderPolicy, Proposal
 from bros.scheduler.state import Queues, RequestState, by_deadline, deadline_key, rank_key
 
 
@@ -16,36 +16,36 @@ class FcfsPolicy(OrderPolicy):
     def place(self, state: RequestState, now: float) -> None:
         state.rank = state.queue_key = (state.arrival_index,)
 
-    def turn(self, queues: Queues, now: float) -> Turn:
+    def propose(self, queues: Queues, now: float) -> Proposal:
         some = self._bounds.rows + 1  # one more, which then says why it waits
         waiting = [queues.waiting[cls][:some] for cls in ServiceClass]
         order = heapq.merge(queues.running[:], *waiting, key=rank_key)
-        return Turn(urgent=order, bounds=self._bounds)
+        return Proposal(urgent=order, bounds=self._bounds)
 
 
-# ---- Priority as vLLM has it: it orders the queue, and who gives up memory when that runs out.
+# ---- Priority as vLLM has it: it orders the queue, and the victims when memory runs out.
 
 
 class PriorityPolicy(OrderPolicy):
     """Requests that run go on before any new one is admitted, whatever its class.
 
-    A real-time newcomer is first in the queue, but has to wait until rows, tokens and memory are
+    A new real-time request is first in the queue, but has to wait until rows, tokens and memory are
     left over.
     """
 
     name = "priority"
-    newcomers_preempt = False
+    new_requests_preempt = False
 
     def place(self, state: RequestState, now: float) -> None:
         best_effort = state.service_class is ServiceClass.BE
         state.rank = state.queue_key = (best_effort, state.arrival_index)
 
-    def turn(self, queues: Queues, now: float) -> Turn:
+    def propose(self, queues: Queues, now: float) -> Proposal:
         some = self._bounds.rows + 1  # one more, which then says why it waits
         order = queues.running[:]
         for service_class in (ServiceClass.RT, ServiceClass.BE):
             order += queues.waiting[service_class][:some]
-        return Turn(urgent=order, bounds=self._bounds)
+        return Proposal(urgent=order, bounds=self._bounds)
 
 
 # ---- Earliest deadline first, over both classes and without regard to what a step takes.
@@ -63,11 +63,11 @@ class EdfPolicy(OrderPolicy):
         state.rank = (state.service_class is ServiceClass.BE, state.arrival_index)
         state.queue_key = (state.deadline_s, *state.rank)
 
-    def turn(self, queues: Queues, now: float) -> Turn:
+    def propose(self, queues: Queues, now: float) -> Proposal:
         some = self._bounds.rows + 1  # one more, which then says why it waits
         waiting = [queues.waiting[cls][:some] for cls in ServiceClass]
         order = heapq.merge(by_deadline(queues.running), *waiting, key=deadline_key)
-        return Turn(urgent=order, bounds=self._bounds)
+        return Proposal(urgent=order, bounds=self._bounds)
 
 
 # ---- Iteration round-robin: a step of real-time work, a step of best-effort work, and so on.
@@ -85,11 +85,11 @@ class RoundRobinPolicy(OrderPolicy):
     def place(self, state: RequestState, now: float) -> None:
         state.rank = state.queue_key = (state.arrival_index,)
 
-    def turn(self, queues: Queues, now: float) -> Turn:
+    def propose(self, queues: Queues, now: float) -> Proposal:
         other = _other(self._next)
-        return Turn(
+        return Proposal(
             urgent=self._order(queues, self._next),
-            filler=self._order(queues, other),
+            best_effort=self._order(queues, other),
             bounds=self._bounds,
             exclusive=True,
         )

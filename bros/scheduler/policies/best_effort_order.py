@@ -4,15 +4,15 @@ By arrival, where some count as if they had come earlier (times in units of `max
 
     -1/2                    0                     1/2                     1
       |  <-- half -- group  |----- joined by ----->|                      |
-      |                     |  program or prefix, joined by whoever comes until then
+      |                     |  program or prefix, joined by requests that come until then
       a group starts here   first one came
 
 whose program has begun     with the first one of it, so that what was begun is finished
 who begins alike            with the first one, if they are of no program: KV may be shared
-who is grouped              with its group, and half of max_wait_s before that
+a grouped request           with its group, and half of max_wait_s before that
 
-Nobody comes more than max_wait_s earlier than it did. So whoever waits is not overtaken by those
-that arrive longer than that after it, however many they are, and ordering needs no ageing.
+No request is ranked more than max_wait_s before its arrival. So requests that arrive later than
+that do not overtake a waiting one, however many they are, and ordering needs no ageing.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class StartOrder(Protocol):
         ...
 
 
-class FillerOrder:
-    """Implements StartOrder: keys say it all. Remembers who was the first of which group, for
+class BestEffortOrder:
+    """Implements StartOrder: keys say it all. Remembers the first request of each group, for
     `max_wait_s`."""
 
     def __init__(self, max_wait_s: float) -> None:
@@ -113,11 +113,10 @@ class FillerOrder:
 #     group          1       ..        7       ..        10        each by arrival
 #     a round    1 of it     ..     7 of it    ..     10 of it     the highest group first
 #
-# What is cached is used before it is evicted, and whoever has nothing cached gets a share all the
-# same. A round goes on from step to step, however few of it a step has room for. Nobody stays in
-# a group: it is that of what is cached now, which is looked up again for a few at each step, in
-# turn,
-# and by packing for those it comes to. Whoever has waited for `max_wait_s` goes before all groups.
+# What is cached is used before it is evicted, and requests that have nothing cached get a share as
+# well. A round goes on from step to step, however few of its requests fit into one. A request's
+# group is that of its prefix that is cached now; it is looked up again for a few requests at each
+# step, in turn, and by packing. A request that has waited for `max_wait_s` goes before all groups.
 
 
 NUM_GROUPS = 10
@@ -153,7 +152,7 @@ class PrefixGroups:
         )
         groups: list[list[RequestState]] = [[] for _ in range(NUM_GROUPS + 1)]
         for state in window[aged:usual]:
-            # Most of the time of a step goes here, so there is no call for who has nothing.
+            # Most of the time of a step goes here, so requests without cached tokens cost no call.
             groups[group_of(state) if state.num_cached else 1].append(state)
         order = itertools.chain(window[:aged], self._in_turns(groups), window[usual:])
         return list(itertools.islice(order, count))
@@ -173,7 +172,7 @@ class PrefixGroups:
         self._next += _LOOKED_UP
 
     def _in_turns(self, groups: Sequence[list[RequestState]]) -> Iterator[RequestState]:
-        """What is left of the round, then whole ones, until nobody is left."""
+        """What is left of the round, then whole ones, until no request is left."""
         left, at = self._left, [0] * len(groups)
         order = [group for group in range(NUM_GROUPS, 0, -1) if groups[group]]
         while len(order) > 1:
@@ -183,7 +182,7 @@ class PrefixGroups:
                 at[group] = until
             order = [group for group in order if at[group] < len(groups[group])]
             left = _a_round()
-        for group in order:  # nobody else is left
+        for group in order:  # only these are left
             yield from groups[group][at[group] :]
 
 

@@ -19,8 +19,8 @@ from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.packing import Bounds, Packing, Rules
-from bros.scheduler.policies.base import Policy, Turn
-from bros.scheduler.policies.best_effort_order import FillerOrder, StartOrder
+from bros.scheduler.policies.base import Policy, Proposal
+from bros.scheduler.policies.best_effort_order import BestEffortOrder, StartOrder
 from bros.scheduler.state import (
     Queues,
     Rank,
@@ -35,12 +35,13 @@ from bros.scheduler.state import (
 #
 #     waiting   on time | begun | late        sections of the queue, each by deadline
 #     order     on time, begun and all that run, by deadline; then late
-#     turns     one step in _TURN begins with who is late for longest, one with the oldest begun
+#     turns     one step in _TURN begins with the request that is late for longest, one with the
+#               oldest begun
 #
-# Late first tokens wait behind those that can still be on time. Somebody who has a part of the
+# Late first tokens wait behind those that can still be on time. A user who has a part of the
 # answer
 # already is reading it: when it was interrupted it gets a new deadline, and one more each time that
-# is lost. But who runs with a pace that cannot be met is always due before it, so it has turns,
+# is lost. But a request whose pace cannot be met is always due before it, so it has turns,
 # too.
 
 
@@ -54,7 +55,7 @@ of that later the oldest of those that have begun."""
 
 
 class UrgentOrder:
-    """mode: renew (a lost deadline is followed by a new one), edf (it stays), or shed (give up
+    """mode: renew (a lost deadline is followed by a new one), edf (it stays), or shed (drop
     requests whose first token is late). rows: most that run at once."""
 
     def __init__(self, mode: str, predictor: StepTimePredictor, rows: int) -> None:
@@ -96,7 +97,7 @@ class UrgentOrder:
                 queues.requeue(state, (goes_to, state.deadline_s, state.arrival_index))
 
     def given_up(self, queues: Queues) -> Sequence[RequestState]:
-        """Who is not to be served any more; nobody whose answer has begun."""
+        """Requests that are dropped; none whose answer has begun."""
         waiting = queues.waiting[ServiceClass.RT]
         return waiting[_start_of(_LATE, waiting) :] if self._mode == "shed" else ()
 
@@ -122,7 +123,7 @@ class UrgentOrder:
         return itertools.chain(first, order, late[: self._most]) if first or late else order
 
     def _give_time(self, state: RequestState, now: float) -> None:
-        """A deadline anew for a request that was interrupted: somebody is reading its answer.
+        """A new deadline for a request that was interrupted: a user is reading its answer.
 
         It has to compute its prompt again, so it gets what that takes at the least.
         """
@@ -140,7 +141,7 @@ def _start_of(place: float, waiting: Sequence[RequestState]) -> int:
 # backlog   prompts of real-time requests that wait and are still on time
 # share     part of a step that decode rows of real-time requests leave to prompts
 # place     when enough real-time requests have ended to leave a seat and KV memory for the backlog
-#           and this one; best-effort requests do not count, they make way
+#           and this one; best-effort requests do not count, they are preempted
 #
 # time to first token  ~  the later of (backlog + own prompt) / share and place + own prompt
 
@@ -193,7 +194,7 @@ class OverloadGuard:
     ) -> ServiceClass:
         """The class to serve a new request as. step_s: usual time of a step.
 
-        Of one that is resumed somebody has read a part already: it goes on as what it was.
+        Of a resumed request a user has read a part already: it keeps its class.
         Raises OverloadedError in mode "reject" if its objectives cannot be met.
         """
         if self._mode == "late" or state.service_class is ServiceClass.BE or state.num_outputs:
@@ -239,11 +240,11 @@ class OverloadGuard:
         return waited_s + max(work_s, place_s + own_s) - slo.ttft_s
 
     def _place_s(
-        self, newcomers: Sequence[RequestState], running: Sequence[RequestState], step_s: float
+        self, new_requests: Sequence[RequestState], running: Sequence[RequestState], step_s: float
     ) -> float:
-        """When the last of the newcomers has a seat and memory, if they get both in their order.
+        """When the last of the new requests has a row and memory, if they get both in their order.
 
-        Requests end when they have as many tokens as is usual; nobody else comes in between.
+        Requests end when they have as many tokens as is usual; no other request arrives meanwhile.
         """
         seats = self.room.seats - len(running)
         room = self.room
@@ -254,7 +255,7 @@ class OverloadGuard:
         ]
         heapq.heapify(ends)
         place_s = 0.0
-        for state in newcomers:
+        for state in new_requests:
             needed = state.remaining  # what is cached of it is there already
             while ends and (seats < 1 or tokens < needed):
                 place_s, freed = heapq.heappop(ends)
@@ -313,17 +314,17 @@ class AdaptiveBatchSize:
 
 
 _PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
-"""Sections of the waiting best-effort requests; early is what nobody waits for."""
+"""Sections of the waiting best-effort requests; the last one holds early prefills."""
 
 _MAX_GAP, _MAX_GAP_BEHIND = 2.5, 1.5
-"""Longest time between two tokens, in objectives, if a step is given up for somebody's first
+"""Longest time between two tokens, in objectives, if a step is aborted for another request's first
 token: of a request that is ahead of its mean pace, and of one that is not."""
 
 _ABANDONED_SHARE, _MAX_ABANDONED_S = 0.03, 1.0
-"""Most time that may go into steps that are given up: share of all, and saved up."""
+"""Most time that may go into aborted steps: share of all, and saved up."""
 
 _MIN_GAIN = 0.2
-"""Share of a step that must be left for it to be given up."""
+"""Share of a step that must be left for it to be aborted."""
 
 _RECENT, _USUAL, _LUCK = 64, 0.9, 1.25
 """Filler leaves time for a prompt that is longer than this share of the latest ones."""
@@ -344,7 +345,7 @@ _LAXITY = 1.5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrosSettings:
     """The policy's options, see EngineConfig. ttft_s, tpot_s: objectives of usual requests.
-    depth: steps that are under way at once, and that a newcomer has to wait for."""
+    depth: steps in flight at once, which a new request has to wait for."""
 
     rows: int
     tokens: int
@@ -359,14 +360,14 @@ class BrosSettings:
     rules: Rules = Rules()
 
     @property
-    def usual_filler_s(self) -> float:
-        """Longest step with filler in it while nobody asks for more than usual."""
+    def usual_best_effort_s(self) -> float:
+        """Longest step with best-effort work in it while objectives are the usual ones."""
         return self.rt_wait * self.ttft_s
 
 
 class BrosPolicy(Policy):
     name = "bros"
-    newcomers_preempt = True
+    new_requests_preempt = True
 
     def __init__(
         self,
@@ -392,7 +393,7 @@ class BrosPolicy(Policy):
         self._known_deadlines = 0  # after the last clean-up
         self._deadlines: list[tuple[float, int, RequestState]] = []
         self._urgent = UrgentOrder(settings.late, predictor, settings.rows)
-        self._order = order or FillerOrder(settings.be_max_wait_s)
+        self._order = order or BestEffortOrder(settings.be_max_wait_s)
 
     @property
     def predictor(self) -> StepTimePredictor:
@@ -426,28 +427,28 @@ class BrosPolicy(Policy):
             if len(self._deadlines) > _MAX_STALE + 2 * self._known_deadlines:
                 self._forget_ended()
 
-    def turn(self, queues: Queues, now: float) -> Turn:
+    def propose(self, queues: Queues, now: float) -> Proposal:
         running = queues.running_of(ServiceClass.RT)
         self._urgent.renew(running, queues, now)
         self._press(queues, now)
         self._allowed_rows = self._rows(len(running))
-        return Turn(
+        return Proposal(
             urgent=self._urgent.of(running, queues, self._steps),
-            filler=self._filler(queues, now),
+            best_effort=self._best_effort(queues, now),
             bounds=Bounds(
                 rows=self._allowed_rows,
                 tokens=self._settings.tokens,
-                filler_s=self._filler_s(running, now),
-                filler_share=self._filler_share(running),
-                filler_credit_s=self._due_credit_s(),
+                best_effort_s=self._best_effort_s(running, now),
+                best_effort_share=self._best_effort_share(running),
+                best_effort_credit_s=self._due_credit_s(),
                 tbar_s=self._tbar_s,
                 rules=self._settings.rules,
             ),
-            give_up=self._urgent.given_up(queues),
+            drop=self._urgent.given_up(queues),
         )
 
     def _rows(self, running: int) -> int:
-        """The batch size bounds best-effort work and newcomers, never what users already watch.
+        """The batch size bounds best-effort work and new requests, never answers that users read.
 
         With fewer rows than running real-time requests most of these would be late, each would be
         a violation, and the batch would never grow again.
@@ -458,14 +459,14 @@ class BrosPolicy(Policy):
         return min(max(rows, running + _INITIAL_ROWS), settings.rows)
 
     @property
-    def abandons(self) -> bool:
-        return self._settings.rules.abandon
+    def aborts_steps(self) -> bool:
+        return self._settings.rules.aborts_steps
 
-    def makes_way(
+    def yields(
         self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
     ) -> bool:
         """If the first token would be late after this step, would not be in a step that starts
-        now, and nobody whose token was to come from this step gets late by that; if there is
+        now, and no token that was to come from this step gets late by that; if there is
         something to gain, and not too often."""
         ends_s = max(began_s + packing.seconds, now)
         gain_s, loss_s = ends_s - now, now - began_s
@@ -480,12 +481,12 @@ class BrosPolicy(Policy):
         load.add(tokens, 0, True)
         if ends_s + predictor.safe_seconds(load) <= due_s:
             return False
-        # Who is late in any case, by an objective that cannot be met, has no say.
+        # A request that is late in any case, as its objective cannot be met, does not count.
         others = (_latest_s(state) for state, _ in urgent if not state.late)
         bounds = [due_s, *(latest_s for latest_s in others if latest_s >= ends_s)]
         return now + predictor.seconds(load) <= min(bounds)
 
-    def abandoned(self, packing: Packing[RequestState], seconds: float) -> None:
+    def aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         for state, _ in packing.selected[: packing.num_urgent]:
             state.deadline_s = max(state.deadline_s, _latest_s(state))
         self._allowance_s = max(0.0, self._allowance_s - seconds)
@@ -500,8 +501,8 @@ class BrosPolicy(Policy):
         if not be_waits and len(packing.selected) == packing.num_urgent:
             self._credit_s = 0.0
             return
-        filler_s = max(packing.seconds - packing.urgent_s, 0.0)
-        share = filler_s / packing.seconds if packing.seconds else 0.0
+        best_effort_s = max(packing.seconds - packing.urgent_s, 0.0)
+        share = best_effort_s / packing.seconds if packing.seconds else 0.0
         self._credit_s += (self._settings.be_share - share) * seconds
         self._credit_s = min(max(self._credit_s, 0.0), _MAX_CREDIT_S)
 
@@ -525,18 +526,18 @@ class BrosPolicy(Policy):
             self._tight.pop()
         self._tight.append((now + _TIGHT_FOR_S, ttft_s))
 
-    def _filler_s(self, running: Sequence[RequestState], now: float) -> float:
+    def _best_effort_s(self, running: Sequence[RequestState], now: float) -> float:
         """Longest step with filler in it.
 
-        Nobody waits longer for a token than the interval asked for, even if all are ahead of
+        No request waits longer for a token than the interval asked for, even if all are ahead of
         their pace: that lead is for first tokens. Follows the tightest recent objectives, and
-        what prompts take on this machine, down to half of what is usual, so that nobody can stop
-        best-effort work by asking for the impossible.
+        what prompts take on this machine, down to half of what is usual, so that no request can
+        stop best-effort work by asking for the impossible.
         """
         settings = self._settings
         while self._tight and self._tight[0][0] < now:
             self._tight.popleft()
-        wait_s = settings.usual_filler_s
+        wait_s = settings.usual_best_effort_s
         if self._tight:
             ttft_s = min(max(self._tight[0][1], settings.ttft_s / 2), settings.ttft_s)
             wait_s = settings.rt_wait * ttft_s
@@ -545,8 +546,8 @@ class BrosPolicy(Policy):
         return min(wait_s, max(min(intervals, default=wait_s), settings.tpot_s / 2))
 
     def _wait_for_prompt_s(self, running: Sequence[RequestState]) -> float:
-        """Longest step that leaves enough of the usual objective for a newcomer's own; a quarter
-        more, for few come right at the beginning of one, and then it may be given up."""
+        """Longest step that leaves enough of the usual objective for a new request's own step; a
+        quarter more, as few arrive right at its beginning, and then it may be aborted."""
         load = StepLoad()
         load.add(self._usual_prompt, 0, True)
         for state in running:
@@ -554,7 +555,7 @@ class BrosPolicy(Policy):
                 load.add(1, state.num_cached, True)
         return _LUCK * (self._settings.ttft_s - self._predictor.safe_seconds(load))
 
-    def _filler_share(self, running: Sequence[RequestState]) -> float:
+    def _best_effort_share(self, running: Sequence[RequestState]) -> float:
         """How much of that filler may use.
 
         When real-time requests fill the memory, new ones wait for their ends, and filler puts
@@ -567,14 +568,14 @@ class BrosPolicy(Policy):
     # Best-effort
 
     def chosen(self, packing: Packing[RequestState]) -> None:
-        filler = packing.selected[packing.num_urgent :]
-        self._order.started(s for s, _ in filler if not s.running and section(s) == _OTHERS)
+        best_effort = packing.selected[packing.num_urgent :]
+        self._order.started(s for s, _ in best_effort if not s.running and section(s) == _OTHERS)
 
-    def _filler(self, queues: Queues, now: float) -> Iterator[RequestState]:
-        """Decode rows, then what must start now, prompts that are nearly done, newcomers."""
+    def _best_effort(self, queues: Queues, now: float) -> Iterator[RequestState]:
+        """Decode rows, then what must start now, prompts that are nearly done, new requests."""
         running = queues.running_of(ServiceClass.BE)
         rows = [s for s in running if s.remaining == 1]
-        rows.sort(key=lambda s: s.num_missing)  # whoever has to be brought back comes later
+        rows.sort(key=lambda s: s.num_missing)  # requests that must be restored come later
         prompts = sorted((s for s in running if s.remaining > 1), key=lambda s: s.remaining)
         waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
         pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
@@ -597,7 +598,7 @@ class BrosPolicy(Policy):
 
     def _work_s(self, state: RequestState) -> float:
         """Time that a best-effort request is going to take, in steps of the longest kind."""
-        step_s = max(self._tbar_s, self._settings.usual_filler_s)
+        step_s = max(self._tbar_s, self._settings.usual_best_effort_s)
         prompt_s = self._predictor.prefill_seconds(state.remaining)
         return prompt_s + self._expected_tokens(state) * step_s
 
@@ -610,7 +611,7 @@ class BrosPolicy(Policy):
         piece_s = self._predictor.added_prefill_seconds(self._settings.rules.min_chunk)
         if self._credit_s < piece_s:
             return 0.0
-        most_s = max(self._settings.usual_filler_s, 2.0 * piece_s)
+        most_s = max(self._settings.usual_best_effort_s, 2.0 * piece_s)
         return min(self._credit_s, most_s)
 
 

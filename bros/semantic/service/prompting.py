@@ -148,7 +148,7 @@ class Prefiller:
                 arrival_s=self._clock.now(),
                 tenant=session.tenant,
                 cache_salt=session.sharing.cache_salt,
-                fill=True,
+                prefill_only=True,
                 hints=Hints(
                     program=session.uid,
                     depth=llm_call.depth,

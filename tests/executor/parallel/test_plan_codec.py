@@ -181,9 +181,9 @@ def test_any_sequence_of_plans_comes_out_as_it_went_in(steps: int, rng: random.R
         shared = begin_alike(chunks, rng) if len(chunks) > 2 and rng.random() < 0.5 else ()
         plan = StepPlan(number, chunks, random_copies(rng), shared)
         is_open = rng.random() < 0.5
-        step = decoder(encoder.step(plan, build_inputs(plan), may_be_given_up=is_open))
+        step = decoder(encoder.step(plan, build_inputs(plan), may_abort=is_open))
         check(step, plan)
-        assert step is not None and step.sources is None and step.may_be_given_up == is_open
+        assert step is not None and step.sources is None and step.may_abort == is_open
 
 
 def test_what_was_guessed_need_not_be() -> None:

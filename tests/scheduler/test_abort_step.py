@@ -15,7 +15,7 @@ from support.virtual_time import BE, RT, VirtualRun, plan_seconds
 LONG, SHORT = 300, 100
 
 
-def run_with_filler(**options: object) -> VirtualRun:
+def run_with_best_effort(**options: object) -> VirtualRun:
     run = VirtualRun("bros", max_batch_tokens=400, **options)
     run.submit("be", 9000, BE)
     return run
@@ -28,70 +28,70 @@ def arrival(prompt: int, arrived_s: float, slo: Slo | None = None) -> EngineRequ
 def asked_at(run: VirtualRun, prompt: int, after_s: float, **options: object) -> bool:
     """Whether a request that comes so long after a step has begun gets it given up."""
     run.scheduler.schedule(run.now)
-    assert run.scheduler.may_abandon
+    assert run.scheduler.may_abort
     at = run.now + after_s
-    return run.scheduler.makes_way(arrival(prompt, at, **options), at)
+    return run.scheduler.yields(arrival(prompt, at, **options), at)
 
 
-def test_a_step_with_filler_is_given_up_for_a_first_token_that_would_be_late() -> None:
-    run = run_with_filler()
+def test_a_step_with_best_effort_is_given_up_for_a_first_token_that_would_be_late() -> None:
+    run = run_with_best_effort()
     plan = run.scheduler.schedule(run.now)
     assert plan is not None and 0.15 < plan_seconds(plan) <= 0.2
-    assert run.scheduler.makes_way(arrival(LONG, 0.01), 0.01)
+    assert run.scheduler.yields(arrival(LONG, 0.01), 0.01)
 
 
 def test_not_if_the_first_token_can_wait_for_the_end_of_the_step() -> None:
-    assert not asked_at(run_with_filler(), SHORT, 0.01)
-    assert not asked_at(run_with_filler(), LONG, 0.19)
+    assert not asked_at(run_with_best_effort(), SHORT, 0.01)
+    assert not asked_at(run_with_best_effort(), LONG, 0.19)
 
 
 def test_not_if_the_first_token_would_be_late_all_the_same() -> None:
-    assert not asked_at(run_with_filler(), 420, 0.01)
-    run = run_with_filler()
+    assert not asked_at(run_with_best_effort(), 420, 0.01)
+    run = run_with_best_effort()
     run.scheduler.schedule(0.0)
     known_late = arrival(LONG, -0.3)
-    assert not run.scheduler.makes_way(known_late, 0.01)
+    assert not run.scheduler.yields(known_late, 0.01)
 
 
 def test_the_rest_of_an_answer_that_was_lost_can_still_be_in_time() -> None:
-    run = run_with_filler()
+    run = run_with_best_effort()
     run.scheduler.schedule(0.0)
-    assert run.scheduler.makes_way(replace(arrival(LONG, -9.0), resumed=5), 0.01)
+    assert run.scheduler.yields(replace(arrival(LONG, -9.0), resumed=5), 0.01)
 
 
 @pytest.mark.parametrize("slo", [Slo(1.0), Slo(0.31)])
 def test_the_objective_is_the_request_s_own(slo: Slo) -> None:
-    assert not asked_at(run_with_filler(), LONG, 0.01, slo=slo)
+    assert not asked_at(run_with_best_effort(), LONG, 0.01, slo=slo)
 
 
 def test_not_for_best_effort_work() -> None:
-    run = run_with_filler()
+    run = run_with_best_effort()
     run.scheduler.schedule(0.0)
-    assert not run.scheduler.makes_way(replace(arrival(LONG, 0.01), service_class=BE), 0.01)
+    assert not run.scheduler.yields(replace(arrival(LONG, 0.01), service_class=BE), 0.01)
 
 
 def test_not_if_a_running_answer_would_stall_for_it() -> None:
     """Its last token is 0.25 s old when the new prompt would be done after 0.33 s more."""
-    run = run_with_filler()
+    run = run_with_best_effort()
     run.submit("watched", 10, max_tokens=50)
     while not run.token_times["watched"]:
         run.step()
     run.scheduler.schedule(run.now)
-    assert run.scheduler.may_abandon
+    assert run.scheduler.may_abort
     at = run.now + 0.1
-    assert not run.scheduler.makes_way(arrival(LONG, run.now), at)
-    run = run_with_filler()
+    assert not run.scheduler.yields(arrival(LONG, run.now), at)
+    run = run_with_best_effort()
     run.submit("ahead of its pace", 10, max_tokens=50, slo=Slo(0.4, 0.4))
     run.steps(12)
     run.scheduler.schedule(run.now)
-    assert run.scheduler.makes_way(arrival(LONG, run.now), run.now + 0.05)
+    assert run.scheduler.yields(arrival(LONG, run.now), run.now + 0.05)
 
 
-def test_a_step_without_filler_is_never_given_up() -> None:
+def test_a_step_without_best_effort_is_never_given_up() -> None:
     run = VirtualRun("bros", max_batch_tokens=400)
     run.submit("rt", 300)
     run.scheduler.schedule(0.0)
-    assert not run.scheduler.may_abandon
+    assert not run.scheduler.may_abort
 
 
 def test_what_best_effort_work_is_owed_is_not_taken_back() -> None:
@@ -101,10 +101,10 @@ def test_what_best_effort_work_is_owed_is_not_taken_back() -> None:
     for _ in range(100):
         plan = run.scheduler.schedule(run.now)
         assert plan is not None
-        if not run.scheduler.may_abandon:
+        if not run.scheduler.may_abort:
             break
         run.now += 0.03
-        run.scheduler.abandon(plan, run.now)
+        run.scheduler.abort_step(plan, run.now)
     else:
         raise AssertionError("given up a hundred times")
     assert 0.1 < run.now < 1.0
@@ -115,7 +115,7 @@ def test_other_algorithms_do_not_give_up_steps(options: dict[str, str]) -> None:
     run = VirtualRun(**{"policy": "bros", **options})  # type: ignore[arg-type]
     run.submit("be", 50, BE)
     run.scheduler.schedule(0.0)
-    assert not run.scheduler.may_abandon
+    assert not run.scheduler.may_abort
 
 
 def test_nothing_is_left_of_a_step_that_was_given_up() -> None:
@@ -127,7 +127,7 @@ def test_nothing_is_left_of_a_step_that_was_given_up() -> None:
     stats = run.scheduler.stats()
     first = run.scheduler.schedule(run.now)
     assert first is not None and {c.request_id for c in first.chunks} >= {"half done", "rt"}
-    run.scheduler.abandon(first, run.now)
+    run.scheduler.abort_step(first, run.now)
     run.scheduler.check_integrity()
     after = run.scheduler.stats()
     assert after.abandoned_steps == 1 and after.abandoned_s == 0.0
@@ -140,10 +140,10 @@ def test_nothing_is_left_of_a_step_that_was_given_up() -> None:
 
 
 def test_those_who_made_way_say_so() -> None:
-    run = run_with_filler()
+    run = run_with_best_effort()
     plan = run.scheduler.schedule(0.0)
     assert plan is not None
-    run.scheduler.abandon(plan, 0.05)
+    run.scheduler.abort_step(plan, 0.05)
     trace = run.scheduler.trace("be", 0.05)
     assert trace is not None
     assert trace.waits == {"made way": pytest.approx(0.05)}
@@ -160,7 +160,7 @@ def test_a_request_aborted_while_its_step_ran_is_gone() -> None:
     assert plan is not None
     output = scheduler.abort("a", 0.01)
     assert output is not None and output.finish_reason is FinishReason.ABORT
-    scheduler.abandon(plan, 0.01)
+    scheduler.abort_step(plan, 0.01)
     scheduler.check_integrity()
     assert scheduler.stats().by_class[BE].waiting == 1
     assert scheduler.stats().by_class[RT].waiting == 0
@@ -168,16 +168,16 @@ def test_a_request_aborted_while_its_step_ran_is_gone() -> None:
 
 
 def test_the_new_prompt_has_the_next_step_and_both_classes_their_tokens() -> None:
-    run = run_with_filler()
+    run = run_with_best_effort()
     run.submit("watched", 10, max_tokens=40, slo=Slo(0.4, 0.4))
     run.steps(12)
     plan = run.scheduler.schedule(run.now)
     assert plan is not None
     at = run.now + 0.05
-    assert run.scheduler.makes_way(arrival(LONG, run.now), at)
+    assert run.scheduler.yields(arrival(LONG, run.now), at)
     came = run.now
     run.now = at
-    run.scheduler.abandon(plan, at)
+    run.scheduler.abort_step(plan, at)
     run.submit("new", LONG, arrived_s=came)
     run.drain()
     assert run.token_times["new"][0] - came <= 0.4
@@ -187,23 +187,23 @@ def test_the_new_prompt_has_the_next_step_and_both_classes_their_tokens() -> Non
 
 
 def test_hardly_anything_left_of_a_step_is_no_reason_to_give_it_up() -> None:
-    run = run_with_filler()
+    run = run_with_best_effort()
     plan = run.scheduler.schedule(0.0)
     assert plan is not None
     nearly_done = 0.9 * plan_seconds(plan)
     slo = Slo(0.34)
-    assert run.scheduler.makes_way(arrival(LONG, 0.001, slo), 0.001)
-    assert not run.scheduler.makes_way(arrival(LONG, nearly_done, slo), nearly_done)
+    assert run.scheduler.yields(arrival(LONG, 0.001, slo), 0.001)
+    assert not run.scheduler.yields(arrival(LONG, nearly_done, slo), nearly_done)
 
 
 def test_an_answer_whose_pace_is_impossible_has_no_say() -> None:
-    run = run_with_filler()
+    run = run_with_best_effort()
     run.submit("impossible", 10, max_tokens=500, slo=Slo(0.4, 0.001))
     run.steps(5)
     run.scheduler.schedule(run.now)
-    assert run.scheduler.may_abandon
+    assert run.scheduler.may_abort
     needed = arrival(LONG - 50, run.now, Slo(0.34))
-    assert run.scheduler.makes_way(needed, run.now + 0.01)
+    assert run.scheduler.yields(needed, run.now + 0.01)
 
 
 def test_however_many_ask_for_it_little_time_is_lost() -> None:
@@ -217,8 +217,8 @@ def test_however_many_ask_for_it_little_time_is_lost() -> None:
         assert plan is not None
         at = run.now + 0.3 * plan_seconds(plan)
         new = arrival(20, at, Slo(0.1, 0.2))
-        if run.scheduler.may_abandon and run.scheduler.makes_way(new, at):
-            run.scheduler.abandon(plan, at)
+        if run.scheduler.may_abort and run.scheduler.yields(new, at):
+            run.scheduler.abort_step(plan, at)
             run.now = at
         else:
             run.scheduler.apply(run._executor.execute(plan), run.now + plan_seconds(plan))
@@ -233,12 +233,12 @@ def test_however_many_ask_for_it_little_time_is_lost() -> None:
 
 
 def test_a_request_with_the_name_of_one_that_was_in_the_step_is_left_alone() -> None:
-    run = run_with_filler()
+    run = run_with_best_effort()
     plan = run.scheduler.schedule(run.now)
     assert plan is not None
     run.scheduler.abort("be", 0.01)
     run.scheduler.submit(request("be", SHORT, BE), 0.01)
-    run.scheduler.abandon(plan, 0.02)
+    run.scheduler.abort_step(plan, 0.02)
     run.scheduler.check_integrity()
     again = run.scheduler.schedule(0.02)
     assert again is not None and again.chunks[0].start == 0

@@ -17,7 +17,7 @@ from support.prefix_run import BE, RT, SIZE, Run
 def test_what_was_filled_is_cached(policy: str, service_class: ServiceClass) -> None:
     """As whole blocks: the rest would not stay, so it is not computed."""
     run = Run(policy)
-    run.submit("fill", 103, service_class, fill=True, max_tokens=9)
+    run.submit("fill", 103, service_class, prefill_only=True, max_tokens=9)
     run.drain()
     assert (run.ends["fill"], run.answers["fill"]) == (FinishReason.LENGTH, [])
     assert run.computed["fill"] == 100
@@ -29,7 +29,7 @@ def test_what_was_filled_is_cached(policy: str, service_class: ServiceClass) -> 
 
 def test_no_chunk_of_a_fill_asks_for_a_token() -> None:
     run = Run(max_batch_tokens=16)
-    run.submit("fill", 40, fill=True)
+    run.submit("fill", 40, prefill_only=True)
     chunks = []
     while run.scheduler.has_work:
         chunks.append(run.step()["fill"])
@@ -41,7 +41,7 @@ def test_only_what_is_not_cached_yet_is_computed() -> None:
     run = Run()
     run.submit("before", 41)
     run.drain()
-    run.submit("fill", 80, fill=True)
+    run.submit("fill", 80, prefill_only=True)
     run.drain()
     assert (run.cached["fill"], run.computed["fill"]) == (40, 40)
 
@@ -51,7 +51,7 @@ def test_a_fill_with_nothing_to_compute_ends_without_a_step(prompt: int, cached:
     run = Run()
     run.submit("before", 41)
     run.drain()
-    run.submit("fill", prompt, fill=True)
+    run.submit("fill", prompt, prefill_only=True)
     assert run.scheduler.has_work
     assert run.step() == {}
     assert (run.ends["fill"], run.cached["fill"]) == (FinishReason.LENGTH, cached)
@@ -62,7 +62,7 @@ def test_a_fill_with_nothing_to_compute_ends_without_a_step(prompt: int, cached:
 
 def test_without_a_prefix_cache_nothing_is_computed() -> None:
     run = Run(prefix_cache="off")
-    run.submit("fill", 40, fill=True)
+    run.submit("fill", 40, prefill_only=True)
     assert run.step() == {}
     assert (run.ends["fill"], run.cached["fill"]) == (FinishReason.LENGTH, 0)
     assert not run.scheduler.has_work
@@ -70,9 +70,9 @@ def test_without_a_prefix_cache_nothing_is_computed() -> None:
 
 def test_a_fill_that_has_ended_at_once_can_be_aborted_until_that_is_told() -> None:
     run = Run()
-    run.submit("fill", 3, fill=True)
+    run.submit("fill", 3, prefill_only=True)
     with pytest.raises(InvalidRequestError, match="in use"):
-        run.submit("fill", 3, fill=True)
+        run.submit("fill", 3, prefill_only=True)
     output = run.scheduler.abort("fill", run.now)
     assert output is not None and output.finish_reason is FinishReason.ABORT
     assert not run.scheduler.has_work and run.scheduler.take_ended() == []
@@ -82,18 +82,18 @@ def test_a_fill_that_has_ended_at_once_can_be_aborted_until_that_is_told() -> No
 def test_a_fill_is_refused_as_any_prompt_is() -> None:
     run = Run()
     with pytest.raises(PromptTooLongError):
-        run.submit("long", 1600, fill=True)
+        run.submit("long", 1600, prefill_only=True)
     with pytest.raises(InvalidRequestError, match="vocabulary"):
-        run.submit("wrong", [1, 2, 3, 5000], fill=True)
+        run.submit("wrong", [1, 2, 3, 5000], prefill_only=True)
 
 
 def test_fills_are_no_finished_requests_and_have_no_first_token() -> None:
     """Objectives are shares of those; their prompts count, and what was cached of them."""
     run = Run()
-    run.submit("fill", 40, fill=True, slo=Slo(1e-6))
+    run.submit("fill", 40, prefill_only=True, slo=Slo(1e-6))
     run.drain()
-    run.submit("again", 40, fill=True)
-    run.submit("more", 60, BE, fill=True)
+    run.submit("again", 40, prefill_only=True)
+    run.submit("more", 60, BE, prefill_only=True)
     run.drain()
     stats = run.scheduler.stats().by_class
     for each in stats.values():
@@ -106,8 +106,8 @@ def test_fills_are_no_finished_requests_and_have_no_first_token() -> None:
 
 def test_predictions_know_that_no_token_is_chosen() -> None:
     run = Run()
-    run.submit("fill", 60, fill=True)
-    run.submit("more", range(500, 560), BE, fill=True)
+    run.submit("fill", 60, prefill_only=True)
+    run.submit("more", range(500, 560), BE, prefill_only=True)
     run.drain()
     stats = run.scheduler.stats()
     assert stats.steps >= 2 and stats.step_error_s == pytest.approx(0.0, abs=1e-9)
@@ -115,13 +115,13 @@ def test_predictions_know_that_no_token_is_chosen() -> None:
 
 def test_no_step_is_given_up_for_a_fill() -> None:
     asked = []
-    for fill in (False, True):
+    for prefill_only in (False, True):
         run = Run(max_batch_tokens=512)
         run.submit("be", 400, BE)
         plan = run.schedule()
-        assert run.scheduler.may_abandon
-        run.submit("rt", range(600, 620), slo=Slo(0.06), fill=fill)
-        asked.append(run.scheduler.makes_way(run.requests["rt"], run.now + 0.02))
+        assert run.scheduler.may_abort
+        run.submit("rt", range(600, 620), slo=Slo(0.06), prefill_only=prefill_only)
+        asked.append(run.scheduler.yields(run.requests["rt"], run.now + 0.02))
         run.finish(plan)
         run.drain()
     assert asked == [True, False]
@@ -129,11 +129,11 @@ def test_no_step_is_given_up_for_a_fill() -> None:
 
 def test_a_fill_in_a_step_that_is_given_up_is_computed_later() -> None:
     run = Run()
-    run.submit("fill", 40, BE, fill=True)
+    run.submit("fill", 40, BE, prefill_only=True)
     plan = run.schedule()
-    assert run.scheduler.may_abandon
+    assert run.scheduler.may_abort
     assert run.model.execute(plan, lambda: True) is None
-    run.scheduler.abandon(plan, run.now + 0.01)
+    run.scheduler.abort_step(plan, run.now + 0.01)
     run.scheduler.check_integrity()
     assert "fill" not in run.ends
     run.drain()
@@ -145,7 +145,7 @@ def test_a_fill_in_a_step_that_is_given_up_is_computed_later() -> None:
 
 def test_what_an_aborted_fill_has_computed_stays() -> None:
     run = Run(max_batch_tokens=16)
-    run.submit("fill", 40, fill=True)
+    run.submit("fill", 40, prefill_only=True)
     run.step()
     assert run.scheduler.abort("fill", run.now) is not None
     run.scheduler.check_integrity()
@@ -173,7 +173,7 @@ def test_any_mix_of_fills_and_answers_ends_well(data: st.DataObject) -> None:
             f"{number}",
             [*range(1, common + 1), *tail],
             data.draw(st.sampled_from(ServiceClass)),
-            fill=data.draw(st.booleans()),
+            prefill_only=data.draw(st.booleans()),
             slo=data.draw(st.sampled_from([Slo(), Slo(0.1), Slo(60.0)])),
         )
         for _ in range(data.draw(st.integers(0, 3))):
@@ -192,6 +192,6 @@ def test_any_mix_of_fills_and_answers_ends_well(data: st.DataObject) -> None:
         assert run.ends[name] is FinishReason.LENGTH
         assert run.answers[name] == run.answer(name)
         whole = len(asked.prompt_token_ids) // SIZE * SIZE
-        if asked.fill and trace.preemptions == 0 and trace.prompt_tokens:
+        if asked.prefill_only and trace.preemptions == 0 and trace.prompt_tokens:
             # The last block is computed for nothing if another fill was faster with it.
             assert run.cached[name] + run.computed[name] == whole

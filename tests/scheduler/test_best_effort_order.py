@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import Hints
-from bros.scheduler.policies.best_effort_order import FillerOrder
+from bros.scheduler.policies.best_effort_order import BestEffortOrder
 from bros.scheduler.state import Rank, RequestState
 from support.scheduling import request
 from support.tier import examples
@@ -61,7 +61,7 @@ def state_of(index: int, arrival: Arrival, at_s: float) -> RequestState:
 
 def placed(load: list[Arrival]) -> list[tuple[RequestState, Rank]]:
     """Every request, with its key, in the order in which they came."""
-    order, now, found = FillerOrder(WAIT_S), 0.0, []
+    order, now, found = BestEffortOrder(WAIT_S), 0.0, []
     for index, arrival in enumerate(load):
         now += arrival.after_s
         state = state_of(index, arrival, now or 1e-9)
@@ -108,7 +108,7 @@ def test_who_has_lost_its_place_gets_it_back_or_a_better_one(
     load: list[Arrival], data: st.DataObject
 ) -> None:
     """It started and lost its memory: it still came when it came."""
-    order, now = FillerOrder(WAIT_S), 0.0
+    order, now = BestEffortOrder(WAIT_S), 0.0
     states = []
     for index, arrival in enumerate(load):
         now += arrival.after_s
@@ -188,7 +188,7 @@ def test_what_a_call_waits_for_together_comes_first_and_together() -> None:
 
 
 def test_programs_of_the_same_name_are_not_the_same_for_two_tenants() -> None:
-    order = FillerOrder(WAIT_S)
+    order = BestEffortOrder(WAIT_S)
     first = Arrival(0.0, 0.0, "p", 0, False, "a", 0)
     order.key(state_of(0, first, 1.0), 1.0)
     same, other = (
