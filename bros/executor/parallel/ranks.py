@@ -38,12 +38,10 @@ from bros.core.errors import RanksLostError
 #
 # The other ranks need a plan before they can do anything. A rank that waits at a socket is woken
 # once; gloo wakes a thread that wakes another one, which takes several times as long where idle
-# processors are slow to wake, as those of virtual machines are (benchmarks/tp_speed.py). Where all ranks
-# have a core, they look for a while before they sleep, so that those of a busy engine do not
-# sleep at
-# all between two steps: a plan then takes 70 to 90 us on its way instead of 155. Where they have
-# not,
-# who looks keeps others from running.
+# processors are slow to wake, as those of virtual machines are (benchmarks/tp_speed.py). Where all
+# ranks have a core, they look for a while before they sleep, so that those of a busy engine do not
+# sleep at all between two steps: a plan then takes 70 to 90 us on its way instead of 155. Without a
+# core for each, a rank that looks would keep others from running.
 #
 # Both ends make sure that they talk to a rank, by the process id that the system vouches for.
 
