@@ -3,12 +3,12 @@
 Reads candidates, and does nothing but ask for memory: for what is cached of new requests, and for
 reservations. The scheduler commits what comes out.
 
-    urgent    candidates in order of urgency; real-time by absolute deadline under `bros`
-    filler    candidates for what is left; best-effort under `bros`
+    urgent         candidates in order of urgency; real-time by absolute deadline under `bros`
+    best_effort    candidates for the time that is left; best-effort requests under `bros`
 
-                 now                      limit = deadline of the most urgent
-                  |--- urgent work ---|-- filler --|
-                  |<------- predicted, safe ------>|
+                 now                              limit = deadline of the most urgent
+                  |--- urgent work ---|-- best-effort work --|
+                  |<----------- predicted, safe ------------>|
 
 The published algorithm takes whole prompts, and ends the step as soon as one candidate does not
 fit (`Rules.paper`). Here (ambiguities A1-A4 of the specification) prompts are cut to the
@@ -35,9 +35,12 @@ from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 class Candidate(Protocol):
     """What packing looks at.
 
-    remaining: tokens to compute before the next one is sampled, num_cached tokens before them,
-    num_missing of which have to be brought back first. samples: one is sampled then at all.
-    early: it is an early prefill, see Hints. running: it holds memory already.
+    remaining: tokens to compute before the next one is sampled.
+    num_cached: tokens before these.
+    num_missing: cached tokens that must be restored first.
+    samples: a token is sampled then; False if it is prefill-only.
+    early: it is an early prefill, see Hints.
+    running: it holds memory already.
     late: its deadline is lost and counted already.
     """
 
@@ -141,12 +144,14 @@ EARLY = "early"
 class Rules:
     """Ablation switches. The defaults are what bros does.
 
-    chunked: prompts may be cut. early_return: the first urgent candidate that does not fit ends
-    the step, without filler (lines 11-12 of the algorithm). strict_rows: decode rows that
-    would be late in the next step may not exceed the batch size either. replace: filler may
-    take the row of the least urgent candidate that can wait (lines 25-32). aborts_steps: a running
-    step with best-effort work in it may be aborted for a request that arrives.
-    min_chunk: smallest piece of a prompt worth a place, in tokens.
+    chunked: prompts may be cut.
+    early_return: the first urgent candidate that does not fit ends the step, without best-effort
+        work (lines 11-12 of the algorithm).
+    strict_rows: decode rows that would be late in the next step may not exceed the batch size.
+    replace: best-effort work may take the row of the least urgent candidate that can wait (lines
+        25-32).
+    aborts_steps: a running step with best-effort work in it may be aborted for an arrival.
+    min_chunk: smallest piece of a prompt that is worth a row, in tokens.
     """
 
     chunked: bool = True
@@ -165,11 +170,15 @@ class Rules:
 class Bounds:
     """What one step may hold.
 
-    rows: batch size B. tokens: most tokens of all chunks. filler_s: most seconds of a step with
-    filler in it, and of one that serves late prompts; filler is added up to filler_share of
-    that. filler_credit_s: seconds that filler may take in any case; if there are any, also a
-    row, and the tokens of a smallest chunk. tbar_s: usual time of a step, for what is left to
-    the next ones.
+    rows: batch size B.
+    tokens: most tokens of all chunks.
+    best_effort_s: most seconds of a step with best-effort work in it, and of one that serves late
+        prompts.
+    best_effort_share: best-effort work is added up to this share of best_effort_s.
+    best_effort_credit_s: seconds that best-effort work may take in any case; if there are any, also
+        a row, and the tokens of a smallest chunk.
+    tbar_s: usual time of a step: so long a request that is left out waits for the next one.
+    rules: switches for ablations.
     """
 
     rows: int
@@ -185,11 +194,17 @@ class Bounds:
 class Packing(Generic[C]):
     """What came out.
 
-    selected: (candidate, tokens), urgent first. load, urgent_s, seconds: the predicted step,
-    its urgent part and the whole. violated: a decode row will be late because of the others
-    (or the early return was taken). full: the batch size kept a candidate out. passed_over:
-    (candidate, reason) of those looked at; urgent_stop, filler_stop: why the rest was not.
-    owed: best-effort work got time that it had been owed, so this step should not be aborted.
+    selected: (candidate, tokens), urgent first.
+    load: of the predicted step.
+    num_urgent: how many of `selected` are urgent.
+    urgent_s: predicted time of the urgent part.
+    seconds: predicted time of the whole step.
+    violated: a decode row will be late because of the others (or the early return was taken).
+    full: the batch size kept a candidate out.
+    owed: best-effort work spent its credit in this step, which should therefore not be aborted.
+    passed_over: (candidate, reason) of candidates that were looked at.
+    urgent_stop: why the remaining urgent candidates were not looked at.
+    best_effort_stop: the same of the best-effort ones.
     """
 
     selected: list[tuple[C, int]] = field(default_factory=list)
@@ -405,7 +420,7 @@ def pack(
 ) -> Packing[C]:
     """Choose the next step.
 
-    exclusive: filler only if nothing urgent can run.
+    exclusive: best-effort work only if nothing urgent can run.
 
     Without a predictor time does not matter: candidates are taken in order while rows, tokens
     and memory last. A candidate that finds no memory is passed over.
@@ -421,8 +436,8 @@ def pack(
 
 
 _PATIENT_STEPS, _PATIENT_PROMPTS = 5, 4
-"""A first token is not urgent that is due after more than so many steps with filler, and more
-than so many times what its prompt takes."""
+"""A first token is not urgent that is due after more than so many steps with best-effort work, and
+more than so many times what its prompt takes."""
 
 
 class _Packer(Generic[C]):
@@ -454,7 +469,7 @@ class _Packer(Generic[C]):
         self._rare_share = self._safety_factor / predictor.rare_factor
 
     def take_urgent(self, candidates: Iterable[C]) -> bool:
-        """Algorithm 1, lines 5-15; False if filler may not follow."""
+        """Algorithm 1, lines 5-15; False if best-effort work may not follow."""
         packing, bounds = self.packing, self._bounds
         go_on = True
         kept = min(self._rules.min_chunk, bounds.tokens // 2) if bounds.best_effort_credit_s else 0
@@ -688,8 +703,8 @@ class _Packer(Generic[C]):
 
         finish_s: when its token is there on the safe side, in this step or a later one. If that
         is too late but the expected time is not, nothing more is added, in the hope that it
-        is in time. A prompt that is late is at least not made later by filler. Decode rows can
-        catch up with their pace, a first token cannot: its step is not filled further than to a
+        is in time. A prompt that is late is at least not made later by best-effort work. Decode rows
+        can catch up with their pace, a first token cannot: its step is not filled further than to a
         time that is exceeded yet more rarely.
         """
         packing = self.packing

@@ -389,10 +389,10 @@ def test_best_effort_takes_the_row_of_the_last_that_can_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "filler", "sticky", "why"),
+    ("last", "best_effort", "sticky", "why"),
     [
         (row("last", 0.07), row("f"), "", "it would be late in the next step"),
-        (row("last", 0.3), Item("f", 20, 0), "", "a newcomer would bring more into memory"),
+        (row("last", 0.3), Item("f", 20, 0), "", "a new request would bring more into memory"),
         (row("last", 0.3), row("f"), "last", "others lost their memory for it"),
         (Item("last", 20, 4, 0.3), row("f"), "", "a prompt"),
         (row("last", 0.3), Item("f", 20, 4), "", "the step would be too long"),

@@ -40,8 +40,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def filled(disk: Path, spare: int) -> Iterator[None]:
     """There are only `spare` bytes left while the block lasts."""
-    best_effort = disk / "filler"
-    with best_effort.open("wb", buffering=0) as file:
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
         with contextlib.suppress(OSError):
             while file.write(bytes(4096)) == 4096:
                 pass
@@ -49,7 +49,7 @@ def filled(disk: Path, spare: int) -> Iterator[None]:
     try:
         yield
     finally:
-        best_effort.unlink()
+        filler.unlink()
 
 
 # Too little for the first result, for all of them, or for the files.

@@ -16,8 +16,11 @@ from bros.scheduler.state import Queues, RequestState
 class Proposal:
     """What may run in the next step.
 
-    urgent, filler, bounds: see packing.pack. exclusive: filler runs only if nothing urgent can.
-    give_up: waiting requests to be dropped instead.
+    urgent: candidates that are served first, in this order.
+    best_effort: candidates for the time that is left, in this order.
+    bounds: of the step.
+    exclusive: best-effort candidates run only if no urgent one can.
+    drop: waiting requests that end now with an error instead.
     """
 
     urgent: Iterable[RequestState]
@@ -70,7 +73,7 @@ class Policy(Protocol):
 
     @property
     def aborts_steps(self) -> bool:
-        """Whether makes_way ever says yes."""
+        """Whether `yields` ever says yes."""
         ...
 
     def yields(

@@ -335,8 +335,8 @@ _INITIAL_ROWS = 8
 _MAX_CREDIT_S = 2.0
 _MAX_STALE = 64
 _CROWDED_FROM, _CROWDED_TO = 0.6, 0.9
-"""Share of KV memory with real-time requests in it, from which on filler gets less time, and at
-which it gets none: the longer their steps take, the longer they stay, and new ones find no room."""
+"""Share of KV memory with real-time requests in it, from which on best-effort work gets less time,
+and at which it gets none: the longer their steps take, the longer they stay, and new ones find no room."""
 
 _LAXITY = 1.5
 """A best-effort deadline is pressing when so many times the estimated work is left."""
@@ -527,7 +527,7 @@ class BrosPolicy(Policy):
         self._tight.append((now + _TIGHT_FOR_S, ttft_s))
 
     def _best_effort_s(self, running: Sequence[RequestState], now: float) -> float:
-        """Longest step with filler in it.
+        """Longest step with best-effort work in it.
 
         No request waits longer for a token than the interval asked for, even if all are ahead of
         their pace: that lead is for first tokens. Follows the tightest recent objectives, and
@@ -556,10 +556,10 @@ class BrosPolicy(Policy):
         return _LUCK * (self._settings.ttft_s - self._predictor.safe_seconds(load))
 
     def _best_effort_share(self, running: Sequence[RequestState]) -> float:
-        """How much of that filler may use.
+        """How much of that best-effort work may use.
 
-        When real-time requests fill the memory, new ones wait for their ends, and filler puts
-        these off.
+        When real-time requests fill the memory, new ones wait for their ends, and best-effort work
+        puts these off.
         """
         room = self._guard.room
         used = room.held_by(running) / room.kv_tokens
