@@ -336,7 +336,8 @@ _MAX_CREDIT_S = 2.0
 _MAX_STALE = 64
 _CROWDED_FROM, _CROWDED_TO = 0.6, 0.9
 """Share of KV memory with real-time requests in it, from which on best-effort work gets less time,
-and at which it gets none: the longer their steps take, the longer they stay, and new ones find no room."""
+and at which it gets none: the longer their steps take, the longer they stay, and new requests
+find no memory."""
 
 _LAXITY = 1.5
 """A best-effort deadline is pressing when so many times the estimated work is left."""
