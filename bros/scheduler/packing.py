@@ -703,7 +703,7 @@ class _Packer(Generic[C]):
 
         finish_s: when its token is there on the safe side, in this step or a later one. If that
         is too late but the expected time is not, nothing more is added, in the hope that it
-        is in time. A prompt that is late is at least not made later by best-effort work. Decode rows
+        is in time. A late prompt is at least not made later by best-effort work. Decode rows
         can catch up with their pace, a first token cannot: its step is not filled beyond a
         time that is exceeded yet more rarely.
         """
