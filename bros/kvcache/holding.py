@@ -42,6 +42,8 @@ class Holding:
 
     __slots__ = (
         "_places",
+        "_top",
+        "_up",
         "alone",
         "chain",
         "common",
@@ -64,6 +66,8 @@ class Holding:
         self.request_id = request_id
         self.number = number
         self.side = side
+        # Which number of a segment is the top of its stack, and how it moves with a token.
+        self._top, self._up = (2, 1) if side is Side.LEFT else (1, -1)
         self.num_tokens = 0
         self.tail = -1
         self.alone = 0
@@ -110,13 +114,13 @@ class Holding:
         """The next `count` tokens went on top of the tail; returns the segments before that."""
         before = self.segments[:]
         self.pushed_last = [(self.tail, count)]
-        self._lengthen(self.runs[self.tail], self.num_tokens, count)
-        place = self._places[self.tail]
-        if self.side is Side.LEFT:
-            self.segments[place + 2] += count
+        runs, last = self.runs[self.tail], self.num_tokens
+        if sum(runs[-1]) == last:
+            runs[-1][1] += count
         else:
-            self.segments[place + 1] -= count
-        self.num_tokens += count
+            self._lengthen(runs, last, count)
+        self.segments[self._places[self.tail] + self._top] += self._up * count
+        self.num_tokens = last + count
         return before
 
     def pop(self, where: tuple[int, int, int], count: int) -> list[Run]:

@@ -551,9 +551,8 @@ class BrosPolicy(Policy):
         quarter more, as few arrive right at its beginning, and then it may be aborted."""
         load = StepLoad()
         load.add(self._usual_prompt, 0, True)
-        for state in running:
-            if state.remaining == 1:
-                load.add(1, state.num_cached, True)
+        contexts = [state.num_cached for state in running if state.remaining == 1]
+        load.add_rows(len(contexts), sum(contexts))
         return _LUCK * (self._settings.ttft_s - self._predictor.safe_seconds(load))
 
     def _best_effort_share(self, running: Sequence[RequestState]) -> float:
