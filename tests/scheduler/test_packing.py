@@ -141,7 +141,7 @@ class OneByOne(Blocks):
 @st.composite
 def rows(draw: st.DrawFn, prefix: str, *, urgent: bool) -> list[Item]:
     """A run of decode rows, perhaps with a prompt in it."""
-    dues = [0.024, 0.03, 0.036, 0.04, 0.4] if urgent else [math.inf]
+    dues = [-0.1, 0.024, 0.03, 0.036, 0.04, 0.4] if urgent else [math.inf]
     found = [
         row(f"{prefix}{number}", draw(st.sampled_from(dues)), draw(st.integers(1, 900)))
         for number in range(draw(st.integers(0, 12)))
