@@ -30,6 +30,7 @@ from typing import Any
 
 import aiohttp
 from engine_speed import environment
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 
@@ -261,6 +262,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.25, help="real-time requests per second")
     parser.add_argument("--duration", type=float, default=300.0, help="of each run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures to this file")
+    add_quick(parser, parts="prefixes", rounds=1)
     options = parser.parse_args()
     console = Console()
     results = dict(parts(options, lambda text: console.print(f"[dim]{text}[/]")))

@@ -17,6 +17,7 @@ import multiprocessing
 import statistics
 from multiprocessing.connection import Connection
 
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--rates", default="10,100", help="chunks per second of each stream")
     parser.add_argument("--duration", type=float, default=10.0, help="seconds per rate")
+    add_quick(parser, streams=4, rates="10", duration=1.0)
     args = parser.parse_args()
     cores = available_cores()
     table = Table(title=f"{args.streams} streams, and 4 requests/s beside them; {cores} cores")

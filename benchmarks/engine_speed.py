@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 from transformers_reference import load_in_transformers
@@ -224,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where to save the figures")
+    add_quick(parser, rounds=1)
     args = parser.parse_args()
     console = Console()
     files = resolve_model(None, default_cache_dir(), console.print)

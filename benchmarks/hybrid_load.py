@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine_speed import environment
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="comma-separated labels, e.g. fcfs,bros")
     parser.add_argument("--json", type=Path, help="where to save the figures")
+    add_quick(parser, duration=5.0, only="fcfs,bros")
     args = parser.parse_args()
     console = Console()
     if not console.is_terminal:

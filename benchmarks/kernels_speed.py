@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--only", choices=["each", "shared"], help="one of the two tables")
+    add_quick(parser, repeats=2)
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from engine_speed import BrosTarget, environment
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--weights", default="fp32")
     parser.add_argument("--json", type=Path, help="where to save the figures")
+    add_quick(parser, tokens=[64])
     args = parser.parse_args()
     console = Console()
     files = resolve_model(None, default_cache_dir(), console.print)

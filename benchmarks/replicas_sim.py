@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_speed import environment
+from quick import add_quick
 from rich.console import Console
 
 from bros.cli.simulate_tables import progress_bar
@@ -281,6 +282,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     default = ROOT / "benchmarks" / "results" / "replicas_sim.json"
     parser.add_argument("--json", type=Path, default=default)
+    add_quick(parser, parts="regimes", json=None)
     args = parser.parse_args()
     clock, console = SystemClock(), Console(highlight=False, width=120)
     for part in args.parts.split(","):
@@ -298,6 +300,8 @@ def main() -> None:
                 f"{row['group']:34} {row['way']:28} {latency['mean']:8.3f} {latency['p99']:8.2f} s"
                 f" {100 * row['hits']:5.1f} % cached, balance {row['balance']:.2f}"
             )
+        if args.json is None:
+            continue
         content = json.loads(args.json.read_text()) if args.json.exists() else {"parts": {}}
         made = {**environment(), "wall_s": round(seconds, 1)}
         content["parts"][part] = {"environment": made, "rows": rows}

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4000, help="of each case")
     parser.add_argument("--memory", type=int, default=0, help="requests of the memory run; 0: none")
     parser.add_argument("--json", type=Path, help="where to save the figures")
+    add_quick(parser, requests=100)
     args = parser.parse_args()
     console = Console()
     found = list(speeds(args.requests, console))

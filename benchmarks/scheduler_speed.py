@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +35,6 @@ from bros.scheduler.cost_model import CostModel
 from bros.scheduler.scheduler import Scheduler
 
 RUNNING, QUEUED = 128, 1000
-STEPS = 300
 ASKED_MS = 1.0
 # A fast device, so that rows and not time bound the steps: the worst case for the scheduler.
 FAST = CostModel(
@@ -102,7 +102,9 @@ def run(scheduler: Scheduler, steps: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
+    parser.add_argument("--steps", type=int, default=300, help="decoding steps of each policy")
     parser.add_argument("--json", type=Path, help="where to save the figures")
+    add_quick(parser, steps=20)
     args = parser.parse_args()
     console = Console()
     table = Table(title=f"{QUEUED} queued, {RUNNING} running: ms per step (asked: {ASKED_MS:g})")
@@ -114,8 +116,8 @@ def main() -> None:
         run(scheduler, 100)  # until every row decodes
         running = scheduler.stats().by_class
         rows = sum(counts.running for counts in running.values())
-        decoding = run(scheduler, STEPS)
-        admitting = run(make(variant, outputs=20), STEPS // 4)
+        decoding = run(scheduler, args.steps)
+        admitting = run(make(variant, outputs=20), max(2, args.steps // 4))
         results[variant] = {
             "decoding_ms": statistics.median(decoding),
             "decoding_p99_ms": statistics.quantiles(decoding, n=100)[-1],
@@ -126,7 +128,7 @@ def main() -> None:
         table.add_row(variant, *(f"{value:.3g}" for value in results[variant].values()))
         if args.profile and variant == "bros":
             profile = cProfile.Profile()
-            profile.runcall(run, scheduler, STEPS)
+            profile.runcall(run, scheduler, args.steps)
             pstats.Stats(profile).sort_stats("tottime").print_stats(18)
     console.print(table)
     if args.json:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_speed import environment
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 from session_clients import BE, RT, Answered, Run, ServiceEnd, run_by_calls, run_in_session
@@ -468,6 +469,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figures", default=",".join([*FIGURES, "19"]))
     parser.add_argument("--json", type=Path, help="file to write; figures that it has stay")
+    add_quick(parser, figures="11a")
     arguments = parser.parse_args()
     console = Console()
     run(arguments.figures.split(","), console, arguments.json)

@@ -38,6 +38,7 @@ from typing import Any
 
 import aiohttp
 from engine_speed import environment
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 from session_clients import BE, RT, Answered, HttpEnd, Run, run_by_calls, run_in_session
@@ -365,6 +366,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join([*PARTS, "mixed"]))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file to write; parts that it has stay")
+    add_quick(parser, parts="chain", rounds=1)
     arguments = parser.parse_args()
     asyncio.run(run(arguments, Console()))
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from engine_speed import environment
 from kernels_speed import shared_seconds
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--weights", default="fp32")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--json", type=Path)
+    add_quick(parser, rows=[4], prefix=[256], steps=3)
     args = parser.parse_args()
     cases = [(rows, prefix) for rows in args.rows for prefix in args.prefix]
     found = []

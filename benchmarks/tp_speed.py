@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -280,6 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=30, help="steps of each kind")
     parser.add_argument("--json", type=Path, help="where to save the figures")
+    add_quick(parser, repeats=2)
     args = parser.parse_args()
     ranks = TorchRanks.join(torch.device("cpu"), timeout_s=300.0)
     console = Console(quiet=ranks.rank > 0)
