@@ -50,7 +50,7 @@ def memory_with(
     running = sorted((s for s in states if s.num_cached), key=lambda s: s.rank)
     for holder in running:
         assert kv.append(holder.request_id, holder.num_cached, side_of(holder)) is not None
-    chosen = {"max_holders": 100, "newcomers_preempt": True, **options}
+    chosen = {"max_holders": 100, "new_requests_preempt": True, **options}
     prefixes = Prefixes(kv, {cls: ClassCounters() for cls in ServiceClass})
     by_id = {each.request_id: each for each in states}
     return kv, StepMemory(kv, prefixes, running, by_id, 0.0, **chosen)  # type: ignore[arg-type]

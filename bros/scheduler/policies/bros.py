@@ -117,9 +117,9 @@ class UrgentOrder:
         elif begun and step % _TURN == _TURN // 2:
             first = [min(begun, key=rank_key)]
             begun.remove(first[0])
-        order: Iterator[RequestState] = heapq.merge(
-            by_deadline(running), on_time, begun, key=deadline_key
-        )
+        order: Iterable[RequestState] = by_deadline(running)
+        if on_time or begun:
+            order = heapq.merge(order, on_time, begun, key=deadline_key)
         return itertools.chain(first, order, late[: self._most]) if first or late else order
 
     def _give_time(self, state: RequestState, now: float) -> None:
