@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.ray_cluster import local_ray
+from support.ray_cluster import ENVIRONMENT, local_ray
 from support.tier import choose_tier, is_long, run_seed
 
 # The fast tier tries the same examples in every run, so that a failure is about the code and not
@@ -41,6 +41,7 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 # hub cannot be asked by accident.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.update(ENVIRONMENT)
 
 
 # GPU machines may lack what servers need; the tests of all else can be run there.

@@ -52,7 +52,7 @@ def shown(actions: list[Action]) -> list[str]:
             case Prefill(_, pieces):
                 return f"prefill {name(action)} {pieces}"
             case _:
-                return f"{type(action).__name__.lower()} {name(action)}"
+                return f"{type(action).__name__.removesuffix('Call').lower()} {name(action)}"
 
     return [words(action) for action in actions]
 

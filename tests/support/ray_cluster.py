@@ -17,12 +17,14 @@ from support.processes import descendants, wait_until_gone
 if TYPE_CHECKING:
     from bros.transport.ray import Cluster
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's next default, which it warns of.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+"""Ray reads these when it is imported, whichever test does that first: conftest.py sets them."""
 
 
 _INSTANCE = """
@@ -45,11 +47,9 @@ ray.shutdown()
 
 @contextlib.contextmanager
 def local_ray(num_cpus: int = 2) -> Iterator[str]:
-    """Its address. All its processes have ended after the block. To be used before Ray is imported,
-    which then looks at the environment."""
+    """Its address. All its processes have ended after the block."""
     # Short, as there are sockets in it.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        os.environ.update(_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
         command = [sys.executable, "-c", _INSTANCE, str(num_cpus), folder]
         pipe = subprocess.PIPE
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as instance:

@@ -138,7 +138,11 @@ def team(runners: Sequence[ModelRunner]) -> Iterator[Team]:
     ranks = ThreadRanks.of(len(runners))
     errors: list[Exception] = []
 
+    # Each thread has its own number of OpenMP threads, and sums depend on it in the last bit.
+    num_threads = torch.get_num_threads()
+
     def run(rank: int) -> None:
+        torch.set_num_threads(num_threads)
         try:
             follow(runners[rank], ranks[rank])
         except Exception as error:
