@@ -66,15 +66,18 @@ def test_a_job_outlives_the_processes_that_work_on_it(site: Site) -> None:
 @pytest.mark.slow
 def test_several_processes_on_one_store_take_over_from_one_another(site: Site) -> None:
     """Some are killed, others sleep for longer than their lease and then go on as if nothing had
-    happened. There is work as long as there are kills to be made."""
+    happened. There is work, and there are kills, until a lease has been taken over."""
     rng, kills, naps, lease_s = random.Random(seed(2)), 0, 0, 1.0
 
     def started() -> BaseProcess:
         return site.started(Orders(seed=rng.getrandbits(32), row_s=0.4, lease_s=lease_s))
 
+    def takeovers() -> int:
+        return sum(max(0, site.num_leases(batch_id) - 1) for batch_id in batches)
+
     workers = [started() for _ in range(3)]
     batches: list[str] = []
-    while kills < KILLS or naps < KILLS / 3:
+    while kills < KILLS or naps < KILLS / 3 or not takeovers():
         if len(site.open_batches()) < 3:
             batches.append(site.submit(rng.randint(1, 100)))
         which = rng.randrange(3)
@@ -90,15 +93,12 @@ def test_several_processes_on_one_store_take_over_from_one_another(site: Site) -
             workers[which] = started()
     site.wait_until_done()
     times = runs(site.log())
-    takeovers = 0
     for batch_id in batches:
         leases = site.num_leases(batch_id)
         assert all(1 <= times[name] <= leases for name in site.results(batch_id))
-        takeovers += leases - 1
-    assert takeovers > 0
     site.check_nothing_else_is_left()
     rows = f"{sum(times.values())} runs of {len(times)} rows"
-    print(f"{kills} kills, {naps} naps, {takeovers} batches taken over, {rows}")
+    print(f"{kills} kills, {naps} naps, {takeovers()} leases taken over, {rows}")
 
 
 @pytest.mark.parametrize("committed", [False, True], ids=["before", "after"])

@@ -256,7 +256,7 @@ class Site:
         return dict(cast(list[tuple[str, str]], rows))
 
     def num_leases(self, batch_id: str) -> int:
-        """How often somebody has begun to work on a batch."""
+        """How often a worker has taken the lease of a batch."""
         sql = "SELECT lease_epoch FROM batches WHERE id = :id"
         ((epoch,),) = self.store.query(sql, id=batch_id)
         return cast(int, epoch)
