@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -41,6 +40,7 @@ from bros.core.clock import SystemClock
 from bros.core.interfaces import EngineStats
 from bros.core.request import IdGenerator
 from support.batch_store import NOW, Store, open_store
+from support.forking import forkserver
 from support.server_process import wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -202,11 +202,7 @@ class Site:
         self._began_s = SystemClock().now()
         self._batches: dict[str, list[str]] = {}
         self._workers: list[BaseProcess] = []
-        # Children of a small process that has everything loaded: they start within milliseconds.
-        self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(
-            ["pytest", "psycopg", "alembic.command", "bros.batch.runner", "bros.batch.store"]
-        )
+        self._processes = forkserver()
 
     def submit(self, num_rows: int) -> str:
         """A batch whose rows are called `<batch>.<number>`, numbered from 1."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import sys
@@ -16,6 +15,7 @@ from torch.distributed import TCPStore
 
 from bros.core.clock import SystemClock
 from bros.executor.parallel.ranks import Ranks, TorchRanks
+from support.forking import forkserver
 
 STEP_TIMEOUT_S = 60.0
 """How long ranks wait for each other, if a test does not say otherwise."""
@@ -34,14 +34,13 @@ def run_ranks(
     """What function(ranks, *arguments) returns on each rank, all of them processes of their own.
 
     The function is one of a module, and everything that it takes and returns can be pickled.
-    Processes take seconds to start: have one run do many things.
 
     may_die: ranks that may end without a result, or never; nobody waits for them, and their result
     is None.
     Raises AssertionError, with a rank's traceback, if one fails or they are not done in time.
     None of the processes is left then, nor otherwise.
     """
-    context = multiprocessing.get_context("spawn")
+    context = forkserver()
     # Given a store that is there, as by torchrun, nobody has to find a free port beforehand.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, results = [], {}
