@@ -117,7 +117,7 @@ def measured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
 async def bench(server: FakeServer, model: Path, out: Path, *arguments: str) -> int:
     """The command in a thread, as it has an event loop of its own."""
     async with server.running() as url:
-        common = ("bench", str(model), "--target", url, "--duration", "1", "--warm-up", "0.2")
+        common = ("bench", str(model), "--target", url, "--duration", "0.5", "--warm-up", "0.1")
         return await asyncio.to_thread(main, [*common, "--out", str(out), *arguments], {})
 
 

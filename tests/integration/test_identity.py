@@ -52,6 +52,9 @@ FEW_TOKENS = 20
 SOME_PROMPTS = (*PROMPTS[:7], PROMPTS[38])
 MOST_NEAR_TIES = 3
 BATCH = 8
+"""Prompts that transformers answers in one call, and how much longer the longest of them may be
+than the shortest: padding costs as much as tokens."""
+MOST_PADDED = 2
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,10 @@ def judge_of(subject: Subject) -> Judge:
     def answers(prompts: list[list[int]], num_tokens: int) -> list[Expected]:
         by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         found: dict[int, Expected] = {}
-        for first in range(0, len(by_length), BATCH):
-            group = by_length[first : first + BATCH]
+        while by_length:
+            longest = MOST_PADDED * len(prompts[by_length[0]])
+            group = [n for n in by_length[:BATCH] if len(prompts[n]) <= longest]
+            by_length = by_length[len(group) :]
             wanted = [prompts[number] for number in group]
             cases = _generate(model, wanted, num_tokens, subject.margin)
             found.update(zip(group, cases, strict=True))
