@@ -26,7 +26,7 @@ from bros.core.request import ServiceClass
 from bros.scheduler.profiles import Profile
 from bros.simulator.metrics import ClassReport, Report
 from bros.simulator.simulation import SimulatedScenario, device_of, read_profile
-from bros.simulator.sweep import Progress as Told
+from bros.simulator.sweep import Progress as Reported
 from bros.simulator.sweep import run_sweep
 from bros.workload.arrivals import BeLoad, PoissonLoad
 
@@ -207,7 +207,7 @@ def provenance(span: Span, options: Options) -> dict[str, Any]:
 
 
 @contextmanager
-def progress(text: str, runs: int) -> Iterator[Told]:
+def progress(text: str, runs: int) -> Iterator[Reported]:
     """A bar on stderr while the block runs, if that is a terminal."""
     shares = [0.0] * runs
     console = Console(stderr=True)

@@ -63,7 +63,7 @@ def make(variant: str, outputs: int) -> Scheduler:
     )
     scheduler = build_scheduler(config, info, FAST)
     if watched:
-        scheduler.notices.watch()
+        scheduler.reporter.subscribe()
     for number in range(RUNNING + QUEUED):
         scheduler.submit(
             EngineRequest(
@@ -83,7 +83,7 @@ def answer(plan: StepPlan) -> StepResult:
 
 
 def run(scheduler: Scheduler, steps: int) -> list[float]:
-    """Milliseconds of schedule, apply and notice, step by step; the engine has 10 ms for each."""
+    """Milliseconds of schedule, apply and report, step by step; the engine has 10 ms for each."""
     times, now = [], 0.0
     for _ in range(steps):
         began = time.perf_counter()
@@ -94,7 +94,7 @@ def run(scheduler: Scheduler, steps: int) -> list[float]:
         now += 0.01
         resumed = time.perf_counter()
         scheduler.apply(result, now)
-        scheduler.notices.due(now, False)
+        scheduler.reporter.due(now, False)
         times.append((time.perf_counter() - resumed + middle - began) * 1e3)
     return times
 

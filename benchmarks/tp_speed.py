@@ -44,7 +44,7 @@ from bros.executor.parallel.plan_codec import PlanDecoder, PlanEncoder
 from bros.executor.parallel.ranks import Alone, Ranks, TorchRanks
 from bros.executor.parallel.runner import follow, lead
 from bros.executor.runner import ModelRunner
-from bros.executor.sampler import HostChooser, Sampler
+from bros.executor.sampler import HostStepSampler, Sampler
 
 BLOCK = 16
 PLAN_ROWS = (1, 8, 32, 64)
@@ -159,7 +159,7 @@ def collective(call: Callable[[], object], repeats: int = 200) -> dict[str, floa
 
 def sampling(ranks: Ranks, vocab: int) -> Figures:
     """From logits of the shards to tokens on rank 0: it alone, or every rank for itself."""
-    chooser = HostChooser(Sampler())
+    step_sampler = HostStepSampler(Sampler())
     widths = [vocab // ranks.size + (rank < vocab % ranks.size) for rank in range(ranks.size)]
     found: Figures = {}
     for rows in (1, 8, 64):
@@ -170,14 +170,14 @@ def sampling(ranks: Ranks, vocab: int) -> Figures:
             def first(shard: Tensor = shard, asked: list[tuple[str, SampleSpec]] = asked) -> None:
                 logits = ranks.gather(shard, widths)
                 if ranks.rank == 0:
-                    chooser(logits, asked)
+                    step_sampler(logits, asked)
 
             def every(shard: Tensor = shard, asked: list[tuple[str, SampleSpec]] = asked) -> None:
                 padded = torch.nn.functional.pad(shard, (0, max(widths) - shard.shape[1]))
                 parts = [torch.empty_like(padded) for _ in widths]
                 dist.all_gather(parts, padded)
                 cut = [part[:, :width] for part, width in zip(parts, widths, strict=True)]
-                chooser(torch.cat(cut, 1), asked)
+                step_sampler(torch.cat(cut, 1), asked)
 
             for who, call in (("rank 0", first), ("all", every)):
                 found[f"{name}, {rows} rows, {who}"] = collective(call, 400 // (rows + 8))

@@ -16,7 +16,7 @@ from bros.core.plan import Chunk
 from bros.engine.client import MessageClient
 from bros.engine.engine import Engine
 from bros.engine.loop import handle
-from bros.engine.messages import Command, Outputs, Ready, Reply, Told
+from bros.engine.messages import Command, Outputs, Ready, Reply, Reported
 from bros.scheduler.build import build_scheduler
 from bros.simulator.simulation import BLOCK_SIZE, Device, SimExecutor, engine_info, with_step_bounds
 
@@ -140,9 +140,9 @@ class VirtualEngineClient(MessageClient):
             await asyncio.sleep(max(0.0, self._clock.now() - loop.time()))
             if outputs:
                 self.on_reply(Outputs(tuple(outputs)))
-            notice = self._engine.due_notice()
-            if notice is not None:
-                self.on_reply(Told(notice))
+            report = self._engine.due_report()
+            if report is not None:
+                self.on_reply(Reported(report))
 
 
 def virtual_engine(

@@ -166,7 +166,7 @@ def read_replica_settings(
             router=router,
             load=loads[replicas],
             seed=engine.seed,
-            notice_s=number("--notice-delay", fleet.notice_delay, low=0) / 1e3,
+            report_delay_s=number("--notice-delay", fleet.notice_delay, low=0) / 1e3,
             decision_s=number("--decision-time", fleet.decision_time, low=0) / 1e3,
             classes=be_share > 0.0,
         )
@@ -215,7 +215,7 @@ def scenario_json(scenario: FleetScenario) -> dict[str, Any]:
         "seed": scenario.seed,
         "load": load,
         "kv_blocks": scenario.device.kv_blocks,
-        "notice_s": scenario.notice_s,
+        "report_delay_s": scenario.report_delay_s,
         "decision_s": scenario.decision_s,
         "router": dataclasses.asdict(scenario.settings),
         "engine": dataclasses.asdict(scenario.config),

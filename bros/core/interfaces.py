@@ -81,14 +81,14 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class EngineReport:
     """What an engine reports to its subscriber: which prefixes it has cached, and how busy it is.
 
-    A notice is state, not change: notices that are applied twice, out of order or not at all lead
+    A report is state, not change: reports that are applied twice, out of order or not at all lead
     to the same view once the next digest is in. The tokens of an answer may be cached a little
-    before a notice says so.
+    before a report says so.
 
-    version: one more with each notice.
+    version: one more with each report.
     full: this is a digest: `kept` lists every request that has cached blocks.
     kept: (request id, tokens) of requests whose cached prefix has changed: so many of the first
         tokens of prompt and answer are cached, up to the last block that this request was the
@@ -378,10 +378,10 @@ class EngineClient(Protocol):
     async def close(self) -> None: ...
 
 
-class WatchableClient(EngineClient, Protocol):
+class ReportingClient(EngineClient, Protocol):
     """A client that reports what its engine has cached, for a router that chooses among several."""
 
-    def watch(self, listener: Callable[[Notice], None]) -> None:
-        """Have `listener` told every notice from now on, and from every engine that comes up
+    def subscribe(self, listener: Callable[[EngineReport], None]) -> None:
+        """Have `listener` told every report from now on, and from every engine that comes up
         later: its versions begin at 1 again, with a digest. Call it in the event loop, once."""
         ...

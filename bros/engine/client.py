@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from bros.core.errors import EngineDeadError, InvalidRequestError
-from bros.core.interfaces import EngineInfo, EngineStats, Notice, OutputSink, RequestTrace
+from bros.core.interfaces import EngineInfo, EngineReport, EngineStats, OutputSink, RequestTrace
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.engine.messages import (
     Abort,
@@ -23,11 +23,11 @@ from bros.engine.messages import (
     Refused,
     Release,
     Reply,
+    Reported,
     StatsReply,
     Submit,
-    Told,
+    Subscribe,
     TraceReply,
-    Watch,
 )
 
 
@@ -111,7 +111,7 @@ class MessageClient:
         self._submissions: dict[str, asyncio.Future[ServiceClass]] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._question_numbers = itertools.count()
-        self._listener: Callable[[Notice], None] | None = None
+        self._listener: Callable[[EngineReport], None] | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -189,12 +189,12 @@ class MessageClient:
         trace: RequestTrace | None = await self._ask(lambda number: AskTrace(number, request_id))
         return trace
 
-    def watch(self, listener: Callable[[Notice], None]) -> None:
-        """Have `listener` told every notice from now on, and from every engine that comes up
+    def subscribe(self, listener: Callable[[EngineReport], None]) -> None:
+        """Have `listener` told every report from now on, and from every engine that comes up
         later: its versions begin at 1 again, with a digest. Call it in the event loop, once."""
         self._listener = listener
         if self._alive:
-            self._send(Watch())
+            self._send(Subscribe())
 
     def on_reply(self, reply: Reply) -> None:
         """Take in one message of the engine. Call it in the event loop, not within `send`."""
@@ -209,9 +209,9 @@ class MessageClient:
                 asked = self._questions.get(question)
                 if asked is not None and not asked.done():
                     asked.set_result(answer)
-            case Told(notice):
+            case Reported(report):
                 if self._listener is not None:
-                    self._listener(notice)
+                    self._listener(report)
             case Ready(info):
                 self._come_up(info)
             case Failed(message):
@@ -244,7 +244,7 @@ class MessageClient:
             self._ready = asyncio.get_running_loop().create_future()
         self._ready.set_result(None)
         if self._listener is not None:
-            self._send(Watch())
+            self._send(Subscribe())
 
     def _check_alive(self) -> None:
         if not self._alive:

@@ -9,10 +9,10 @@ from bros.core.clock import Clock
 from bros.core.errors import ConfigError
 from bros.core.interfaces import (
     EngineInfo,
+    EngineReport,
     EngineStats,
     Executor,
     LaunchingExecutor,
-    Notice,
     RequestTrace,
     Running,
 )
@@ -136,18 +136,18 @@ class Engine:
         """What became of a running or recent request; None if nothing is known of it."""
         return self._scheduler.trace(request_id, self._clock.now())
 
-    def watch(self) -> None:
-        """Keep account of what `notice` tells, which costs nothing before."""
-        self._scheduler.notices.watch()
+    def subscribe(self) -> None:
+        """Keep account of what `report` tells, which costs nothing before."""
+        self._scheduler.reporter.subscribe()
 
-    def notice(self, *, full: bool = False) -> Notice | None:
-        """What has changed since the last notice, or everything; None if nothing has, or if no
+    def report(self, *, full: bool = False) -> EngineReport | None:
+        """What has changed since the last report, or everything; None if nothing has, or if no
         client has subscribed. The first one is a digest."""
-        return self._scheduler.notices.take(self._clock.now(), full)
+        return self._scheduler.reporter.take(self._clock.now(), full)
 
-    def due_notice(self) -> Notice | None:
+    def due_report(self) -> EngineReport | None:
         """The same after a step, if it is time for it."""
-        return self._scheduler.notices.due(self._clock.now(), not self.has_work)
+        return self._scheduler.reporter.due(self._clock.now(), not self.has_work)
 
     def close(self) -> None:
         self._executor.close()

@@ -20,12 +20,12 @@ from bros.engine.messages import (
     Refused,
     Release,
     Reply,
+    Reported,
     Shutdown,
     StatsReply,
     Submit,
-    Told,
+    Subscribe,
     TraceReply,
-    Watch,
 )
 
 
@@ -73,9 +73,9 @@ def run_engine(engine: Engine, transport: Transport) -> None:
         outputs = engine.step(arrivals)
         if outputs:
             transport.send(Outputs(tuple(outputs)))
-        notice = engine.due_notice()
-        if notice is not None:  # after the tokens that it may be about
-            transport.send(Told(notice))
+        report = engine.due_report()
+        if report is not None:  # after the tokens that it may be about
+            transport.send(Reported(report))
 
 
 def handle(command: Command, engine: Engine, client: Sender) -> None:
@@ -95,11 +95,11 @@ def handle(command: Command, engine: Engine, client: Sender) -> None:
             client.send(StatsReply(question, engine.stats()))
         case AskTrace(question, request_id):
             client.send(TraceReply(question, engine.trace(request_id)))
-        case Watch():
-            engine.watch()
-            notice = engine.notice(full=True)
-            assert notice is not None, "a client has subscribed"
-            client.send(Told(notice))
+        case Subscribe():
+            engine.subscribe()
+            report = engine.report(full=True)
+            assert report is not None, "a client has subscribed"
+            client.send(Reported(report))
 
 
 def _submit(engine: Engine, request: EngineRequest) -> Reply:

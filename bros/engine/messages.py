@@ -1,7 +1,7 @@
 """What an engine client and an engine say to each other, on any transport.
 
 client -> engine   Submit, Abort, AskStats, AskTrace, Shutdown, Promote, Release
-engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed, Alive
+engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed, Heartbeat
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bros.core.errors import (
     PromptTooLongError,
     QueueFullError,
 )
-from bros.core.interfaces import EngineInfo, EngineStats, Notice, RequestTrace
+from bros.core.interfaces import EngineInfo, EngineReport, EngineStats, RequestTrace
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 
 
@@ -63,7 +63,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class Subscribe:
     """Tell from now on what is cached and how busy the engine is, everything first."""
 
 
@@ -142,10 +142,10 @@ class TraceReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """After Watch, whenever something has changed."""
+class Reported:
+    """After Subscribe, whenever something has changed."""
 
-    notice: Notice
+    report: EngineReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class Heartbeat:
     """Every so often from rank 0 of several, whatever it is doing: its process is not stopped.
 
     host: from the process that has started the engine on another machine.
@@ -165,15 +165,17 @@ class Alive:
     host: bool = False
 
 
-Command = Submit | Abort | AskStats | AskTrace | Shutdown | Promote | Release | Watch
-Reply = Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed | Alive | Told
+Command = Submit | Abort | AskStats | AskTrace | Shutdown | Promote | Release | Subscribe
+Reply = (
+    Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed | Heartbeat | Reported
+)
 COMMANDS: tuple[type, ...] = (
     *(Submit, Abort, AskStats, AskTrace, Shutdown, Promote, Release),
-    Watch,
+    Subscribe,
 )
 REPLIES: tuple[type, ...] = (
     *(Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed),
-    *(Alive, Told),
+    *(Heartbeat, Reported),
 )
 
 

@@ -35,7 +35,7 @@ from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import ALONE, Ranks
 from bros.executor.parallel.sharding import shards_of
 from bros.executor.runner import LaunchingRunner, ModelRunner
-from bros.executor.sampler import DeviceChooser, Draw, HostChooser, NoChooser, Sampler
+from bros.executor.sampler import DeviceStepSampler, Draw, HostStepSampler, NoStepSampler, Sampler
 from bros.executor.target import (
     choose_target,
     device_name,
@@ -333,11 +333,11 @@ class _Loader:
 
     def _runner(self, decoder: Decoder, kv: KvMemory, graphs: StepGraphs | None) -> ModelRunner:
         if self._ranks.rank > 0:
-            return ModelRunner(decoder, kv, self._feed, NoChooser(), graphs=graphs)
+            return ModelRunner(decoder, kv, self._feed, NoStepSampler(), graphs=graphs)
         if self._device.type == "cpu":
-            return ModelRunner(decoder, kv, self._feed, HostChooser(Sampler()))
-        chooser = DeviceChooser(Sampler(), self._draw())
-        return LaunchingRunner(decoder, kv, self._feed, chooser, graphs=graphs)
+            return ModelRunner(decoder, kv, self._feed, HostStepSampler(Sampler()))
+        step_sampler = DeviceStepSampler(Sampler(), self._draw())
+        return LaunchingRunner(decoder, kv, self._feed, step_sampler, graphs=graphs)
 
     def _draw(self) -> Draw | None:
         if self._kernels_name != "triton":

@@ -14,7 +14,7 @@ from bros.executor.feed import InputFeed, Pending
 from bros.executor.inputs import StepInputs, build_inputs
 from bros.executor.kv_storage import KvMemory
 from bros.executor.models.decoder import Decoder
-from bros.executor.sampler import Choice, Chooser, DeviceChooser
+from bros.executor.sampler import DeviceStepSampler, PendingSamples, StepSampler
 
 
 class ModelRunner:
@@ -32,7 +32,7 @@ class ModelRunner:
         decoder: Decoder,
         kv: KvMemory,
         feed: InputFeed,
-        chooser: Chooser,
+        step_sampler: StepSampler,
         *,
         graphs: StepGraphs | None = None,
     ) -> None:
@@ -40,7 +40,7 @@ class ModelRunner:
         self._decoder: Decoder | None = decoder
         self._kv = kv
         self._feed = feed
-        self._chooser = chooser
+        self._step_sampler = step_sampler
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -102,7 +102,7 @@ class ModelRunner:
 
     def choose(self, step: int, logits: Tensor, inputs: StepInputs) -> StepResult:
         """The tokens of a step with these logits."""
-        return StepResult(step, self._chooser(logits, inputs.samples))
+        return StepResult(step, self._step_sampler(logits, inputs.samples))
 
     def close(self) -> None:
         """Release weights and KV memory. Calling it twice is fine; executing after it is not."""
@@ -130,7 +130,7 @@ class ModelRunner:
 class Launched:
     """A step on its way. Implements core.interfaces.Running."""
 
-    def __init__(self, plan: StepPlan, choice: Choice) -> None:
+    def __init__(self, plan: StepPlan, choice: PendingSamples) -> None:
         self._step = plan.step
         self._choice = choice
         self._result: StepResult | None = None
@@ -170,12 +170,12 @@ class LaunchingRunner(ModelRunner):
         decoder: Decoder,
         kv: KvMemory,
         feed: InputFeed,
-        chooser: DeviceChooser,
+        step_sampler: DeviceStepSampler,
         *,
         graphs: StepGraphs | None = None,
     ) -> None:
-        super().__init__(decoder, kv, feed, chooser, graphs=graphs)
-        self._choosing = chooser
+        super().__init__(decoder, kv, feed, step_sampler, graphs=graphs)
+        self._choosing = step_sampler
         self._last: Launched | None = None
 
     @torch.inference_mode()

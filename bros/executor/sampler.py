@@ -231,7 +231,7 @@ Draw = Callable[[Tensor, Sequence[SampleSpec]], Tensor]
 """That of device_sampler.py."""
 
 
-class Chooser(Protocol):
+class StepSampler(Protocol):
     """Chooses one token per row. logits: fp32 [rows, vocab], not changed."""
 
     def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
@@ -239,14 +239,14 @@ class Chooser(Protocol):
         ...
 
 
-class HostChooser:
+class HostStepSampler:
     """Row by row on the CPU."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
     def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
-        """See Chooser."""
+        """See StepSampler."""
         rows = zip(asked, logits, strict=True)
         return tuple(self._choose(name, spec, row) for (name, spec), row in rows)
 
@@ -258,15 +258,15 @@ class HostChooser:
         return SampledToken(request_id, token_id, logprobs)
 
 
-class NoChooser:
+class NoStepSampler:
     """For ranks but the first, which have no logits: chooses nothing."""
 
     def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
-        """See Chooser."""
+        """See StepSampler."""
         return ()
 
 
-class DeviceChooser:
+class DeviceStepSampler:
     """Greedy rows and rows with temperature, top_k, top_p and min_p on the device of the logits.
 
     Only token ids come to the host then, in one copy. Rows with biases, penalties, forbidden
@@ -275,14 +275,14 @@ class DeviceChooser:
 
     def __init__(self, sampler: Sampler, draw: Draw | None = None) -> None:
         """draw: None if the host has to choose all tokens but greedy ones."""
-        self._on_host = HostChooser(sampler)
+        self._on_host = HostStepSampler(sampler)
         self._draw = draw
 
     def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
-        """See Chooser."""
+        """See StepSampler."""
         return self.begin(logits, asked).finish()
 
-    def begin(self, logits: Tensor, asked: Sequence[Asked]) -> Choice:
+    def begin(self, logits: Tensor, asked: Sequence[Asked]) -> PendingSamples:
         """Choose what the device can choose; the host does not wait for it."""
         others = [row for row, (_, spec) in enumerate(asked) if not self._is_plain(spec)]
         tokens = found = None
@@ -297,7 +297,7 @@ class DeviceChooser:
         if logits.is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return Choice(asked, others, tokens, found, rows, done, self._on_host)
+        return PendingSamples(asked, others, tokens, found, rows, done, self._on_host)
 
     def _plain(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[Tensor, Tensor]:
         """Peaks (fp32) and tokens (int32) of all rows, also of those whose spec is not plain."""
@@ -328,7 +328,7 @@ class DeviceChooser:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PendingSamples:
     """The tokens of a step that are chosen or about to be.
 
     others: rows that the host chooses; tokens: int32 [rows] on the device, right for all but
@@ -341,7 +341,7 @@ class Choice:
     found: Tensor | None
     rows: Tensor | None
     done: CopyEvent | None
-    on_host: HostChooser
+    on_host: HostStepSampler
 
     def wait(self) -> None:
         """For the device."""

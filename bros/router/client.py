@@ -14,8 +14,8 @@ from bros.core.errors import EngineDeadError, InvalidRequestError
 from bros.core.interfaces import (
     EngineInfo,
     EngineStats,
+    ReportingClient,
     RequestTrace,
-    WatchableClient,
 )
 from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.client import OutputStream
@@ -188,7 +188,7 @@ class RouterClient:
     # For operators
 
     def add(
-        self, client: WatchableClient, *, name: str = "", restart: Restart | None = None
+        self, client: ReportingClient, *, name: str = "", restart: Restart | None = None
     ) -> int:
         """One more replica, which takes requests as soon as it is up; returns its number.
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from bros.core.clock import Clock
 from bros.core.errors import BrosError, EngineDeadError, InvalidRequestError
-from bros.core.interfaces import Buckets, ClassStats, EngineStats, Prices, WatchableClient
+from bros.core.interfaces import Buckets, ClassStats, EngineStats, Prices, ReportingClient
 from bros.core.request import ServiceClass
 from bros.router.client import RouterClient
 from bros.router.fleet import Fleet
@@ -299,7 +299,7 @@ Backlog = Callable[[], Sequence[tuple[int, float]]]
 """Best-effort requests that are going to be made: how many, and seconds until they are due."""
 
 
-class StartableClient(WatchableClient, Protocol):
+class StartableClient(ReportingClient, Protocol):
     """An engine that is not running yet."""
 
     async def start(self) -> None:

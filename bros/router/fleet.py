@@ -1,7 +1,7 @@
 """All that is known of the replicas, and the one place where it changes. Pure: no time, no tasks.
 
     route(requests) -> decisions -> begun -> ended        a request
-    take(notice)                                          what replicas say of their caches
+    take(report)                                          what replicas say of their caches
     add, remove, set_draining                             which replicas there are
 
 A prompt counts as cached where it was sent at once, before it has been computed there: the next
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from bros.core.errors import ConfigError, EngineDeadError
-from bros.core.interfaces import Notice
+from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest
 from bros.router.balance import Balancer, Planner, PlanReport
 from bros.router.e2 import E2, Cost, LeastLoaded, OraclePartition, RoundRobin, cost_of, place_group
@@ -41,26 +41,26 @@ from bros.router.state import (
 #     (r, all)               there     there     there
 #     (r, a + half of b)     there     half      gone         nodes after what is kept are gone too
 #
-# A notice says how things are and not what has changed, and of each request the latest one counts:
+# A report says how things are and not what has changed, and of each request the latest one counts:
 # repeated ones and old ones change nothing. One that is lost leaves the forest wrong until the next
 # digest, which is everything that the replica has.
 
 
-def take_notice(forest: Forest, replica: Replica, notice: Notice) -> None:
+def take_report(forest: Forest, replica: Replica, report: EngineReport) -> None:
     """Have the forest say what a replica says."""
-    if notice.version > replica.version:
-        replica.version = notice.version
-        replica.running, replica.slowdown = notice.running, notice.slowdown
-    if notice.version <= replica.digest_version:
+    if report.version > replica.version:
+        replica.version = report.version
+        replica.running, replica.slowdown = report.running, report.slowdown
+    if report.version <= replica.digest_version:
         return
-    if notice.full:
-        replica.digest_version = notice.version
-        _take_digest(forest, replica, notice)
+    if report.full:
+        replica.digest_version = report.version
+        _take_digest(forest, replica, report)
         return
-    for request_id, kept in notice.kept:
+    for request_id, kept in report.kept:
         origin = replica.origins.get(request_id)
-        if origin is not None and origin.version < notice.version:
-            origin.version = notice.version
+        if origin is not None and origin.version < report.version:
+            origin.version = report.version
             _keep(forest, replica, request_id, origin, kept)
 
 
@@ -85,13 +85,13 @@ def _keep(forest: Forest, replica: Replica, request_id: str, origin: Origin, kep
     forest.prune(leaf)
 
 
-def _take_digest(forest: Forest, replica: Replica, notice: Notice) -> None:
+def _take_digest(forest: Forest, replica: Replica, report: EngineReport) -> None:
     """What it names is there, and what requests that run have or are going to have."""
     number, origins = replica.number, replica.origins
-    named = {request_id: kept for request_id, kept in notice.kept if request_id in origins}
+    named = {request_id: kept for request_id, kept in report.kept if request_id in origins}
     for request_id in named:
         origin = origins[request_id]
-        origin.version = notice.version
+        origin.version = report.version
         origin.leaf = forest.revive(origin.leaf)  # which may split nodes: before any is looked at
         origins.move_to_end(request_id)
     there: dict[PrefixNode, int] = {}
@@ -268,10 +268,10 @@ class Fleet:
             self._park(request, work.replica, now)
         self.state.forest.prune(work.leaf)
 
-    def take(self, replica: int, notice: Notice, now: float) -> None:
+    def take(self, replica: int, report: EngineReport, now: float) -> None:
         """What a replica says. In any order, twice, or not at all: a digest puts it right."""
         if replica in self.state.replicas:
-            take_notice(self.state.forest, self.state.replicas[replica], notice)
+            take_report(self.state.forest, self.state.replicas[replica], report)
 
     def _ask(self, request: EngineRequest, candidates: Sequence[Replica], now: float) -> Ask:
         forest = self.state.forest

@@ -24,11 +24,11 @@ from bros.core.interfaces import (
     Buckets,
     ClassStats,
     EngineInfo,
+    EngineReport,
     EngineStats,
-    Notice,
     Prices,
+    ReportingClient,
     RequestStream,
-    WatchableClient,
 )
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.engine.client import OutputStream
@@ -174,7 +174,7 @@ class ReplicaHandle:
 
     number: int
     name: str
-    client: WatchableClient
+    client: ReportingClient
     restart: Restart | None = None
     key: int | None = None
     draining: bool = False
@@ -186,7 +186,7 @@ class ReplicaHandle:
     info: EngineInfo | None = None
     stats: EngineStats | None = None
     stats_before: EngineStats = field(default_factory=EngineStats)
-    notice: Notice = field(default_factory=lambda: Notice(version=0))
+    report: EngineReport = field(default_factory=lambda: EngineReport(version=0))
     open: dict[str, RoutedRequest] = field(default_factory=dict)
     routed: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -239,10 +239,10 @@ class ReplicaHandle:
             name=self.name,
             state=self.state,
             open=len(self.open),
-            running=self.notice.running,
-            waiting=self.notice.waiting,
-            used_blocks=self.notice.used_blocks,
-            cached_blocks=self.notice.cached_blocks,
+            running=self.report.running,
+            waiting=self.report.waiting,
+            used_blocks=self.report.used_blocks,
+            cached_blocks=self.report.cached_blocks,
             total_blocks=self.info.num_kv_blocks if self.info else 0,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -420,12 +420,12 @@ class ReplicaSet:
 
     # Which replicas there are
 
-    def add(self, client: WatchableClient, name: str, restart: Restart | None) -> ReplicaHandle:
+    def add(self, client: ReportingClient, name: str, restart: Restart | None) -> ReplicaHandle:
         """One more. It takes requests as soon as it is up."""
         number, self._added = self._added, self._added + 1
         replica = ReplicaHandle(number, name or f"replica-{number}", client, restart)
         self.replicas[number] = replica
-        client.watch(functools.partial(self._on_notice, replica))
+        client.subscribe(functools.partial(self._on_report, replica))
         self.look()
         return replica
 
@@ -457,7 +457,7 @@ class ReplicaSet:
         self._fleet.remove(replica.key)
         del self._by_key[replica.key]
         replica.key = None
-        replica.notice = Notice(version=0)
+        replica.report = EngineReport(version=0)
         replica.stats_lost()
 
     def give_up(self, replica: ReplicaHandle, reason: str) -> None:
@@ -474,7 +474,7 @@ class ReplicaSet:
 
     def remove(self, replica: ReplicaHandle) -> None:
         """As if it had never been there, but for what was counted."""
-        replica.gone = True  # its notices are of no interest any more
+        replica.gone = True  # its reports are of no interest any more
         self.lose(replica)
         self.removed = total_stats((), [self.removed, replica.stats_before])
         del self.replicas[replica.number]
@@ -632,15 +632,15 @@ class ReplicaSet:
         if replica.lost and replica.state is ReplicaState.UP:
             logger.warning("%s is back", replica.name)
 
-    def _on_notice(self, replica: ReplicaHandle, notice: Notice) -> None:
+    def _on_report(self, replica: ReplicaHandle, report: EngineReport) -> None:
         if replica.key is None and not replica.gone:
             self.look()  # it may be the first sign of life
         if replica.key is not None:
             if replica.stuck:
                 replica.stuck = False
                 self._bring_home()
-            replica.notice = notice
-            self._fleet.take(replica.key, notice, self._clock.now())
+            replica.report = report
+            self._fleet.take(replica.key, report, self._clock.now())
 
     def _look_again(self) -> None:
         self.look()
@@ -666,7 +666,7 @@ def requests_to_rebalance(replicas: Sequence[ReplicaHandle]) -> list[RoutedReque
     moved = []
     for replica in taking:
         going = sum(item.moving for item in replica.open.values())
-        count = min(replica.notice.waiting, len(replica.open) - fair) - going
+        count = min(replica.report.waiting, len(replica.open) - fair) - going
         waiting = [item for item in replica.open.values() if _waits(item)]
         moved += waiting[max(0, len(waiting) - max(0, count)) :][::-1]
     return moved

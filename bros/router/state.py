@@ -199,7 +199,7 @@ class Waits:
 @dataclass(slots=True)
 class Origin:
     """A request that was the first to compute something that is cached. leaf: what of its path may
-    be. version: of the last notice about it."""
+    be. version: of the last report about it."""
 
     leaf: PrefixNode
     version: int = 0

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from bros.core.errors import InvalidRequestError
-from bros.core.interfaces import EngineStats, Grouping, Notice, RequestTrace
+from bros.core.interfaces import EngineReport, EngineStats, Grouping, RequestTrace
 from bros.core.plan import PENDING, Chunk, SharedPrefix, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
@@ -146,15 +146,15 @@ def take_snapshot(
     )
 
 
-# ---- Notices for a subscriber: what is cached, and how busy the engine is.
+# ---- Reports for a subscriber: what is cached, and how busy the engine is.
 
 
 _EVERY_S, _DIGEST_S = 0.1, 10.0
-"""Least time between notices while the engine works, and most time between digests."""
+"""Least time between reports while the engine works, and most time between digests."""
 
 
-class Notices:
-    """Costs nothing until a client subscribes. The first notice is a digest."""
+class Reporter:
+    """Costs nothing until a client subscribes. The first report is a digest."""
 
     def __init__(
         self, kv: KvCacheManager, queues: Queues, predictor: StepTimePredictor | None
@@ -162,21 +162,21 @@ class Notices:
         self._kv = kv
         self._queues = queues
         self._predictor = predictor
-        self._watched = False
+        self._subscribed = False
         self._version = 0
         self._load = (0, 0, 0, 0)
         self._next_s = self._digest_s = 0.0
 
-    def watch(self) -> None:
+    def subscribe(self) -> None:
         """Keep account of changes from now on."""
-        if not self._watched:
-            self._watched = True
+        if not self._subscribed:
+            self._subscribed = True
             self._kv.subscribe()
 
-    def take(self, now: float, full: bool) -> Notice | None:
+    def take(self, now: float, full: bool) -> EngineReport | None:
         """What has changed since the last one, or everything; None if nothing has, or if no client
         watches."""
-        if not self._watched:
+        if not self._subscribed:
             return None
         full = full or self._version == 0
         kept, load = self._kv.take_cached_lengths(full), self._load_now()
@@ -188,7 +188,7 @@ class Notices:
         if full:
             self._digest_s = now + _DIGEST_S
         running, waiting, used_blocks, cached_blocks = load
-        return Notice(
+        return EngineReport(
             version=self._version,
             full=full,
             kept=tuple(kept.items()),
@@ -199,9 +199,9 @@ class Notices:
             slowdown=self._predictor.slowdown if self._predictor else 1.0,
         )
 
-    def due(self, now: float, rests: bool) -> Notice | None:
+    def due(self, now: float, rests: bool) -> EngineReport | None:
         """The same after a step, if it is time for it. rests: there is nothing more to do."""
-        if not self._watched:
+        if not self._subscribed:
             return None
         full = now >= self._digest_s
         return self.take(now, full) if full or rests or now >= self._next_s else None
@@ -219,7 +219,7 @@ class Scheduler:
     """Owns every request from `submit` until its last output or `abort`.
 
     counters: by class; shared with the code that estimates from them. grouping: which prefixes the
-    executor is to read once; None: none. notices: for a subscriber.
+    executor is to read once; None: none. reporter: for a subscriber.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Scheduler:
         self._queues = Queues()
         self._admission = Admission(policy, self._queues, counters, limits.max_queue, default_slo)
         self._prefixes = Prefixes(kv, counters)
-        self.notices = Notices(kv, self._queues, policy.predictor)
+        self.reporter = Reporter(kv, self._queues, policy.predictor)
         self._arrivals = 0
         self._steps = StepLedger()
         self._started: set[str] = set()  # in the step that was scheduled last

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError, OverloadedError, QueueFullError
-from bros.core.interfaces import Notice
+from bros.core.interfaces import EngineReport
 from bros.core.request import (
     EngineRequest,
     FinishReason,
@@ -132,12 +132,12 @@ class FleetSimulation:
         requests: Sequence[PrefixRequest],
         *,
         seed: int,
-        notice_s: float = 0.05,
+        report_delay_s: float = 0.05,
         decision_s: float = 0.0,
         slo: Slo = NO_SLO,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """seed: of the prompts. notice_s: after so long the router hears what a replica says.
+        """seed: of the prompts. report_delay_s: after so long the router hears what a replica says.
         decision_s: what the router takes for one request; it decides one after the other. slo: of
         the requests.
         progress: told the share that is done, now and then.
@@ -146,7 +146,7 @@ class FleetSimulation:
         self._fleet = fleet
         self._requests = requests
         self._seed = seed
-        self._notice_s = notice_s
+        self._report_delay_s = report_delay_s
         self._decision_s = decision_s
         self._slo = slo
         self._undecided: deque[int] = deque()
@@ -266,10 +266,10 @@ class FleetSimulation:
             self._take(output)
         replica.outputs = ()
         idle = not replica.engine.has_work
-        notice = replica.engine.due_notice()
-        if notice is not None:
-            told = (replica.number, notice)
-            self._expect(self._now + self._notice_s, _Event.TOLD, told)
+        report = replica.engine.due_report()
+        if report is not None:
+            told = (replica.number, report)
+            self._expect(self._now + self._report_delay_s, _Event.TOLD, told)
         if replica.waiting or not idle:
             self._wake(replica)
 
@@ -297,9 +297,9 @@ class FleetSimulation:
         if self._progress is not None and self._num_ended % _PROGRESS_REQUESTS == 0:
             self._progress(self._num_ended / len(self._requests))
 
-    def _tell(self, told: tuple[int, Notice]) -> None:
-        number, notice = told
-        self._fleet.take(number, notice, self._now)
+    def _tell(self, told: tuple[int, EngineReport]) -> None:
+        number, report = told
+        self._fleet.take(number, report, self._now)
 
 
 def request_id(number: int) -> str:
@@ -436,7 +436,7 @@ _MANY = 2**31 - 1
 class FleetScenario:
     """One run. Two runs of equal scenarios give the same records to the bit.
 
-    notice_s, decision_s: see FleetSimulation. classes: there are best-effort requests,
+    report_delay_s, decision_s: see FleetSimulation. classes: there are best-effort requests,
     and real-time ones bring their objectives.
     """
 
@@ -447,7 +447,7 @@ class FleetScenario:
     load: PrefixLoad
     seed: int
     settings: RouterSettings = field(default_factory=RouterSettings)
-    notice_s: float = 0.05
+    report_delay_s: float = 0.05
     decision_s: float = 0.0
     classes: bool = False
 
@@ -500,7 +500,7 @@ def build_fleet_simulation(
         fleet,
         requests,
         seed=scenario.seed,
-        notice_s=scenario.notice_s,
+        report_delay_s=scenario.report_delay_s,
         decision_s=scenario.decision_s,
         slo=slo_of(scenario.config) if scenario.classes else NO_SLO,
         progress=progress,
@@ -529,7 +529,7 @@ def _replica(scenario: FleetScenario) -> SimReplica:
     executor = SimExecutor(scenario.device.steps, clock)
     scheduler = build_scheduler(scenario.config, info, scenario.device.steps)
     engine = Engine(scheduler, executor, clock, info)
-    engine.watch()
+    engine.subscribe()
     return SimReplica(engine, executor, clock)
 
 

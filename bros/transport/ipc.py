@@ -26,7 +26,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from bros.engine.messages import COMMANDS, REPLIES, Alive, Command, Failed, Inbox, Reply
+from bros.engine.messages import COMMANDS, REPLIES, Command, Failed, Heartbeat, Inbox, Reply
 
 _WIRE = "wire.json"
 _STOP = "inproc://stop"
@@ -118,7 +118,7 @@ def send_last_words(folder: Path, reason: str) -> None:
 
 
 @contextlib.contextmanager
-def signs_of_life(folder: Path, every_s: float, *, host: bool = False) -> Iterator[None]:
+def heartbeats(folder: Path, every_s: float, *, host: bool = False) -> Iterator[None]:
     """Tell the server all the time within the block, on a thread, that this process runs.
 
     host: it is not the engine's, but the one that has started it on another machine.
@@ -128,9 +128,9 @@ def signs_of_life(folder: Path, every_s: float, *, host: bool = False) -> Iterat
     def tell() -> None:
         with zmq.Context() as context, _connect_replies(context, folder) as replies:
             while not ended.wait(every_s):
-                replies.send_multipart(reply_codec().encode(Alive(host)))
+                replies.send_multipart(reply_codec().encode(Heartbeat(host)))
 
-    thread = threading.Thread(target=tell, name="signs-of-life", daemon=True)
+    thread = threading.Thread(target=tell, name="heartbeats", daemon=True)
     thread.start()
     try:
         yield

@@ -29,7 +29,7 @@ from bros.core.rank_env import torchrun_rank_env
 from bros.engine.loop import run_engine
 from bros.engine.parent import end_with_parent, end_with_server, obey_parent_only
 from bros.executor.model_store import ModelFiles
-from bros.transport.ipc import ZmqTransport, send_last_words, signs_of_life
+from bros.transport.ipc import ZmqTransport, heartbeats, send_last_words
 
 if TYPE_CHECKING:
     from bros.engine.group import Group
@@ -38,19 +38,22 @@ if TYPE_CHECKING:
 # ---- What an engine process is told when it starts.
 
 
-SIGNS = 8
-"""Of life, that an engine gives within config.tp_timeout if it is one of several, or has ranks."""
+HEARTBEATS = 8
+"""How many an engine sends within config.tp_timeout, if it is one of several or has ranks."""
 
 _FILE = "launch.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """Lies in the folder of the sockets. profiles: folders, see build_engine.
+    """Lies in the folder of the sockets.
 
+    profiles: folders, see build_engine.
     starts_ranks: with config.tp > 1, whether bros starts the ranks. If not, torchrun has started
-    them, and the process is rank 0, as the environment says. replica: which of several engines on
-    this machine it is, each with devices of its own; None if there is one. gives_signs: of life.
+        them, and the process is rank 0, as the environment says.
+    replica: which of several engines on this machine it is, each with devices of its own; None if
+        there is one.
+    sends_heartbeats: to the server; see HEARTBEATS.
     """
 
     model_folder: str
@@ -60,7 +63,7 @@ class LaunchSpec:
     profiles: tuple[str, ...] = ()
     starts_ranks: bool = False
     replica: int | None = None
-    gives_signs: bool = False
+    sends_heartbeats: bool = False
 
     @property
     def files(self) -> ModelFiles:
@@ -141,9 +144,9 @@ def _lead(launch: LaunchSpec, folder: Path, group: Group) -> None:
         # holds up a step by as much as the step takes.
         gc.collect()
         gc.freeze()
-        if launch.gives_signs:
-            every_s = launch.config.tp_timeout / SIGNS
-            stack.enter_context(signs_of_life(folder, every_s))
+        if launch.sends_heartbeats:
+            every_s = launch.config.tp_timeout / HEARTBEATS
+            stack.enter_context(heartbeats(folder, every_s))
         run_engine(engine, transport)
         engine.close()
 

@@ -17,10 +17,10 @@ import zmq
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError
 from bros.engine.client import MessageClient
-from bros.engine.messages import Alive, Command, Failed, Ready, Shutdown
+from bros.engine.messages import Command, Failed, Heartbeat, Ready, Shutdown
 from bros.executor.model_store import ModelFiles
 from bros.transport.ipc import Wire, command_codec, open_socket, reply_codec
-from bros.transport.process import SIGNS, LaunchSpec
+from bros.transport.process import HEARTBEATS, LaunchSpec
 
 # ---- What clients of engines in other processes have in common: they watch them, restart them, and
 # talk to them over ZeroMQ.
@@ -36,11 +36,11 @@ _DRAIN_S = 0.1
 """How long to look for messages of a process that has ended."""
 
 
-class Signs:
-    """Signs of life of one process, from the first one on."""
+class HeartbeatMonitor:
+    """Counts the heartbeats that one process has missed, from the first one on."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._every_s = timeout_s / SIGNS
+        self._every_s = timeout_s / HEARTBEATS
         self._missed: int | None = None
 
     def seen(self) -> None:
@@ -48,7 +48,7 @@ class Signs:
 
     async def end(self) -> None:
         """Returns once none has come for timeout_s."""
-        while self._missed is None or self._missed < SIGNS:
+        while self._missed is None or self._missed < HEARTBEATS:
             # In turns, so that what has come while this process was stopped is read between two.
             await asyncio.sleep(self._every_s)
             if self._missed is not None:
@@ -70,16 +70,16 @@ class SupervisedClient(MessageClient, ABC):
         restart: bool,
         on_final_death: Callable[[str], None],
         grace_s: float,
-        rank_signs_s: float | None = None,
+        rank_heartbeat_timeout_s: float | None = None,
     ) -> None:
         """grace_s: how long the engine may take to end after Shutdown before it is killed.
-        rank_signs_s: it, or its first rank, is taken for dead after so long without a sign of
-        life."""
+        rank_heartbeat_timeout_s: the engine, or its first rank, counts as dead after so long
+            without a heartbeat; None: it sends none."""
         super().__init__(self._post)
         self._restart = restart
         self._on_final_death = on_final_death
         self._grace_s = grace_s
-        self._rank_signs_s = rank_signs_s
+        self._rank_heartbeat_timeout_s = rank_heartbeat_timeout_s
         self._encoder, self._decoder = command_codec(), reply_codec()
         self._context = zmq.Context()
         self._push: zmq.Socket[bytes] | None = None
@@ -162,8 +162,12 @@ class SupervisedClient(MessageClient, ABC):
 
     def _new_life(self) -> None:
         self._last_words, self._came_up, self._no_fault = "", False, False
-        self._rank_signs = Signs(self._rank_signs_s) if self._rank_signs_s else None
-        self._host_signs: Signs | None = None
+        self._rank_heartbeats = (
+            HeartbeatMonitor(self._rank_heartbeat_timeout_s)
+            if self._rank_heartbeat_timeout_s
+            else None
+        )
+        self._host_heartbeats: HeartbeatMonitor | None = None
 
     def _listen(self, stack: AsyncExitStack, wire: Wire, secret: bytes = b"") -> Receiver:
         """Open this end of the connection, until `stack` is closed. secret: the key that belongs to
@@ -180,19 +184,19 @@ class SupervisedClient(MessageClient, ABC):
         commands, replies = (socket.get_string(zmq.LAST_ENDPOINT) for socket in sockets)
         receiver = Receiver(pull, self._take, Wire(commands, replies, wire.server_key))
         stack.callback(receiver.close)
-        if self._rank_signs is not None:
-            words = f"The engine has not answered for {self._rank_signs_s:g} s."
-            self._watch(stack, self._rank_signs, words)
+        if self._rank_heartbeats is not None:
+            words = f"The engine has not answered for {self._rank_heartbeat_timeout_s:g} s."
+            self._watch(stack, self._rank_heartbeats, words)
         return receiver
 
-    def _watch(self, stack: AsyncExitStack, signs: Signs, last_words: str) -> None:
-        """Kill what gives no signs of life any more, until `stack` is closed.
+    def _watch(self, stack: AsyncExitStack, heartbeats: HeartbeatMonitor, last_words: str) -> None:
+        """Kill what gives no heartbeats any more, until `stack` is closed.
 
         Of ranks, the others notice if the first one hangs within a step, but not between two.
         """
 
         async def watch() -> None:
-            await signs.end()
+            await heartbeats.end()
             self._last_words = last_words
             self._kill()
 
@@ -202,11 +206,11 @@ class SupervisedClient(MessageClient, ABC):
         message = self._decoder.decode(frames)
         if isinstance(message, Failed):
             self._last_words = self._last_words or message.message
-        if isinstance(message, Ready | Alive):
-            of_host = isinstance(message, Alive) and message.host
-            signs = self._host_signs if of_host else self._rank_signs
-            if signs is not None:
-                signs.seen()
+        if isinstance(message, Ready | Heartbeat):
+            of_host = isinstance(message, Heartbeat) and message.host
+            heartbeats = self._host_heartbeats if of_host else self._rank_heartbeats
+            if heartbeats is not None:
+                heartbeats.seen()
         self.on_reply(message)  # type: ignore[arg-type]
 
     def _hang_up(self) -> None:
@@ -305,12 +309,12 @@ class ProcessEngineClient(SupervisedClient):
     ) -> None:
         """replica: which of several engines on this machine it is; see Launch."""
         starts_ranks = config.tp > 1 and not is_rank
-        gives_signs = config.tp > 1 or replica is not None
+        sends_heartbeats = config.tp > 1 or replica is not None
         super().__init__(
             restart=restart and not is_rank,
             on_final_death=on_final_death,
             grace_s=_RANKS_GRACE_S if starts_ranks else _GRACE_S,
-            rank_signs_s=config.tp_timeout if gives_signs else None,
+            rank_heartbeat_timeout_s=config.tp_timeout if sends_heartbeats else None,
         )
         self._launch = LaunchSpec(
             model_folder=str(files.folder),
@@ -320,7 +324,7 @@ class ProcessEngineClient(SupervisedClient):
             profiles=tuple(str(folder) for folder in profiles),
             starts_ranks=starts_ranks,
             replica=replica,
-            gives_signs=gives_signs,
+            sends_heartbeats=sends_heartbeats,
         )
         self._process: asyncio.subprocess.Process | None = None
 

@@ -28,17 +28,17 @@ from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
 from bros.executor.model_store import cache_dir_of, resolve_model
 from bros.scheduler.profiles import profile_folders
-from bros.transport.ipc import Wire, signs_of_life
+from bros.transport.ipc import Wire, heartbeats
 from bros.transport.node_allocation import NodeAllocation
-from bros.transport.process import SIGNS, LaunchSpec
-from bros.transport.process_client import Signs, SupervisedClient
+from bros.transport.process import HEARTBEATS, LaunchSpec
+from bros.transport.process_client import HeartbeatMonitor, SupervisedClient
 
 # ---- What a replica's Ray actor does on its node: it runs one engine, and says that it is there.
 #
 # server process                       node
 # RayEngineClient ── run(order) ─────▶ EngineHost (actor) ──▶ engine process, or launcher of ranks
 #       ▲  ▲                                │                            │
-#       │  └─────── signs of life ──────────┘                            │
+#       │  └───────── heartbeats ───────────┘                            │
 #       └═══════════════════════ ZeroMQ, encrypted ══════════════════════╛
 
 
@@ -49,14 +49,14 @@ logger = logging.getLogger(__name__)
 class Order:
     """What a host is told. The model and data_dir mean what they mean on its node.
 
-    signs_s: how often it says that it is there.
+    heartbeat_s: how often it says that it is there.
     """
 
     config: EngineConfig
     data_dir: str | None
     log_level: str
     wire: Wire
-    signs_s: float
+    heartbeat_s: float
 
 
 class EngineHost:
@@ -73,7 +73,7 @@ class EngineHost:
         with tempfile.TemporaryDirectory(prefix="bros-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
             order.wire.write(folder)
-            with signs_of_life(folder, order.signs_s, host=True):  # a model may take long to come
+            with heartbeats(folder, order.heartbeat_s, host=True):  # a model may take long to come
                 launch = _launch_of(order)
                 launch.write(folder)
                 command = [sys.executable, "-m", launch.module, name]
@@ -91,7 +91,7 @@ def _launch_of(order: Order) -> LaunchSpec:
         config=order.config,
         profiles=tuple(str(folder) for folder in profile_folders(cache_dir)),
         starts_ranks=order.config.tp > 1,
-        gives_signs=True,
+        sends_heartbeats=True,
     )
 
 
@@ -266,7 +266,7 @@ _GRACE_S = 10.0
 """How long an engine may take to end after Shutdown before it is killed."""
 
 _SILENCE_S = 0.75
-"""An actor that gives no sign of life for so long is taken for dead, and its node as well: Ray says
+"""An actor that gives no heartbeat for so long is taken for dead, and its node as well: Ray says
 at once that a process has ended, but of a node only after many seconds."""
 
 _ROOM_S = 300.0
@@ -298,7 +298,7 @@ class RayEngineClient(SupervisedClient):
             restart=restart,
             on_final_death=on_final_death,
             grace_s=_GRACE_S,
-            rank_signs_s=config.tp_timeout,
+            rank_heartbeat_timeout_s=config.tp_timeout,
         )
         if not share.gpus:
             config = dataclasses.replace(config, threads=max(1, share.cpus // config.tp))
@@ -346,16 +346,16 @@ class RayEngineClient(SupervisedClient):
             data_dir=self._data_dir,
             log_level=self._log_level,
             wire=wire,
-            signs_s=self._silence_s / SIGNS,
+            heartbeat_s=self._silence_s / HEARTBEATS,
         )
         try:
             host = await self._place.host()
             stack.callback(self._forget, host)
             async with asyncio.timeout(self._room_s):  # the node may be lost meanwhile
                 self.pid = await call(host.pid)
-            self._host_signs = Signs(self._silence_s)
+            self._host_heartbeats = HeartbeatMonitor(self._silence_s)
             words = f"The replica's node has not answered for {self._silence_s:g} s."
-            self._watch(stack, self._host_signs, words)
+            self._watch(stack, self._host_heartbeats, words)
             code = await call(host.run, order)
         except NoRoomError as error:
             self._no_fault = True

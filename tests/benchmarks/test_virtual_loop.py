@@ -13,7 +13,7 @@ from virtual_loop import LoopClock, VirtualEngineClient, run_virtual, virtual_en
 
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, InvalidRequestError
-from bros.core.interfaces import EngineStats, Notice
+from bros.core.interfaces import EngineReport, EngineStats
 from bros.core.plan import Chunk, SharedPrefix, StepPlan
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.scheduler.cost_model import CostModel
@@ -230,8 +230,8 @@ def test_work_for_threads_is_done_at_once() -> None:
 
 
 def test_a_watcher_is_told_after_each_step() -> None:
-    async def main() -> list[Notice]:
-        engine, heard = client(), list[Notice]()
+    async def main() -> list[EngineReport]:
+        engine, heard = client(), list[EngineReport]()
         await engine.submit(request("before", [1] * 40, 1))
         await asyncio.sleep(1)
         engine.watch(heard.append)
@@ -243,6 +243,6 @@ def test_a_watcher_is_told_after_each_step() -> None:
         return heard
 
     heard = run_virtual(main)
-    assert [notice.version for notice in heard] == [1, 2]
+    assert [report.version for report in heard] == [1, 2]
     assert heard[0].full and heard[0].kept == (("before", 32),)
     assert heard[1].kept == (("a", 48),) and heard[1].cached_blocks == 3

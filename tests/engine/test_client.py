@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bros.core.clock import SystemClock
 from bros.core.errors import EngineDeadError, OverloadedError
-from bros.core.interfaces import EngineStats, Notice, RequestTrace
+from bros.core.interfaces import EngineReport, EngineStats, RequestTrace
 from bros.core.request import (
     FinishReason,
     RequestOutput,
@@ -30,11 +30,11 @@ from bros.engine.messages import (
     Promote,
     Ready,
     Refused,
+    Reported,
     StatsReply,
     Submit,
-    Told,
+    Subscribe,
     TraceReply,
-    Watch,
 )
 from bros.router.client import RouterClient
 from support.turn_fleet import TurnFleet
@@ -62,7 +62,7 @@ class Wire:
     @property
     def sent(self) -> list[Command]:
         """Without what a router wants to know for itself."""
-        return [command for command in self.all_sent if command != Watch()]
+        return [command for command in self.all_sent if command != Subscribe()]
 
     async def settle(self) -> None:
         """Until all has been sent that goes without an answer."""
@@ -279,16 +279,16 @@ async def test_death_ends_questions_and_the_next_engine_starts_afresh(any_wire: 
 
 async def test_a_listener_hears_of_every_engine_that_comes_up() -> None:
     sent: list[Command] = []
-    client, heard = MessageClient(sent.append), list[Notice]()
-    notices = [Notice(version=version, full=version == 1) for version in (1, 2)]
-    client.watch(heard.append)
+    client, heard = MessageClient(sent.append), list[EngineReport]()
+    reports = [EngineReport(version=version, full=version == 1) for version in (1, 2)]
+    client.subscribe(heard.append)
     assert sent == [], "there is nobody to ask yet"
     for _ in range(2):
         client.on_reply(Ready(INFO))
-        for notice in notices:
-            client.on_reply(Told(notice))
+        for report in reports:
+            client.on_reply(Reported(report))
         client.on_death("It was killed.")
-    assert sent == [Watch()] * 2 and heard == notices * 2
+    assert sent == [Subscribe()] * 2 and heard == reports * 2
 
 
 async def test_the_death_of_an_engine_that_was_up_may_be_reported_twice() -> None:
@@ -306,6 +306,6 @@ async def test_the_death_of_an_engine_that_was_up_may_be_reported_twice() -> Non
 
 
 async def test_an_engine_that_is_up_is_asked_at_once(wire: Wire) -> None:
-    wire.client.on_reply(Told(Notice(version=1)))  # nobody listens
-    wire.client.watch(lambda notice: None)
-    assert wire.all_sent == [Watch()]
+    wire.client.on_reply(Reported(EngineReport(version=1)))  # nobody listens
+    wire.client.subscribe(lambda report: None)
+    assert wire.all_sent == [Subscribe()]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from bros.core.errors import BrosError, OverloadedError, QueueFullError
-from bros.core.interfaces import EngineStats, Notice, RequestTrace
+from bros.core.interfaces import EngineReport, EngineStats, RequestTrace
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.engine.loop import run_engine
 from bros.engine.messages import (
@@ -55,7 +55,7 @@ class FullEngine:
     def trace(self, request_id: str) -> RequestTrace | None:
         return TRACE if request_id == "r" else None
 
-    def due_notice(self) -> Notice | None:
+    def due_report(self) -> EngineReport | None:
         return None
 
     def step(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[RequestOutput]:

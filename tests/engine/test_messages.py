@@ -19,8 +19,8 @@ from bros.core.interfaces import (
     Buckets,
     ClassStats,
     EngineInfo,
+    EngineReport,
     EngineStats,
-    Notice,
     Prices,
     RequestTrace,
 )
@@ -37,23 +37,23 @@ from bros.engine.messages import (
     REPLIES,
     Abort,
     Accepted,
-    Alive,
     AskStats,
     AskTrace,
     Command,
     Failed,
+    Heartbeat,
     Outputs,
     Promote,
     Ready,
     Refused,
     Release,
     Reply,
+    Reported,
     Shutdown,
     StatsReply,
     Submit,
-    Told,
+    Subscribe,
     TraceReply,
-    Watch,
 )
 from bros.transport.ipc import command_codec, reply_codec
 
@@ -110,7 +110,7 @@ output = of(
     retry_after_s=st.none() | number,
 )
 info = of(EngineInfo, eos_token_ids=token_ids.map(tuple), prices=st.none() | st.builds(Prices))
-notice = of(Notice, kept=st.lists(st.tuples(text, count), max_size=3).map(tuple))
+report = of(EngineReport, kept=st.lists(st.tuples(text, count), max_size=3).map(tuple))
 
 COMMAND_VALUES = {
     Submit: st.builds(Submit, request),
@@ -120,7 +120,7 @@ COMMAND_VALUES = {
     Shutdown: st.just(Shutdown()),
     Promote: st.builds(Promote, text, slo),
     Release: st.builds(Release, text),
-    Watch: st.just(Watch()),
+    Subscribe: st.just(Subscribe()),
 }
 REPLY_VALUES = {
     Ready: st.builds(Ready, info),
@@ -130,8 +130,8 @@ REPLY_VALUES = {
     StatsReply: st.builds(StatsReply, count, stats),
     TraceReply: st.builds(TraceReply, count, st.none() | trace),
     Failed: st.builds(Failed, text),
-    Alive: st.just(Alive()),
-    Told: st.builds(Told, notice),
+    Heartbeat: st.just(Heartbeat()),
+    Reported: st.builds(Reported, report),
 }
 
 

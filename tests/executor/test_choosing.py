@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from bros.core.plan import SampledToken, SampleSpec
 from bros.core.request import SamplingParams
-from bros.executor.sampler import Asked, DeviceChooser, HostChooser, Sampler
+from bros.executor.sampler import Asked, DeviceStepSampler, HostStepSampler, Sampler
 from support.device_runners import draw as draw_on_host
 from support.kernel_cases import needs_triton, triton_backend
 
-ON_HOST = HostChooser(Sampler())
-ON_DEVICE = DeviceChooser(Sampler(), draw_on_host)
-GREEDY_ON_DEVICE = DeviceChooser(Sampler())
+ON_HOST = HostStepSampler(Sampler())
+ON_DEVICE = DeviceStepSampler(Sampler(), draw_on_host)
+GREEDY_ON_DEVICE = DeviceStepSampler(Sampler())
 
 
 def logits_of(rows: int, vocab: int, seed: int, spread: float = 3.0) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_triton_draws_what_the_host_draws() -> None:
     from bros.executor.cuda.device_sampler import draw
 
     device = triton_backend().device
-    chooser = DeviceChooser(Sampler(), draw)
+    step_sampler = DeviceStepSampler(Sampler(), draw)
     logits = logits_of(9, 700, seed=1)
     logits[4, 600] = float("nan")
     kinds = [
@@ -91,9 +91,9 @@ def test_triton_draws_what_the_host_draws() -> None:
             (str(row), SampleSpec(kinds[row % 6], seed=-row, output_index=row))
             for row in range(count)
         ]
-        assert chooser(logits[:count].to(device), asked) == ON_HOST(logits[:count], asked)
+        assert step_sampler(logits[:count].to(device), asked) == ON_HOST(logits[:count], asked)
     drawn = [(str(row), SampleSpec(kinds[4], seed=7, output_index=row)) for row in range(9)]
-    choice = chooser.begin(logits.to(device), drawn)
+    choice = step_sampler.begin(logits.to(device), drawn)
     assert choice.others == []
     tokens = choice.tokens
     assert tokens is not None and tokens.dtype == torch.int32

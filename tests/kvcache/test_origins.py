@@ -18,14 +18,14 @@ from support.tier import examples
 LONGEST = 160
 SIZE = 4
 
-Told = tuple[int, bool, dict[str, int]]
+Reported = tuple[int, bool, dict[str, int]]
 """Version, everything, request -> tokens."""
 
 
 class View:
     """What somebody makes of it who knows the tokens of all requests: the blocks that are there.
 
-    A notice that is older than the latest one is of no use.
+    A report that is older than the latest one is of no use.
     """
 
     def __init__(self, keys: Mapping[str, list[bytes]]) -> None:
@@ -33,7 +33,7 @@ class View:
         self._version = 0
         self.there: set[bytes] = set()
 
-    def take(self, told: Told) -> None:
+    def take(self, told: Reported) -> None:
         version, everything, kept = told
         if version <= self._version:
             return
@@ -69,7 +69,7 @@ class OriginsMachine(RuleBasedStateMachine):
         self.step: dict[str, int] = {}
         self.started: set[str] = set()
         self.owners: dict[bytes, str] = {}  # the naive model: who computed a block first
-        self.told: list[Told] = []
+        self.told: list[Reported] = []
         self.events: set[str] = set()
         self.view = View(self.keys)
         self.watched = False

@@ -18,7 +18,7 @@ from bros.core.errors import (
     OverloadedError,
     QueueFullError,
 )
-from bros.core.interfaces import EngineStats, Notice
+from bros.core.interfaces import EngineReport, EngineStats
 from bros.core.request import (
     EngineRequest,
     FinishReason,
@@ -90,7 +90,7 @@ def test_a_lost_replica_is_out_of_view_at_once_and_back_later() -> None:
         group.engines[0].start()
         await asyncio.sleep(0.06)
         assert len(group.fleet.facts) == 2 and 1 not in group.fleet.facts, "under a new number"
-        assert group.fleet.notices[-1] == (3, Notice(version=1, full=True))
+        assert group.fleet.reports[-1] == (3, EngineReport(version=1, full=True))
 
     in_group(test)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.errors import EngineDeadError
-from bros.core.interfaces import Notice
+from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest, Hints, ServiceClass, Slo
 from bros.router.fleet import Fleet
 from bros.router.state import ReplicaFacts
@@ -466,5 +466,5 @@ def test_evicting_what_others_ask_for_costs_as_much_as_computing_it_again() -> N
     assert evicted_s(15) == evicted_s(22) == pytest.approx(5 * one)
     assert evicted_s(28) == pytest.approx(5 * one)  # what runs stays
     assert fleet.costs(ask("new", hot), 3.0)[0].evicted_s == 0.0
-    fleet.take(0, Notice(version=1, slowdown=2.0), 3.0)
+    fleet.take(0, EngineReport(version=1, slowdown=2.0), 3.0)
     assert evicted_s(7) == pytest.approx(4 * one)

@@ -92,7 +92,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @precondition(lambda self: self.up and self.count)
     @rule(data=st.data(), kept=st.integers(0, 20), full=st.booleans())
-    def notice(self, data: st.DataObject, kept: int, full: bool) -> None:
+    def report(self, data: st.DataObject, kept: int, full: bool) -> None:
         """Whether it can be true or not."""
         replica = data.draw(st.sampled_from(sorted(self.up)))
         request_id = f"{data.draw(st.integers(0, self.count - 1))}"

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.core.interfaces import Notice
+from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest, SamplingParams
 from bros.router.replica_set import ReplicaHandle, RoutedRequest, requests_to_rebalance
 from support.mortal_engine import MortalEngine
@@ -18,7 +18,7 @@ def member(number: int, begun: int, waiting: int, *, draining: bool = False) -> 
     found = ReplicaHandle(
         number, f"replica-{number}", MortalEngine(), key=number, draining=draining
     )
-    found.notice = Notice(version=1, waiting=waiting)
+    found.report = EngineReport(version=1, waiting=waiting)
     for turn in range(begun + waiting):
         name = f"{number}-{turn}"
         item = RoutedRequest(
@@ -65,6 +65,6 @@ async def _evens_out(sizes: list[tuple[int, int, bool]]) -> None:
         if each.takes and len(left) > 1:
             fair = -(-total // len(left))
             before = len(each.open)
-            assert left[each.number] == before - max(0, min(each.notice.waiting, before - fair))
+            assert left[each.number] == before - max(0, min(each.report.waiting, before - fair))
     assert len(moved) == len({item.id for item in moved})
     assert requests_to_rebalance(members) == [], "what is on its way counts"

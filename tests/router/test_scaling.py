@@ -12,7 +12,7 @@ import pytest
 from virtual_loop import LoopClock, run_virtual
 
 from bros.core.errors import EngineDeadError
-from bros.core.interfaces import ClassStats, EngineStats, Notice
+from bros.core.interfaces import ClassStats, EngineReport, EngineStats
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.router.elastic import ElasticReplicas, ElasticSettings
 from bros.router.replica_set import ReplicaState
@@ -70,7 +70,7 @@ class QueueingStarter(SlowStarter):
                     del self._open[name]
                 stream.put(output)
             waiting = max(0, len(self._open) - SLOTS)
-            self._listener(Notice(version=version, full=True, waiting=waiting))
+            self._listener(EngineReport(version=version, full=True, waiting=waiting))
 
 
 class Group:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.errors import ConfigError
-from bros.core.interfaces import Notice
+from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest, ServiceClass
 from bros.router.fleet import Fleet
 from bros.router.state import ROUTERS, Decision
@@ -109,9 +109,9 @@ class Watched:
         self.calls.append((now, "ended", request_id))
         self._fleet.ended(request_id, output_ids, now, cached=cached)
 
-    def take(self, replica: int, notice: Notice, now: float) -> None:
-        self.calls.append((now, "take", notice))
-        self._fleet.take(replica, notice, now)
+    def take(self, replica: int, report: EngineReport, now: float) -> None:
+        self.calls.append((now, "take", report))
+        self._fleet.take(replica, report, now)
 
 
 def run_watched(
@@ -128,19 +128,21 @@ def run_watched(
     return run(case), fleets[0].calls
 
 
-@pytest.mark.parametrize("notice_s", [0.0, 0.3])
+@pytest.mark.parametrize("report_delay_s", [0.0, 0.3])
 def test_the_router_is_told_everything_in_the_order_in_which_it_happens(
-    notice_s: float, monkeypatch: pytest.MonkeyPatch
+    report_delay_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, calls = run_watched(fleet_scenario(notice_s=notice_s), monkeypatch)
+    result, calls = run_watched(fleet_scenario(report_delay_s=report_delay_s), monkeypatch)
     times = [now for now, _, _ in calls]
     assert times == sorted(times)
     told: dict[str, set[str]] = {"route": set(), "begun": set(), "ended": set()}
     for now, what, about in calls:
         if what == "take":
-            # A notice was written so long ago: nothing that has come since can be in it.
+            # A report was written so long ago: nothing that has come since can be in it.
             records = [result.records[int(request_id)] for request_id, _ in about.kept]
-            assert all(r.first_s is not None and r.arrival_s <= now - notice_s for r in records)
+            assert all(
+                r.first_s is not None and r.arrival_s <= now - report_delay_s for r in records
+            )
             continue
         if what == "route":
             before = {str(n) for n, r in enumerate(result.records) if (r.last_s or now) < now}
@@ -255,13 +257,13 @@ def loads(draw: st.DrawFn) -> GivenLoad:
 def test_nothing_is_lost_whatever_comes(
     load: GivenLoad, router: str, policy: str, replicas: int, delays: tuple[float, float]
 ) -> None:
-    notice_s, decision_s = delays
+    report_delay_s, decision_s = delays
     case = fleet_scenario(
         router,
         load,
         replicas=replicas,
         policy=policy,
-        notice_s=notice_s,
+        report_delay_s=report_delay_s,
         decision_s=decision_s,
         classes=True,
         kv_blocks=90,

@@ -19,7 +19,7 @@ from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import ALONE, Ranks
 from bros.executor.parallel.sharding import shards_of
 from bros.executor.runner import LaunchingRunner, ModelRunner
-from bros.executor.sampler import DeviceChooser, Sampler
+from bros.executor.sampler import DeviceStepSampler, Sampler
 from bros.executor.target import CPU, Target
 from bros.executor.weights import RandomWeights
 from bros.kernels.interface import (
@@ -259,8 +259,8 @@ def assemble(
         graphs = StepGraphs(
             decoder, kv.layers, kernels, layout, CPU, spec.vocab_size, sizes, replays
         )
-    chooser = DeviceChooser(Sampler(), draw)
-    runner = LaunchingRunner(decoder, kv, feed, chooser, graphs=graphs)
+    step_sampler = DeviceStepSampler(Sampler(), draw)
+    runner = LaunchingRunner(decoder, kv, feed, step_sampler, graphs=graphs)
     return Assembled(runner, kv, replays)
 
 

@@ -49,7 +49,7 @@ def fleet_scenario(
     """
     fields = {
         name: changes.pop(name)
-        for name in ("replicas", "notice_s", "decision_s", "seed", "classes", "settings")
+        for name in ("replicas", "report_delay_s", "decision_s", "seed", "classes", "settings")
         if name in changes
     }
     fields.setdefault("replicas", 2)

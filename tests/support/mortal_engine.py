@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from bros.core.errors import BrosError, EngineDeadError, InvalidRequestError
-from bros.core.interfaces import EngineInfo, EngineStats, Notice, RequestTrace
+from bros.core.interfaces import EngineInfo, EngineReport, EngineStats, RequestTrace
 from bros.core.request import (
     EngineRequest,
     FinishReason,
@@ -49,7 +49,7 @@ def foretold(request: EngineRequest) -> list[int]:
 
 
 class MortalEngine:
-    """A WatchableClient: every step takes step_s, and gives each request a token.
+    """A ReportingClient: every step takes step_s, and gives each request a token.
 
     refusals: raised one by one on submission. killers: ids that end the engine when they begin.
     shed: ids that are refused after they were accepted. hung: it does nothing, nor answers.
@@ -72,12 +72,12 @@ class MortalEngine:
         self.closed = False
         self._open: dict[str, tuple[OutputStream, list[int]]] = {}
         self._aborted: set[str] = set()
-        self._listener: Callable[[Notice], None] = lambda notice: None
+        self._listener: Callable[[EngineReport], None] = lambda report: None
         self._worker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self.alive = True
-        self._listener(Notice(version=1, full=True))
+        self._listener(EngineReport(version=1, full=True))
         self._worker = asyncio.get_running_loop().create_task(self._work())
 
     def die(self) -> None:
@@ -95,7 +95,7 @@ class MortalEngine:
         self._open.clear()
         self._aborted.clear()
 
-    def watch(self, listener: Callable[[Notice], None]) -> None:
+    def subscribe(self, listener: Callable[[EngineReport], None]) -> None:
         self._listener = listener
 
     @property

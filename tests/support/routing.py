@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bros.core.interfaces import Notice, Prices
+from bros.core.interfaces import EngineReport, Prices
 from bros.core.request import NO_HINTS, EngineRequest, Hints, SamplingParams, ServiceClass, Slo
 from bros.router.fleet import Fleet, make_fleet
 from bros.router.state import ReplicaFacts, RouterSettings
@@ -73,5 +73,5 @@ def cached(fleet: Fleet, request: EngineRequest) -> dict[int, int]:
     return {n: tokens for n, tokens in fleet.state.matched(path).items() if tokens}
 
 
-def told(version: int, *kept: tuple[str, int], full: bool = False) -> Notice:
-    return Notice(version=version, full=full, kept=kept)
+def told(version: int, *kept: tuple[str, int], full: bool = False) -> EngineReport:
+    return EngineReport(version=version, full=full, kept=kept)

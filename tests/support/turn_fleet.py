@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bros.core.errors import EngineDeadError
-from bros.core.interfaces import Notice
+from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest
 from bros.router.balance import PlanReport
 from bros.router.fleet import Fleet
@@ -24,7 +24,7 @@ class TurnFleet(Fleet):
         self.begun_ids: set[str] = set()
         self.groups: list[tuple[str, ...]] = []
         self.kept: dict[str, tuple[int, ...]] = {}
-        self.notices: list[tuple[int, Notice]] = []
+        self.reporter: list[tuple[int, EngineReport]] = []
         self._added = 0
         self._turn = 0
         self._now = 0.0
@@ -84,10 +84,10 @@ class TurnFleet(Fleet):
         if cached:
             self.kept[request_id] = tuple(output_ids)
 
-    def take(self, replica: int, notice: Notice, now: float) -> None:
+    def take(self, replica: int, report: EngineReport, now: float) -> None:
         self._pass(now)
         assert replica in self.facts
-        self.notices.append((replica, notice))
+        self.reporter.append((replica, report))
 
     def _pass(self, now: float) -> None:
         assert now >= self._now, "the clock never goes back"

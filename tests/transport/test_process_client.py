@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from bros.core.errors import EngineDeadError, PromptTooLongError
-from bros.core.interfaces import Notice
+from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.executor.model_store import ModelFiles
 from bros.transport.process_client import ProcessEngineClient
@@ -128,16 +128,16 @@ async def test_an_engine_that_is_alive_has_a_process(client: ProcessEngineClient
 
 
 async def test_a_watcher_is_told_by_every_engine_that_comes_up(client: ProcessEngineClient) -> None:
-    heard = asyncio.Queue[Notice]()
-    client.watch(heard.put_nowait)
+    heard = asyncio.Queue[EngineReport]()
+    client.subscribe(heard.put_nowait)
     asked = dataclasses.replace(ask("r", max_tokens=1), prompt_token_ids=list(range(1, 41)))
     for _ in range(2):
         async with asyncio.timeout(60):
-            assert await heard.get() == Notice(version=1, full=True)
+            assert await heard.get() == EngineReport(version=1, full=True)
             await tokens_of(client, asked)
-            while not (notice := await heard.get()).kept:
+            while not (report := await heard.get()).kept:
                 pass
-        assert notice.kept == (("r", 32),) and not notice.full
+        assert report.kept == (("r", 32),) and not report.full
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         while client.alive:  # what it said before is still heard

@@ -130,7 +130,7 @@ async def test_whatever_happens_to_a_rank_ends_the_group_and_a_new_one_comes(
             os.kill(ranks[rank], number)
         else:
             reason = await lose_in_a_stream(client, ranks[rank], number)
-            # Who notices first is a matter of luck: another rank, the launcher, or the server.
+            # Who reports first is a matter of luck: another rank, the launcher, or the server.
             assert re.search(f"rank {rank} was ended by SIGKILL|does not answer", reason)
         await gone(group)
         await back(client, group)
@@ -159,7 +159,7 @@ async def test_a_rank_that_hangs_as_soon_as_it_is_ready_is_noticed(
     client: ProcessEngineClient,
 ) -> None:
     group = processes_of(client)
-    os.kill(ranks_below(os.getpid())[0], signal.SIGSTOP)  # before it gave its first sign of life
+    os.kill(ranks_below(os.getpid())[0], signal.SIGSTOP)  # before it gave its first heartbeat
     await gone(group)
     await back(client, group)
     assert len(await tokens_of(client, ask("after", max_tokens=24))) == 24

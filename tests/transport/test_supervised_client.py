@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bros.core.errors import EngineDeadError
-from bros.engine.messages import Alive, Ready
+from bros.engine.messages import Heartbeat, Ready
 from bros.transport.ipc import Wire, ZmqTransport
 from bros.transport.process_client import SupervisedClient
 from support.mortal_engine import INFO
@@ -18,12 +18,12 @@ from support.mortal_engine import INFO
 class EndlessClient(SupervisedClient):
     """Of an engine that is up at once and stays so until it is killed."""
 
-    def __init__(self, folder: Path, rank_signs_s: float | None = None) -> None:
+    def __init__(self, folder: Path, rank_heartbeat_timeout_s: float | None = None) -> None:
         super().__init__(
             restart=True,
             on_final_death=lambda reason: None,
             grace_s=1.0,
-            rank_signs_s=rank_signs_s,
+            rank_heartbeat_timeout_s=rank_heartbeat_timeout_s,
         )
         self._folder = folder
         self.killed = asyncio.Event()
@@ -55,11 +55,11 @@ async def test_it_closes_well_after_its_tasks_were_cancelled(tmp_path: Path) -> 
 async def test_an_engine_that_has_given_signs_of_life_is_killed_when_none_come(
     tmp_path: Path,
 ) -> None:
-    client = EndlessClient(tmp_path, rank_signs_s=0.05)
+    client = EndlessClient(tmp_path, rank_heartbeat_timeout_s=0.05)
     await client.start()
     engine = ZmqTransport(tmp_path)
     assert not client.killed.is_set(), "it has not given any yet"
-    engine.send(Alive())
+    engine.send(Heartbeat())
     async with asyncio.timeout(10):
         await client.killed.wait()
     await client.close()

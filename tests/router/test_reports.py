@@ -1,4 +1,4 @@
-"""What the router believes to be cached, beside what is: notices in any order, twice, or never."""
+"""What the router believes to be cached, beside what is: reports in any order, twice, or never."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bros.core.interfaces import Notice
+from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest, Hints
 from bros.router.fleet import Fleet
 from support.routing import BLOCK, ask, cached, fleet_of, send, serve, told
@@ -49,13 +49,13 @@ class NaiveEngine:
         parents |= {block[:-2] for block in self.origin}  # a private salt may be between
         return sorted((b for b in self.origin if b not in parents), key=repr)
 
-    def evict(self, block: Blocks) -> Notice:
+    def evict(self, block: Blocks) -> EngineReport:
         origin = self.origin.pop(block)
         kept = (self.depth[block] - 1) * BLOCK
         self.version += 1
         return told(self.version, (origin, kept))
 
-    def digest(self) -> Notice:
+    def digest(self) -> EngineReport:
         kept: dict[str, int] = {}
         for block, origin in self.origin.items():
             kept[origin] = max(kept.get(origin, 0), self.depth[block] * BLOCK)
@@ -98,7 +98,7 @@ def test_the_router_knows_what_is_cached_once_a_digest_is_in(data: st.DataObject
     fleet = fleet_of(2, "rr", window_s=data.draw(st.sampled_from([180.0, 3.0])))
     engines = [NaiveEngine(), NaiveEngine()]
     seen: list[EngineRequest] = []
-    late: list[tuple[int, Notice]] = []
+    late: list[tuple[int, EngineReport]] = []
     for number in range(data.draw(st.integers(1, 25))):
         what = data.draw(st.sampled_from(["serve", "serve", "evict", "late", "digest"]))
         engine = data.draw(st.integers(0, 1))
@@ -109,22 +109,22 @@ def test_the_router_knows_what_is_cached_once_a_digest_is_in(data: st.DataObject
             engines[serve(fleet, request, float(number), output)].serve(request, output)
             seen.append(request)
         elif what == "evict" and (leaves := engines[engine].leaves()):
-            notice = engines[engine].evict(data.draw(st.sampled_from(leaves)))
+            report = engines[engine].evict(data.draw(st.sampled_from(leaves)))
             fate = data.draw(st.sampled_from(["now", "late", "twice", "lost"]))
             if fate in ("now", "twice"):
-                fleet.take(engine, notice, float(number))
+                fleet.take(engine, report, float(number))
             if fate in ("late", "twice"):
-                late.append((engine, notice))
+                late.append((engine, report))
         elif what == "late" and late:
-            engine, notice = late.pop(data.draw(st.integers(0, len(late) - 1)))
-            fleet.take(engine, notice, float(number))
+            engine, report = late.pop(data.draw(st.integers(0, len(late) - 1)))
+            fleet.take(engine, report, float(number))
         elif what == "digest":
             fleet.take(engine, engines[engine].digest(), float(number))
     for number, engine in enumerate(engines):
         fleet.take(number, engine.digest(), 100.0)
     agrees(fleet, engines, seen)
-    for engine, notice in late:  # older than the digests
-        fleet.take(engine, notice, 101.0)
+    for engine, report in late:  # older than the digests
+        fleet.take(engine, report, 101.0)
     agrees(fleet, engines, seen)
 
 
@@ -164,9 +164,9 @@ def test_notices_that_all_come_in_order_need_no_digest(data: st.DataObject) -> N
         engine = data.draw(st.integers(0, 1))
         leaves = engines[engine].leaves()
         if leaves and data.draw(st.booleans()):
-            notice = engines[engine].evict(data.draw(st.sampled_from(leaves)))
+            report = engines[engine].evict(data.draw(st.sampled_from(leaves)))
             for _ in range(data.draw(st.integers(1, 2))):
-                fleet.take(engine, notice, float(number))
+                fleet.take(engine, report, float(number))
         else:
             request = ask(f"r{number}", data.draw(prompts), hints=data.draw(hints))
             engines[serve(fleet, request, float(number), ())].serve(request, ())
@@ -232,8 +232,8 @@ def test_all_of_a_fill_is_cached() -> None:
 
 def test_the_load_is_that_of_the_latest_notice() -> None:
     fleet = fleet_of(1)
-    fleet.take(0, Notice(version=5, running=7, slowdown=1.5), 0.0)
-    fleet.take(0, Notice(version=4, running=9, slowdown=3.0), 0.0)
+    fleet.take(0, EngineReport(version=5, running=7, slowdown=1.5), 0.0)
+    fleet.take(0, EngineReport(version=4, running=9, slowdown=3.0), 0.0)
     assert (fleet.replicas[0].running, fleet.replicas[0].slowdown) == (7, 1.5)
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
-from bros.core.interfaces import Notice
+from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest, RequestOutput, SamplingParams, ServiceClass
 from bros.engine.engine import Engine
 from bros.engine.loop import run_engine
-from bros.engine.messages import Command, Reply, Shutdown, StatsReply, Submit, Told, Watch
+from bros.engine.messages import Command, Reply, Reported, Shutdown, StatsReply, Submit, Subscribe
 from bros.engine.thread_client import ThreadEngineClient
 from support.scheduling import engine_info, make_scheduler
 from support.tier import examples
@@ -69,18 +69,18 @@ class View:
         self.there: set[tuple[int, ...]] = set()
         self.versions: list[int] = []
 
-    def take(self, notice: Notice | None) -> None:
-        if notice is None:
+    def take(self, report: EngineReport | None) -> None:
+        if report is None:
             return
-        self.versions.append(notice.version)
-        if notice.full:
+        self.versions.append(report.version)
+        if report.full:
             self.there.clear()
-        for name, tokens in notice.kept:
+        for name, tokens in report.kept:
             text = self.texts[name]
             assert tokens <= len(text) and tokens % SIZE == 0
             ends = range(SIZE, len(text) + 1, SIZE)
             prefixes = [tuple(text[:end]) for end in ends]
-            if not notice.full:
+            if not report.full:
                 self.there.difference_update(prefixes[tokens // SIZE :])
             self.there.update(prefixes[: tokens // SIZE])
 
@@ -97,7 +97,7 @@ class View:
 def test_what_is_told_is_what_requests_find(seed: int, blocks: int, host: int) -> None:
     rng, view = random.Random(seed), View()
     engine = make_engine(blocks, host_blocks=host)
-    engine.watch()
+    engine.subscribe()
     beginnings = [[n + 1] * rng.randint(4, 16) for n in range(3)]
     for number in range(12):
         name = f"r{number}"
@@ -113,10 +113,10 @@ def test_what_is_told_is_what_requests_find(seed: int, blocks: int, host: int) -
         if rng.random() < 0.2:
             engine.abort(f"r{rng.randrange(number + 1)}")
         if rng.random() < 0.5:
-            view.take(engine.notice(full=rng.random() < 0.3))
+            view.take(engine.report(full=rng.random() < 0.3))
     drain(engine)
-    view.take(engine.notice())
-    assert engine.notice() is None, "nothing has changed"
+    view.take(engine.report())
+    assert engine.report() is None, "nothing has changed"
     for number in range(12):
         prompt = view.texts[f"r{number}"][: 4 * blocks - 1]
         expected = view.matched(prompt)
@@ -124,7 +124,7 @@ def test_what_is_told_is_what_requests_find(seed: int, blocks: int, host: int) -
         engine.submit(ask(f"again {number}", prompt))
         (output,) = drain(engine)
         assert output.cached_tokens == expected
-        view.take(engine.notice())
+        view.take(engine.report())
     assert view.versions == list(range(1, len(view.versions) + 1))
 
 
@@ -132,15 +132,15 @@ def test_nothing_is_told_unless_somebody_watches_and_a_digest_first() -> None:
     engine = make_engine()
     engine.submit(ask("a", [1] * 8, 2))
     engine.step()
-    assert engine.notice() is None and engine.notice(full=True) is None
-    engine.watch()
-    first = engine.notice()
+    assert engine.report() is None and engine.report(full=True) is None
+    engine.subscribe()
+    first = engine.report()
     assert first is not None and first.slowdown < 1.0, "steps take less than was said"
-    expected = Notice(version=1, full=True, kept=(("a", 8),), running=1, used_blocks=2)
+    expected = EngineReport(version=1, full=True, kept=(("a", 8),), running=1, used_blocks=2)
     assert dataclasses.replace(first, slowdown=1.0) == expected
-    assert engine.notice() is None
+    assert engine.report() is None
     drain(engine)
-    second = engine.notice()
+    second = engine.report()
     assert second is not None
     assert (second.version, second.full, second.kept) == (2, False, ())
     assert (second.running, second.used_blocks, second.cached_blocks) == (0, 0, 2)
@@ -165,35 +165,35 @@ class Talk:
 
 
 def test_notices_come_ten_times_a_second_and_when_the_engine_rests_and_digests_at_times() -> None:
-    talk = Talk([Watch()], [Submit(ask("a", [1] * 4, 150))], [Submit(ask("b", [2] * 4, 1700))],
+    talk = Talk([Subscribe()], [Submit(ask("a", [1] * 4, 150))], [Submit(ask("b", [2] * 4, 1700))],
                 [Shutdown()])  # fmt: skip
     engine = make_engine(blocks=600)
     run_engine(engine, talk)
-    notices = [reply.notice for reply in talk.replies if isinstance(reply, Told)]
-    assert [notice.version for notice in notices] == list(range(1, len(notices) + 1))
-    assert notices[0] == Notice(version=1, full=True)
-    full = [number for number, notice in enumerate(notices) if notice.full]
+    reports = [reply.report for reply in talk.replies if isinstance(reply, Reported)]
+    assert [report.version for report in reports] == list(range(1, len(reports) + 1))
+    assert reports[0] == EngineReport(version=1, full=True)
+    full = [number for number, report in enumerate(reports) if report.full]
     assert len(full) == 2 and 85 <= full[1] <= 101, "the second one after ten seconds"
-    assert 150 <= len(notices) <= 175, "seventeen seconds"
-    kept = dict(pair for notice in notices for pair in notice.kept)
-    assert notices[-1].running == 0 and kept == {"a": 152, "b": 1700}
-    assert isinstance(talk.replies[-1], Told)
+    assert 150 <= len(reports) <= 175, "seventeen seconds"
+    kept = dict(pair for report in reports for pair in report.kept)
+    assert reports[-1].running == 0 and kept == {"a": 152, "b": 1700}
+    assert isinstance(talk.replies[-1], Reported)
 
 
 def test_an_engine_that_nobody_watches_says_nothing() -> None:
     talk = Talk([Submit(ask("a", [1] * 4, 150))], [Shutdown()])
     run_engine(make_engine(), talk)
-    assert not any(isinstance(reply, Told | StatsReply) for reply in talk.replies)
+    assert not any(isinstance(reply, Reported | StatsReply) for reply in talk.replies)
 
 
 async def test_a_client_hears_of_an_engine_on_a_thread() -> None:
-    client, heard = ThreadEngineClient(make_engine()), asyncio.Queue[Notice]()
+    client, heard = ThreadEngineClient(make_engine()), asyncio.Queue[EngineReport]()
     await client.wait_ready()
-    client.watch(heard.put_nowait)
-    assert await heard.get() == Notice(version=1, full=True)
+    client.subscribe(heard.put_nowait)
+    assert await heard.get() == EngineReport(version=1, full=True)
     async for _ in await client.submit(ask("a", [1] * 8)):
         pass
-    while not (notice := await heard.get()).kept:
+    while not (report := await heard.get()).kept:
         pass
-    assert notice.kept == (("a", 8),)
+    assert report.kept == (("a", 8),)
     await client.close()
