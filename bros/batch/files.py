@@ -142,7 +142,10 @@ def _sync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which part of a list. after: the id that the part before ended with."""
+    """Which part of a list.
+
+    after: the id that the part before ended with.
+    """
 
     limit: int
     after: str | None = None

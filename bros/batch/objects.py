@@ -58,7 +58,10 @@ OPEN_STATUSES = tuple(status for status in BatchStatus if status not in _FINAL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file. digest: of its content, which names the body. Times in Unix seconds."""
+    """A file. Times in Unix seconds.
+
+    digest: of its content, which names the body.
+    """
 
     id: str
     tenant: str
@@ -72,7 +75,10 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """What is wrong with an input file. line: counted from 1; None if it is about the whole."""
+    """What is wrong with an input file.
+
+    line: counted from 1; None if it is about the whole.
+    """
 
     code: str
     message: str
@@ -100,10 +106,10 @@ class TokenUsage:
 class Batch:
     """One job. Fields as in the API, times in Unix seconds.
 
-    served_model: of the servers that may run its rows. window: `completion_window` as the client
-    wrote it. outcome: what it will end as, once it is
-    wound up. expected_at: when it is likely to be done, as the runner last saw it; None before
-    that is known.
+    served_model: of the servers that may run its rows.
+    window: `completion_window` as the client wrote it.
+    outcome: what it will end as, once it is wound up.
+    expected_at: when it is likely to be done, as the runner last saw it; None before that is known.
     """
 
     id: str
@@ -139,7 +145,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RowRef:
-    """Where one row of an input file is. rank: its place in the order of execution."""
+    """Where one row of an input file is.
+
+    rank: its place in the order of execution.
+    """
 
     line: int
     custom_id: str
@@ -150,7 +159,10 @@ class RowRef:
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """What became of a row. result: its line of the output or error file, without line break."""
+    """What became of a row.
+
+    result: its line of the output or error file, without line break.
+    """
 
     line: int
     ok: bool
@@ -160,8 +172,11 @@ class RowOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to work on a batch. epoch: rises with every owner, so a former one can write
-    nothing any more, whatever its clock says."""
+    """The right to work on a batch.
+
+    epoch: rises with every owner, so a former one can write nothing any more, whatever its clock
+        says.
+    """
 
     batch_id: str
     owner: str

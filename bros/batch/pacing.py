@@ -16,7 +16,10 @@ hopeless."""
 
 @dataclass(slots=True)
 class RowCounts:
-    """What became of rows in this process. interrupted: attempts that an engine's end cut short."""
+    """What became of rows in this process.
+
+    interrupted: attempts that an engine's end cut short.
+    """
 
     completed: int = 0
     failed: int = 0

@@ -276,7 +276,8 @@ second."""
 class Checked:
     """An input file that was read to its end. rows in the order of the file, with their ranks.
 
-    tokens: roughly, of all prompts. model: the one that all rows name.
+    tokens: roughly, of all prompts.
+    model: the one that all rows name.
     """
 
     errors: tuple[LineError, ...]

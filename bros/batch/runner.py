@@ -548,10 +548,12 @@ _FAULT = LineError(
 class RunnerSettings:
     """What a runner is told.
 
-    model: the one that is served. max_queued_tokens: of prompts in unfinished batches of a tenant.
-    group_prefixes: run rows that begin alike next to each other. max_rows: most rows with the
-    engine. lease_s: how long a batch stays ours without a sign of life. poll_s: how often to
-    look for what other processes have done; more often if a lease is short.
+    model: the one that is served.
+    max_queued_tokens: of prompts in unfinished batches of a tenant.
+    group_prefixes: run rows that begin alike next to each other.
+    max_rows: most rows with the engine.
+    lease_s: how long a batch stays ours without a sign of life.
+    poll_s: how often to look for what other processes have done; more often if a lease is short.
     """
 
     model: str

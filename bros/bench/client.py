@@ -48,10 +48,13 @@ class Outcome(StrEnum):
 class Record:
     """One request.
 
-    due_s: when it was to be sent; sent_s: when it was (None: never). chunk_times_s: when each
-    piece of text (or, without text, each token) came. prompt_tokens, output_tokens,
-    cached_tokens: as the server counts them in `usage`; None if it does not say.
-    tier: the service tier that the answer names. detail: why it was not completed, for people.
+    due_s: when it was to be sent.
+    sent_s: when it was (None: never).
+    chunk_times_s: when each piece of text (or, without text, each token) came.
+    prompt_tokens, output_tokens, cached_tokens: as the server counts them in `usage`; None if it
+        does not say.
+    tier: the service tier that the answer names.
+    detail: why it was not completed, for people.
     """
 
     planned: Planned
@@ -202,7 +205,9 @@ class TransportError(Exception):
 
 
 class HttpAnswer(NamedTuple):
-    """headers: names in lower case. pieces: the body; raises TransportError if it breaks off."""
+    """headers: names in lower case.
+    pieces: the body; raises TransportError if it breaks off.
+    """
 
     status: int
     headers: Mapping[str, str]

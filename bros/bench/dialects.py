@@ -36,9 +36,9 @@ class Endpoint(StrEnum):
 class Dialect:
     """What one kind of server understands beyond OpenAI's own fields.
 
-    terms: says the class and the objectives of a request. force: asks for exactly so many
-    tokens; None if the server has no means to. token_ids: whether completions take prompts as
-    token ids.
+    terms: says the class and the objectives of a request.
+    force: asks for exactly so many tokens; None if the server has no means to.
+    token_ids: whether completions take prompts as token ids.
     """
 
     name: str
@@ -109,9 +109,11 @@ class Wording:
     """All that shapes a request's body besides the request.
 
     classes: False hides from the server what is real-time and what is best-effort, and the
-    objectives with it. ignore_eos: sends `ignore_eos` to a server whose dialect has no exact
-    lengths, for those that know the field. token_ids: None is what the dialect can. extra: further
-    fields of the body; they win over all others.
+        objectives with it.
+    ignore_eos: sends `ignore_eos` to a server whose dialect has no exact lengths, for those that
+        know the field.
+    token_ids: None is what the dialect can.
+    extra: further fields of the body; they win over all others.
     """
 
     dialect: Dialect

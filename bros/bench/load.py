@@ -26,7 +26,9 @@ class ClientHealth:
     """Whether the client kept its own schedule.
 
     lateness: sent minus due, of the requests of sessions (0 without any); None if not known.
-    cpu_share: of all cores, used by the client's process. fell_behind: p99 was too late.
+
+    cpu_share: of all cores, used by the client's process.
+    fell_behind: p99 was too late.
     """
 
     lateness_p50_s: float | None
@@ -66,9 +68,10 @@ class LoadSender(Protocol):
 class OfferedLoad:
     """What one run sends.
 
-    sessions: sorted by time. backlog: taken from as needed, `in_flight` at a time; its end ends
-    the backlog. drain_s: how long after `duration_s` open requests may go on while nothing new
-    is sent; those that are still open then are cancelled.
+    sessions: sorted by time.
+    backlog: taken from as needed, `in_flight` at a time; its end ends the backlog.
+    drain_s: how long after `duration_s` open requests may go on while nothing new is sent; those
+        that are still open then are cancelled.
     """
 
     duration_s: float
@@ -80,8 +83,9 @@ class OfferedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """records: of all requests that were due, in the order they were. elapsed_s: of the run, with
-    what was drained; less than planned if it was stopped."""
+    """records: of all requests that were due, in the order they were.
+    elapsed_s: of the run, with what was drained; less than planned if it was stopped.
+    """
 
     records: list[Record]
     started_unix_s: float

@@ -284,16 +284,21 @@ class Window:
 class ClassMetrics:
     """One service class of one run.
 
-    requests: the sum of `outcomes`, which has every Outcome. outside: those that came due outside
-    the window. unsent: came due and were not sent, for want of time in the client (they are OPEN).
-    reasons: why requests were not completed -> how many. tiers: service tiers that the answers
-    name. relegated: real-time requests that the server says it served as best-effort.
-    overdue: open requests in ttft_s and tpot_s with the time so far, a lower bound.
-    ttft_s and itl_s are of requests that got text, e2e_s and normalized_latency_s of the completed.
+    All rates are per second of the window.
+
+    requests: the sum of `outcomes`, which has every Outcome.
+    outside: those that came due outside the window.
+    unsent: came due and were not sent, for want of time in the client (they are OPEN).
+    reasons: why requests were not completed -> how many.
+    tiers: service tiers that the answers name.
+    relegated: real-time requests that the server says it served as best-effort.
+    overdue: open requests in ttft_s and tpot_s with the time so far, a lower bound. ttft_s and
+        itl_s are of requests that got text, e2e_s and normalized_latency_s of the completed.
     tokens_on_time: pieces of text within tpot of the one before, the first within ttft; a piece
-    that a lost request did not get is missed. goodput_per_s: completed requests that met their
-    objectives; None without objectives. prompt_tokens, output_tokens, cached_tokens: of completed
-    requests; cached is None if the server does not say. All rates are per second of the window.
+        that a lost request did not get is missed.
+    goodput_per_s: completed requests that met their objectives; None without objectives.
+    prompt_tokens, output_tokens, cached_tokens: of completed requests; cached is None if the server
+        does not say.
     """
 
     requests: int
@@ -338,7 +343,10 @@ class ClassMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMetrics:
-    """One run. vllm: what `vllm bench serve` would call the figures of both classes together."""
+    """One run.
+
+    vllm: what `vllm bench serve` would call the figures of both classes together.
+    """
 
     window: Window
     by_class: dict[ServiceClass, ClassMetrics]

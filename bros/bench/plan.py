@@ -28,7 +28,8 @@ class Piece(NamedTuple):
 class Planned:
     """One request.
 
-    name: unique in a run. output_tokens: exactly so many if `forced`, else at most.
+    name: unique in a run.
+    output_tokens: exactly so many if `forced`, else at most.
     slo: what to ask the server for; empty leaves it to the server's defaults.
     """
 

@@ -55,8 +55,11 @@ class Overlong(StrEnum):
 
 @dataclass(slots=True)
 class FitCounts:
-    """requests: seen. scaled: shorter because of the factor. clipped, skipped: too long (after
-    scaling); skipped includes the later turns of their sessions. sessions: left out entirely."""
+    """requests: seen.
+    scaled: shorter because of the factor.
+    clipped, skipped: too long (after scaling); skipped includes the later turns of their sessions.
+    sessions: left out entirely.
+    """
 
     requests: int = 0
     scaled: int = 0
@@ -230,7 +233,10 @@ _PROTECTED, _UNPROTECTED = "bros", "fcfs"
 
 
 class Case(NamedTuple):
-    """One run. rate: real-time requests per second; None without any, or as recorded."""
+    """One run.
+
+    rate: real-time requests per second; None without any, or as recorded.
+    """
 
     scenario: Scenario
     rate: float | None
@@ -286,11 +292,14 @@ _GROUPED = 1000
 class RequestedLoad:
     """What is to be sent.
 
-    rt, be: of workloads.names.NAMES. in_flight: best-effort requests. longest_prompt: of
-    real-time requests, in tokens; longer ones are cut. forced: answers have exactly the planned
-    lengths. sessions: about so many of the longest run, which decides how many groups share
-    prefixes. speed: of a trace. factor, overlong: how plans are fitted to the context of the
-    model. slo: what real-time requests ask the server for; empty leaves it to the server.
+    rt, be: of workloads.names.NAMES.
+    in_flight: best-effort requests.
+    longest_prompt: of real-time requests, in tokens; longer ones are cut.
+    forced: answers have exactly the planned lengths.
+    sessions: about so many of the longest run, which decides how many groups share prefixes.
+    speed: of a trace.
+    factor, overlong: how plans are fitted to the context of the model.
+    slo: what real-time requests ask the server for; empty leaves it to the server.
     """
 
     rt: str = "lmsys"
@@ -312,8 +321,10 @@ class RequestedLoad:
 class Plan(NamedTuple):
     """One run.
 
-    rate: sessions per second; None without any. rt_digest, be_digest: plan.digest of the sessions
-    and of the first of the backlog, empty without. notes: for people.
+    rate: sessions per second; None without any.
+    rt_digest, be_digest: plan.digest of the sessions and of the first of the backlog, empty
+        without.
+    notes: for people.
     """
 
     sessions: Sequence[Session]
@@ -445,7 +456,9 @@ class Range:
 
 
 class CapacitySearch(NamedTuple):
-    """rate: None if not even the lowest was good enough. tried: in the order they were."""
+    """rate: None if not even the lowest was good enough.
+    tried: in the order they were.
+    """
 
     rate: float | None
     tried: tuple[Tried, ...]

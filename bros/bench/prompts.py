@@ -45,7 +45,9 @@ class PlannedPrompt(NamedTuple):
 
 
 class _Word(NamedTuple):
-    """text: with a space before it. first_id: of the word where a text begins."""
+    """text: with a space before it.
+    first_id: of the word where a text begins.
+    """
 
     text: str
     token_id: int

@@ -80,7 +80,10 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The client's machine. memory_bytes, commit: None if not known. date: as text, any form.
+    """The client's machine.
+
+    memory_bytes, commit: None if not known.
+    date: as text, any form.
 
     packages: versions of what bros uses, by name.
     """
@@ -99,7 +102,9 @@ class Environment:
 class Command:
     """What made a run: a command of `bros bench`, where and with what.
 
-    settings: options by flag. seed: of the plans. slo: what real-time requests are held to.
+    settings: options by flag.
+    seed: of the plans.
+    slo: what real-time requests are held to.
     """
 
     environment: Environment
@@ -119,10 +124,12 @@ class ServerSample(NamedTuple):
 class ScenarioResult:
     """One run.
 
-    target: the server, by a name for people. policy: None if that is not known. rt_rate:
-    real-time requests per second, None without. be_load, rt_load: for people. rt_digest,
-    be_digest: of what was sent (planning.Plan). server_version, timeline: None and empty if the
-    server says nothing.
+    target: the server, by a name for people.
+    policy: None if that is not known.
+    rt_rate: real-time requests per second, None without.
+    be_load, rt_load: for people.
+    rt_digest, be_digest: of what was sent (planning.Plan).
+    server_version, timeline: None and empty if the server says nothing.
     """
 
     command: Command
@@ -185,7 +192,10 @@ class CapacityResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """Runs of one or several commands. files: plain names of those that were written beside it."""
+    """Runs of one or several commands.
+
+    files: plain names of those that were written beside it.
+    """
 
     results: tuple[ScenarioResult, ...]
     capacities: tuple[CapacityResult, ...] = ()

@@ -383,7 +383,10 @@ _DEFAULT_CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTarget:
-    """A running server. name: for people, unlike those of other servers compared with it."""
+    """A running server.
+
+    name: for people, unlike those of other servers compared with it.
+    """
 
     url: str
     name: str
@@ -402,10 +405,13 @@ class BeAs(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
-    """How runs are measured. command: says by which objectives. warm_up_s: not counted.
+    """How runs are measured.
 
-    context: most tokens of prompt and answer; None asks the server. be_as: how best-effort work
-    gets to the server.
+    command: says by which objectives.
+    warm_up_s: not counted.
+
+    context: most tokens of prompt and answer; None asks the server.
+    be_as: how best-effort work gets to the server.
     """
 
     command: Command
@@ -417,7 +423,10 @@ class Measuring:
 
 
 class MeasuredRun(NamedTuple):
-    """What came of a case. notes: about its plan, for people."""
+    """What came of a case.
+
+    notes: about its plan, for people.
+    """
 
     result: ScenarioResult
     records: Sequence[Record]

@@ -51,7 +51,10 @@ class BusyError(NoAnswerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteError:
-    """What is wrong with an input file. line: counted from 1; None if it is about the whole."""
+    """What is wrong with an input file.
+
+    line: counted from 1; None if it is about the whole.
+    """
 
     line: int | None
     code: str | None
@@ -62,7 +65,9 @@ class RemoteError:
 class RemoteBatch:
     """A batch as the server last described it.
 
-    Times are in Unix seconds. expected_at and at_risk: None if the server does not say.
+    Times are in Unix seconds.
+
+    expected_at and at_risk: None if the server does not say.
     fields: the whole description, as it came.
     """
 
@@ -465,7 +470,10 @@ def wait_for_end(
 
 @dataclass(frozen=True, slots=True)
 class _Forecast:
-    """A batch and what may be said about its end. unix_time: when this was."""
+    """A batch and what may be said about its end.
+
+    unix_time: when this was.
+    """
 
     batch: RemoteBatch
     rows_per_s: float | None

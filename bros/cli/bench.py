@@ -67,7 +67,10 @@ _OF_FILES = ("out", "append", "report_only")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """What the command line asks for. server_arguments: for the servers that are started here."""
+    """What the command line asks for.
+
+    server_arguments: for the servers that are started here.
+    """
 
     config: Config
     policies: tuple[str, ...]

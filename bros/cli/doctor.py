@@ -40,7 +40,10 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """What came of trying one back end. failure: None if all is well."""
+    """What came of trying one back end.
+
+    failure: None if all is well.
+    """
 
     back_end: BackEnd
     checks: tuple[Check, ...]
@@ -60,7 +63,10 @@ class Table:
 
 @dataclass(slots=True)
 class Findings:
-    """Everything that is printed. problems: what keeps the engine from working as asked."""
+    """Everything that is printed.
+
+    problems: what keeps the engine from working as asked.
+    """
 
     machine: list[tuple[str, str]]
     versions: Mapping[str, str | None]

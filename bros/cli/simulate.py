@@ -96,8 +96,11 @@ _MOST_REPLICAS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """What the command line asks for. shortened: replicas for which there would be more requests
-    if runs with as many were not too long."""
+    """What the command line asks for.
+
+    shortened: replicas for which there would be more requests if runs with as many were not too
+        long.
+    """
 
     scenarios: tuple[FleetScenario, ...]
     profile: Profile

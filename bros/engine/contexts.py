@@ -34,9 +34,12 @@ from bros.core.request import (
 
 @dataclass(slots=True)
 class _Context:
-    """parent_id: of the context that it was forked from. tokens: replaced when a job ends, never
-    changed, as forks have the same ones. request_id: of its last job, which keeps its KV. busy: a
-    job runs. is_new: none has ended well."""
+    """parent_id: of the context that it was forked from.
+    tokens: replaced when a job ends, never changed, as forks have the same ones.
+    request_id: of its last job, which keeps its KV.
+    busy: a job runs.
+    is_new: none has ended well.
+    """
 
     parent_id: str | None
     tokens: array[int]

@@ -49,7 +49,11 @@ SMALL_MODEL = {
 
 @dataclass(frozen=True, slots=True)
 class BackEnd:
-    """A kernel back end. note: what it is, or why it cannot be used; open: None then."""
+    """A kernel back end.
+
+    note: what it is, or why it cannot be used.
+    open: None then.
+    """
 
     name: str
     device: torch.device
@@ -60,7 +64,9 @@ class BackEnd:
 
 @dataclass(frozen=True, slots=True)
 class ChosenBackend:
-    """What the engine would run on with these options; problem: why it would not start.
+    """What the engine would run on with these options.
+
+    problem: why it would not start.
 
     kernels: as in --kernels, but never auto.
     """

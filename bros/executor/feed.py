@@ -20,8 +20,9 @@ _ALIGNMENT = 4  # int32; kernels are compiled for the alignment of what they are
 class Pending:
     """Tokens of a step that only the device knows yet.
 
-    tokens: int32, on the device, what the step before chose; sources: int32 [tokens of this step],
-    on the host, the place of each in `tokens`, or -1 where token_ids has it.
+    tokens: int32, on the device, what the step before chose.
+    sources: int32 [tokens of this step], on the host, the place of each in `tokens`, or -1 where
+        token_ids has it.
     """
 
     tokens: Tensor

@@ -60,7 +60,10 @@ _MOST_CONTEXT_BLOCKS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes. total: of the device; elsewhere: other processes, and what CUDA keeps for itself;
+    """Bytes.
+
+    total: of the device.
+    elsewhere: other processes, and what CUDA keeps for itself.
     peak: the most that this process needs beside the KV cache, weights included.
 
     Recorded steps take some hundred MiB more, out of what `utilization` leaves.

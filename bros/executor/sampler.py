@@ -331,8 +331,9 @@ class DeviceStepSampler:
 class PendingSamples:
     """The tokens of a step that are chosen or about to be.
 
-    others: rows that the host chooses; tokens: int32 [rows] on the device, right for all but
-    them; found, rows: the copies on their way to the host, complete once `done` has happened.
+    others: rows that the host chooses.
+    tokens: int32 [rows] on the device, right for all but them.
+    found, rows: the copies on their way to the host, complete once `done` has happened.
     """
 
     asked: Sequence[Asked]

@@ -38,7 +38,8 @@ GROUP_BYTES = {".q4_0": 18, ".q4_1": 20, ".q8_0": 34}
 class Int4Groups:
     """value[n, k] = codes[n, k] * scale[n, k // 32] + minimum[n, k // 32].
 
-    codes: uint8 [rows, columns] in 0..15; scale, minimum: fp32 [rows, columns / 32].
+    codes: uint8 [rows, columns] in 0..15.
+    scale, minimum: fp32 [rows, columns / 32].
     """
 
     codes: Tensor

@@ -25,10 +25,14 @@ from torch import Tensor
 class SharedParts:
     """Cached prefixes that several rows read. All int32, contiguous, on CPU.
 
-    row_start: [parts + 1]; rows: [n]; segment_start: [parts + 1]; segments: [m, 3]. Every query of
-    rows[row_start[p]:row_start[p + 1]] attends to segments[segment_start[p]:segment_start[p + 1]]
-    as well as to its own. A row is at most once in one part, and in any number of parts: groups
-    nest, as below.
+    Every query of rows[row_start[p]:row_start[p + 1]] attends to
+    segments[segment_start[p]:segment_start[p + 1]] as well as to its own. A row is at most once in
+    one part, and in any number of parts: groups nest, as below.
+
+    row_start: [parts + 1].
+    rows: [n].
+    segment_start: [parts + 1].
+    segments: [m, 3].
 
         part 0   (4,0,16) (8,0,16)     rows 0 1 2 3
         part 1   (5,0,16)              rows 0 1
@@ -48,7 +52,9 @@ class SharedParts:
 class AttentionBatch:
     """Where the queries of a step and their cached context lie. All int32, contiguous, on CPU.
 
-    query_start: [rows + 1]; segment_start: [rows + 1]; segments: [n, 3] of (block, lo, hi).
+    query_start: [rows + 1].
+    segment_start: [rows + 1].
+    segments: [n, 3] of (block, lo, hi).
     """
 
     query_start: Tensor
@@ -86,8 +92,9 @@ class HeadLayout:
 class GraphLimits:
     """The most that a decode step may hold whose attention is recorded in a graph.
 
-    rows: of one token each; segments: private and shared ones together; shared_rows: entries of
-    SharedParts.rows, 0 if no recorded step has shared parts.
+    rows: of one token each.
+    segments: private and shared ones together.
+    shared_rows: entries of SharedParts.rows, 0 if no recorded step has shared parts.
     """
 
     rows: int

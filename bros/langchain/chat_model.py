@@ -33,10 +33,14 @@ _CONNECT_TIMEOUT_S = 10.0
 class BrosChat(BaseChatModel):
     """A chat model behind /v1/chat/completions of a bros server.
 
-    url: with or without /v1. session: id of a session (or a name of your own, which comes into
-    being) whose graph and schedule the requests become part of; node: what they are called there.
-    service_tier: "flex" for best-effort work. slo: objectives such as {"ttft_ms": 300}.
-    timeout: seconds of silence after which a request fails. extra_body: further fields.
+    url: with or without /v1.
+    session: id of a session (or a name of your own, which comes into being) whose graph and
+        schedule the requests become part of.
+    node: what they are called there.
+    service_tier: "flex" for best-effort work.
+    slo: objectives such as {"ttft_ms": 300}.
+    timeout: seconds of silence after which a request fails.
+    extra_body: further fields.
     """
 
     url: str = "http://localhost:8000"

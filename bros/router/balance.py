@@ -136,9 +136,10 @@ _PLAN_FULL = 0.8
 class PlanReport:
     """What plans were worth since the start.
 
-    requests: those of planned prefixes. prefill_s: what prompts took to compute, for these.
-    planned_s: what they would have taken on the replicas of the plan. balance, planned_balance: the
-    most that a replica had to do for these requests, over the mean.
+    requests: those of planned prefixes.
+    prefill_s: what prompts took to compute, for these.
+    planned_s: what they would have taken on the replicas of the plan.
+    balance, planned_balance: the most that a replica had to do for these requests, over the mean.
     """
 
     requests: int

@@ -31,14 +31,16 @@ _MOST_CALM = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticSettings:
-    """least, most: replicas. start_s: how long a new one takes until it helps.
+    """least, most: replicas.
+    start_s: how long a new one takes until it helps.
 
-    calm_s: how long one less would have had to do, before there is one less. low_slack_s: less than
-    this to spare is too little. full: how much of its time a replica may spend on what is
-    urgent; the margin is a tenth wider before a replica is removed. idle: where less than this is
-    spent on real-time work, more replicas make none of it earlier. window_s: best-effort work
-    that has no deadline is to be done within this. growth: how many times as many at least, when
-    tokens are late.
+    calm_s: how long one less would have had to do, before there is one less.
+    low_slack_s: less than this to spare is too little.
+    full: how much of its time a replica may spend on what is urgent; the margin is a tenth wider
+        before a replica is removed.
+    idle: where less than this is spent on real-time work, more replicas make none of it earlier.
+    window_s: best-effort work that has no deadline is to be done within this.
+    growth: how many times as many at least, when tokens are late.
     """
 
     least: int = 1
@@ -56,11 +58,13 @@ class ElasticSettings:
 class FleetLoad:
     """Of all replicas together, over the last seconds.
 
-    serving: replicas that take requests; coming: those that will. rt_slack_s: what real-time
-    tokens had to spare, the worst twentieth of them; None if there were none. rt_busy: how many
-    replicas' time real-time work took; rt_waiting_s: how much of it waits, and be_due: of
-    best-effort work that is not done, as (seconds of one replica, seconds until it is due, None
-    if it may take as long as it takes).
+    serving: replicas that take requests.
+    coming: those that will.
+    rt_slack_s: what real-time tokens had to spare, the worst twentieth of them; None if there were
+        none.
+    rt_busy: how many replicas' time real-time work took.
+    rt_waiting_s: how much of it waits, and be_due: of best-effort work that is not done, as
+        (seconds of one replica, seconds until it is due, None if it may take as long as it takes).
     """
 
     serving: int

@@ -80,8 +80,12 @@ class PrefixNode:
 
 @dataclass(slots=True)
 class Path:
-    """How far a prompt is known. nodes: from the first one on, of which the last one may go on
-    otherwise. end: tokens that are known. piece, offset: where that is in the pieces, in bytes."""
+    """How far a prompt is known.
+
+    nodes: from the first one on, of which the last one may go on otherwise.
+    end: tokens that are known.
+    piece, offset: where that is in the pieces, in bytes.
+    """
 
     nodes: list[PrefixNode]
     end: int = 0

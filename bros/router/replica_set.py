@@ -143,9 +143,11 @@ RUNNING = frozenset({ReplicaState.UP, ReplicaState.DRAINING, ReplicaState.DRAINE
 class ReplicaStatus:
     """A snapshot for operators. Counters count since the server started.
 
-    open: requests that are there. running, waiting: as it last said itself. routed: requests by
-    the reason of the decision, see Decision. prompt_tokens, cached_tokens: of requests that began
-    there, and those of them that were cached. lost: how often its engine was.
+    open: requests that are there.
+    running, waiting: as it last said itself.
+    routed: requests by the reason of the decision, see Decision.
+    prompt_tokens, cached_tokens: of requests that began there, and those of them that were cached.
+    lost: how often its engine was.
     """
 
     number: int
@@ -167,9 +169,11 @@ class ReplicaStatus:
 class ReplicaHandle:
     """key: its number in the fleet, a new one each time it comes up; None while it is down.
 
-    number: what operators call it. info, stats: the latest of its engine, and of those before it
-    the counters (stats_before). asked: a question for the next ones that it has not answered;
-    silent: for long. stuck: it has not given back what was to go on elsewhere.
+    number: what operators call it.
+    info, stats: the latest of its engine, and of those before it the counters (stats_before).
+    asked: a question for the next ones that it has not answered.
+    silent: for long.
+    stuck: it has not given back what was to go on elsewhere.
     """
 
     number: int

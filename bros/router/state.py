@@ -21,16 +21,20 @@ ROUTERS = ("e2", "rr", "least", "oracle")
 class RouterSettings:
     """Of all policies; the defaults are Preble's (3.2 and its code).
 
-    window_s: what was asked for so long ago counts as load, and for who shares what. balance: how
-    many times the lightest replica's load the heaviest one's may be before prefixes move.
+    window_s: what was asked for so long ago counts as load, and for who shares what.
+    balance: how many times the lightest replica's load the heaviest one's may be before prefixes
+        move.
     replicate: a prefix gets one more replica when requests wait so many times as long as before.
     decode_share: a replica that spends more than this on answers is given prompts first.
-    warm_up: requests per replica before anything moves. history: where a request goes, what a
-    second of the window counts beside one that is still to be done. patience: a request waits for
-    its prefix at most so many times as long as computing it again would take. late_weight: of a
-    second by which a first token would be late.
+    warm_up: requests per replica before anything moves.
+    history: where a request goes, what a second of the window counts beside one that is still to be
+        done.
+    patience: a request waits for its prefix at most so many times as long as computing it again
+        would take.
+    late_weight: of a second by which a first token would be late.
     be_weight: what a second of best-effort work counts for a real-time request, on an engine that
-    may evict that. max_tokens: most tokens that the forest of prefixes may hold.
+        may evict that.
+    max_tokens: most tokens that the forest of prefixes may hold.
     plan: where hot prefixes go: "off", "on", or "shadow": only say what it would gain.
     rebalancing, replication, decode_aware: for ablations.
     """
@@ -55,8 +59,9 @@ class RouterSettings:
 class ReplicaFacts:
     """What a router has to know of an engine.
 
-    capacity_tokens: of its KV cache. yields: its best-effort work yields to real-time work
-    (policy bros). ttft_s: objective of real-time requests that bring none; None: there is none.
+    capacity_tokens: of its KV cache.
+    yields: its best-effort work yields to real-time work (policy bros).
+    ttft_s: objective of real-time requests that bring none; None: there is none.
     """
 
     capacity_tokens: int
@@ -70,9 +75,10 @@ class ReplicaFacts:
 class Decision:
     """Where a request goes, and why.
 
-    replica: its number. matched: tokens of the prompt that are cached there, as far as is known.
+    replica: its number.
+    matched: tokens of the prompt that are cached there, as far as is known.
     reason: "exploit", "again", "explore", "decode", "moved", "parked", "group", "planned", "turn"
-    (rr), "least", "oracle", "only".
+        (rr), "least", "oracle", "only".
     """
 
     request_id: str
@@ -100,10 +106,14 @@ RT, BE = ServiceClass.RT, ServiceClass.BE
 class ReplicaWork:
     """One request where it went: open until it has ended, and of the window for a while.
 
-    request: None once it has ended. matched: tokens that were cached there when it came.
-    leaf: where its prompt ends. key: the part of it that others ask for as well (e2.py), if there
-    is one. prefill_s: of what was not cached there. decode_s: of the answer, as far as is known.
-    begun: its first token is there. in_window: it counts as load.
+    request: None once it has ended.
+    matched: tokens that were cached there when it came.
+    leaf: where its prompt ends.
+    key: the part of it that others ask for as well (e2.py), if there is one.
+    prefill_s: of what was not cached there.
+    decode_s: of the answer, as far as is known.
+    begun: its first token is there.
+    in_window: it counts as load.
     """
 
     request: EngineRequest | None
@@ -198,8 +208,11 @@ class Waits:
 
 @dataclass(slots=True)
 class Origin:
-    """A request that was the first to compute something that is cached. leaf: what of its path may
-    be. version: of the last report about it."""
+    """A request that was the first to compute something that is cached.
+
+    leaf: what of its path may be.
+    version: of the last report about it.
+    """
 
     leaf: PrefixNode
     version: int = 0
@@ -207,9 +220,10 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """window: what came within the window. open: what has not ended; of what has its first token,
-    the answer alone. works: the same by request id. keys: of how many requests of the window which
-    prefixes are the key.
+    """window: what came within the window.
+    open: what has not ended; of what has its first token, the answer alone.
+    works: the same by request id.
+    keys: of how many requests of the window which prefixes are the key.
     slowdown: steps take so many times what the prices say.
     """
 
@@ -251,9 +265,10 @@ class Replica:
 class Ask:
     """A request that has to go somewhere.
 
-    length: tokens of its prompt. matched: replica -> tokens of it that are cached there, of those
-    that have any. candidates: where it may go. parked: the replica that keeps the KV of the turn
-    before.
+    length: tokens of its prompt.
+    matched: replica -> tokens of it that are cached there, of those that have any.
+    candidates: where it may go.
+    parked: the replica that keeps the KV of the turn before.
     """
 
     request: EngineRequest
@@ -284,7 +299,10 @@ class Ask:
 
 @dataclass(slots=True)
 class State:
-    """Everything, at one moment. num_routed: requests so far. since_s: when the first one came.
+    """Everything, at one moment.
+
+    num_routed: requests so far.
+    since_s: when the first one came.
     asked_tokens: of the prompts of the window, of which matched_tokens were cached where they went.
     """
 

@@ -55,7 +55,8 @@ class Limits:
     """Bounds given by the model, the memory and the operator.
 
     max_model_len: most tokens of prompt and output together; never more than KV memory holds.
-    max_num_seqs, max_batch_tokens: bounds of one step. max_queue: waiting requests per class.
+    max_num_seqs, max_batch_tokens: bounds of one step.
+    max_queue: waiting requests per class.
     """
 
     max_model_len: int

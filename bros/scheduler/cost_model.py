@@ -123,11 +123,11 @@ class CostModel:
     """A fitted step time model; coefficients are seconds per unit and not negative.
 
     hinges: (knot, slope) pairs, each adding slope seconds for every padded token above knot; a
-    slope may be negative as long as no sum of token_s and slopes is.
-    padding: (limit, multiple) pairs with rising limits: up to `limit` tokens, a step costs as
-    much as the next multiple; above the last limit its multiple goes on.
-    swap_out_*, swap_*: of copies to the host, and back. overlap_swap: they run beside the
-    computation.
+        slope may be negative as long as no sum of token_s and slopes is.
+    padding: (limit, multiple) pairs with rising limits: up to `limit` tokens, a step costs as much
+        as the next multiple; above the last limit its multiple goes on.
+    swap_out_*, swap_*: of copies to the host, and back.
+    overlap_swap: they run beside the computation.
     """
 
     constant_s: float

@@ -34,10 +34,12 @@ Matrix = npt.NDArray[np.float64]
 
 
 class ChunkShape(NamedTuple):
-    """`tokens` after `context` cached ones; sampled: whether a token is chosen after them.
+    """`tokens` after `context` cached ones.
+
+    sampled: whether a token is chosen after them.
 
     shared: how many of the context tokens, from the first one on, are those of the first chunk of
-    the step, and are read together with it. 0 for the first chunk itself.
+        the step, and are read together with it. 0 for the first chunk itself.
     """
 
     tokens: int
@@ -59,7 +61,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CopySample:
-    """Copies of KV and the seconds that they took. out: to the host, else back."""
+    """Copies of KV and the seconds that they took.
+
+    out: to the host, else back.
+    """
 
     out: bool
     tokens: int

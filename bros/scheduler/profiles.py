@@ -40,7 +40,11 @@ _CHECKOUT_FILES = ("pyproject.toml", "profiles")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """What a profile holds for. device: a slug, see `device_slug`. threads: of each of tp ranks."""
+    """What a profile holds for.
+
+    device: a slug, see `device_slug`.
+    threads: of each of tp ranks.
+    """
 
     device: str
     model: str

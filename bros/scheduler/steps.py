@@ -17,9 +17,11 @@ class Step:
 
     began_s: when the device began with it; if it runs another one still, when it was planned.
     expected_s: seconds it should take. new request: arrival_index of the first request that came
-    too late for it. filled: fills that are done with it. blocked: classes that wait, and why.
-    idle: requests that hold memory and are not in it. foreseen: its requests plan on as if it were
-    done, see `foresee`.
+        too late for it.
+    filled: prefill-only requests that are done with it.
+    blocked: classes that wait, and why.
+    idle: requests that hold memory and are not in it.
+    foreseen: its requests plan on as if it were done, see `foresee`.
     """
 
     number: int

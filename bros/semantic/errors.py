@@ -30,8 +30,11 @@ class FailedStage(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The first failure, of which all others follow. variable: its id, if it is about one. name:
-    of the call's function, if it has one."""
+    """The first failure, of which all others follow.
+
+    variable: its id, if it is about one.
+    name: of the call's function, if it has one.
+    """
 
     request_id: str
     stage: FailedStage

@@ -38,7 +38,10 @@ _MS_DIGITS = 6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueBounds:
     """What the server accepts of a value from outside; the names are those of JSON Schema's
-    keywords in pydantic. one_of: the only strings."""
+    keywords in pydantic.
+
+    one_of: the only strings.
+    """
 
     pattern: str | None = None
     min_length: int | None = None

@@ -57,7 +57,10 @@ class GenerationFailedError(BrosError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiError:
-    """An error as the client sees it. more: further fields of it."""
+    """An error as the client sees it.
+
+    more: further fields of it.
+    """
 
     status: int
     message: str

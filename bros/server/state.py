@@ -179,7 +179,8 @@ MAX_BODY_BYTES = 4 * 2**20
 class ServerState:
     """Everything the HTTP layer works with.
 
-    model_name: the name in the API. created: Unix seconds, shown in /v1/models.
+    model_name: the name in the API.
+    created: Unix seconds, shown in /v1/models.
     jobs: files and batches, if the server has a place to keep them.
     sessions: programs of many calls, if the server takes them.
     replicas: the engine, if it is several.

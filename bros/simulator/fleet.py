@@ -58,10 +58,13 @@ class _Event(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class SimReplica:
-    """An engine with an executor and a clock of its own. number: the router's.
+    """An engine with an executor and a clock of its own.
 
-    clock: ahead of the simulation's while a step runs. waiting: come during that step. due: the
-    next step is about to begin.
+    number: the router's.
+
+    clock: ahead of the simulation's while a step runs.
+    waiting: come during that step.
+    due: the next step is about to begin.
     """
 
     engine: Engine
@@ -78,8 +81,9 @@ class SimReplica:
 class FleetRecord:
     """What became of one request; times in seconds after the start.
 
-    arrival_s: when it came, which in a closed loop is found out on the way. cached: tokens of its
-    prompt that were there when it began; matched: as many as the router thought.
+    arrival_s: when it came, which in a closed loop is found out on the way.
+    cached: tokens of its prompt that were there when it began.
+    matched: as many as the router thought.
     """
 
     request: PrefixRequest
@@ -103,7 +107,10 @@ class FleetRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetResult:
-    """records by number of the request; all of them have ended. busy_s, steps: by replica."""
+    """records by number of the request; all of them have ended.
+
+    busy_s, steps: by replica.
+    """
 
     records: Sequence[FleetRecord]
     end_s: float
@@ -319,8 +326,11 @@ _TOLERANCE_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetClassReport:
-    """One service class. both_met: requests whose first token and pace met the objectives; None
-    for a class that has none."""
+    """One service class.
+
+    both_met: requests whose first token and pace met the objectives; None for a class that has
+        none.
+    """
 
     requests: int
     latency_s: Summary
@@ -333,9 +343,11 @@ class FleetClassReport:
 class FleetReport:
     """One run; all figures are of requests that got all their tokens.
 
-    hits: share of prompt tokens that were cached when their request began; believed: as many
-    as the router thought when it decided. requests_per_s: from the start to the last end.
-    busy: share of the time in which steps ran, mean of all replicas. reasons: of decisions.
+    hits: share of prompt tokens that were cached when their request began.
+    believed: as many as the router thought when it decided.
+    requests_per_s: from the start to the last end.
+    busy: share of the time in which steps ran, mean of all replicas.
+    reasons: of decisions.
     """
 
     requests: int
@@ -436,8 +448,8 @@ _MANY = 2**31 - 1
 class FleetScenario:
     """One run. Two runs of equal scenarios give the same records to the bit.
 
-    report_delay_s, decision_s: see FleetSimulation. classes: there are best-effort requests,
-    and real-time ones bring their objectives.
+    report_delay_s, decision_s: see FleetSimulation.
+    classes: there are best-effort requests, and real-time ones bring their objectives.
     """
 
     config: EngineConfig

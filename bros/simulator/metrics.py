@@ -31,13 +31,15 @@ from bros.workload.attainment import Attainment, Summary, within
 class ClassReport:
     """One service class of one run.
 
-    requests = finished + unfinished + refused. unfinished: open at the end. refused: on arrival,
-    or later, when the engine gave them up. ttft_s, tpot_s: overdue open requests are in them
-    with the time so far, a lower bound. ttft_met, tpot_met, both_met: requests; a request with
-    one token has only a ttft.
+    requests = finished + unfinished + refused. All rates are per second after the warm-up.
+
+    unfinished: open at the end.
+    refused: on arrival, or later, when the engine gave them up.
+    ttft_s, tpot_s: overdue open requests are in them with the time so far, a lower bound.
+    ttft_met, tpot_met, both_met: requests; a request with one token has only a ttft.
     tokens_on_time: tokens within tpot of the one before (the first: within ttft of arrival).
-    requests_per_s: finished ones. tokens_per_s: prompt tokens of requests with a first token,
-    and output tokens. All rates are per second after the warm-up.
+    requests_per_s: finished ones.
+    tokens_per_s: prompt tokens of requests with a first token, and output tokens.
     """
 
     requests: int
@@ -60,7 +62,9 @@ class ClassReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One run, after the warm-up. end_s counts from the start. digest: of all records.
+    """One run, after the warm-up. end_s counts from the start.
+
+    digest: of all records.
 
     busy: share of the time in which a step ran, aborted ones included.
     steps: completed ones.

@@ -43,7 +43,10 @@ VOCAB = 1 << 16
 
 
 class Part(NamedTuple):
-    """A piece of a prompt. name: what it holds; None is an answer that has been given before."""
+    """A piece of a prompt.
+
+    name: what it holds; None is an answer that has been given before.
+    """
 
     name: str | None
     tokens: int
@@ -53,9 +56,9 @@ class Part(NamedTuple):
 class PrefixRequest:
     """One request, yet without tokens.
 
-    time_s: when it comes, in seconds after the start, or when it would if `follows`, the number
-    of a request before it, has not ended by then: it comes after that. family: what a partition
-    that knows the workload goes by.
+    time_s: when it comes, in seconds after the start, or when it would if `follows`, the number of
+        a request before it, has not ended by then: it comes after that.
+    family: what a partition that knows the workload goes by.
     """
 
     time_s: float
@@ -129,10 +132,12 @@ _ZIPF_EXPONENT = 1.1
 class Kind:
     """What a workload is like, and how much of it two replicas get.
 
-    per_family: requests of a family in the dataset, mean and deviation. lone: share of requests
-    in the dataset with a family of their own. longest: what videos and documents were cropped to in
-    the paper's runs; its table has them whole. make: the requests' families, in their order ->
-    parts and output tokens of each, and which one each follows.
+    per_family: requests of a family in the dataset, mean and deviation.
+    lone: share of requests in the dataset with a family of their own.
+    longest: what videos and documents were cropped to in the paper's runs; its table has them
+        whole.
+    make: the requests' families, in their order -> parts and output tokens of each, and which one
+        each follows.
     """
 
     rate: float
@@ -154,7 +159,11 @@ class _Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixWorkload:
-    """Requests of one kind. rate: per second, of all replicas together. families: tools, say."""
+    """Requests of one kind.
+
+    rate: per second, of all replicas together.
+    families: tools, say.
+    """
 
     name: str
     rate: float

@@ -206,7 +206,8 @@ class SimulatedRequest:
 class Totals:
     """A run from its start to time_s = busy_s + idle_s.
 
-    steps: completed ones. busy_s: of aborted ones as well.
+    steps: completed ones.
+    busy_s: of aborted ones as well.
     """
 
     time_s: float = 0.0
@@ -218,10 +219,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """records in order of arrival. end_s = busy_s + idle_s. steps: completed ones.
+    """records in order of arrival. end_s = busy_s + idle_s.
 
-    skipped: too long to be served, and came after the warm-up. warm_up: up to warm_up_s, or to
-    the end of the step that was running then.
+    steps: completed ones.
+
+    skipped: too long to be served, and came after the warm-up.
+    warm_up: up to warm_up_s, or to the end of the step that was running then.
     """
 
     records: Sequence[SimulatedRequest]

@@ -72,8 +72,11 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Where the server listens. server_key: its public key (CURVE), where others could listen in:
-    who does not know it cannot connect; empty: nothing is encrypted."""
+    """Where the server listens.
+
+    server_key: its public key (CURVE), where others could listen in: who does not know it cannot
+        connect; empty: nothing is encrypted.
+    """
 
     commands: str
     replies: str

@@ -11,7 +11,10 @@ from bros.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class NodeAllocation:
-    """What one replica gets of one node. cpus: cores, for all of its ranks."""
+    """What one replica gets of one node.
+
+    cpus: cores, for all of its ranks.
+    """
 
     cpus: int
     gpus: int

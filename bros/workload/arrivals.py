@@ -82,7 +82,10 @@ class RtLoad(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoissonLoad:
-    """`rate` requests per second on average, with independent gaps. sizes: key of RT_SIZES."""
+    """`rate` requests per second on average, with independent gaps.
+
+    sizes: key of RT_SIZES.
+    """
 
     rate: float
     sizes: str
@@ -106,7 +109,10 @@ class PoissonLoad:
 
 @dataclass(frozen=True, slots=True)
 class TraceLoad:
-    """Recorded arrivals (traces.py), played `speed` times as fast. source: the file's name."""
+    """Recorded arrivals (traces.py), played `speed` times as fast.
+
+    source: the file's name.
+    """
 
     source: str
     recorded: tuple[Arrival, ...] = field(repr=False)

@@ -170,7 +170,9 @@ DARK = Theme(ink="#e6e8eb", paper="#16191d", grid="#34393f")
 class Panel(NamedTuple):
     """values: label -> figure; a second one is drawn thinner.
 
-    spread: of the first value, drawn as a bar. asked: objectives, drawn as levels. log: the axis.
+    spread: of the first value, drawn as a bar.
+    asked: objectives, drawn as levels.
+    log: the axis.
     """
 
     title: str

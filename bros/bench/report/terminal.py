@@ -99,7 +99,10 @@ _RECENT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One class so far. tokens_per_s: prompt and output, of the last seconds."""
+    """One class so far.
+
+    tokens_per_s: prompt and output, of the last seconds.
+    """
 
     running: int
     completed: int

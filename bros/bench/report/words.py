@@ -180,7 +180,8 @@ _COMPARED_ELSEWHERE = ("--slo-ttft", "--slo-tpot", "--seed", "--model")
 
 
 class _Trait(NamedTuple):
-    """words: of a run in which it is another. of: None where a run has no such thing.
+    """words: of a run in which it is another.
+    of: None where a run has no such thing.
 
     among: runs are only compared with those that have the same.
     """

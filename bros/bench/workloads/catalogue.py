@@ -74,7 +74,8 @@ class TokenLimits:
 class ShareGpt(NamedTuple):
     """The conversations that can be used, and how many of those looked at cannot.
 
-    without_question: no human was answered. too_short, too_long: beyond the limits.
+    without_question: no human was answered.
+    too_short, too_long: beyond the limits.
     """
 
     content: Recorded
@@ -221,7 +222,10 @@ class RecordedSizes:
 
 
 class Trace(NamedTuple):
-    """A file's requests and when they came. skipped: rows that are no requests to play."""
+    """A file's requests and when they came.
+
+    skipped: rows that are no requests to play.
+    """
 
     content: Recorded | RecordedSizes
     arrivals: RecordedArrivals
@@ -341,7 +345,9 @@ def _wrong(path: Path, line: int, why: str) -> NoReturn:
 
 
 class Found(NamedTuple):
-    """arrivals: as recorded, for traces. notes: for people, what was left out of a file."""
+    """arrivals: as recorded, for traces.
+    notes: for people, what was left out of a file.
+    """
 
     content: Content
     arrivals: RecordedArrivals | None = None

@@ -126,10 +126,11 @@ _DIGITS = 6
 class Chats:
     """Conversations of `turns` turns.
 
-    user, answer: tokens of what the user says in a turn and of the answer. system_tokens: of a
-    text at the start that all conversations share. think_s: mean of the exponentially
-    distributed time between an answer and the next turn. Raises ConfigError if system_tokens or
-    think_s is negative.
+    Raises ConfigError if system_tokens or think_s is negative.
+
+    user, answer: tokens of what the user says in a turn and of the answer.
+    system_tokens: of a text at the start that all conversations share.
+    think_s: mean of the exponentially distributed time between an answer and the next turn.
     """
 
     label: str
@@ -224,7 +225,9 @@ class Moments(NamedTuple):
 
 
 class DatasetSizes(NamedTuple):
-    """shared: of the prompt, with other requests. key: of that, the key portion."""
+    """shared: of the prompt, with other requests.
+    key: of that, the key portion.
+    """
 
     prompt: Moments
     output: Moments
@@ -389,7 +392,9 @@ class RandomArrivals:
 
 @dataclass(frozen=True, slots=True)
 class RecordedArrivals:
-    """The times of a trace, played `speed` times as fast. times_s: sorted, from 0 on.
+    """The times of a trace, played `speed` times as fast.
+
+    times_s: sorted, from 0 on.
 
     Raises ConfigError if speed is not positive.
     """

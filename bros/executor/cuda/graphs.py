@@ -54,7 +54,10 @@ def buckets_for(rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """What recorded steps may hold. segments_per_row, segments: the most of one row and in all."""
+    """What recorded steps may hold.
+
+    segments_per_row, segments: the most of one row and in all.
+    """
 
     rows: int
     segments_per_row: int

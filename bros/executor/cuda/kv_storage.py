@@ -130,13 +130,13 @@ class KvCopier(Protocol[StreamT_contra]):
 class Buffers:
     """How copies are cut up.
 
-    count, size: pieces wait in so many buffers of so many bytes in each direction. 8 x 32 MiB are
-    5 ms of the bus: only a step that takes away more than that (2,048 tokens of Llama-3-8B) waits
-    for it.
-    group_bytes, groups: what comes back is cut into at most so many groups of layers of at least
-    so many bytes (75 us of the bus), for each costs a launch.
+    count, size: pieces wait in so many buffers of so many bytes in each direction. 8 x 32 MiB are 5
+        ms of the bus: only a step that takes away more than that (2,048 tokens of Llama-3-8B) waits
+        for it.
+    group_bytes, groups: what comes back is cut into at most so many groups of layers of at least so
+        many bytes (75 us of the bus), for each costs a launch.
     run_bytes: and a copy from consecutive host slots has at least so many bytes, on average. They
-    are 9 us of the bus, and asking for a copy takes the host a third of that.
+        are 9 us of the bus, and asking for a copy takes the host a third of that.
     """
 
     count: int = 8
@@ -158,7 +158,9 @@ class Buffers:
 
 
 class _Buffer(NamedTuple, Generic[EventT]):
-    """values: of some tokens. filled, emptied: by the first and the second stream it is for."""
+    """values: of some tokens.
+    filled, emptied: by the first and the second stream it is for.
+    """
 
     values: Tensor
     filled: EventT
@@ -166,7 +168,11 @@ class _Buffer(NamedTuple, Generic[EventT]):
 
 
 class _Moves(NamedTuple):
-    """Tokens that move, by host slot; slots: theirs on the device. runs: of all of them."""
+    """Tokens that move, by host slot.
+
+    slots: theirs on the device.
+    runs: of all of them.
+    """
 
     slots: Ints
     host: Ints

@@ -55,7 +55,10 @@ class PlainMlp:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Self-attention without its output projection. cos_sin: None if nothing is rotated."""
+    """Self-attention without its output projection.
+
+    cos_sin: None if nothing is rotated.
+    """
 
     kernels: Kernels
     layout: HeadLayout
@@ -87,7 +90,10 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One decoder layer. pre_norm: normalise what enters attention and MLP, not what leaves."""
+    """One decoder layer.
+
+    pre_norm: normalise what enters attention and MLP, not what leaves.
+    """
 
     attention: Attention
     attention_out: Linear

@@ -119,7 +119,8 @@ class ModelSpec:
     """The shape of one decoder-only model; everything the decoder branches on when it is built.
 
     family: "llama" (RMSNorm, rotary, gated MLP) or "opt" (LayerNorm, learned positions, MLP).
-    qkv_bias, out_bias, mlp_bias: which linears have a bias. qk_norm: RMSNorm per head on Q and K.
+    qkv_bias, out_bias, mlp_bias: which linears have a bias.
+    qk_norm: RMSNorm per head on Q and K.
     pre_norm: normalise before attention and MLP (else after the residual sum).
     rope: None means positions are learned embeddings, `position_offset` rows into their table.
     sliding_window: tokens a query may look back, None if all; contexts up to it are exact.

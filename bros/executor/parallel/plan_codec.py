@@ -64,9 +64,10 @@ class Step:
     """What a rank is told to compute.
 
     inputs: those of the plan, without `samples`: who asked for a token, and how it is chosen, is
-    known to rank 0 only. may_abort: whether rank 0 is asked on the way. sources: int32
-    [tokens], the place of each token among those that the step before chose, or -1 where
-    inputs.token_ids has it; None if that has all.
+        known to rank 0 only.
+    may_abort: whether rank 0 is asked on the way.
+    sources: int32 [tokens], the place of each token among those that the step before chose, or -1
+        where inputs.token_ids has it; None if that has all.
     """
 
     inputs: StepInputs

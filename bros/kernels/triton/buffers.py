@@ -103,8 +103,11 @@ class ListSizes:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Room for partial results. out: fp32 [partials, heads, head_dim]; lse: fp32 [partials, heads],
-    log2 of the sum of 2 ** score. Nothing in it outlives the attention of one layer."""
+    """Room for partial results. Nothing in it outlives the attention of one layer.
+
+    out: fp32 [partials, heads, head_dim].
+    lse: fp32 [partials, heads], log2 of the sum of 2 ** score.
+    """
 
     out: Tensor
     lse: Tensor

@@ -70,7 +70,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class PlanRules:
-    """one: for rows of one token; tile: for all else, in units of up to tile_tokens queries.
+    """one: for rows of one token.
+    tile: for all else, in units of up to tile_tokens queries.
 
     programs_per_item: KV heads, times what a tile of queries is split into.
     """
@@ -96,7 +97,11 @@ class OwnDone:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """All int32. one_items, tile_items: [n, ITEM_WIDTH]; listed: [k] tokens; segments: [m, 3].
+    """All int32.
+
+    one_items, tile_items: [n, ITEM_WIDTH].
+    listed: [k] tokens.
+    segments: [m, 3].
 
     Token merge_tokens[i] is merged of the partial results
     merge_slots[merge_start[i]:merge_start[i + 1]], of which negative ones are those of OwnDone, and

@@ -28,8 +28,11 @@ _TILE, _WARPS = 32, 8  # groups that are read at once: 32 tokens for each thread
 class SamplingTensors:
     """One entry per row, on the device of the logits.
 
-    temperature: fp32, 0 is greedy; min_p: fp32, 0 is off; top_k: int32, 0 is off; top_p: fp64,
-    1 is off; start: int64, the bits of the uint64 where the row's noise starts.
+    temperature: fp32, 0 is greedy.
+    min_p: fp32, 0 is off.
+    top_k: int32, 0 is off.
+    top_p: fp64, 1 is off.
+    start: int64, the bits of the uint64 where the row's noise starts.
     """
 
     temperature: Tensor

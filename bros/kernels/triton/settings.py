@@ -38,7 +38,9 @@ class Shape(NamedTuple):
 
 
 class LaunchConfig(NamedTuple):
-    """block_m: query rows of a program; block_n: keys per tile."""
+    """block_m: query rows of a program.
+    block_n: keys per tile.
+    """
 
     block_m: int
     block_n: int
@@ -48,7 +50,9 @@ class LaunchConfig(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TritonSettings:
-    """processors: multiprocessors; programs: how many of them run on one at once, per kind."""
+    """processors: multiprocessors.
+    programs: how many of them run on one at once, per kind.
+    """
 
     device: str
     processors: int

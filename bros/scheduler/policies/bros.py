@@ -155,8 +155,8 @@ _REFERENCE_TOKENS = 64
 class Room:
     """What requests in progress share: seats in the batch, and tokens of KV memory.
 
-    shared_tokens: of one request, that lie in blocks of the prefix cache; all_shared_tokens: in all
-    such blocks.
+    shared_tokens: of one request, that lie in blocks of the prefix cache.
+    all_shared_tokens: in all such blocks.
     """
 
     seats: int
@@ -345,8 +345,11 @@ _LAXITY = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrosSettings:
-    """The policy's options, see EngineConfig. ttft_s, tpot_s: objectives of usual requests.
-    depth: steps in flight at once, which a new request has to wait for."""
+    """The policy's options, see EngineConfig.
+
+    ttft_s, tpot_s: objectives of usual requests.
+    depth: steps in flight at once, which a new request has to wait for.
+    """
 
     rows: int
     tokens: int

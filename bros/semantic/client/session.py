@@ -334,7 +334,10 @@ def _criteria(value: Criteria | Perf | str | None) -> Criteria | None:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Calls that are sent together. key: makes sending them again idempotent."""
+    """Calls that are sent together.
+
+    key: makes sending them again idempotent.
+    """
 
     key: str
     calls: Sequence[ProgramCall]

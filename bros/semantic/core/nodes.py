@@ -44,7 +44,7 @@ class Label:
     """What one request must achieve.
 
     objectives: of the values that it is for. LATENCY also means that all of it is complete, which
-    is what matters about a request that other requests wait for.
+        is what matters about a request that other requests wait for.
     ttft_s, tpot_s: as in Criteria.
     deadline_s: when it must be complete at the latest.
     """
@@ -102,7 +102,10 @@ STARTED_STATES = frozenset({CallState.READY, CallState.RUNNING})
 
 @dataclass(frozen=True, slots=True)
 class InputPiece:
-    """The value of a variable as part of a prompt. name: of the placeholder."""
+    """The value of a variable as part of a prompt.
+
+    name: of the placeholder.
+    """
 
     name: str
     variable_id: str

@@ -254,7 +254,10 @@ def at_risk_s(group: TaskGroup, estimate: Estimate) -> float:
 
 
 class EngineTerms(NamedTuple):
-    """What a label means for the engine. grouped: see Hints."""
+    """What a label means for the engine.
+
+    grouped: see Hints.
+    """
 
     service_class: ServiceClass
     slo: Slo

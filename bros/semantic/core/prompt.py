@@ -93,8 +93,9 @@ class PieceEncoder:
 class PromptSharing:
     """Who may share what is computed of prompts.
 
-    model: of whose tokens these are. cache_salt: of everything. private_salt: of everything that
-    comes after the constant beginning.
+    model: of whose tokens these are.
+    cache_salt: of everything.
+    private_salt: of everything that comes after the constant beginning.
     """
 
     model: str

@@ -17,11 +17,11 @@ class SessionLimits:
 
     max_calls: calls that are not over.
     kept_calls: calls that are over and remembered. The oldest are forgotten first; all may be
-    forgotten to make room for values.
+        forgotten to make room for values.
     max_variables: in total. Beyond it the oldest loose variables are dropped.
     max_value_chars: of all values. Beyond it the oldest loose variables are dropped.
     max_labels, label_steps: see Labeller; they bound what a program costs whose values are all
-    asked for.
+        asked for.
     """
 
     max_calls: int = 10_000

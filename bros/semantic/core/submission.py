@@ -301,7 +301,9 @@ class Submission:
     """A call that is ready for the graph.
 
     is_text: its prompt is a text of its own and no conversation in the model's format.
-    variables: placeholder -> id. wanted: variable -> how soon. text_chars: of the template alone.
+    variables: placeholder -> id.
+    wanted: variable -> how soon.
+    text_chars: of the template alone.
     """
 
     call: NewCall

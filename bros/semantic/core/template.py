@@ -44,8 +44,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A hole in a template. role: None if the template does not say. sampling: name of a set of
-    sampling parameters, of outputs only."""
+    """A hole in a template.
+
+    role: None if the template does not say.
+    sampling: name of a set of sampling parameters, of outputs only.
+    """
 
     name: str
     role: Role | None = None

@@ -88,7 +88,10 @@ class LlmCallFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request to the engine. arrival_s: when all its inputs were there."""
+    """A request to the engine.
+
+    arrival_s: when all its inputs were there.
+    """
 
     request_id: str
     token_ids: Sequence[int]

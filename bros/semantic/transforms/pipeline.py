@@ -33,8 +33,10 @@ from bros.semantic.transforms.steps import (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """make: of the arguments, raises ArgumentError. usage: how it is written. Between `least`
-    and `most` arguments are taken. gives_list: one part can be taken with [i], some with [i:j]."""
+    """make: of the arguments, raises ArgumentError.
+    usage: how it is written. Between `least` and `most` arguments are taken.
+    gives_list: one part can be taken with [i], some with [i:j].
+    """
 
     usage: str
     make: Callable[..., Function]

@@ -134,8 +134,9 @@ _SAME_NAME = (
 class Tier:
     """What a `service_tier` means here.
 
-    name: what the response calls it. slo_scale: times the server's objectives gives those of
-    the tier; None leaves them to the engine.
+    name: what the response calls it.
+    slo_scale: times the server's objectives gives those of the tier; None leaves them to the
+        engine.
     """
 
     service_class: ServiceClass
@@ -341,8 +342,9 @@ MAX_CHOICES = 1024
 class Call(Protocol):
     """A checked request of one endpoint.
 
-    id_prefix: of the response's id. param: the field with the prompts. chunk_kind: `object` of
-    the chunks of a stream.
+    id_prefix: of the response's id.
+    param: the field with the prompts.
+    chunk_kind: `object` of the chunks of a stream.
     """
 
     id_prefix: str

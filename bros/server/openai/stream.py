@@ -48,7 +48,10 @@ Observe = Callable[[Sequence[ServiceClass]], Observer]
 
 @dataclass(slots=True)
 class FinishedChoice:
-    """One choice when nothing more follows. logprobs: of the tokens that are part of the text."""
+    """One choice when nothing more follows.
+
+    logprobs: of the tokens that are part of the text.
+    """
 
     index: int
     text: str = ""

@@ -268,8 +268,10 @@ def _cumulative(buckets: Buckets) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """by_status: batches in the store; None if it does not answer. rows: of this process.
-    in_flight: with the engine now."""
+    """by_status: batches in the store; None if it does not answer.
+    rows: of this process.
+    in_flight: with the engine now.
+    """
 
     by_status: Mapping[str, int] | None
     rows: RowCounts

@@ -186,7 +186,9 @@ _IN_PASSING = Criteria(perf=Perf.THROUGHPUT)
 
 
 class _Output(NamedTuple):
-    """call: index of its call. is_final: no other call of the program needs it."""
+    """call: index of its call.
+    is_final: no other call of the program needs it.
+    """
 
     call: int
     placeholder: str
