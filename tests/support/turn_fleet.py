@@ -24,7 +24,7 @@ class TurnFleet(Fleet):
         self.begun_ids: set[str] = set()
         self.groups: list[tuple[str, ...]] = []
         self.kept: dict[str, tuple[int, ...]] = {}
-        self.reporter: list[tuple[int, EngineReport]] = []
+        self.reports: list[tuple[int, EngineReport]] = []
         self._added = 0
         self._turn = 0
         self._now = 0.0
@@ -87,7 +87,7 @@ class TurnFleet(Fleet):
     def take(self, replica: int, report: EngineReport, now: float) -> None:
         self._pass(now)
         assert replica in self.facts
-        self.reporter.append((replica, report))
+        self.reports.append((replica, report))
 
     def _pass(self, now: float) -> None:
         assert now >= self._now, "the clock never goes back"
