@@ -17,7 +17,7 @@ import pytest
 
 import bros.semantic as P
 from bros.cli.main import main
-from support.processes import children, descendants, wait_until_gone
+from support.processes import children, descendants, engine_of_replica, wait_until_gone
 from support.server_process import ServerProcess, running_server, wait_until
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer
@@ -48,14 +48,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def server(model: Path) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module")
+def shared(model: Path) -> Iterator[ServerProcess]:
     with running_server(str(model), *SMALL, "--replicas", "2") as server:
         assert server.url
         group = descendants(server.pid)
         yield server
         group += descendants(server.pid)
     wait_until_gone(group, 30)
+
+
+@pytest.fixture
+def server(shared: ServerProcess) -> ServerProcess:
+    """With both engines, of which tests kill some."""
+    wait_until(lambda: replicas_up(shared) == 2, 120, "both replicas are up")
+    return shared
 
 
 def replicas_of(server: ServerProcess) -> list[dict[str, Any]]:
@@ -66,6 +73,12 @@ def replicas_of(server: ServerProcess) -> list[dict[str, Any]]:
 def replicas_up(server: ServerProcess) -> int:
     up: int = httpx.get(f"{server.url}/health").json()["replicas_up"]
     return up
+
+
+def lost(server: ServerProcess) -> int:
+    """Engines that have died."""
+    count: int = sum(replica["lost"] for replica in replicas_of(server))
+    return count
 
 
 def stream(url: str, body: dict[str, Any], begun: threading.Event) -> tuple[str, str, int]:
@@ -103,6 +116,7 @@ def test_streams_survive_the_engine_they_come_from(server: ServerProcess) -> Non
     undisturbed = [future.result() for future in futures]
     assert {(reason, tokens) for _, reason, tokens in undisturbed} == {("length", 160)}
     pool.shutdown()
+    lost_before = lost(server)
     pool, futures = streams(server)
     victim, _ = children(server.pid)
     os.kill(victim, signal.SIGKILL)
@@ -111,7 +125,7 @@ def test_streams_survive_the_engine_they_come_from(server: ServerProcess) -> Non
     pool.shutdown()
     wait_until(lambda: replicas_up(server) == 2, 120, "it is back")
     figures = httpx.get(f"{server.url}/admin/replicas").json()
-    assert figures["continued"] >= 1 and sum(each["lost"] for each in figures["data"]) == 1
+    assert figures["continued"] >= 1 and lost(server) == lost_before + 1
     assert [each["open"] for each in figures["data"]] == [0, 0]
 
 
@@ -166,7 +180,7 @@ def test_a_session_survives(server: ServerProcess) -> None:
                 answer.want(P.LATENCY)
                 wait_until(lambda: any(r["open"] for r in replicas_of(server)), 120, "it runs")
                 busy = next(r["number"] for r in replicas_of(server) if r["open"])
-                os.kill(sorted(children(server.pid))[busy], signal.SIGKILL)
+                os.kill(engine_of_replica(server.pid, busy), signal.SIGKILL)
             text: str = answer.get(timeout=60)
             return text
 
@@ -197,6 +211,7 @@ def test_a_replica_is_drained_moved_and_restarted(
     assert "replica-1 is up" in admin("resume", "1")
 
 
+@pytest.mark.long
 def test_the_server_ends_with_the_last_engine_that_is_not_to_come_back(model: Path) -> None:
     options = ("--replicas", "2", "--on-engine-death", "exit")
     with running_server(str(model), *SMALL, *options) as server:

@@ -1,5 +1,5 @@
-"""Two replicas with the embedded model and the default policy: engines that are killed or stopped
-while they serve, one or all of them."""
+"""Two replicas: engines that are killed or stopped while they serve, one or all of them. The long
+tier does it with the embedded model and the default policy, the fast one with a tiny model."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from support.processes import children, descendants, wait_until_gone
+from support.processes import children, descendants, engine_of_replica, wait_until_gone
 from support.server_process import ServerProcess, running_server, wait_until
+from support.tier import by_tier, is_long
+from support.tiny_models import save_tiny_llama
+from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-STREAMS, TOKENS = 4, 24
+STREAMS = 4
+TOKENS = by_tier(fast=400, long=24)
 GAP_S = 90.0
 """A stream goes on within about a second; with all cores busy it takes much longer."""
 
@@ -90,8 +93,13 @@ class Streams:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     options = ("--replicas", "2", "--kv-blocks", "256", "--threads", "1", "--tp-timeout", "4")
+    if not is_long():
+        folder = tmp_path_factory.mktemp("tiny")
+        save_tiny_llama(folder, vocab_size=1000)
+        tiny = save_tokenizer(folder, chat_template=TEMPLATE)
+        options = (str(tiny), "--policy", "fcfs", *options)
     with running_server(*options) as server:
         assert server.url
         yield server
@@ -112,6 +120,12 @@ def up(server: ServerProcess) -> int:
     return count
 
 
+def continued(server: ServerProcess) -> int:
+    """Streams that went on elsewhere."""
+    count: int = httpx.get(f"{server.url}/admin/replicas").json()["continued"]
+    return count
+
+
 def states(server: ServerProcess) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = httpx.get(f"{server.url}/admin/replicas").json()["data"]
     return found
@@ -122,19 +136,11 @@ def busiest(server: ServerProcess) -> int:
     return number
 
 
-def engine(server: ServerProcess, number: int) -> int:
-    """The process of a replica, as it was told when it was started."""
-    for pid in children(server.pid):
-        folder = Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2])
-        if json.loads((folder / "launch.json").read_text())["replica"] == number:
-            return pid
-    raise AssertionError(f"replica {number} does not run")
-
-
+@pytest.mark.long
 def test_streams_survive_a_killed_engine(server: ServerProcess, undisturbed: list[str]) -> None:
     streams = Streams(server.url)
     streams.begin()
-    os.kill(engine(server, busiest(server)), signal.SIGKILL)
+    os.kill(engine_of_replica(server.pid, busiest(server)), signal.SIGKILL)
     assert streams.texts() == undisturbed
     print(f"longest gap: {streams.gap_s:.2f} s")
     assert streams.gap_s < GAP_S
@@ -149,13 +155,18 @@ def test_prompts_that_are_being_computed_survive(server: ServerProcess) -> None:
     streams = Streams(server.url, bodies)
     wait_until(lambda: any(each["open"] for each in states(server)), 120, "one is there")
     assert not streams.readings[0].begun.is_set(), "its prompt is not done"
-    os.kill(engine(server, busiest(server)), signal.SIGKILL)
+    os.kill(engine_of_replica(server.pid, busiest(server)), signal.SIGKILL)
     assert streams.texts() == Streams(server.url, bodies).texts()
 
 
-def test_streams_survive_all_engines(server: ServerProcess, undisturbed: list[str]) -> None:
+def test_streams_survive_one_engine_and_then_all(
+    server: ServerProcess, undisturbed: list[str]
+) -> None:
+    before = continued(server)
     streams = Streams(server.url)
     streams.begin()
+    os.kill(engine_of_replica(server.pid, busiest(server)), signal.SIGKILL)
+    wait_until(lambda: continued(server) > before, 120, "the other one goes on")
     for pid in children(server.pid):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, 120, "none is left")
@@ -164,13 +175,14 @@ def test_streams_survive_all_engines(server: ServerProcess, undisturbed: list[st
     assert streams.texts() == undisturbed
 
 
+@pytest.mark.long
 def test_a_drained_replica_takes_over_what_the_other_loses(
     server: ServerProcess, undisturbed: list[str]
 ) -> None:
     httpx.post(f"{server.url}/admin/replicas/0/drain").raise_for_status()
     streams = Streams(server.url)
     streams.begin()
-    os.kill(engine(server, 1), signal.SIGKILL)
+    os.kill(engine_of_replica(server.pid, 1), signal.SIGKILL)
     assert streams.texts() == undisturbed
     assert states(server)[0]["state"] == "drained"
     httpx.post(f"{server.url}/admin/replicas/0/resume").raise_for_status()
@@ -182,7 +194,7 @@ def test_a_hung_engine_is_emptied_and_restarted(
     streams = Streams(server.url)
     streams.begin()
     number = busiest(server)
-    stopped = engine(server, number)
+    stopped = engine_of_replica(server.pid, number)
     os.kill(stopped, signal.SIGSTOP)
     wanted = {"move": True, "restart": True}
     httpx.post(f"{server.url}/admin/replicas/{number}/drain", json=wanted).raise_for_status()
@@ -196,7 +208,7 @@ def test_a_hung_engine_is_emptied_and_restarted(
 def test_a_hung_engine_is_noticed(server: ServerProcess, undisturbed: list[str]) -> None:
     streams = Streams(server.url)
     streams.begin()
-    stopped = engine(server, busiest(server))
+    stopped = engine_of_replica(server.pid, busiest(server))
     os.kill(stopped, signal.SIGSTOP)
     assert streams.texts() == undisturbed
     wait_until_gone([stopped], 30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -60,6 +61,15 @@ def ranks_below(pid: int) -> dict[int, int]:
         if rank and "bros.transport.process" in command:
             found[int(rank[1])] = child
     return dict(sorted(found.items()))
+
+
+def engine_of_replica(server: int, number: int) -> int:
+    """The engine process of a replica of a server, as it was told when it was started."""
+    for pid in children(server):
+        folder = Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2])
+        if json.loads((folder / "launch.json").read_text())["replica"] == number:
+            return pid
+    raise AssertionError(f"replica {number} does not run")
 
 
 def listening_at(pids: list[int]) -> set[str]:
