@@ -28,6 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 RANKS = 2
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", str(RANKS))
 SMALL = ("--policy", "fcfs", "--kv-blocks", "64", "--threads", "1", "--tp-timeout", "2")
+OPTIONS: dict[str, Any] = {"policy": "fcfs", "kv_blocks": 64, "threads": 1}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = {"prompt": "one two", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 GONE_S = 30.0
 
@@ -90,6 +92,22 @@ def error_of(line: str) -> dict[str, Any]:
     return found
 
 
+def test_ranks_answer_as_one_process_does_and_none_is_left_of_them(model: Path) -> None:
+    """A rank is killed in a stream, and then the server while it starts others."""
+    with LLM(str(model), **OPTIONS) as llm:
+        ((answer,),) = llm.generate("one two", GREEDY, progress=False)
+    with shared_server(model, "--tp") as server:
+        assert complete(server) == answer.text
+        assert f"{RANKS} ranks" in server.output
+        group = ranks_below(server.pid)
+        assert "rank" in error_of(lines_until_death(server, group[1])[-1])["message"]
+        wait_until_gone(list(group.values()), GONE_S)
+        everything = [server.pid, *descendants(server.pid)]
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until_gone(everything, GONE_S)
+
+
+@pytest.mark.long
 def test_all_ways_give_the_same_answer(model: Path) -> None:
     texts = []
     for way in ("alone", "--tp", "torchrun"):
@@ -105,19 +123,18 @@ def test_all_ways_give_the_same_answer(model: Path) -> None:
                 if way == "--tp":
                     assert server.wait(GONE_S) == 0
     assert texts == [texts[0]] * 3
-    options = {"policy": "fcfs", "kv_blocks": 64, "threads": 1}
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     # Other modules' fixtures keep servers that run until the last test.
     of_others = set(descendants(os.getpid()))
-    with LLM(str(model), tp=RANKS, **options) as llm:
-        ((answer,),) = llm.generate("one two", greedy, progress=False)
+    with LLM(str(model), tp=RANKS, **OPTIONS) as llm:
+        ((answer,),) = llm.generate("one two", GREEDY, progress=False)
         group = [pid for pid in descendants(os.getpid()) if pid not in of_others]
         assert list(ranks_below(os.getpid())) == list(range(RANKS))
     assert answer.text == texts[0]
     wait_until_gone(group, GONE_S)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stream_ends_with_an_error_and_the_group_comes_back(model: Path, rank: int) -> None:
     with shared_server(model, "--tp") as server:
         before = complete(server)

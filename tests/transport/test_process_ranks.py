@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from bros.core.clock import SystemClock
 from bros.core.errors import EngineDeadError
+from bros.engine.build import build_engine
 from bros.executor.model_store import ModelFiles
 from bros.transport.process_client import ProcessEngineClient
 from support.process_engine import TINY_ENGINE, ask, tokens_of
@@ -27,7 +29,6 @@ from support.processes import (
     ranks_below,
     wait_until_gone,
 )
-from support.tier import by_tier
 from support.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -100,10 +101,12 @@ async def test_ranks_answer_as_one_process_does(
     answers = await asyncio.gather(
         *(tokens_of(client, ask(f"r{n}", max_tokens=24)) for n in range(5))
     )
-    alone = ProcessEngineClient(TINY_ENGINE, files, log_level="error")
-    await alone.start()
-    expected = await tokens_of(alone, ask("alone", max_tokens=24))
-    await alone.close()
+    alone = build_engine(TINY_ENGINE, files, SystemClock())
+    alone.submit(ask("alone", max_tokens=24))
+    expected: list[int] = []
+    while alone.has_work:
+        expected += (token for output in alone.step() for token in output.token_ids)
+    alone.close()
     assert answers == [expected] * 5
 
 
@@ -113,18 +116,19 @@ async def test_ranks_meet_where_only_this_machine_can_reach_them(
     assert listening_at(processes_of(client)) == {LOOPBACK}
 
 
+@pytest.mark.long
 async def test_whatever_happens_to_a_rank_ends_the_group_and_a_new_one_comes(
     client: ProcessEngineClient,
 ) -> None:
     before = await tokens_of(client, ask("before", max_tokens=24))
     events = [
-        (0, signal.SIGSTOP, True),
         (1, signal.SIGKILL, False),
+        (0, signal.SIGSTOP, True),
         (1, signal.SIGSTOP, False),
         (0, signal.SIGKILL, False),
         (1, signal.SIGKILL, True),
     ]
-    for rank, number, idle in events[: by_tier(fast=2, long=5)]:
+    for rank, number, idle in events:
         group, ranks = processes_of(client), ranks_below(os.getpid())
         if idle:
             os.kill(ranks[rank], number)
@@ -165,17 +169,6 @@ async def test_a_rank_that_hangs_as_soon_as_it_is_ready_is_noticed(
     assert len(await tokens_of(client, ask("after", max_tokens=24))) == 24
 
 
-async def test_a_launcher_that_is_killed_takes_its_ranks_along(
-    client: ProcessEngineClient,
-) -> None:
-    group = processes_of(client)
-    assert client.pid is not None
-    os.kill(ranks_below(os.getpid())[1], signal.SIGSTOP)  # it can do nothing for that
-    os.kill(client.pid, signal.SIGKILL)
-    await gone(group)
-    await back(client, group)
-
-
 async def test_signals_to_everybody_leave_the_ranks_to_their_server(
     client: ProcessEngineClient,
 ) -> None:
@@ -187,6 +180,7 @@ async def test_signals_to_everybody_leave_the_ranks_to_their_server(
     assert processes_of(client) == group
 
 
+@pytest.mark.long
 async def test_closing_ends_all_ranks_quietly(
     files: ModelFiles, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +204,7 @@ async def test_closing_does_not_wait_for_a_rank_that_hangs(files: ModelFiles) ->
     await gone(group)
 
 
+@pytest.mark.long
 async def test_ranks_that_cannot_load_the_model_say_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     broken = ModelFiles(folder=tmp_path, name="broken")
@@ -240,6 +235,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 async def test_the_ranks_end_when_their_server_is_gone(files: ModelFiles) -> None:
     await asyncio.to_thread(_kill_an_owner, files)
 
@@ -259,3 +255,23 @@ def _kill_an_owner(files: ModelFiles) -> None:
         owner.kill()
     wait_until_gone(group, GONE_S)
     assert not folder.exists()
+
+
+async def test_a_launcher_that_is_killed_takes_its_ranks_along_and_a_new_group_comes(
+    client: ProcessEngineClient,
+) -> None:
+    before = await tokens_of(client, ask("before", max_tokens=24))
+    group = processes_of(client)
+    assert client.pid is not None
+    os.kill(ranks_below(os.getpid())[1], signal.SIGSTOP)  # it can do nothing for that
+    os.kill(client.pid, signal.SIGKILL)
+    await gone(group)
+    await back(client, group)
+    assert await tokens_of(client, ask("after", max_tokens=24)) == before
+
+
+async def test_closing_ends_all_ranks(client: ProcessEngineClient) -> None:
+    """Last in this module: the others share the group."""
+    group = processes_of(client)
+    await client.close()
+    assert not any(map(exists, group))
