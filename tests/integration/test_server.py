@@ -15,19 +15,29 @@ import pytest
 from bros.cli.main import main
 from support.server_process import ServerProcess, rss_mib, running_server, wait_until
 from support.tier import by_tier
+from support.tiny_models import save_tiny_llama
+from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 MODEL = "SmolLM2-135M-Instruct"
-CROWD = by_tier(fast=8, long=24)
-CLIENTS = by_tier(fast=40, long=200)
+CROWD = by_tier(fast=4, long=24)
+CLIENTS = by_tier(fast=12, long=200)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     with running_server() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a random model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(folder, vocab_size=1000)
+    return str(save_tokenizer(folder, chat_template=TEMPLATE))
 
 
 @pytest.fixture
@@ -101,7 +111,7 @@ async def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(server: ServerPro
 
         async def ask(seed: int) -> str:
             answer = await client.completions.create(
-                model=MODEL, prompt="My favourite animal", max_tokens=24, seed=seed
+                model=MODEL, prompt="My favourite animal", max_tokens=by_tier(fast=12, long=24), seed=seed
             )
             return answer.choices[0].text
 
@@ -213,16 +223,17 @@ def test_ctrl_c_ends_the_server_with_status_0(server: ServerProcess) -> None:
     assert "Traceback" not in server.output
 
 
-def test_on_engine_death_exit_ends_the_server_with_an_error() -> None:
-    with running_server("--on-engine-death", "exit", "--kv-blocks", "64") as server:
+def test_on_engine_death_exit_ends_the_server_with_an_error(tiny: str) -> None:
+    options = ("--on-engine-death", "exit", "--policy", "fcfs", "--kv-blocks", "64")
+    with running_server(tiny, *options) as server:
         assert server.url
         os.kill(server.engine_pid, signal.SIGKILL)
         assert server.wait(timeout_s=60) == 1
     assert "code -9" in server.output
 
 
-def test_an_option_that_does_not_fit_the_model_ends_it_at_once() -> None:
-    with running_server("--max-model-len", "100000") as server:
+def test_an_option_that_does_not_fit_the_model_ends_it_at_once(tiny: str) -> None:
+    with running_server(tiny, "--max-model-len", "100000") as server:
         assert server.wait(timeout_s=240) == 1
     assert "--max-model-len: 100000 is more than" in server.output
     assert "Traceback" not in server.output
