@@ -96,6 +96,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
             parser.addini(name, "of pytest-asyncio, which is not installed")
 
 
+# First, as xdist reads the groups in its own.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         _group_for_workers(items)
@@ -114,7 +116,7 @@ def _group_for_workers(items: list[pytest.Item]) -> None:
     tests of Ray: two instances of Ray on one machine mistake each other's tokens."""
     for item in items:
         uses_ray = "ray_address" in getattr(item, "fixturenames", ())
-        group = "ray" if uses_ray else str(item.path)
+        group = "ray" if uses_ray else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
 
 

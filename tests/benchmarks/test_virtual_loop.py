@@ -229,12 +229,12 @@ def test_work_for_threads_is_done_at_once() -> None:
     assert run_virtual(main) == (7, 0.0)
 
 
-def test_a_watcher_is_told_after_each_step() -> None:
+def test_a_subscriber_gets_a_report_after_each_step() -> None:
     async def main() -> list[EngineReport]:
         engine, heard = client(), list[EngineReport]()
         await engine.submit(request("before", [1] * 40, 1))
         await asyncio.sleep(1)
-        engine.watch(heard.append)
+        engine.subscribe(heard.append)
         stream = await engine.submit(request("a", [*[1] * 32, *[2] * 16], 1))
         async for _ in stream:
             pass

@@ -23,6 +23,7 @@ from transformers import (
 from bros.core.plan import SampleSpec
 from bros.core.request import SamplingParams
 from bros.executor.sampler import Sampler, noise
+from support.tier import by_tier
 
 NAMES = ("seed", "index", "number")
 
@@ -225,7 +226,7 @@ def chi_square_limit(degrees: int, z: float = 3.3) -> float:
     return degrees * (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
 
 
-@pytest.mark.parametrize("seed", [0, 1, -5, 2**63 - 1])
+@pytest.mark.parametrize("seed", by_tier(fast=[0, -5], long=[0, 1, -5, 2**63 - 1]))
 def test_draws_follow_the_distribution(seed: int) -> None:
     logits = torch.linspace(-2, 1.5, 30)
     draws = 20_000
@@ -308,7 +309,7 @@ def allowed_by_transformers(scores: torch.Tensor, *warpers: object) -> set[int]:
     return set(torch.nonzero(torch.isfinite(scores[0])).flatten().tolist())
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", by_tier(fast=[1], long=[1, 2, 3]))
 def test_filters_allow_what_those_of_transformers_allow(seed: int) -> None:
     # Every token has more than 1.5 % of the mass: 2000 draws meet all that are allowed.
     logits = torch.rand(20, generator=torch.Generator().manual_seed(seed)) * 2

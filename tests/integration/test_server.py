@@ -111,7 +111,10 @@ async def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(server: ServerPro
 
         async def ask(seed: int) -> str:
             answer = await client.completions.create(
-                model=MODEL, prompt="My favourite animal", max_tokens=by_tier(fast=12, long=24), seed=seed
+                model=MODEL,
+                prompt="My favourite animal",
+                max_tokens=by_tier(fast=12, long=24),
+                seed=seed,
             )
             return answer.choices[0].text
 

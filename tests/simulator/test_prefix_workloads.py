@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 
 import pytest
@@ -48,9 +49,14 @@ def dataset(name: str) -> PrefixWorkload:
     return published(name, 2, count=COUNTS[name], popularity="dataset")
 
 
+@functools.cache
+def table_of_dataset(name: str) -> Table:
+    return table_of(dataset(name).requests(0))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_statistics_are_those_of_the_table(name: str) -> None:
-    got = table_of(dataset(name).requests(0))
+    got = table_of_dataset(name)
     want = Table(*(Spread(*pair) for pair in PUBLISHED[name]))
     for column in ("prompt", "output", "per_key"):
         found, published_ = getattr(got, column), getattr(want, column)
@@ -64,7 +70,7 @@ def test_shares_spread_less_than_in_the_datasets() -> None:
     """Those have prompts that are unlike all others in ways that a mean and a deviation do not
     tell; only for videos and documents enough is known to draw them."""
     for name, row in PUBLISHED.items():
-        got = table_of(dataset(name).requests(0))
+        got = table_of_dataset(name)
         if name in ("video", "loogle"):
             assert got.shared.std == pytest.approx(row[2][1], abs=0.05)
         else:
