@@ -31,7 +31,13 @@ from bros.bench.planning import (
     has_own_times,
     mixed_scenario,
 )
-from bros.bench.report.files import read_result, requests_file_name, write_report, write_requests
+from bros.bench.report.files import (
+    read_result,
+    requests_file_name,
+    save_result,
+    write_report,
+    write_requests,
+)
 from bros.bench.report.terminal import LiveView, print_report
 from bros.bench.results import (
     BadResultsError,
@@ -326,8 +332,8 @@ def run_bench(
 ) -> int:
     """Measure, print the report and write its files; returns the exit status.
 
-    The files are written anew after every run, so that an interrupted comparison keeps what it
-    has. Raises ConfigError for a wrong option, NoServerError, ServerStartError or ModelError.
+    Figures are saved after every run, and an interrupted comparison still gets a report of the
+    runs that it has. Raises ConfigError for a wrong option, NoServerError, ServerStartError or ModelError.
     """
     console = wide(console)
     report_only = read_own(BenchFlags, args).report_only
@@ -375,7 +381,17 @@ class _Bench:
             self.result = _read("--append", settings.out)
 
     async def run(self) -> None:
-        """Raises NoServerError, ServerStartError or ConfigError."""
+        """Measure, and write the report of what was measured, also if there comes an error.
+
+        Raises NoServerError, ServerStartError or ConfigError."""
+        before = self.result
+        try:
+            await self._measure()
+        finally:
+            if self.result is not before:
+                write_report(self._settings.out, self.result)
+
+    async def _measure(self) -> None:
         async for target, cases in self._targets():
             runner = BenchRunner(
                 target,
@@ -435,18 +451,15 @@ class _Bench:
             tried=found.tried,
         )
         self.result = self.result.with_capacity(capacity)
-        self._write()
+        save_result(self._settings.out, self.result)
 
     def _take(self, run: MeasuredRun) -> None:
         self.result = self.result.with_run(run.result)
-        self._write()
+        save_result(self._settings.out, self.result)
         path = self._settings.out / requests_file_name(run.result)
         write_requests(path, run.records, self._command.slo, run.window)
         for note in run.notes:
             self._console.print(f"note: {note}", highlight=False)
-
-    def _write(self) -> None:
-        write_report(self._settings.out, self.result)
 
     @contextlib.contextmanager
     def _view(self, title: str) -> Iterator[OnProgress]:

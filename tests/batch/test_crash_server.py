@@ -147,8 +147,10 @@ def test_a_job_outlives_its_engine_and_its_server(url: str | None, tmp_path: Pat
     print(f"killed: {killed}; {len(errors)} rows given up")
 
 
+@pytest.mark.long
 def test_a_server_that_is_told_to_stop_is_followed_at_once(tmp_path: Path) -> None:
-    """Nobody waits for a lease that lasts longer than any test."""
+    """The next server does not wait for a lease that lasts longer than any test. In any run,
+    test_crash.py stops a process without an engine in this way."""
     job = Job(["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", "3600"])
     with job.ends:
         job.submit(100)

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from bros.bench.planning import Case
 from bros.bench.results import BenchResult, Scenario
+from bros.bench.running import BenchRunner, MeasuredRun
 from bros.cli.main import main
 from bros.executor.model_store import default_cache_dir, resolve_model
 from support.tiny_models import save_tiny_llama
@@ -34,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-GAP_S = 0.01
+GAP_S = 0.004
 
 
 class FakeServer:
@@ -238,6 +240,28 @@ def test_only_a_result_can_be_written_anew(
     assert main(["bench", "--report-only", str(tmp_path)], {}) == 2
     assert "--report-only: the result.json in" in capsys.readouterr().err
     assert len(list(tmp_path.iterdir())) == (text is not None)
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_has_a_report_of_its_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, saved = BenchRunner.run, list[BenchResult]()
+
+    async def run_once(runner: BenchRunner, case: Case) -> MeasuredRun:
+        if (tmp_path / "result.json").exists():
+            saved.append(result(tmp_path))
+            raise KeyboardInterrupt
+        return await run(runner, case)
+
+    monkeypatch.setattr(BenchRunner, "run", run_once)
+    arguments = ("--rates", "8", "--scenarios", "S0,S3", "--in-flight", "1", "--scale", "0.03")
+    assert asyncio.run(bench(FakeServer(), model, tmp_path, *arguments)) == 130
+    [before] = saved
+    assert [run.scenario for run in before.results] == [Scenario.S0]
+    assert result(tmp_path).results == before.results
+    assert "S0" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "attainment.png").exists()
 
 
 @pytest.mark.slow

@@ -71,6 +71,8 @@ def text_of(url: str, body: dict[str, Any]) -> str:
     return text
 
 
+# In any run, test_ray_client.py kills actors and test_replicas_trouble.py replicas with streams.
+@pytest.mark.long
 def test_every_stream_survives_a_killed_actor(server: ServerProcess) -> None:
     assert server.url is not None
     with ThreadPoolExecutor(STREAMS) as pool:
@@ -91,6 +93,7 @@ def test_every_stream_survives_a_killed_actor(server: ServerProcess) -> None:
     assert sum(replica["lost"] for replica in replicas_of(server)) == 1
 
 
+@pytest.mark.long
 def test_nothing_is_left_on_the_cluster(server: ServerProcess) -> None:
     """After the one before; the server is asked to end while a stream is open."""
     assert server.url is not None

@@ -125,6 +125,11 @@ def _short(commit: str | None) -> str:
 
 def page(bench: BenchResult) -> str:
     """Complete HTML with pictures for light and dark screens; page.html is its template."""
+    light = figures(bench, LIGHT)
+    return _page(bench, light, _drawn(light))
+
+
+def _page(bench: BenchResult, light: Mapping[str, Figure], pictures: Mapping[str, bytes]) -> str:
     source = importlib.resources.files("bros.bench.report").joinpath("page.html")
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
@@ -136,7 +141,7 @@ def page(bench: BenchResult) -> str:
         verdict=verdict(bench),
         objectives=all_objectives(bench),
         warnings=warnings(bench),
-        plots=_plots(bench),
+        plots=_plots(bench, light, pictures),
         columns=[column.replace("\n", " ") for column in COLUMNS],
         runs=[(name_of(bench, run), *cells(bench, run)) for run in runs],
         starts=[n for n in range(1, len(runs)) if runs[n].rt_rate != runs[n - 1].rt_rate],
@@ -151,21 +156,32 @@ def page(bench: BenchResult) -> str:
     )
 
 
-def _plots(bench: BenchResult) -> dict[str, list[dict[str, str]]]:
+def _plots(
+    bench: BenchResult, light: Mapping[str, Figure], pictures: Mapping[str, bytes]
+) -> dict[str, list[dict[str, str]]]:
     """By heading: what was measured first, then what servers say of themselves."""
-    light, dark = figures(bench, LIGHT), figures(bench, DARK)
+    dark = _drawn(figures(bench, DARK))
     found: dict[str, list[dict[str, str]]] = {"Plots": [], "Inside the servers": []}
     for name, figure in light.items():
         heading = "Inside the servers" if name.startswith("timeline") else "Plots"
-        picture = {"light": _png(figure), "dark": _png(dark[name])}
+        picture = {"light": _inline(pictures[name]), "dark": _inline(dark[name])}
         found[heading].append({**picture, "title": figure.get_suptitle()})
     return found
 
 
-def _png(figure: Figure) -> str:
+def _drawn(plots: Mapping[str, Figure]) -> dict[str, bytes]:
+    """Each as a PNG."""
+    return {name: _png(figure) for name, figure in plots.items()}
+
+
+def _png(figure: Figure) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return file.getvalue()
+
+
+def _inline(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _capacity(bench: BenchResult, found: CapacityResult) -> dict[str, Any]:
@@ -278,21 +294,32 @@ def write_report(folder: Path, bench: BenchResult) -> list[Path]:
     Makes the folder. Files of the same names are replaced. Plots and requests of runs that are
     gone are removed if the result.json that was there lists them. Raises OSError.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    plots = {f"{name}.png": figure for name, figure in figures(bench, LIGHT).items()}
-    files = (*plots, *(requests_file_name(result) for result in bench.results))
-    for name in _listed(folder) - set(files):
-        (folder / name).unlink(missing_ok=True)
-    texts = {"result.json": replace(bench, files=files).to_json(), "report.html": page(bench)}
-    paths = []
-    for name, text in texts.items():
-        paths.append(folder / name)
-        paths[-1].write_text(text, encoding="utf-8")
-    paths.append(write_summary(folder / "summary.csv", bench))
-    for name, figure in plots.items():
-        paths.append(folder / name)
-        figure.savefig(paths[-1])
+    light = figures(bench, LIGHT)
+    pictures = _drawn(light)
+    paths = save_result(folder, bench, plots=[f"{name}.png" for name in pictures])
+    paths.append(folder / "report.html")
+    paths[-1].write_text(_page(bench, light, pictures), encoding="utf-8")
+    for name, png in pictures.items():
+        paths.append(folder / f"{name}.png")
+        paths[-1].write_bytes(png)
     return paths
+
+
+def save_result(folder: Path, bench: BenchResult, plots: Sequence[str] | None = None) -> list[Path]:
+    """result.json and summary.csv alone, which takes milliseconds where pictures take seconds;
+    returns their paths. `plots` are the files of pictures that belong to it, by default those
+    that lie there. Raises OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    before = _listed(folder)
+    if plots is None:
+        plots = sorted(name for name in before if name.endswith(".png"))
+    files = (*plots, *(requests_file_name(result) for result in bench.results))
+    for name in before - set(files):
+        (folder / name).unlink(missing_ok=True)
+    path = folder / "result.json"
+    path.write_text(replace(bench, files=files).to_json(), encoding="utf-8")
+    return [path, write_summary(folder / "summary.csv", bench)]
 
 
 def read_result(folder: Path) -> BenchResult:
