@@ -333,7 +333,8 @@ def run_bench(
     """Measure, print the report and write its files; returns the exit status.
 
     Figures are saved after every run, and an interrupted comparison still gets a report of the
-    runs that it has. Raises ConfigError for a wrong option, NoServerError, ServerStartError or ModelError.
+    runs that it has. Raises ConfigError for a wrong option, NoServerError, ServerStartError or
+    ModelError.
     """
     console = wide(console)
     report_only = read_own(BenchFlags, args).report_only

@@ -21,7 +21,7 @@ from support.tier import by_tier, seed
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
-ROWS, KILLS = by_tier(fast=(120, 3), long=(500, 20))
+ROWS, KILLS = by_tier(fast=(60, 2), long=(500, 20))
 COMPLETIONS = "/v1/completions"
 LEASE_S = 1.0
 
@@ -107,7 +107,7 @@ def url(request: pytest.FixtureRequest) -> str | None:
 
 
 def test_a_job_outlives_its_engine_and_its_server(url: str | None, tmp_path: Path) -> None:
-    rng = random.Random(seed(4))
+    rng = random.Random(seed(25))
     options = ["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", str(LEASE_S)]
     job = Job([*options, "--store", url] if url else options)
     with job.ends:

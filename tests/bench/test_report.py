@@ -51,6 +51,7 @@ from support.bench_records import (
     make_result,
     typical_bench,
 )
+from support.tier import by_tier
 
 WINDOW = Window(10.0, 60.0, 70.0)
 REFUSAL = "refused: <b>429</b> & busy"
@@ -261,7 +262,13 @@ def test_names_of_request_files_are_plain() -> None:
     assert requests_file_name(result) == "requests_S3_http-a-8000-v1_0.5.csv"
 
 
-@pytest.mark.parametrize("name", [name for name in BENCHES if name != "typical"])
+@pytest.mark.parametrize(
+    "name",
+    by_tier(
+        fast=["one rate", "failing", "nothing run"],
+        long=[name for name in BENCHES if name != "typical"],
+    ),
+)
 def test_page_needs_nothing_else(name: str) -> None:
     html, bench = page_named(name), BENCHES[name]
     found = Page(html)

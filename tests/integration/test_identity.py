@@ -49,7 +49,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NEW_TOKENS = 64
 FEW_TOKENS = 20
-SOME_PROMPTS = (*PROMPTS[:7], PROMPTS[38])
+SOME_PROMPTS = (*PROMPTS[: by_tier(fast=3, long=7)], PROMPTS[38])
 MOST_NEAR_TIES = 3
 BATCH = 8
 """Prompts that transformers answers in one call, and how much longer the longest of them may be

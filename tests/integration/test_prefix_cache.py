@@ -189,6 +189,7 @@ def test_nothing_is_held_when_all_is_done(client: httpx.Client) -> None:
     assert metric(client, "bros_kv_blocks_shared") == 0
 
 
+@pytest.mark.long
 def test_without_the_cache_nothing_is_found(model: Path) -> None:
     options = ("--policy", "fcfs", "--kernels", "reference", "--prefix-cache", "off")
     with (
