@@ -456,9 +456,10 @@ class BenchRunner:
         self._tokenizer = tokenizer
         self._clock = clock
         self._view = view
-        # Of the tokens around a prompt, which the context has to hold as well.
+        self._prompts = Prompts(tokenizer, wanted.seed)
+        # Those around a prompt, which the context has to hold as well.
         chat = measuring.endpoint is Endpoint.CHAT
-        self._added_tokens = Prompts(tokenizer, wanted.seed).added_tokens(chat=chat)
+        self._added_tokens = self._prompts.added_tokens(chat=chat)
 
     async def run(self, case: Case) -> MeasuredRun:
         """Raises NoServerError if the server does not answer when the run begins, ConfigError."""
@@ -502,7 +503,7 @@ class BenchRunner:
         return plan
 
     def _render(self, plan: Plan, seed: int) -> Render:
-        prompts = Prompts(self._tokenizer, seed, plan.texts)
+        prompts = self._prompts.reseeded(seed, plan.texts)
 
         def render(planned: Planned) -> tuple[Sequence[int], str]:
             prompt = prompts.render(planned.prompt)
