@@ -49,7 +49,7 @@ serve: $(INSTALLED) ## start the server on port 8000 with the embedded model
 	@exec $(BIN)/bros serve $(ARGS)
 
 # tests/conftest.py says which tests stay together on one worker.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
 test: $(INSTALLED) ## run the fast tier of the tests, 6 min
 	$(PYTEST) --session-timeout=$(TEST_TIMEOUT) $(ARGS)

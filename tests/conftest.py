@@ -62,6 +62,14 @@ _NEEDS = {
 }
 collect_ignore = [file for file, name in _NEEDS.items() if importlib.util.find_spec(name) is None]
 
+# Two instances of Ray on one machine mistake each other's tokens.
+_RAY_FILES = (
+    "tests/integration/test_cluster_server.py",
+    "tests/integration/test_replicas_cached.py",
+    "tests/server/test_cluster.py",
+    "tests/transport/test_ray_client.py",
+)
+
 NO_CUDA = "no CUDA device"
 
 # Kernels in Triton run on the CPU where there is no NVIDIA device. It has to be known before
@@ -96,11 +104,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
             parser.addini(name, "of pytest-asyncio, which is not installed")
 
 
-# First, as xdist reads the groups in its own.
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
-        _group_for_workers(items)
         _slow_files_first(items)
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
@@ -108,16 +113,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not config.pluginmanager.has_plugin("asyncio"):
             if inspect.iscoroutinefunction(getattr(item, "function", None)):
                 item.add_marker(pytest.mark.skip(reason="needs pytest-asyncio"))
+        if "ray_address" in getattr(item, "fixturenames", ()):
+            assert item.nodeid.startswith(_RAY_FILES), f"_RAY_FILES lacks the file of {item.nodeid}"
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
 
 
-def _group_for_workers(items: list[pytest.Item]) -> None:
-    """One worker runs all tests of a file, which share servers and models, and one worker runs all
-    tests of Ray: two instances of Ray on one machine mistake each other's tokens."""
-    for item in items:
-        uses_ray = "ray_address" in getattr(item, "fixturenames", ())
-        group = "ray" if uses_ray else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """One worker runs all tests of a file, which share servers and models, and one worker runs
+    all files of Ray. (Marks of groups, which xdist has for this, pytest 9.2 leaves unread.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(_RAY_FILES) else nodeid.partition("::")[0]
+
+    return FileScheduling(config, log)
 
 
 def _slow_files_first(items: list[pytest.Item]) -> None:
