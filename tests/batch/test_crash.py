@@ -77,7 +77,8 @@ def test_a_job_outlives_the_processes_that_work_on_it(site: Site) -> None:
 def test_several_processes_on_one_store_take_over_from_one_another(site: Site) -> None:
     """Some are killed, others sleep for longer than their lease and then go on as if nothing had
     happened. There is work, and there are kills, until a lease has been taken over."""
-    rng, kills, naps, lease_s = random.Random(seed(2)), 0, 0, 1.0
+    rng, kills, naps = random.Random(seed(2)), 0, 0
+    lease_s = by_tier(fast=0.5, long=1.0)
 
     def started() -> BaseProcess:
         return site.started(Orders(seed=rng.getrandbits(32), row_s=0.4, lease_s=lease_s))

@@ -8,7 +8,7 @@ import csv
 import io
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +104,15 @@ class Measured:
     def copy(self, folder: Path) -> Path:
         shutil.copytree(self.out, folder)
         return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def early_start() -> Iterator[None]:
+    """Nothing here takes a second to prepare."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("load", "running"):
+            patch.setattr(f"bros.bench.{module}.PREPARE_AHEAD_S", 0.1)
+        yield
 
 
 @pytest.fixture(scope="module")
