@@ -239,7 +239,7 @@ class RequestTrace:
         "turn"      the policy served other requests first
         "prefix"    another request was computing the beginning of its prompt
         "early"     it is an early prefill, which would have cost others more than it saves
-        "made way"  it ran, but the step was aborted for the first token of another request
+        "yielded"   it ran, but the step was aborted for the first token of another request
     ttft_s: None until there is a first token.
     tpot_s: None until there is a second token.
     late_tokens: output tokens after their deadlines.

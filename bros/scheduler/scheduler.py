@@ -408,7 +408,7 @@ class Scheduler:
 
     @property
     def may_abort(self) -> bool:
-        """Whether `makes_way` may say yes while the step runs that was scheduled last."""
+        """Whether `yields` may say yes while the step runs that was scheduled last."""
         assert self._steps.latest is not None
         packing = self._steps.latest.packing
         has_best_effort = len(packing.selected) > packing.num_urgent
@@ -438,11 +438,11 @@ class Scheduler:
             state = self._states.get(chunk.request_id)
             if state is None or state.arrival_index >= step.new_request:
                 continue  # aborted while the step ran, and another one may have its name
-            state.record.wait("made way", seconds)
+            state.record.wait("yielded", seconds)
             if chunk.request_id in self._started:
                 self._kv.free(chunk.request_id)
                 self._wait(state)
-                state.record.event(now, "made way")
+                state.record.event(now, "yielded")
             else:
                 self._kv.truncate(chunk.request_id, chunk.start)
                 state.num_cached = chunk.start

@@ -139,15 +139,15 @@ def test_nothing_is_left_of_a_step_that_was_given_up() -> None:
     ]
 
 
-def test_those_who_made_way_say_so() -> None:
+def test_requests_of_an_aborted_step_record_that_they_yielded() -> None:
     run = run_with_best_effort()
     plan = run.scheduler.schedule(0.0)
     assert plan is not None
     run.scheduler.abort_step(plan, 0.05)
     trace = run.scheduler.trace("be", 0.05)
     assert trace is not None
-    assert trace.waits == {"made way": pytest.approx(0.05)}
-    assert [what for _, what in trace.events] == ["queued as be", "scheduled", "made way"]
+    assert trace.waits == {"yielded": pytest.approx(0.05)}
+    assert [what for _, what in trace.events] == ["queued as be", "scheduled", "yielded"]
     assert run.waiting(BE) == 1
     assert run.scheduler.stats().abandoned_s == pytest.approx(0.05)
 

@@ -401,7 +401,7 @@ class ChoiceTrace(BaseModel):
     waits_ms: dict[str, float] = Field(
         description="How long it could have run and did not, by reason: time (no time was left "
         "in the iteration), rows (the batch was full), tokens (the token budget was used up), "
-        "memory (no KV blocks), turn (others went first), made way (it ran, but the iteration "
+        "memory (no KV blocks), turn (others went first), yielded (it ran, but the iteration "
         "was aborted for the first token of another request)"
     )
     events: list[TraceEvent]
