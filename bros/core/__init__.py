@@ -1,1 +1,1 @@
-"""Types and seams shared by every layer. Standard library only, no side effects."""
+"""Types and interfaces shared by every layer. Standard library only, no side effects."""

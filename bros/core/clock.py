@@ -29,7 +29,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to, for tests and simulation."""
+    """A clock that only `advance` moves, for tests and simulation."""
 
     def __init__(self, start_s: float = 0.0, epoch_s: float = 1_700_000_000.0) -> None:
         self._now_s = start_s

@@ -56,8 +56,8 @@ def parse_bytes(text: str) -> int:
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
-    """A config field. limits: choices=(...), low=, high= (inclusive), size=True for bytes,
-    address=True for auto or host:port."""
+    """A config field. limits: choices=(...); low=, high= (inclusive); size=True for bytes;
+    address=True for auto or host:port; secret=True for text that must not be empty."""
     return dataclasses.field(default=default, metadata={"help": help, **limits})
 
 
@@ -78,11 +78,11 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
     flag = "--" + spec.name.replace("_", "-")
     limits = spec.metadata
     if value == "" and limits.get("secret"):
-        raise ConfigError(f"{flag}: must not be empty; leave it out for a server without a key")
+        raise ConfigError(f"{flag}: must not be empty; omit it to run a server without a key")
     if "low" in limits and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ConfigError(f"{flag}: {value!r} is not a number")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{flag}: {value} is not a number one can reach")
+        raise ConfigError(f"{flag}: {value} is not a finite number")
     if "choices" in limits and value not in limits["choices"]:
         allowed = ", ".join(limits["choices"])
         raise ConfigError(f"{flag}: {value!r} is not one of {allowed}")
@@ -103,7 +103,7 @@ _ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]):\d{1,5}")
 
 
 class StepBounds(NamedTuple):
-    """The most requests and tokens of one iteration."""
+    """The maximum requests (rows) and tokens of one step."""
 
     rows: int
     tokens: int
@@ -115,45 +115,47 @@ _GPU_BOUNDS = StepBounds(rows=256, tokens=2048)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(_Checked):
-    """What the engine process needs to know."""
+    """Options of the engine process."""
 
     model: str | None = option(
         None, "local Hugging Face folder, .gguf file or hub id; default: embedded SmolLM2-135M"
     )
     device: str = option(
-        "auto", "where the model runs: auto is the GPU if there is one", choices=DEVICES
+        "auto", "device that runs the model; auto uses the GPU if there is one", choices=DEVICES
     )
     weights: str = option(
-        "auto", "precision of the weights: auto is fp32, on a GPU bf16", choices=WEIGHTS
+        "auto", "precision of the weights; auto: fp32 on a CPU, bf16 on a GPU", choices=WEIGHTS
     )
     kernels: str = option("auto", "kernel back end", choices=KERNELS)
     self_attention: str = option(
         "auto",
-        "on a GPU, what attends within the chunks of prompts: auto is triton",
+        "GPU only: kernel for attention within prompt chunks; auto: triton",
         choices=SELF_ATTENTION,
     )
     shared_attention: str = option(
         "on",
-        "read KV that several requests begin with once for all of them",
+        "compute the attention over a shared prefix once for all its requests",
         choices=SHARED_ATTENTION,
     )
     kv_dtype: str = option("auto", "precision of the KV cache", choices=KV_DTYPES)
     kv_memory: str | None = option(
         None,
-        "memory for the KV cache, e.g. 2GiB; default: 1GiB, on a GPU all that may be used",
+        "memory for the KV cache, e.g. 2GiB; default: 1GiB on a CPU, all usable memory on a GPU",
         size=True,
     )
     kv_blocks: int | None = option(
         None, "KV cache size in blocks of 16 tokens, instead of --kv-memory", low=1
     )
     gpu_memory_utilization: float = option(
-        0.9, "share of the GPU's memory that may be used, weights included", low=0.05, high=1
+        0.9, "share of the GPU's memory that bros may use, weights included", low=0.05, high=1
     )
     cuda_graphs: str = option(
-        "on", "on a GPU, record decode steps once and replay them", choices=CUDA_GRAPHS
+        "on", "GPU only: capture decode steps as CUDA graphs and replay them", choices=CUDA_GRAPHS
     )
     async_scheduling: str = option(
-        "auto", "plan the next step while one runs: auto is on a GPU", choices=ASYNC_SCHEDULING
+        "auto",
+        "schedule the next step while one runs; auto: on for a GPU, else off",
+        choices=ASYNC_SCHEDULING,
     )
     kv_layout: str = option(
         "bidirectional",
@@ -162,114 +164,115 @@ class EngineConfig(_Checked):
     )
     on_pressure: str = option(
         "checkpoint",
-        "preempted KV: keep a copy on the host, or compute it again",
+        "preempted KV: copy it to the host and restore it, or recompute it",
         choices=ON_PRESSURE,
     )
-    host_kv_memory: str = option("1GiB", "memory for these copies", size=True)
+    host_kv_memory: str = option("1GiB", "host memory for copies of preempted KV", size=True)
     host_kv_blocks: int | None = option(
-        None, "the same in blocks of 16 tokens, instead of --host-kv-memory", low=0
+        None, "host copies in blocks of 16 tokens, instead of --host-kv-memory", low=0
     )
     kv_find: str = option(
-        "final", "how blocks are found: paper is the published algorithm", choices=KV_FIND
+        "final", "search for free KV slots; paper: the published algorithm", choices=KV_FIND
     )
     prefix_cache: str = option(
         "class-aware",
-        "keep what prompts begin with: by class and value, least recently used first, or not",
+        "eviction order of the prefix cache: by class and value, or lru; off: no prefix cache",
         choices=PREFIX_CACHE,
     )
     rt_cache_share: float = option(
         0.25,
-        "share of the KV cache that best-effort work cannot take from cached real-time prompts",
+        "share of the KV cache in which cached real-time prompts are protected from best-effort",
         low=0,
         high=0.9,
     )
     max_model_len: int | None = option(
         None,
-        "longest prompt + output in tokens; default: what the model and the KV cache allow",
+        "maximum tokens of prompt + output; default: what the model and the KV cache allow",
         low=2,
     )
     max_num_seqs: int | None = option(
-        None, "most requests in one iteration; default: 64, on a GPU 256", low=1, high=4096
+        None, "maximum requests per step; default: 64 on a CPU, 256 on a GPU", low=1, high=4096
     )
     max_batch_tokens: int | None = option(
         None,
-        "most tokens in one iteration, longer prompts are split; default: 256, on a GPU 2048",
+        "maximum tokens per step, longer prompts are chunked; default: 256 on a CPU, 2048 on a GPU",
         low=1,
     )
-    policy: str = option("bros", "who runs first", choices=POLICIES)
+    policy: str = option("bros", "scheduling policy", choices=POLICIES)
     profile: str | None = option(
-        None, "file with measured step times; default: stored for this machine, else measured"
+        None,
+        "profile of measured step times; default: the one stored for this machine, else measured",
     )
     slo_ttft: float = option(
-        400.0, "milliseconds to the first token that real-time requests are held to", low=1
+        400.0, "default TTFT objective of real-time requests in milliseconds", low=1
     )
     slo_tpot: float = option(
-        200.0, "milliseconds between tokens that real-time requests are held to", low=1
+        200.0, "default TPOT objective of real-time requests in milliseconds", low=1
     )
     rt_wait: float = option(
         0.5,
-        "longest step with best-effort work in it, as a share of --slo-ttft",
+        "maximum duration of a step with best-effort work, as a share of --slo-ttft",
         low=0.01,
         high=1,
     )
     be_share: float = option(
-        0.02, "share of the time that best-effort work gets in any case", low=0, high=0.9
+        0.02, "share of the time that is guaranteed to best-effort work", low=0, high=0.9
     )
     be_order: str = option(
         "programs",
-        "who of best-effort starts first: what was begun, or who has most of its prompt cached",
+        "best-effort start order: programs that have begun first, or most cached prefix first",
         choices=BE_ORDER,
     )
     be_max_wait: float = option(
         30.0,
-        "seconds for which best-effort requests may be overtaken by others, see --be-order",
+        "seconds for which --be-order may delay a best-effort request behind later ones",
         low=0,
     )
     late: str = option(
         "renew",
-        "late real-time tokens: give them a new deadline, keep the old one, or drop the request",
+        "late real-time requests: renew the deadline, keep it (edf), or drop the request (shed)",
         choices=LATE,
     )
     overload: str = option(
         "late",
-        "real-time requests that cannot be on time: serve late, as best-effort, or refuse",
+        "real-time requests that cannot meet their TTFT: serve late, as best-effort, or refuse",
         choices=OVERLOAD,
     )
     packing: str = option(
-        "chunked", "how --policy bros packs: paper is the published algorithm", choices=PACKING
+        "chunked", "packing of --policy bros; paper: the published algorithm", choices=PACKING
     )
-    batch_growth: str = option("tcp", "how the batch size grows", choices=GROWTH)
-    max_queue: int = option(512, "most waiting requests per class before 429", low=1)
-    seed: int = option(0, "seed for requests that bring none", low=0)
+    batch_growth: str = option("tcp", "growth of the adaptive batch size", choices=GROWTH)
+    max_queue: int = option(512, "maximum waiting requests per class; more get HTTP 429", low=1)
+    seed: int = option(0, "seed for requests that name none", low=0)
     threads: int | None = option(
         None,
-        "CPU threads, of each rank; default: all cores, divided among the ranks",
+        "CPU threads per rank; default: all cores, divided among the ranks",
         low=1,
         high=512,
     )
     tp: int = option(
         1,
-        "tensor parallelism: processes (ranks) that share the model, each on a device of its own",
+        "tensor parallelism: number of ranks (processes), each on a device of its own",
         low=1,
         high=64,
     )
     tp_timeout: float = option(
-        30.0, "seconds that ranks wait for each other in a step before they abort it", low=0.1
+        30.0, "seconds that ranks wait for each other in a step before the engine ends", low=0.1
     )
 
     def threads_of_rank(self, cores: int, ranks: int) -> int:
-        """CPU threads of each of so many ranks that share the cores."""
+        """CPU threads of each of `ranks` ranks that share the cores."""
         return self.threads or max(1, cores // ranks)
 
     def step_bounds(self, device: str) -> StepBounds:
-        """max_num_seqs and max_batch_tokens, or their defaults there. device: as in EngineInfo."""
+        """max_num_seqs and max_batch_tokens, or their defaults. device: as in EngineInfo."""
         rows, tokens = _CPU_BOUNDS if device == "cpu" else _GPU_BOUNDS
         return StepBounds(self.max_num_seqs or rows, self.max_batch_tokens or tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(_Checked):
-    """What the server process needs to know beside the engine's options."""
+    """Options of the server process."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
@@ -280,56 +283,56 @@ class ServerConfig(_Checked):
         "folder for batch jobs and converted models; default: ~/.local/share/bros, ~/.cache/bros",
     )
     api_keys: str | None = option(
-        None, "file with a NAME and a KEY per line: tenants with files and batches of their own"
+        None, "file of NAME KEY lines; each NAME is a tenant with its own files and batches"
     )
     store: str | None = option(
-        None, "where files and batches are kept: a folder or postgresql://...; default: --data-dir"
+        None, "store of files and batches: a folder or postgresql://...; default: --data-dir"
     )
     batch_order: str = option(
         "prefix",
-        "rows of a batch: those that begin alike together, or as in the file",
+        "order of a batch's rows: rows with a common prefix together, or as in the file",
         choices=BATCH_ORDER,
     )
     batch_lease: float = option(
-        15.0, "seconds after which another server goes on with the batches of one that died", low=1
+        15.0, "seconds after which another server takes over the batches of a dead one", low=1
     )
-    batch_max_open: int = option(100, "most unfinished batches of one tenant", low=1)
+    batch_max_open: int = option(100, "maximum unfinished batches per tenant", low=1)
     batch_max_tokens: int = option(
-        1_000_000_000, "most prompt tokens in unfinished batches of one tenant", low=1
+        1_000_000_000, "maximum prompt tokens in unfinished batches per tenant", low=1
     )
     session_ttl: float = option(
-        600.0, "seconds without any activity after which a session ends", low=1, high=86400
+        600.0, "seconds of inactivity after which a session ends", low=1, high=86400
     )
-    max_sessions: int = option(1000, "most sessions at a time", low=1)
-    session_max_calls: int = option(10_000, "most requests of one session", low=1)
+    max_sessions: int = option(1000, "maximum open sessions", low=1)
+    session_max_calls: int = option(10_000, "maximum calls per session", low=1)
     replicas: int = option(
         1,
-        "engines, each with --tp ranks; prompts go where they are cached",
+        "number of engines, each with --tp ranks; the router sends prompts where they are cached",
         low=1,
         high=64,
     )
     min_replicas: int | None = option(
-        None, "fewest engines when little is to be done; default: --replicas", low=1, high=64
+        None, "minimum engines when the load is low; default: --replicas", low=1, high=64
     )
     max_replicas: int | None = option(
-        None, "most engines when objectives or deadlines need them; default: --replicas", low=1
+        None, "maximum engines when objectives or deadlines need them; default: --replicas", low=1
     )
     cluster: str | None = option(
         None,
-        "run engines on a Ray cluster: its address, or auto for the one of this machine",
+        "address of a Ray cluster that runs the engines, or auto for this machine's cluster",
         address=True,
     )
     router: str = option(
         "e2",
-        "which replica: the one with the prefix unless load says otherwise, by turns, least loaded",
+        "routing: by cached prefix and load (Preble's E2), round robin, or least loaded",
         choices=ROUTERS,
     )
     router_plan: str = option(
         "off",
-        "plan where the most used prefixes are; shadow: only count what that would gain",
+        "plan the placement of the most used prefixes; shadow: only count what it would gain",
         choices=ROUTER_PLAN,
     )
-    log_level: str = option("info", "how much to log", choices=LOG_LEVELS)
+    log_level: str = option("info", "minimum severity of log lines", choices=LOG_LEVELS)
     on_engine_death: str = option(
         "restart", "what to do when the engine dies", choices=ON_ENGINE_DEATH
     )
@@ -337,7 +340,7 @@ class ServerConfig(_Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything `bros serve` is started with."""
+    """All options of `bros serve`."""
 
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()

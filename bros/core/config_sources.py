@@ -24,7 +24,7 @@ PREFIX = "BROS_"
 FILE_VARIABLE = PREFIX + "CONFIG"
 FILE_FLAG = "--config"
 URL_VARIABLE = PREFIX + "URL"
-"""Where the server is, for commands that ask one; no option, but nothing unknown either."""
+"""Address of the server for client commands. It is no option, so load_config skips it."""
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text in quotes"}
 
@@ -49,7 +49,7 @@ class Option:
         return PREFIX + self.name.upper()
 
     def from_text(self, source: str, text: str) -> Any:
-        """The value a flag or a variable stands for; raises ConfigError naming the source."""
+        """Convert the text of a flag or variable. Raises ConfigError naming the source."""
         try:
             value = self.kind(text)
         except ValueError:
@@ -57,7 +57,7 @@ class Option:
         return self._checked(source, value)
 
     def from_toml(self, source: str, value: object) -> Any:
-        """The value of a file entry; raises ConfigError naming the source."""
+        """Convert the value of a file entry. Raises ConfigError naming the source."""
         whole = isinstance(value, int) and not isinstance(value, bool)
         if self.kind is float and whole:
             value = float(typing.cast(int, value))
@@ -102,9 +102,9 @@ def _scalar(name: str, hint: Any) -> type[int] | type[float] | type[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --config and every option, grouped; absent flags leave no trace in the namespace.
+    """Add --config and every option, grouped. Flags that are not given are not in the namespace.
 
-    Values stay text here, so that one place (Option) converts and refuses them for all sources.
+    Values stay text, so that one place (Option) converts and checks them for all sources.
     """
     parser.add_argument(
         FILE_FLAG,
@@ -132,7 +132,7 @@ def _metavar(option: Option) -> str:
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, str]:
-    """What load_config takes, from what was parsed; a MODEL argument counts as --model.
+    """The `flags` of load_config from parsed arguments; a MODEL argument counts as --model.
 
     Raises ConfigError if the model is given twice.
     """
@@ -155,9 +155,9 @@ def load_config(
     """The configuration that flags, variables and file describe together.
 
     flags: option name -> text, only the given ones, and "config" for the file.
-    warn is told, one line each, about BROS_ variables that are no options. They are not refused:
-    other programs share the environment, and Kubernetes sets BROS_SERVICE_HOST and the like for
-    a service called bros. An empty variable counts as not set.
+    warn: called with one line for each BROS_ variable that is no option. They are no error:
+        other programs share the environment, and Kubernetes sets BROS_SERVICE_HOST and the like
+        for a service called bros. An empty variable counts as not set.
     Raises ConfigError naming the source of a wrong value and what is allowed.
     """
     options = {option.name: option for option in all_options()}
@@ -220,6 +220,6 @@ def _from_file(path: Path, source: str, options: Mapping[str, Option]) -> dict[s
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:
-    """`; did you mean port or host?`, or nothing if nothing is near."""
+    """`; did you mean port or host?`, or "" if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,4 +1,4 @@
-"""What can go wrong in the caller's terms.
+"""The exceptions that bros raises for reasons outside its own code.
 
 BrosError
 ├── InvalidRequestError      a field of a request is wrong                  (HTTP 400)
@@ -8,7 +8,7 @@ BrosError
 ├── QueueFullError           too many requests are waiting, try later       (HTTP 429)
 ├── OverloadedError          objectives cannot be met now, try later        (HTTP 429)
 ├── EngineDeadError          the engine stopped; open requests are lost     (HTTP 503)
-├── RanksLostError           a rank of a model over several ones is gone    (ends the engine)
+├── RanksLostError           another rank of the model ended or hangs       (ends the engine)
 ├── ConfigError              a flag, variable or file entry is wrong        (start-up)
 └── ModelError               the model cannot be loaded or is unsupported   (start-up)
 """
@@ -17,11 +17,11 @@ from __future__ import annotations
 
 
 class BrosError(Exception):
-    """Base of every error bros raises for a reason outside its own code."""
+    """Base of all of them."""
 
 
 class InvalidRequestError(BrosError, ValueError):
-    """A request field is wrong. `param` names it in the caller's terms."""
+    """A request field is wrong. `param` is its name in the API."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class NotFoundError(BrosError):
 
 
 class QueueFullError(BrosError):
-    """The waiting queue of this class is full; `retry_after_s` says when to come back."""
+    """The waiting queue of this class is full. `retry_after_s`: seconds until a retry."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(f"{waiting} requests are already waiting; retry in {retry_after_s:.0f} s.")
@@ -76,7 +76,7 @@ class QueueFullError(BrosError):
 
 
 class OverloadedError(BrosError):
-    """A real-time request could not meet its objectives now; `retry_after_s` says when it may."""
+    """A real-time request cannot meet its objectives; retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -84,8 +84,8 @@ class OverloadedError(BrosError):
 
 
 class EngineDeadError(BrosError):
-    """The engine is not running; requests that were open are lost. `retry_after_s`: when to come
-    back, if it is known that one will run."""
+    """The engine is not running; open requests are lost. `retry_after_s`: seconds until a retry, if
+    an engine is known to be starting."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class EngineDeadError(BrosError):
 
 
 class RanksLostError(BrosError):
-    """Of the processes that run one model together, another one ended or does not answer."""
+    """Another rank of the same model ended or does not answer."""
 
 
 class ConfigError(BrosError, ValueError):

@@ -1,4 +1,4 @@
-"""The seams: what one layer promises another. Implementations are chosen in server/build.py."""
+"""Interfaces between layers and the records that pass through them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bros.core.request import EngineRequest, FinishReason, RequestOutput, Servic
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Which prefixes of a step's rows are read once: at least min_blocks full blocks of block_size
-    slots that at least min_rows rows, two or more, have in common.
+    """Which shared prefixes a kernel reads once per step: at least min_blocks full blocks of
+    block_size slots that at least min_rows rows have in common.
 
-    Less stays with the rows, as it costs each row a merge.
+    Every row reads a smaller shared prefix itself, because merging costs each row more.
     """
 
     block_size: int
@@ -26,13 +26,13 @@ class Grouping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What work costs an engine beside other work, in seconds, by its cost model.
+    """Seconds that work adds to an engine's steps, by its cost model.
 
     constant_s: per step.
     token_s: per prompt token.
-    pair_s: per prompt token and token before it.
+    pair_s: per pair of a prompt token and a token before it.
     row_s: per output token.
-    context_s: per output token and token before it.
+    context_s: per pair of an output token and a token before it.
     """
 
     constant_s: float = 0.0
@@ -42,11 +42,11 @@ class Prices:
     context_s: float = 0.0
 
     def prefill_s(self, tokens: int, context: int = 0) -> float:
-        """`tokens` of a prompt, after `context` that are cached."""
+        """Seconds to prefill `tokens` prompt tokens after `context` cached ones."""
         return tokens * (self.token_s + self.pair_s * (context + tokens / 2))
 
     def decode_s(self, tokens: float, context: int, rows: float = 1.0) -> float:
-        """`tokens` of an answer after `context`, in steps of so many rows."""
+        """Seconds to decode `tokens` output tokens after `context`, in steps of `rows` rows."""
         each = self.constant_s / max(1.0, rows) + self.row_s
         return tokens * (each + self.context_s * context)
 
@@ -56,9 +56,9 @@ class EngineInfo:
     """Facts about an engine that do not change while it runs.
 
     default_slo: objectives of real-time requests that name none.
-    grouping: which prefixes the rows of a step read together; None if each row reads its own.
-    tp: how many ranks share the model.
-    prices: what work costs; None if the engine has no cost model.
+    grouping: which shared prefixes kernels read once; None if each row reads its own.
+    tp: number of ranks.
+    prices: None if the engine has no cost model.
     """
 
     model: str
@@ -82,19 +82,19 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What an engine reports to its subscriber: which prefixes it has cached, and how busy it is.
+    """An engine's cached prefixes and load, for its subscriber.
 
-    A report is state, not change: reports that are applied twice, out of order or not at all lead
-    to the same view once the next digest is in. The tokens of an answer may be cached a little
-    before a report says so.
+    A report holds states, not changes: after the next digest the subscriber's view is the same even
+    if reports were applied twice, out of order or not at all. A report about output tokens may come
+    a little after they are cached.
 
-    version: one more with each report.
-    full: this is a digest: `kept` lists every request that has cached blocks.
-    kept: (request id, tokens) of requests whose cached prefix has changed: so many of the first
-        tokens of prompt and answer are cached, up to the last block that this request was the
+    version: increases by one with each report.
+    full: this report is a digest: `kept` lists every request that has cached blocks.
+    kept: (request id, tokens) of requests whose cached prefix has changed: that many of the first
+        tokens of prompt and output are cached, up to the last block that this request was the
         first to compute. Blocks that it found in the cache belong to the request that computed
-        them. A later pair overrides an earlier one. A request that has no block of its own any
-        more is listed once more, with the tokens before its first own block.
+        them. A later pair overrides an earlier one. A request whose last own block was evicted is
+        listed once more, with the tokens before its first own block.
     running: requests that hold KV memory.
     waiting: requests in the queues.
     used_blocks: KV blocks that requests hold.
@@ -114,9 +114,9 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """A histogram: counts[i] values were at most bounds[i], and above bounds[i - 1].
+    """counts[i] values v had bounds[i - 1] < v <= bounds[i]; the last count has no upper bound.
 
-    The last count, which has no bound, is of everything above; `total` is the sum of values.
+    total: sum of all values.
     """
 
     bounds: tuple[float, ...] = ()
@@ -128,32 +128,32 @@ class Buckets:
 class ClassStats:
     """Counters and gauges of one service class.
 
-    Objectives are counted over finished requests and their tokens, at the time when the engine
-    committed the tokens.
+    Objectives count finished requests and their tokens, at the times when the engine committed
+    the tokens.
 
     running: requests that hold KV memory.
     waiting: requests in the queue.
     prompt_tokens: computed prompt tokens.
     output_tokens: generated tokens.
-    finished: requests.
-    preemptions: how often a request lost KV memory to another request.
-    kv_taken: tokens of KV that were preempted.
-    kv_copied: preempted tokens that were copied to the host.
-    kv_restored: tokens of KV that were copied back.
+    finished: finished requests.
+    preemptions: number of times a request lost KV memory to another request.
+    kv_taken: tokens whose KV was preempted.
+    kv_copied: preempted tokens that were checkpointed to the host.
+    kv_restored: tokens that were restored from the host.
     prefix_tokens: prompt tokens that were cached when their request began.
     prefix_evicted: cached blocks that were evicted for requests of this class.
-    kv_blocks: blocks with tokens that one request has to itself; a block that requests of both
-        classes hold counts for both.
-    ttft_met: finished requests whose first token was in time.
-    tpot_met: finished requests whose mean time per token kept the objective.
+    kv_blocks: blocks with private tokens of this class; a block with tokens of both classes counts
+        for both.
+    ttft_met: finished requests that met their TTFT objective.
+    tpot_met: finished requests that met their TPOT objective.
     both_met: finished requests that met both objectives.
     deadlines: finished requests that had a deadline for the whole answer.
-    deadlines_met: those of them that met it.
+    deadlines_met: finished requests that met such a deadline.
     tokens_on_time: output tokens that met their own deadlines.
     relegated: requests that asked for the other class and are served in this one.
-    promoted: best-effort requests that became requests of this class later.
-    rejected: requests that were refused.
-    slack: deadline minus commit of tokens, in seconds.
+    promoted: best-effort requests that were promoted to this class.
+    rejected: requests that the engine refused.
+    slack: deadline minus commit time of tokens, in seconds.
     """
 
     running: int = 0
@@ -182,20 +182,19 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot. Counters count since the engine started, all times are seconds.
+    """A snapshot of an engine. Counters count since the engine started; times are in seconds.
 
     steps: completed steps.
-    step_s: time that completed steps took.
-    predicted_s: time that the cost model had predicted for them.
-    step_error_s: sum of the absolute differences of these two, step by step.
-    be_tax_s: how much shorter the steps with real-time work would have been without the
-        best-effort work in them, by the cost model.
-    abandoned_steps: steps that were aborted for a real-time request that arrived while they ran;
-        they are in no other figure.
-    abandoned_s: time that aborted steps took.
-    safety_factor: predictions are multiplied by it.
-    batch_size: rows that the policy allows in the next step.
-    batch_resets: how often the batch size fell back.
+    step_s: duration of completed steps.
+    predicted_s: duration that the cost model predicted for them.
+    step_error_s: sum over steps of abs(duration - prediction).
+    be_tax_s: how much shorter the steps with real-time work would have been without their
+        best-effort work, by the cost model.
+    abandoned_steps: steps that were aborted for a real-time arrival; no other field counts them.
+    abandoned_s: duration of aborted steps.
+    safety_factor: factor on the predictions of the cost model.
+    batch_size: maximum rows that the policy allows in the next step.
+    batch_resets: number of times the policy reset the batch size.
     kv_blocks_used: blocks that requests hold.
     kv_blocks_total: blocks of the KV cache.
     kv_blocks_shared: used blocks that several requests may hold.
@@ -203,7 +202,6 @@ class EngineStats:
     kv_blocks_parked: pinned blocks (Hints.keep_s), whether in use, idle, or evicted since.
     host_kv_blocks_used: host blocks with copies of KV.
     host_kv_blocks_total: host blocks for copies of preempted KV.
-    by_class: of each service class.
     """
 
     steps: int = 0
@@ -228,22 +226,22 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTrace:
-    """What became of one request and why it waited. Times in seconds after its arrival.
+    """The history of one request. Times are in seconds after its arrival.
 
-    events: (time, what) in order: queued, scheduled, first token, preempted, finished, ...
+    events: (time, event) in order: queued, scheduled, first token, preempted, finished, ...
     waits: reason -> seconds in which the request could have run and did not:
         "time"      the step had no time left for it
         "rows"      the batch was full
         "tokens"    the token budget of the step was used up
         "memory"    there were no KV blocks
         "turn"      the policy served other requests first
-        "prefix"    another request was computing the beginning of its prompt
+        "prefix"    another request (the producer) was computing its prefix
         "early"     it is an early prefill, which would have cost others more than it saves
-        "yielded"   it ran, but the step was aborted for the first token of another request
+        "yielded"   it ran, but the step was aborted for another request's first token
     ttft_s: None until there is a first token.
     tpot_s: None until there is a second token.
-    late_tokens: output tokens after their deadlines.
-    preemptions: how often it lost KV memory.
+    late_tokens: output tokens that missed their deadlines.
+    preemptions: number of times it lost KV memory to another request.
     """
 
     request_id: str
@@ -262,116 +260,116 @@ class RequestTrace:
 
 
 class Executor(Protocol):
-    """Runs plans on a device. Holds the weights and the KV memory, decides nothing."""
+    """Runs plans on a device. Holds the weights and the KV memory; makes no decisions."""
 
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
-        """Run one iteration and return one sample per chunk that asked for one, in order.
+        """Run one step and return one sample per chunk with a sample spec, in plan order.
 
-        should_abort: asked at safepoints (between layers, say). Once it says yes the step may be
-        aborted: then nothing is sampled, what was written to the plan's slots does not count,
-        and None is returned. An executor without safepoints need not ask.
+        should_abort: called at safepoints, such as between layers. Once it returns True the
+        executor may abort the step: it samples nothing and returns None, and the contents of the
+        plan's slots are undefined. An executor without safepoints does not call it.
         """
         ...
 
     def close(self) -> None:
-        """Release memory and worker processes. Calling it twice is fine."""
+        """Release memory and worker processes. May be called twice."""
         ...
 
 
-class Running(Protocol):
-    """A step that was launched."""
+class StepHandle(Protocol):
+    """Gives the result of a launched step."""
 
     def result(self) -> StepResult:
-        """Wait for its end. Asked for once, in the order of launches."""
+        """Wait until the step has ended. The engine calls it once per step, in launch order."""
         ...
 
 
 @runtime_checkable
 class LaunchingExecutor(Executor, Protocol):
-    """An executor that only enqueues work on its device, so that the host can plan meanwhile.
+    """An executor that enqueues a step on its device, so that the host can plan the next one.
 
         host     launch 1 | schedule 2 | launch 2 | wait for 1 | apply 1, schedule 3 | launch 3 ...
         device            [ step 1 ................. ][ step 2 ............................. ][ ...
 
-    An executor should only have `launch` if that is better than `execute`: it is used then.
+    The engine prefers `launch` to `execute`, so an executor should have it only if it is faster.
     """
 
-    def launch(self, plan: StepPlan) -> Running:
-        """Begin an iteration as soon as the one before is done; does not wait for that.
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Enqueue a step behind the one before, without waiting.
 
-        Of at most two steps at a time the result has not been asked for. The plan may have
-        chunks of PENDING. `close` may be called with steps in flight.
+        At most two steps are in flight (launched, `result` not called). The plan may have PENDING
+        tokens. `close` may be called with steps in flight.
         """
         ...
 
 
 OutputSink = Callable[[RequestOutput | EngineDeadError], None]
-"""Takes the outputs of one request, one after the other: the last one has a finish_reason, or is
-the error that the engine died."""
+"""Receives the outputs of one request in order. The last one has a finish_reason or is an
+EngineDeadError."""
 
 
 class RequestStream(Protocol):
-    """The outputs of one accepted request, for one taker: `connect` it, or iterate over it."""
+    """The outputs of one accepted request, for one consumer: `connect` a sink, or iterate."""
 
     @property
     def service_class(self) -> ServiceClass:
-        """What the engine accepted it as; BE for a real-time request that was relegated."""
+        """The class the engine serves it as; BE for a relegated real-time request."""
         ...
 
     def connect(self, sink: OutputSink) -> None:
-        """Have `sink` called with each output when it comes, in the event loop. What has come
-        before is handed over at once, merged into one output. The sink must not raise."""
+        """Call `sink` in the event loop with each output as it arrives. Earlier outputs are merged
+        into one and delivered at once. The sink must not raise."""
         ...
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Ends after the output that has a finish_reason. What comes while the reader is busy is
-        merged into one output. Raises EngineDeadError if the engine dies first."""
+        """Ends after the output that has a finish_reason. Outputs that arrive while the reader is
+        busy are merged into one. Raises EngineDeadError if the engine dies first."""
         ...
 
 
 class EngineClient(Protocol):
-    """An engine somewhere: in this process, in another, or several behind a router."""
+    """Access to an engine: in this process, in another one, or several behind a router."""
 
     @property
     def info(self) -> EngineInfo: ...
 
     @property
     def alive(self) -> bool:
-        """False once the engine has died and until it has been restarted."""
+        """False from the engine's death until it has been restarted."""
         ...
 
     async def submit(self, request: EngineRequest) -> RequestStream:
-        """Hand over a request; returns once the engine has accepted it.
+        """Submit a request; returns once the engine has accepted it.
 
-        Cancelling the call withdraws the request. Raises PromptTooLongError,
+        Cancelling the call aborts the request. Raises PromptTooLongError,
         InvalidRequestError, QueueFullError, OverloadedError or EngineDeadError.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request and free its KV at the next iteration. Unknown ids are ignored."""
+        """Abort a request and free its KV before the next step. Unknown ids are ignored."""
         ...
 
     async def promote(self, request_id: str, slo: Slo) -> None:
-        """Serve a best-effort request as real-time from now on; its first token is due slo.ttft_s
-        from now if it has none yet. None takes the default. Real-time ones and unknown ids are
+        """Serve a best-effort request as real-time from now on. Its first token, if it has none
+        yet, is due slo.ttft_s from now (None: the default). Real-time and unknown requests are
         ignored."""
         ...
 
     async def release(self, request_id: str) -> None:
-        """Unpin the KV that an ended request has left (Hints.keep_s). Unknown ids are ignored."""
+        """Unpin the KV of an ended request (Hints.keep_s). Unknown ids are ignored."""
         ...
 
     async def stats(self) -> EngineStats:
-        """Raises EngineDeadError if there is no engine to ask."""
+        """Raises EngineDeadError if the engine is not running."""
         ...
 
     async def trace(self, request_id: str) -> RequestTrace | None:
-        """What is known of a running or recent request; None if nothing is.
+        """The history of a running or recent request; None if the engine has none.
 
-        Raises EngineDeadError if there is no engine to ask.
+        Raises EngineDeadError if the engine is not running.
         """
         ...
 
@@ -379,9 +377,9 @@ class EngineClient(Protocol):
 
 
 class ReportingClient(EngineClient, Protocol):
-    """A client that reports what its engine has cached, for a router that chooses among several."""
+    """A client that delivers the reports of its engine, for the router."""
 
     def subscribe(self, listener: Callable[[EngineReport], None]) -> None:
-        """Have `listener` told every report from now on, and from every engine that comes up
-        later: its versions begin at 1 again, with a digest. Call it in the event loop, once."""
+        """Call `listener` with every report from now on, also after a restart of the engine, whose
+        versions start at 1 again with a digest. Call it once, in the event loop."""
         ...

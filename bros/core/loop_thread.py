@@ -1,4 +1,4 @@
-"""An event loop for callers that have none, or one that must not be blocked."""
+"""An event loop on its own thread, for synchronous callers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop on a thread of its own, so that callers may have one already (notebooks)."""
+    """An event loop on its own thread. The caller may run a loop itself, as notebooks do."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -24,11 +24,11 @@ class LoopThread:
         return self._loop.is_closed()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run it there, and go on here. Cancelling the future cancels it."""
+        """Start a coroutine without waiting for it. Cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run to the end; Ctrl-C here cancels it there."""
+        """Run a coroutine and wait for its result. KeyboardInterrupt cancels it."""
         future = self.start(coroutine)
         try:
             return future.result()
@@ -37,8 +37,8 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread."""
-        self.run(self._cancel_all())  # callers that wait in `run` get CancelledError
+        """Cancel all tasks and end the thread. Callers blocked in `run` get CancelledError."""
+        self.run(self._cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -1,4 +1,4 @@
-"""One step as data: what to run (StepPlan) and what came of it (StepResult).
+"""One step as data: what to run (StepPlan) and the sampled tokens (StepResult).
 
     plan = scheduler.schedule(now) -> result = executor.execute(plan) -> scheduler.apply(result)
 
@@ -12,9 +12,9 @@ Where the executor can, plan t + 1 is made while plan t runs (interfaces.Launchi
     scheduler   schedule 1 | schedule 2 ........ | apply 1, schedule 3 ..... | apply 2, schedule 4
     device                 [ plan 1 ............ ][ plan 2 ................. ][ plan 3 ...
 
-So a plan may have a chunk of a request that has ended meanwhile, at a stop token that was not known
-yet. The chunk runs for nothing, and its sample is ignored. Its slots may belong to other requests
-in the next plan already, which is why plans touch the device in their order (see KvCopies).
+So a plan may have a chunk of a request that has meanwhile ended at a stop token. The scheduler
+ignores its sample. The next plan may already give its slots to other requests, so the executor must
+run plans, copies included, in order (see KvCopies).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 
 from bros.core.request import SamplingParams, TokenLogprobs
 
-# One of each is made per row and step. Freezing them would triple the time that takes, so they
-# are not frozen; no code changes them after they are made.
+# The records below that are made per row and step are not frozen, because that would triple the
+# time to make them. No code changes them afterwards.
 
 SEGMENT_WIDTH = 3
 """Integers per segment in `Chunk.segments`: block, lo, hi."""
@@ -37,19 +37,19 @@ PENDING = -1
     plan 7   chunk of "a"   start 0   [ 4, 8, 15 ]  -> sample
     plan 8   chunk of "a"   start 3   [ PENDING  ]  -> sample     made before plan 7 is done
 
-Always the only token of its chunk, and only in plans that are launched. The executor fills it in
-where the token is, on the device. If there is none (SampledToken.error), any token will do.
+Always the only token of its chunk, and only in plans that are launched. The executor fills it in on
+the device. If sampling failed (SampledToken.error), it may fill in any token.
 """
 
 
 @dataclass(slots=True)
 class SampleSpec:
-    """How to choose the token after a chunk.
+    """How to sample the token after a chunk.
 
-    `seed` and `output_index` name the random number, so a draw depends on nothing else.
-    `token_ids` is the whole history (prompt and output) if params.needs_history, else empty;
-    its first `prompt_len` tokens are the prompt. `forbidden` must not be chosen (stop tokens
-    before min_tokens).
+    seed, output_index: determine the random number, so a draw depends on nothing else.
+    prompt_len: number of prompt tokens in `token_ids`.
+    token_ids: prompt and output so far if params.needs_history, else empty.
+    forbidden: tokens that must not be sampled (stop tokens before min_tokens).
     """
 
     params: SamplingParams
@@ -67,9 +67,9 @@ class Chunk:
         positions   0 ........ start ........ start+n
                     [ segments )[ token_ids   )  -> sample (or None: more chunks follow)
 
+    token_ids: may be [PENDING] if the plan is launched.
     segments: int32 (block, lo, hi) triples, flattened; together they cover [0, start).
-    slots:    int32, one per token: where its K and V are written.
-    token_ids may be [PENDING] if the plan is launched.
+    slots: int32, one per token: where its K and V are written.
     """
 
     request_id: str
@@ -86,19 +86,21 @@ def _no_slots() -> array[int]:
 
 @dataclass(slots=True)
 class KvCopies:
-    """KV that moves between device and host: first everything `out` is copied, then `back`.
+    """Checkpoints (`out`: device to host) and restores (`back`: host to device) of one step.
 
-    int32 slots, one per token; the k-th of a device list belongs to the k-th of its host list.
-    No slot is in `out_device` whose contents a chunk of the same plan reads, and no host slot is in
-    both host lists, or twice in one. What makes copies beside the computation has to wait, though
+    Each list has int32 slots, one per token: out_device[k] is copied to out_host[k], and
+    back_host[k] to back_device[k]. All `out` copies come before all `back` copies. No chunk of the
+    plan reads a slot of `out_device`; no host slot is in both host lists or twice in one.
+
+    An executor that copies concurrently with the computation must keep this order
     (hazards H1-H7 of the specification):
 
-        a write (of a chunk or `back`) to a slot of `out_device`, for its contents to be read
-        a chunk, for what `back` brings
-        `back`, for the copy that put its contents on the host, in whichever plan that was
-        `out`, `back` and the chunks, for the computation of all plans before
-        copies to one host slot for each other, in the order of plans; they are made even if
-        no request needs them any more, since the slot may have a new owner in the next plan
+        `out` reads a slot of `out_device`         before a chunk or `back` writes to it
+        `back` has restored a slot                 before a chunk reads it
+        `out` has written a host slot, in any plan before `back` reads it
+        the computation of all earlier plans       before `out`, `back` and the chunks
+        copies to one host slot                    in the order of plans, even if no request needs
+                                                   them: the slot may have a new owner in the next
     """
 
     out_device: array[int] = field(default_factory=_no_slots)
@@ -107,16 +109,17 @@ class KvCopies:
     back_device: array[int] = field(default_factory=_no_slots)
 
     def __len__(self) -> int:
-        """Tokens that are copied."""
+        """Number of tokens to copy, in both directions."""
         return len(self.out_device) + len(self.back_device)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A piece of the context that several chunks of a plan have in common, to be read once.
+    """A part of the context that several chunks of a plan share and the kernel reads once.
 
-    rows: int32, ascending, two or more places in StepPlan.chunks. Segments [first, end) of each of
-    these chunks are the same full blocks, in the same order. Pieces of one row do not overlap.
+    rows: int32, ascending, two or more indices into StepPlan.chunks.
+    first, end: segments [first, end) of each of these chunks are the same full blocks, in the same
+        order. The shared prefixes of one row do not overlap.
     """
 
     rows: array[int]
@@ -126,11 +129,10 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything an executor needs for one iteration. Never empty.
+    """Everything an executor needs for one step. It has at least one chunk.
 
-    copies: made before anything is computed, also if the step is aborted later.
-    shared: prefixes that the scheduler counts as read once (EngineInfo.grouping says what pays);
-        kernels read just these once.
+    copies: the executor makes them before it computes, even if the step is aborted later.
+    shared: prefixes that kernels read once (chosen by EngineInfo.grouping).
     """
 
     step: int
@@ -145,7 +147,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class SampledToken:
-    """The token chosen after a chunk that asked for one; with `error`, that none could be."""
+    """The token sampled after a chunk. error: why sampling failed."""
 
     request_id: str
     token_id: int

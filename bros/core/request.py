@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, and what comes back, token by token."""
+"""Requests to the engine and their outputs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_SEED = 2**63 - 1
 
 
 class ServiceClass(enum.StrEnum):
-    """Real-time (a user is waiting) or best-effort (takes what is left)."""
+    """Real-time (a user waits for it) or best-effort (runs in the time that is left)."""
 
     RT = "rt"
     BE = "be"
 
-    __hash__ = str.__hash__  # Enum's own is a Python function, and classes are looked up a lot
+    __hash__ = str.__hash__  # Enum's own is slow, a Python function; classes are keys of hot dicts
 
 
 class FinishReason(enum.StrEnum):
@@ -39,7 +39,7 @@ class FinishReason(enum.StrEnum):
 
     @property
     def complete(self) -> bool:
-        """The answer is all that was asked for."""
+        """Whether the output is complete."""
         return self in (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -48,7 +48,7 @@ class Slo:
     """Service-level objectives of one request in seconds; None takes the server's default.
 
     ttft_s: from arrival to the first token.
-    tpot_s: between two tokens.
+    tpot_s: mean time per token after the first one.
     deadline_s: from arrival to the last token.
     """
 
@@ -59,23 +59,23 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Raises InvalidRequestError naming the wrong field.
+    """How to sample tokens and when to stop. Raises InvalidRequestError naming the wrong field.
 
     temperature: in [0, 100]; 0 is greedy.
     top_p: in (0, 1].
     top_k: 0 is off.
     min_p: in [0, 1].
-    seed: the same seed gives the same text whatever else is in the batch; None draws one.
-    n: how many choices, each a request of its own to the engine.
-    logprobs: None is off, k >= 0 returns the chosen token's log-probability and the k best.
-    logit_bias: token id -> added to the logit, in [-100, 100].
-    presence_penalty: in [-2, 2], of output tokens.
-    frequency_penalty: in [-2, 2], of output tokens.
-    repetition_penalty: in [0.01, 100] (1 is off), of prompt and output tokens.
+    seed: the same seed gives the same text, whatever else is in the batch; None: a random seed.
+    n: number of choices, each an engine request of its own.
+    logprobs: None is off; k >= 0 returns the sampled token's log-probability and the k best.
+    logit_bias: token id -> bias added to its logit, in [-100, 100].
+    presence_penalty: in [-2, 2], over output tokens.
+    frequency_penalty: in [-2, 2], over output tokens.
+    repetition_penalty: in [0.01, 100] (1 is off), over prompt and output tokens.
     stop: strings that end the output and are not part of it.
-    stop_token_ids: tokens that do the same.
-    min_tokens: no stop of any kind before so many tokens.
-    max_tokens: None is up to the model's context length.
+    stop_token_ids: tokens that end the output and are not shown as text.
+    min_tokens: the output does not stop before this many tokens.
+    max_tokens: None: up to the model's context length.
     ignore_eos: the model's end-of-sequence tokens do not end the output.
     """
 
@@ -152,7 +152,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """True if choosing a token looks at the tokens before it."""
+        """True if sampling depends on the request's earlier tokens."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -178,26 +178,26 @@ def _check_range(
 
 
 CHAT_SAMPLING = SamplingParams(temperature=0.2, top_p=0.9)
-"""For the terminal chat, local or remote: small models ramble at higher temperatures."""
+"""Of `bros chat`. Small models ramble at higher temperatures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What is known of a request from the program that it is part of.
+    """What the scheduler knows about a request from the program that it is part of.
 
-    program: id of the program, empty if there is none. Best-effort requests of a program that has
-        begun go before those of programs that began later, the deeper ones first.
-    depth: calls before it in the program.
-    grouped: a later call waits for it and others together (a task group); such requests go before
-        other best-effort requests.
-    expected_tokens: how many it is likely to generate; None: as many as usual.
-    private_from: position of the first token that is not shared by cache_salt alone: from there on
-        the request shares only with requests of the same private_salt. None: all tokens are.
+    program: id of the program, empty if there is none. Among best-effort requests those of the
+        program that began first go first, deeper ones before others.
+    depth: number of calls before it in the program.
+    grouped: it is in a task group: a later call waits for it and others together. Such requests go
+        before other best-effort requests.
+    expected_tokens: expected number of output tokens; None: as many as usual.
+    private_from: position of the first token whose KV only requests with the same private_salt
+        share; the KV before it is shared by cache_salt alone. None: there is no such token.
     private_salt: see private_from.
-    keep_s: for how long after its end, unless it is aborted, the cached KV of prompt and answer
-        stays pinned: it is evicted after all other idle blocks, but before any running request is
-        preempted. At most half of the cache is pinned; the oldest pin is released for the latest.
-    early: an early prefill: a prefill-only best-effort request for the beginning of a prompt whose
+    keep_s: seconds after its end, unless it is aborted, for which the cached KV of prompt and
+        output stays pinned: it is evicted after all other idle blocks, but before any running
+        request is preempted. At most half of the cache is pinned; a new pin replaces the oldest.
+    early: it is an early prefill: a prefill-only best-effort request for a prefix of a prompt whose
         rest is not known yet. It begins when nothing else runs, or when it costs other requests
         less time than it will save.
     """
@@ -217,21 +217,20 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One sequence to generate. `arrival_s` is Clock.now() of the process that accepted it.
+    """One sequence to generate.
 
-    `sampling.n` and `sampling.stop` are the client's business (it submits n requests and
-    matches stop strings on text); the engine knows token ids only.
-
-    tenant: whose request it is.
+    sampling: the engine ignores `n` and `stop`: text/generation.py submits n requests and matches
+        stop strings on text.
+    arrival_s: Clock.now() of the process that accepted it.
+    tenant: the tenant that sent it.
     cache_salt: requests with different salts do not share cached KV.
-    fill: prefill-only: the prompt is computed and cached, and no token is sampled; the only output
-        has finish_reason LENGTH. Only whole blocks are cached, so the rest is not computed, and
-        nothing is without a prefix cache.
-    hints: what its program says of it.
-    resumed: so many tokens at the end of the prompt are the first tokens of the answer, which
-        another engine generated before it was lost. They count as output everywhere (max_tokens,
-        penalties, seeds). A deadline and the order of requests still count from `arrival_s`, the
-        next token is due from when this engine was asked for it.
+    prefill_only: the engine computes and caches the prompt's full blocks and samples no token; the
+        only output has finish_reason LENGTH. Without a prefix cache it computes nothing.
+    hints: see Hints.
+    resumed: number of tokens at the end of the prompt that are the beginning of the output: another
+        engine generated them before it died. They count as output everywhere (max_tokens,
+        penalties, seeds). The deadline and the order of requests still count from `arrival_s`; the
+        next token's deadline counts from the submission to this engine.
     """
 
     request_id: str
@@ -258,15 +257,15 @@ class TokenLogprobs:
 
 @dataclass(slots=True, kw_only=True)  # not frozen: see plan.py
 class RequestOutput:
-    """What one step gave one request. The last one has a finish_reason.
+    """One request's output of one step. The last output has a finish_reason.
 
-    A stop token (EOS or one of stop_token_ids) is in `token_ids`; with finish_reason STOP the
-    last token is the stop token and is not shown as text.
-
+    token_ids: new tokens; with finish_reason STOP the last one is the stop token (EOS or one of
+        stop_token_ids), which is not shown as text.
+    logprobs: one per token, if requested.
     cached_tokens: prompt tokens that were in the prefix cache.
-    error: why it failed, with finish_reason ERROR.
-    retry_after_s: with ERROR: the request was dropped for lack of capacity and may be sent again
-        after so many seconds.
+    error: with finish_reason ERROR: why the request failed.
+    retry_after_s: with finish_reason ERROR: the request was dropped for lack of capacity; the
+        client may retry after this many seconds.
     """
 
     request_id: str
@@ -278,7 +277,7 @@ class RequestOutput:
     retry_after_s: float | None = None
 
 
-# ---- Request ids, drawn from a generator that is passed in so that runs can be repeated.
+# ---- Request ids, from a generator that is passed in so that runs can be repeated.
 
 
 _ALPHABET = string.ascii_letters + string.digits

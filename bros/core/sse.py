@@ -1,4 +1,4 @@
-"""Server-sent events out of pieces of bytes that are cut anywhere."""
+"""Parses server-sent events from a stream of bytes that arrives in arbitrary chunks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ MAX_EVENT_BYTES = 1 << 20
 
 
 class EventTooLongError(ValueError):
-    """More than MAX_EVENT_BYTES without the end of an event."""
+    """An event is longer than MAX_EVENT_BYTES."""
 
 
 class Event(NamedTuple):
     """One server-sent event.
 
-    kind: the server's name for it, empty if it gives none.
-    data: its data lines, joined by line feeds.
+    kind: the `event` field, empty if there is none.
+    data: the `data` lines, joined by line feeds.
     """
 
     kind: str
@@ -24,27 +24,27 @@ class Event(NamedTuple):
 
 
 class EventReader:
-    """Returns each event with the piece of bytes that completes it (its blank line).
+    """An incremental parser of server-sent events.
 
-    As the standard says: lines end in LF, CRLF or CR, data may span lines, comments and unknown
-    fields are skipped, and so is an event that the end of the stream cuts.
+    As in the standard, lines end in LF, CRLF or CR, data may span lines, and the parser skips
+    comments, unknown fields and an incomplete event at the end of the stream.
     """
 
     def __init__(self) -> None:
-        self._rest = b""  # the beginning of a line
-        self._after_cr = False  # so a line feed that comes next ends no further line
+        self._rest = b""  # an incomplete line
+        self._after_cr = False  # the last chunk ended in CR: an LF right after it ends no line
         self._kind = ""
         self._data: list[bytes] = []
         self._size = 0  # bytes of _data
 
-    def feed(self, piece: bytes) -> list[Event]:
-        """Raises EventTooLongError."""
-        if not piece:
+    def feed(self, chunk: bytes) -> list[Event]:
+        """The events that this chunk completes. Raises EventTooLongError."""
+        if not chunk:
             return []
-        if self._after_cr and piece[0] == 0x0A:
-            piece = piece[1:]
-        self._after_cr = piece.endswith(b"\r")
-        lines = (self._rest + piece).splitlines(keepends=True)
+        if self._after_cr and chunk[0] == 0x0A:
+            chunk = chunk[1:]
+        self._after_cr = chunk.endswith(b"\r")
+        lines = (self._rest + chunk).splitlines(keepends=True)
         self._rest = b""
         if lines and not lines[-1].endswith((b"\n", b"\r")):
             self._rest = lines.pop()
@@ -76,9 +76,9 @@ class EventReader:
         return event
 
 
-async def read_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The data of each event of a response body. Raises EventTooLongError."""
     reader = EventReader()
-    async for piece in pieces:
-        for event in reader.feed(piece):
+    async for chunk in chunks:
+        for event in reader.feed(chunk):
             yield event.data

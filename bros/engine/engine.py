@@ -14,7 +14,7 @@ from bros.core.interfaces import (
     Executor,
     LaunchingExecutor,
     RequestTrace,
-    Running,
+    StepHandle,
 )
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.scheduler.scheduler import Scheduler
@@ -42,7 +42,7 @@ class Engine:
         self._clock = clock
         self.info = info
         self._launcher = find_launcher(executor, async_scheduling)
-        self._running: Running | None = None
+        self._running: StepHandle | None = None
 
     @property
     def has_work(self) -> bool:
@@ -134,7 +134,7 @@ class Engine:
 
     def trace(self, request_id: str) -> RequestTrace | None:
         """What became of a running or recent request; None if nothing is known of it."""
-        return self._scheduler.trace(request_id, self._clock.now())
+        return self._scheduler.trace(request_id)
 
     def subscribe(self) -> None:
         """Keep account of what `report` tells, which costs nothing before."""

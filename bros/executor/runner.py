@@ -128,7 +128,7 @@ class ModelRunner:
 
 
 class Launched:
-    """A step on its way. Implements core.interfaces.Running."""
+    """A step on its way. Implements core.interfaces.StepHandle."""
 
     def __init__(self, plan: StepPlan, choice: PendingSamples) -> None:
         self._step = plan.step

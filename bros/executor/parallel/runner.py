@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from bros.core.errors import RanksLostError
-from bros.core.interfaces import Executor, Running
+from bros.core.interfaces import Executor, StepHandle
 from bros.core.plan import StepPlan, StepResult
 from bros.executor.feed import Pending
 from bros.executor.inputs import build_inputs
@@ -110,7 +110,7 @@ class ParallelLaunchingRunner(ParallelRunner):
         self._launcher = runner
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Running:
+    def launch(self, plan: StepPlan) -> StepHandle:
         """Begin an iteration on all ranks; see LaunchingExecutor."""
         inputs = build_inputs(plan)
         pending = self._launcher.pending(plan, inputs)
