@@ -183,7 +183,7 @@ def _test_generation(found: Findings, config: EngineConfig, clock: Clock) -> Ite
     exact = dataclasses.replace(config, weights="fp32", kv_dtype="fp32", self_attention="auto")
     plain = dataclasses.replace(exact, device="cpu", kernels="reference", async_scheduling="auto")
     try:
-        expected = generate(plain, clock, leads=True)
+        expected = generate(plain, clock, margins=True)
         same = generate(exact, clock)
         yield _tried(found, *_described(same))
         difference = first_difference(expected, same.tokens)

@@ -1,1 +1,1 @@
-"""The iteration loop, and the ways to reach it: in process, or over a socket."""
+"""The engine: its step, its loop and its client."""

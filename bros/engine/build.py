@@ -1,4 +1,4 @@
-"""Puts an engine together from its configuration. Imports torch: not for the server process."""
+"""Builds an engine from its configuration. Imports torch: not for the server process."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def build_engine(
 ) -> Engine:
     """Load the model and set up KV memory and scheduling.
 
-    profiles: folders with measured step times, the user's own first; without a matching one,
-    some steps are measured now. `report` is told in one line each what takes long. group: the ranks
-    that run the model, of which this is rank 0; by default this process does it alone.
+    profiles: folders of profiles, the user's own first; without a matching profile, some steps
+        are measured now.
+    report: called with one line for each operation that takes long.
+    group: the ranks that run the model, of which this is rank 0; None: this process is alone.
 
     Raises ModelError if the model cannot be served, ConfigError if an option does not fit it.
     """

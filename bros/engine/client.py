@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from bros.core.errors import EngineDeadError, InvalidRequestError
@@ -13,10 +14,10 @@ from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.engine.messages import (
     Abort,
     Accepted,
-    AskStats,
-    AskTrace,
     Command,
     Failed,
+    GetStats,
+    GetTrace,
     Outputs,
     Promote,
     Ready,
@@ -32,27 +33,27 @@ from bros.engine.messages import (
 
 
 class OutputStream:
-    """The outputs of one request, for one taker: a sink that is called, or a reader that iterates.
+    """The outputs of one request, for one consumer: a connected sink, or a reader that iterates.
 
-        put -> slot                 no reader yet, or it is busy: merged into one output
-        put -> sink                 since `connect`
+        put -> slot     without a sink; outputs are merged until the reader takes them
+        put -> sink     after `connect`
 
-    A reader therefore gets at least one output and at most as many as were put, the same tokens in
-    the same order, and one finish_reason; or EngineDeadError after what came before it.
+    A reader gets all tokens in order, in one or more outputs, and one finish_reason or
+    EngineDeadError at the end.
     """
 
     __slots__ = ("_death", "_reader", "_slot", "put", "service_class")
 
     def __init__(self, service_class: ServiceClass) -> None:
-        self.service_class = service_class  # the engine's word replaces the caller's wish
-        self.put: OutputSink = self._keep
-        """Take in the next output, or that none follows. Call it in the event loop."""
+        self.service_class = service_class  # as requested, until the engine has accepted
+        self.put: OutputSink = self._put_in_slot
+        """Deliver the next output, or the error that ends the stream. Call it in the event loop."""
         self._slot: RequestOutput | None = None
         self._death: EngineDeadError | None = None
         self._reader: asyncio.Future[None] | None = None
 
     def connect(self, sink: OutputSink) -> None:
-        """Hand everything to `sink` from now on, what waits in the slot first."""
+        """Deliver the content of the slot and all later outputs to `sink`."""
         output, death = self._slot, self._death
         self.put, self._slot, self._death = sink, None, None
         if output is not None:
@@ -72,7 +73,7 @@ class OutputStream:
             if output.finish_reason is not None:
                 return
 
-    def _keep(self, item: RequestOutput | EngineDeadError) -> None:
+    def _put_in_slot(self, item: RequestOutput | EngineDeadError) -> None:
         if isinstance(item, EngineDeadError):
             self._death = item
         else:
@@ -82,7 +83,7 @@ class OutputStream:
 
 
 def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
-    """Both as if one step had given them."""
+    """Two successive outputs of a request as one."""
     return RequestOutput(
         request_id=then.request_id,
         token_ids=first.token_ids + then.token_ids,
@@ -95,29 +96,29 @@ def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
 
 
 class MessageClient:
-    """An EngineClient on top of `send`; the transport feeds `on_reply` in the event loop.
+    """An EngineClient on top of `send`; the transport calls `on_reply` in the event loop.
 
-    A submission is answered by the request's id, a question by its number.
+    The engine replies to a submission with the request's id and to a query with the query's id.
     """
 
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
         self._info: EngineInfo | None = None
         self._alive = False
-        self._came_up = False  # in the present life
-        self._death = "The engine is not running."
+        self._was_ready = False  # since the engine was last started
+        self._death_reason = "The engine is not running."
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, OutputStream] = {}
         self._submissions: dict[str, asyncio.Future[ServiceClass]] = {}
-        self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._question_numbers = itertools.count()
+        self._queries: dict[int, asyncio.Future[Any]] = {}
+        self._query_ids = itertools.count()
         self._listener: Callable[[EngineReport], None] | None = None
 
     @property
     def info(self) -> EngineInfo:
-        """Raises EngineDeadError before the engine has come up for the first time."""
+        """Raises EngineDeadError before the engine is ready for the first time."""
         if self._info is None:
-            raise EngineDeadError(self._death)
+            raise EngineDeadError(self._death_reason)
         return self._info
 
     @property
@@ -126,20 +127,16 @@ class MessageClient:
 
     @property
     def num_open(self) -> int:
-        """Requests submitted and not yet finished."""
+        """Number of requests submitted and not yet finished."""
         return len(self._streams)
 
     async def wait_ready(self) -> EngineInfo:
-        """Wait until the engine is up. Raises EngineDeadError if it fails to start."""
+        """Wait until the engine is ready. Raises EngineDeadError if it fails to start."""
         await asyncio.shield(self._ready)
         return self.info
 
     async def submit(self, request: EngineRequest) -> OutputStream:
-        """Hand over a request; returns once the engine has accepted it.
-
-        Raises PromptTooLongError, InvalidRequestError, QueueFullError, OverloadedError or
-        EngineDeadError.
-        """
+        """See EngineClient."""
         self._check_alive()
         request_id = request.request_id
         if request_id in self._streams:
@@ -161,43 +158,38 @@ class MessageClient:
         return stream
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request and free its KV at the next iteration. Unknown ids are ignored."""
+        """See EngineClient."""
         if request_id in self._streams and self._alive:
             self._send(Abort(request_id))
 
     async def promote(self, request_id: str, slo: Slo) -> None:
-        """Serve a best-effort request as real-time from now on; its first token is due slo.ttft_s
-        from now if it has none yet. Real-time ones and unknown ids are ignored."""
+        """See EngineClient."""
         if request_id in self._streams and self._alive:
             self._send(Promote(request_id, slo))
 
     async def release(self, request_id: str) -> None:
-        """What a request has left is kept no longer (Hints.keep_s). Unknown ids are ignored."""
+        """See EngineClient."""
         if self._alive:
             self._send(Release(request_id))
 
     async def stats(self) -> EngineStats:
-        """Raises EngineDeadError if there is no engine to ask."""
-        stats: EngineStats = await self._ask(AskStats)
+        """Raises EngineDeadError if the engine is not running."""
+        stats: EngineStats = await self._query(GetStats)
         return stats
 
     async def trace(self, request_id: str) -> RequestTrace | None:
-        """What is known of a running or recent request; None if nothing is.
-
-        Raises EngineDeadError if there is no engine to ask.
-        """
-        trace: RequestTrace | None = await self._ask(lambda number: AskTrace(number, request_id))
+        """See EngineClient."""
+        trace: RequestTrace | None = await self._query(partial(GetTrace, request_id=request_id))
         return trace
 
     def subscribe(self, listener: Callable[[EngineReport], None]) -> None:
-        """Have `listener` told every report from now on, and from every engine that comes up
-        later: its versions begin at 1 again, with a digest. Call it in the event loop, once."""
+        """See ReportingClient."""
         self._listener = listener
         if self._alive:
             self._send(Subscribe())
 
     def on_reply(self, reply: Reply) -> None:
-        """Take in one message of the engine. Call it in the event loop, not within `send`."""
+        """Handle one message of the engine. Call it in the event loop, not within `send`."""
         match reply:
             case Outputs(outputs):
                 self._deliver(outputs)
@@ -205,29 +197,29 @@ class MessageClient:
                 self._resolve(request_id, service_class)
             case Refused(request_id):
                 self._resolve(request_id, reply.to_error())
-            case StatsReply(question, answer) | TraceReply(question, answer):
-                asked = self._questions.get(question)
-                if asked is not None and not asked.done():
-                    asked.set_result(answer)
+            case StatsReply(query_id, answer) | TraceReply(query_id, answer):
+                query = self._queries.get(query_id)
+                if query is not None and not query.done():
+                    query.set_result(answer)
             case Reported(report):
                 if self._listener is not None:
                     self._listener(report)
             case Ready(info):
-                self._come_up(info)
+                self._on_ready(info)
             case Failed(message):
                 self.on_death(message)
 
     def on_death(self, message: str) -> None:
-        """The engine is gone: fail everything that is open, at once. May be called twice."""
-        self._alive, self._death = False, message
+        """Fail everything that is open with EngineDeadError. May be called twice."""
+        self._alive, self._death_reason = False, message
         if self._ready.done():
             self._ready = asyncio.get_running_loop().create_future()
-        if not self._came_up:
+        if not self._was_ready:
             self._ready.set_exception(EngineDeadError(message))
             self._ready.exception()  # asyncio logs an exception that was never retrieved
         waiting: list[asyncio.Future[Any]] = [
             *self._submissions.values(),
-            *self._questions.values(),
+            *self._queries.values(),
         ]
         for future in waiting:
             if not future.done():
@@ -235,12 +227,12 @@ class MessageClient:
         for stream in self._streams.values():
             stream.put(EngineDeadError(message))
         self._submissions.clear()
-        self._questions.clear()
+        self._queries.clear()
         self._streams.clear()
 
-    def _come_up(self, info: EngineInfo) -> None:
-        self._info, self._alive, self._came_up = info, True, True
-        if self._ready.done():  # an earlier life failed to start
+    def _on_ready(self, info: EngineInfo) -> None:
+        self._info, self._alive, self._was_ready = info, True, True
+        if self._ready.done():  # an earlier start failed
             self._ready = asyncio.get_running_loop().create_future()
         self._ready.set_result(None)
         if self._listener is not None:
@@ -248,26 +240,26 @@ class MessageClient:
 
     def _check_alive(self) -> None:
         if not self._alive:
-            raise EngineDeadError(self._death)
+            raise EngineDeadError(self._death_reason)
 
-    async def _ask(self, question: Callable[[int], AskStats | AskTrace]) -> Any:
-        """Send a question under a number of its own, and wait for the answer with that number."""
+    async def _query(self, make: Callable[[int], GetStats | GetTrace]) -> Any:
+        """Send a query with a fresh id and wait for its answer."""
         self._check_alive()
-        number = next(self._question_numbers)
-        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        query_id = next(self._query_ids)
+        answer = self._queries[query_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(question(number))
+            self._send(make(query_id))
             return await answer
         finally:
-            self._questions.pop(number, None)
+            self._queries.pop(query_id, None)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Hand what a step gave to the requests that it belongs to."""
+        """Put each output of a step into the stream of its request."""
         streams = self._streams
         for output in outputs:
             stream = streams.get(output.request_id)
             if stream is None:
-                continue  # the caller gave up while the request was being accepted
+                continue  # the caller cancelled `submit` before the engine had accepted
             if output.finish_reason is not None:
                 del streams[output.request_id]
             stream.put(output)

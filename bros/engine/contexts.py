@@ -1,15 +1,15 @@
-"""Contexts: token sequences that are filled, generated into, forked and freed by name.
+"""Contexts: named token sequences that callers fill, generate into, fork and free.
 
     fill("system", None, s)                      system   [ s ]
     fill("chat", "system", q)                    chat     [ s | q ]             forked from "system"
-    generate("chat", "system", a, sampling)      chat     [ s | q | a | what was generated ]
-    generate("other", "system", b, sampling)     other    [ s | b | what was generated ]
+    generate("chat", "system", a, sampling)      chat     [ s | q | a | output ]
+    generate("other", "system", b, sampling)     other    [ s | b | output ]
     free("system")                               chat and other stay as they are
 
-This is the interface that Parrot expects of an engine (section 7: Fill, Generate, FreeContext), on
-top of requests and the prefix cache. A context is a list of tokens; its KV is whatever the cache
-has of them. So what contexts have in common is computed once and held once, whichever is freed
-first, and a context whose KV was evicted is computed again and never wrong.
+This is the interface that Parrot expects of an engine (section 7: Fill, Generate, FreeContext),
+built on requests and the prefix cache. A context is only a list of tokens; its KV lives in the
+prefix cache. So contexts share the KV of common prefixes, in whatever order they are freed, and the
+next job of a context recomputes KV that was evicted.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from bros.core.request import (
 
 @dataclass(slots=True)
 class _Context:
-    """parent_id: of the context that it was forked from.
-    tokens: replaced when a job ends, never changed, as forks have the same ones.
-    request_id: of its last job, which keeps its KV.
-    busy: a job runs.
-    is_new: none has ended well.
+    """parent_id: the context that it was forked from.
+    tokens: replaced when a job ends, never modified, because forks share them.
+    request_id: the request of its last job, which pins its KV.
+    busy: a job is running.
+    is_new: no job has succeeded yet.
     """
 
     parent_id: str | None
@@ -51,10 +51,11 @@ class _Context:
 class Contexts:
     """Contexts of one engine, by ids that callers choose. For one event loop.
 
-    A context comes into being with the first job of an unknown id, as a fork of its parent's tokens
-    at that time. It has one job at a time, and what a job adds becomes part of it when the job
-    has ended; one that fails, or is aborted, leaves it as it was.
-    keep_s: for how long after a job the KV is kept for the next one, see Hints.keep_s.
+    The first job with an unknown id creates the context as a fork of its parent's current tokens. A
+    context runs one job at a time. A job that succeeds appends its tokens to the context; one that
+    fails or is aborted leaves the context unchanged.
+
+    keep_s: seconds after a job for which its KV stays pinned, see Hints.keep_s.
     cache_salt: see EngineRequest.
     """
 
@@ -76,7 +77,7 @@ class Contexts:
         return len(self._contexts)
 
     def token_ids(self, context_id: str) -> Sequence[int]:
-        """Tokens of a context so far; of none if it is unknown."""
+        """The current tokens of a context; empty if it is unknown."""
         context = self._contexts.get(context_id)
         return () if context is None else tuple(context.tokens)
 
@@ -90,11 +91,11 @@ class Contexts:
         slo: Slo | None = None,
         hints: Hints = NO_HINTS,
     ) -> int:
-        """Add tokens to a context and compute their KV; returns how many were added.
+        """Append tokens to a context and compute their KV; returns how many were appended.
 
-        Without tokens it only forks. Raises InvalidRequestError if a job runs in the context or in
-        the parent that it is forked from, if there is no such parent or it is another one than it
-        was forked from, and what EngineClient.submit raises; OverloadedError or BrosError if the
+        Without tokens it only forks. Raises InvalidRequestError if a job is running in the context
+        or in the parent to fork from, if the parent does not exist, or if the context was forked
+        from another parent; what EngineClient.submit raises; OverloadedError or BrosError if the
         job fails.
         """
         if not token_ids:
@@ -125,12 +126,11 @@ class Contexts:
         slo: Slo | None = None,
         hints: Hints = NO_HINTS,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Add tokens to a context and generate more: the outputs of the engine.
+        """Append tokens to a context and generate more; yields the outputs of the engine.
 
-        All of it becomes part of the context with the last output, a stop token included. The job
-        begins when the first output is asked for; who wants no more of them closes the generator.
-        `sampling.n` and `sampling.stop` are the caller's business, see EngineRequest. The iterator
-        raises what `fill` does.
+        With the last output the context has all these tokens, a stop token included. The job starts
+        with the first iteration; closing the generator aborts it. `sampling.n` and `sampling.stop`
+        have no effect, see EngineRequest. Iterating raises what `fill` raises.
         """
         job = EngineRequest(
             request_id=self._ids.new("ctx"),
@@ -144,10 +144,9 @@ class Contexts:
         return self._run(context_id, parent_id, job)
 
     async def free(self, context_id: str) -> int:
-        """Forget a context and keep nothing for it; returns how many tokens it had, 0 if unknown.
+        """Remove a context and unpin its KV; returns its number of tokens, 0 if it is unknown.
 
-        Contexts that were forked from it stay as they are. Raises InvalidRequestError if a job runs
-        in it.
+        Its forks stay as they are. Raises InvalidRequestError if a job is running in it.
         """
         context = self._contexts.get(context_id)
         if context is None:
@@ -159,7 +158,7 @@ class Contexts:
         return len(context.tokens)
 
     def _find(self, context_id: str, parent_id: str | None) -> _Context:
-        """The context for the next job; a fork of its parent if it is unknown."""
+        """The context for the next job; an unknown one is forked from its parent."""
         context = self._contexts.get(context_id)
         if context is None:
             context = _Context(parent_id, self._forked(parent_id))
@@ -183,7 +182,7 @@ class Contexts:
     async def _run(
         self, context_id: str, parent_id: str | None, job: EngineRequest
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a job the prompt of which is added to its context."""
+        """Run a job whose prompt is appended to its context; yields the outputs."""
         context = self._find(context_id, parent_id)
         tokens = array("i", [*context.tokens, *job.prompt_token_ids])
         hints = replace(job.hints, keep_s=self._keep_s)
@@ -207,11 +206,11 @@ class Contexts:
                 if context.is_new:
                     del self._contexts[context_id]
                 await self._engine.abort(job.request_id)
-                await self._engine.release(job.request_id)  # it may have ended well by then
+                await self._engine.release(job.request_id)  # it may have succeeded by then
 
 
 def _check_success(last: RequestOutput) -> None:
-    """Raise what a job ended with, unless it ended well."""
+    """Raise OverloadedError or BrosError if a job failed or was aborted."""
     if last.finish_reason is not None and last.finish_reason.complete:
         return
     message = last.error or "The job was aborted."

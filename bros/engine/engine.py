@@ -1,4 +1,5 @@
-"""The iteration loop: schedule, execute, apply; or schedule, launch, apply the one before."""
+"""One step: schedule, execute, apply; with asynchronous scheduling: schedule the next step, launch
+it, apply the one before."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ logger = logging.getLogger("bros.engine")
 
 
 class Engine:
-    """A scheduler and an executor on one thread. Deciding and doing meet only in `step`.
+    """A scheduler and an executor on one thread. They meet only in `step`.
 
-    async_scheduling: as in EngineConfig; raises ConfigError for "on" where that cannot be.
+    async_scheduling: as in EngineConfig. Raises ConfigError for "on" if the executor cannot launch.
     """
 
     def __init__(
@@ -49,32 +50,33 @@ class Engine:
         return self._scheduler.has_work or self._running is not None
 
     def submit(self, request: EngineRequest) -> ServiceClass:
-        """Accept a request; returns the class it is served as, BE if it was relegated.
+        """Queue a request; returns the class it is served as: BE for a relegated one.
 
         Raises InvalidRequestError, PromptTooLongError, QueueFullError or OverloadedError.
         """
         return self._scheduler.submit(request, self._clock.now())
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Drop a request and free its KV at once; its last output, or None if it is unknown."""
+        """Abort a request and free its KV; returns its last output, or None if it is unknown."""
         return self._scheduler.abort(request_id, self._clock.now())
 
     def promote(self, request_id: str, slo: Slo) -> None:
-        """Serve a best-effort request as real-time from now on; see EngineClient.promote."""
+        """See EngineClient."""
         self._scheduler.promote(request_id, slo, self._clock.now())
 
     def release(self, request_id: str) -> None:
-        """What a request has left is kept no longer; see EngineClient.release."""
+        """See EngineClient."""
         self._scheduler.release(request_id)
 
     def step(self, arrivals: Callable[[], Iterable[EngineRequest]] = tuple) -> list[RequestOutput]:
-        """Run one iteration. Any exception leaves the engine unusable.
+        """Run one step and return its outputs. Any exception leaves the engine unusable.
 
-        arrivals: asked while the step runs for requests that have come since it was asked last
-        (and that are submitted afterwards). A step with best-effort work in it may be aborted
-        for one of them; then nothing comes of it. With asynchronous scheduling steps are
-        not aborted, and outputs are those of the step before the one that begins.
-        Raises RuntimeError if there is work but nothing can run, which would be a bug.
+        arrivals: called while the step runs; returns the requests that have arrived since its last
+            call, which the caller submits later. The scheduler may abort a step with best-effort
+            work for one of them; the step then has no outputs.
+
+        With asynchronous scheduling this launches a step and returns the outputs of the one before;
+        no step is aborted. Raises RuntimeError if there are requests but none can run (a bug).
         """
         if self._launcher is not None:
             outputs = self._launch(self._launcher)
@@ -92,11 +94,11 @@ class Engine:
             return outputs
         if scheduler.may_abort:
 
-            def gives_up() -> bool:
-                new = arrivals()  # mostly nothing: this is asked before every layer
+            def should_abort() -> bool:
+                new = arrivals()  # nearly always empty: the executor asks before every layer
                 return bool(new) and self._yields(new)
 
-            result = self._executor.execute(plan, gives_up)
+            result = self._executor.execute(plan, should_abort)
         else:
             result = self._executor.execute(plan)
         if result is None:
@@ -106,20 +108,20 @@ class Engine:
         return outputs
 
     def _launch(self, launcher: LaunchingExecutor) -> list[RequestOutput]:
-        """Begin the next step, and only then wait for the one that runs."""
+        """Launch the next step before waiting for the running one."""
         scheduler = self._scheduler
-        outputs = [] if scheduler.may_run_ahead else self._take_in()
+        outputs = [] if scheduler.may_run_ahead else self._apply_running()
         plan = scheduler.schedule(self._clock.now())
         outputs += scheduler.take_ended()
         if plan is None and self._running is None:
             self._check_idle()
         launched = None if plan is None else launcher.launch(plan)
-        outputs += self._take_in()
+        outputs += self._apply_running()
         self._running = launched
         return outputs
 
-    def _take_in(self) -> list[RequestOutput]:
-        """What comes of the step that runs, if one does."""
+    def _apply_running(self) -> list[RequestOutput]:
+        """Wait for the running step, if any, and apply its result."""
         if self._running is None:
             return []
         result, self._running = self._running.result(), None
@@ -133,20 +135,20 @@ class Engine:
         return self._scheduler.stats()
 
     def trace(self, request_id: str) -> RequestTrace | None:
-        """What became of a running or recent request; None if nothing is known of it."""
+        """See EngineClient."""
         return self._scheduler.trace(request_id)
 
     def subscribe(self) -> None:
-        """Keep account of what `report` tells, which costs nothing before."""
+        """Record from now on what `report` needs."""
         self._scheduler.reporter.subscribe()
 
     def report(self, *, full: bool = False) -> EngineReport | None:
-        """What has changed since the last report, or everything; None if nothing has, or if no
-        client has subscribed. The first one is a digest."""
+        """The changes since the last report, or a digest if `full` or if it is the first report.
+        None if nothing has changed, or if no client has subscribed."""
         return self._scheduler.reporter.take(self._clock.now(), full)
 
     def due_report(self) -> EngineReport | None:
-        """The same after a step, if it is time for it."""
+        """The report after a step; None if none is due."""
         return self._scheduler.reporter.due(self._clock.now(), not self.has_work)
 
     def close(self) -> None:
@@ -156,7 +158,7 @@ class Engine:
         return any(self._scheduler.yields(new, self._clock.now()) for new in arrivals)
 
     def _log_ends(self, outputs: Sequence[RequestOutput]) -> None:
-        """One line for each request that ended: how it fared and what it waited for."""
+        """Log the trace of each request that ended, at level DEBUG."""
         if not logger.isEnabledFor(logging.DEBUG):
             return
         for output in outputs:
@@ -166,17 +168,17 @@ class Engine:
 
 
 def find_launcher(executor: Executor, async_scheduling: str) -> LaunchingExecutor | None:
-    """The executor, if steps are to be planned ahead of it: unless that is "off", where it can
-    launch them. Raises ConfigError for "on" if it cannot."""
+    """The executor, if it can launch steps and asynchronous scheduling is not "off"; else None.
+    Raises ConfigError for "on" if it cannot launch."""
     if async_scheduling != "off" and isinstance(executor, LaunchingExecutor):
         return executor
     if async_scheduling == "on":
-        raise ConfigError("--async-scheduling on: only on a GPU; elsewhere steps take the host")
+        raise ConfigError("--async-scheduling on: needs a GPU; elsewhere steps occupy the host")
     return None
 
 
 def describe_trace(trace: RequestTrace) -> str:
-    """One line, times in milliseconds."""
+    """The trace in one line; times in milliseconds."""
     waits = sorted(trace.waits.items(), key=lambda wait: -wait[1])
     waited = ", ".join(f"{reason} {seconds * 1e3:.0f}" for reason, seconds in waits)
     first = "none" if trace.ttft_s is None else f"{trace.ttft_s * 1e3:.0f}"

@@ -11,9 +11,9 @@ from bros.engine.engine import Engine
 from bros.engine.messages import (
     Abort,
     Accepted,
-    AskStats,
-    AskTrace,
     Command,
+    GetStats,
+    GetTrace,
     Outputs,
     Promote,
     Ready,
@@ -30,7 +30,7 @@ from bros.engine.messages import (
 
 
 class Sender(Protocol):
-    """Takes what an engine says to its client."""
+    """Sends the replies of an engine to its client."""
 
     def send(self, reply: Reply) -> None: ...
 
@@ -40,7 +40,7 @@ class Transport(Sender, Protocol):
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether `receive` would give something at once. Asked before every layer of a step."""
+        """Whether `receive` would return something at once. Read before every layer of a step."""
         ...
 
     def receive(self, *, wait: bool) -> Iterable[Command]:
@@ -49,23 +49,23 @@ class Transport(Sender, Protocol):
 
 
 def run_engine(engine: Engine, transport: Transport) -> None:
-    """Serve one client until it says Shutdown. Exceptions of a step pass through."""
-    came_meanwhile: list[Command] = []
+    """Serve one client until it sends Shutdown. Exceptions of a step pass through."""
+    deferred: list[Command] = []  # received during the step, handled after it
     no_requests: list[EngineRequest] = []
 
     def arrivals() -> list[EngineRequest]:
-        """What comes while a step runs is handled after it, but looked at right away."""
+        """Requests that have arrived during the step; the policy may abort the step for them."""
         if not transport.has_arrivals:
             return no_requests
         new = list(transport.receive(wait=False))
-        came_meanwhile.extend(new)
+        deferred.extend(new)
         return [command.request for command in new if isinstance(command, Submit)]
 
     transport.send(Ready(engine.info))
     while True:
-        idle = not (came_meanwhile or engine.has_work)
-        commands = [*came_meanwhile, *transport.receive(wait=idle)]
-        came_meanwhile.clear()
+        idle = not (deferred or engine.has_work)
+        commands = [*deferred, *transport.receive(wait=idle)]
+        deferred.clear()
         for command in commands:
             if isinstance(command, Shutdown):
                 return
@@ -74,12 +74,12 @@ def run_engine(engine: Engine, transport: Transport) -> None:
         if outputs:
             transport.send(Outputs(tuple(outputs)))
         report = engine.due_report()
-        if report is not None:  # after the tokens that it may be about
+        if report is not None:  # after the output tokens that it may list as cached
             transport.send(Reported(report))
 
 
 def handle(command: Command, engine: Engine, client: Sender) -> None:
-    """Do what a client says between two steps; not for Shutdown."""
+    """Handle any command but Shutdown. Call it between two steps."""
     match command:
         case Submit(request):
             client.send(_submit(engine, request))
@@ -91,10 +91,10 @@ def handle(command: Command, engine: Engine, client: Sender) -> None:
             engine.promote(request_id, slo)
         case Release(request_id):
             engine.release(request_id)
-        case AskStats(question):
-            client.send(StatsReply(question, engine.stats()))
-        case AskTrace(question, request_id):
-            client.send(TraceReply(question, engine.trace(request_id)))
+        case GetStats(query_id):
+            client.send(StatsReply(query_id, engine.stats()))
+        case GetTrace(query_id, request_id):
+            client.send(TraceReply(query_id, engine.trace(request_id)))
         case Subscribe():
             engine.subscribe()
             report = engine.report(full=True)

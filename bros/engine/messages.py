@@ -1,7 +1,8 @@
-"""What an engine client and an engine say to each other, on any transport.
+"""The messages between an engine client and an engine, on any transport.
 
-client -> engine   Submit, Abort, AskStats, AskTrace, Shutdown, Promote, Release
-engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed, Heartbeat
+client -> engine   Submit, Abort, Promote, Release, GetStats, GetTrace, Subscribe, Shutdown
+engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Reported, Failed,
+                   Heartbeat
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class AskStats:
-    question: int
-    """Its number, which the answer repeats."""
+class GetStats:
+    query_id: int
+    """The reply repeats it."""
 
 
 @dataclass(frozen=True, slots=True)
-class AskTrace:
-    question: int
+class GetTrace:
+    query_id: int
     request_id: str
 
 
@@ -49,7 +50,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Serve a best-effort request as real-time from now on, held to `slo`."""
+    """Serve a best-effort request as real-time from now on, with the objectives `slo`."""
 
     request_id: str
     slo: Slo
@@ -57,26 +58,26 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What a request that has ended has left is kept no longer (Hints.keep_s)."""
+    """Unpin the KV of an ended request (Hints.keep_s)."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Tell from now on what is cached and how busy the engine is, everything first."""
+    """Send engine reports (Reported) from now on, a digest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model is loaded; the first message of every engine that comes up."""
+    """The model is loaded. The first message of every engine."""
 
     info: EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """service_class: what the engine serves it as; BE for a relegated real-time request."""
+    """service_class: the class the engine serves it as; BE for a relegated real-time request."""
 
     request_id: str
     service_class: ServiceClass
@@ -84,7 +85,11 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An error on submission, taken apart so that it survives any encoding."""
+    """The error of a submission, as plain fields that every encoding supports.
+
+    numbers: of a PromptTooLongError (prompt tokens, max_model_len), of a QueueFullError (waiting
+        requests, retry_after_s), of an OverloadedError (retry_after_s, 0).
+    """
 
     request_id: str
     kind: str
@@ -122,55 +127,55 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Everything one step produced."""
+    """All outputs of one step."""
 
     outputs: tuple[RequestOutput, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StatsReply:
-    question: int
+    query_id: int
     stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class TraceReply:
-    """trace: None if nothing is known of the request."""
+    """trace: None if the engine does not know the request."""
 
-    question: int
+    query_id: int
     trace: RequestTrace | None
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """After Subscribe, whenever something has changed."""
+    """An engine report; sent after Subscribe, whenever something has changed."""
 
     report: EngineReport
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine cannot start or go on; nothing follows."""
+    """The engine cannot start or continue. Its last message."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Every so often from rank 0 of several, whatever it is doing: its process is not stopped.
+    """Sent periodically by a thread of rank 0, to show that its process is running.
 
-    host: from the process that has started the engine on another machine.
+    host: sent instead by the process that has started the engine on another machine.
     """
 
     host: bool = False
 
 
-Command = Submit | Abort | AskStats | AskTrace | Shutdown | Promote | Release | Subscribe
+Command = Submit | Abort | GetStats | GetTrace | Shutdown | Promote | Release | Subscribe
 Reply = (
     Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed | Heartbeat | Reported
 )
 COMMANDS: tuple[type, ...] = (
-    *(Submit, Abort, AskStats, AskTrace, Shutdown, Promote, Release),
+    *(Submit, Abort, GetStats, GetTrace, Shutdown, Promote, Release),
     Subscribe,
 )
 REPLIES: tuple[type, ...] = (
@@ -180,22 +185,22 @@ REPLIES: tuple[type, ...] = (
 
 
 class Inbox:
-    """Commands that have arrived at an engine. Any thread puts them in, the engine's takes them."""
+    """Commands that have arrived at an engine. Any thread puts, the engine's thread receives."""
 
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[Command | Exception] = queue.SimpleQueue()
 
     def put(self, command: Command | Exception) -> None:
-        """An exception says why nothing arrives any more."""
+        """command: an exception if the connection has failed; `receive` raises it."""
         self._arrived.put(command)
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether there are any; a look at a counter, asked before every layer of a step."""
+        """Whether commands wait. Costs less than a microsecond: asked before every layer."""
         return not self._arrived.empty()
 
     def receive(self, *, wait: bool) -> list[Command]:
-        """All of them; blocks for the first one if `wait`. Raises an exception that was put in."""
+        """All waiting commands. wait: block for the first one. Raises an exception from `put`."""
         found: list[Command] = []
         while (wait and not found) or not self._arrived.empty():
             command = self._arrived.get()

@@ -1,4 +1,4 @@
-"""What the process that started this one may do with it."""
+"""How a process follows the one that started it: it ends with it, and obeys its signals only."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_server(folder: Path) -> None:
-    """End this process once no process holds the other end of stdin, whatever it is doing then.
+    """Exit at once when the server has closed its end of stdin, even from within a library call.
 
-    folder: of the sockets, which a server that was killed had no time to remove.
+    folder: the folder of the sockets, removed here because a killed server cannot.
     """
-    # Unbuffered: a thread that waits in a buffered reader cannot be left behind at exit.
+    # Unbuffered: at exit Python would wait for a thread that blocks in a buffered reader.
     stdin = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
-    threading.Thread(target=_wait_for_end, args=(stdin, folder), daemon=True).start()
+    threading.Thread(target=_exit_at_eof, args=(stdin, folder), daemon=True).start()
 
 
-def _wait_for_end(stdin: FileIO, folder: Path) -> None:
+def _exit_at_eof(stdin: FileIO, folder: Path) -> None:
     while stdin.read(1):
-        pass  # nothing is said there
+        pass  # the server sends nothing
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends. Linux only.
+    """Have the kernel signal this process when its parent ends. Linux only.
 
-    That reaches a process that is stopped, or that hangs in a library, if it is SIGKILL.
+    SIGKILL also ends a process that is stopped or hangs in a library.
     """
     if sys.platform != "linux":
         return
@@ -45,16 +45,16 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def obey_parent_only() -> None:
-    """SIGTERM of the parent ends this process at once, also within a library. From other processes
-    SIGTERM and SIGINT do nothing: they reach whole groups of processes, and the server decides.
+    """Exit at once on SIGTERM from the parent, even from within a library call. Ignore SIGINT and
+    SIGTERM from other processes: they reach the whole process group, and the server decides.
 
-    To be called before there are other threads.
+    Call it before other threads start.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    threading.Thread(target=_wait_for_order, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_on_sigterm_of, args=(os.getppid(),), daemon=True).start()
 
 
-def _wait_for_order(parent: int) -> None:
+def _exit_on_sigterm_of(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The step time model an engine starts with: given, stored or measured on the spot."""
+"""Measures step times and provides the cost model that an engine starts with."""
 
 from __future__ import annotations
 
@@ -32,18 +32,23 @@ from bros.scheduler.profiles import (
     versions,
 )
 
-# ---- Which steps to measure for a step time model, within what an engine can run.
+# ---- Which steps to measure, within the limits of an engine.
 #
 # Three kinds of step, because the model has to tell their costs apart: decode rows alone, one
-# prompt chunk alone, and mixtures. Where rows read a common prefix together, also decode rows that
-# have one. Grids only name shapes; step_timing.py runs them.
+# prompt chunk alone, and mixtures. Where kernels read shared prefixes once, also decode rows with
+# a shared prefix. Grids only list shapes; measure_steps runs them.
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step an engine runs: tokens and rows of a step, tokens of a request, blocks.
+    """The largest step that an engine runs.
 
-    grouping: which prefixes its rows read together, if any.
+    tokens: per step.
+    rows: per step.
+    length: tokens per request.
+    blocks: KV blocks.
+    block_size: slots per block.
+    grouping: see EngineInfo.
     """
 
     tokens: int
@@ -66,7 +71,7 @@ class StepLimits:
         )
 
     def allow(self, shape: StepShape) -> bool:
-        """Whether an engine with these limits could come to run such a step."""
+        """Whether an engine with these limits could run such a step."""
         return (
             0 < len(shape) <= self.rows
             and sum(chunk.tokens for chunk in shape) <= self.tokens
@@ -75,7 +80,7 @@ class StepLimits:
         )
 
     def blocks_of(self, shape: StepShape) -> int:
-        """KV blocks that the rows of a step hold; common ones count once."""
+        """KV blocks that the rows of a step hold; shared ones count once."""
         size = self.block_size
         return sum(
             -(-(chunk.context + chunk.tokens) // size) - chunk.shared // size for chunk in shape
@@ -83,59 +88,62 @@ class StepLimits:
 
 
 def decode_rows(rows: int, context: int) -> StepShape:
-    """Rows of one token after `context` cached ones each."""
+    """Rows of one token each, after `context` cached tokens."""
     return (ChunkShape(1, context, True),) * rows
 
 
-def alike_rows(rows: int, context: int, shared: int) -> StepShape:
-    """Decode rows whose first `shared` context tokens are the same ones, in full blocks."""
+def shared_prefix_rows(rows: int, context: int, shared: int) -> StepShape:
+    """Decode rows that share the first `shared` of their context tokens, in full blocks."""
     first, other = ChunkShape(1, context, True), ChunkShape(1, context, True, shared)
     return (first,) + (other,) * (rows - 1)
 
 
 def prompt(tokens: int, context: int, sampled: bool = True) -> StepShape:
-    """A chunk of a prompt; sampled: it is the last one."""
+    """One prompt chunk. sampled: it is the last chunk of its prompt."""
     return (ChunkShape(tokens, context, sampled),)
 
 
 def quick_grid(limits: StepLimits) -> list[StepShape]:
-    """About thirty steps that take a few seconds in all."""
+    """About thirty steps; to measure all of them takes a few seconds."""
     most = min(limits.tokens, max(limits.length // 2, 2))
     rows = (1, 4, 8, 16, 24, 32, limits.rows)
     tokens = (8, 16, 32, 64, 96, 128, most)
     shapes: list[StepShape] = []
     for count, size in zip(rows, tokens, strict=True):
-        short, long = _spread(limits, count)
+        short, long = _context_range(limits, count)
         shapes += [decode_rows(count, short), decode_rows(count, long), prompt(size, 0)]
         if size >= 32:
             shapes.append(prompt(size, min(512, limits.length - size)))
         if count > 1:
             shapes.append(decode_rows(count // 2, long) + prompt(size, 0, False))
-    shapes += _alike(limits, (8, 24), (512,))
+    shapes += _shared_prefix_grid(limits, (8, 24), (512,))
     return _allowed(shapes, limits)
 
 
 def full_grid(limits: StepLimits) -> list[StepShape]:
-    """Every combination of sizes that the limits allow, some minutes on two cores."""
-    alike = _alike(limits, (2, 4, 8, 16, 24, 32, 48, 64, 128), (256, 512, 1024, 2032))
-    return _allowed(itertools.chain(quick_grid(limits), _full_grid(), alike), limits)
+    """All shapes that the limits allow; to measure them takes some minutes on two cores."""
+    rows = (2, 4, 8, 16, 24, 32, 48, 64, 128)
+    shared = _shared_prefix_grid(limits, rows, (256, 512, 1024, 2032))
+    return _allowed(itertools.chain(quick_grid(limits), _full_grid(), shared), limits)
 
 
-def _alike(limits: StepLimits, rows: Iterable[int], prefixes: Iterable[int]) -> list[StepShape]:
-    """Rows that are enough to read a common prefix together, with little and with much besides."""
+def _shared_prefix_grid(
+    limits: StepLimits, rows: Iterable[int], prefixes: Iterable[int]
+) -> list[StepShape]:
+    """Rows whose shared prefix is read once, with 15 and with 255 context tokens of their own."""
     rule = limits.grouping
     if rule is None:
         return []
     return [
-        alike_rows(count, shared + own, shared)
+        shared_prefix_rows(count, shared + own, shared)
         for count in rows
         for shared in prefixes
         for own in (15, 255)
-        if count >= rule.min_rows and _is_read_together(rule, shared)
+        if count >= rule.min_rows and _is_read_once(rule, shared)
     ]
 
 
-def _is_read_together(rule: Grouping, shared: int) -> bool:
+def _is_read_once(rule: Grouping, shared: int) -> bool:
     blocks, rest = divmod(shared, rule.block_size)
     return rest == 0 and blocks >= rule.min_blocks
 
@@ -158,13 +166,13 @@ def _full_grid() -> Iterator[StepShape]:
 
 
 def random_steps(limits: StepLimits, count: int, rng: random.Random) -> list[StepShape]:
-    """Up to `count` different steps as they come in practice: all kinds and mixtures, any sizes."""
+    """Up to `count` different random steps of all kinds, as in practice."""
     shapes: list[StepShape] = []
     for _ in range(50 * count):
         shape: StepShape = ()
         kind = rng.randrange(3 if limits.grouping is None else 4)
         if kind == 3:
-            shape += _random_alike(limits, rng)
+            shape += _random_shared_prefix(limits, rng)
         elif kind != 0:
             typical = _log_uniform(rng, 8, 1500)
             for _ in range(_log_uniform(rng, 1, limits.rows)):
@@ -180,15 +188,15 @@ def random_steps(limits: StepLimits, count: int, rng: random.Random) -> list[Ste
     return shapes
 
 
-def _random_alike(limits: StepLimits, rng: random.Random) -> StepShape:
+def _random_shared_prefix(limits: StepLimits, rng: random.Random) -> StepShape:
     rule = limits.grouping
     assert rule is not None
     shared = rng.randint(rule.min_blocks, 8 * rule.min_blocks) * rule.block_size
     rows = max(_log_uniform(rng, rule.min_rows, limits.rows), rule.min_rows)
-    return alike_rows(rows, shared + _log_uniform(rng, 1, 500), shared)
+    return shared_prefix_rows(rows, shared + _log_uniform(rng, 1, 500), shared)
 
 
-def _spread(limits: StepLimits, rows: int) -> tuple[int, ...]:
+def _context_range(limits: StepLimits, rows: int) -> tuple[int, int]:
     """A short and a long context that `rows` rows can have at the same time."""
     room = min(limits.blocks, 4096 // limits.block_size) // max(rows, 1) * limits.block_size
     longest = max(min(room, limits.length, 1024) - 1, 0)
@@ -196,25 +204,25 @@ def _spread(limits: StepLimits, rows: int) -> tuple[int, ...]:
 
 
 def _allowed(shapes: Iterable[StepShape], limits: StepLimits) -> list[StepShape]:
-    """Each once."""
+    """The shapes within the limits, without duplicates."""
     return list(dict.fromkeys(shape for shape in shapes if limits.allow(shape)))
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
-    """Small sizes as often as large ones: every doubling is equally likely."""
+    """A random integer whose logarithm is uniform in [log low, log high]."""
     if high <= low:
         return max(high, 1)
     return int(low * (high / low) ** rng.random())
 
 
-# ---- Measures how long steps take, on any executor, through plans made up for that.
+# ---- Measuring step times on any executor, with synthetic plans.
 
 
 Progress = Callable[[int, int], None]
-"""Called with steps done and steps in all."""
+"""Called with the number of completed steps and the total."""
 
 _TOUCH_TOKENS = 64
-"""In one step that touches memory: few enough to stop in time."""
+"""Tokens per step that touches memory: few, so that the time limit is kept."""
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -231,35 +239,35 @@ def measure_steps(
     progress: Progress = lambda done, total: None,
     seed: int = 0,
 ) -> list[Sample]:
-    """The typical undisturbed time of each shape: the lower quartile of `repeats` rounds.
+    """The undisturbed time of each shape: the lower quartile of `repeats` rounds.
 
-    Every round runs all shapes, in another order each time, so that a slow moment of the machine
-    touches many shapes once rather than one shape always. Other processes only ever add time, so
-    the lower quartile holds where a median would be a matter of luck, with the machine shared
-    half of the time. A round before the others warms up, from small steps to large ones.
+    Every round runs all shapes in a new random order, so that a slow moment of the machine affects
+    many shapes once rather than one shape always. Other processes only add time, so the lower
+    quartile is stable where a median is not, for example when the machine is shared half of the
+    time. An additional first round warms up, from small steps to large ones.
 
-    No step begins that would probably end after `time_limit_s`. Shapes then count with what there
-    is, the first round's time if need be, and those that have not run are left out; the smallest
-    one runs in any case. Overwrites the executor's KV memory.
+    No step starts that would probably end after `time_limit_s`; the smallest one runs in any case.
+    Shapes with fewer rounds use the ones they have, if need be the warm-up; the result omits shapes
+    that have not run. Overwrites the executor's KV memory.
     """
     rng = random.Random(seed)
     maker = _PlanMaker(info, limits, shapes, rng)
     sizes = [sum(chunk.tokens for chunk in shape) for shape in shapes]
     times: list[list[float]] = [[] for _ in shapes]
-    began = clock.now()
+    end_s = clock.now() + time_limit_s
+    touch_end_s = clock.now() + time_limit_s / 4
     for plan in maker.touch_memory():
-        if clock.now() < began + time_limit_s / 4:
+        if clock.now() < touch_end_s:
             executor.execute(plan)
-    token_s = 0.0  # of the steps so far, the least time per token
+    token_s = 0.0  # the least time per token so far
     order = sorted(range(len(shapes)), key=lambda index: sizes[index])
     for count in range(len(shapes) * (repeats + 1)):
         index = order[count % len(order)]
-        begins = clock.now()
-        if begins + token_s * sizes[index] < began + time_limit_s or count == 0:
+        if clock.now() + token_s * sizes[index] < end_s or count == 0:
             plan = maker.plan(shapes[index])
-            begins = clock.now()
+            start_s = clock.now()
             executor.execute(plan)
-            times[index].append(clock.now() - begins)
+            times[index].append(clock.now() - start_s)
             per_token = times[index][-1] / sizes[index]
             token_s = min(token_s, per_token) if count > 0 else per_token
         progress(count + 1, len(shapes) * (repeats + 1))
@@ -277,12 +285,12 @@ def _typical(shapes: Sequence[StepShape], times: Sequence[Sequence[float]]) -> l
 
 
 def lower_quartile(values: Sequence[float]) -> float:
-    """The value that a quarter of the others are below: of five, the second smallest."""
+    """The value with a quarter of the others below it: of five values, the second smallest."""
     return sorted(values)[len(values) // 4]
 
 
 class _PlanMaker:
-    """Plans of given shapes, for requests that lie scattered over the KV memory as real ones do."""
+    """Makes plans of given shapes, with blocks scattered over the KV memory as in real steps."""
 
     def __init__(
         self,
@@ -299,10 +307,10 @@ class _PlanMaker:
         self._count = 0
 
     def touch_memory(self) -> list[StepPlan]:
-        """Plans that write to every block that will be read.
+        """Plans that write to every block that measured steps will read.
 
-        Memory that was never written is not there: reading it reads one page of zeros again and
-        again, much faster than real context. Two tokens per block reach all of its pages.
+        The operating system maps memory that was never written to a single page of zeros, which is
+        much faster to read than real context. Two tokens per block reach all of its pages.
         """
         size, half = self._limits.block_size, self._limits.block_size // 2
         slots = [block * size + offset for block in self._blocks for offset in {0, half}]
@@ -313,13 +321,13 @@ class _PlanMaker:
         ]
 
     def plan(self, shape: StepShape) -> StepPlan:
-        """One request per chunk, each in blocks of its own but for what it shares."""
+        """One request per chunk, each in its own blocks except for the shared prefix."""
         size = self._limits.block_size
         chunks, at = [], 0
         for tokens, context, sampled, shared in shape:
-            common = self._blocks[: shared // size]  # the first blocks of the first request
-            count = -(-(context + tokens) // size) - len(common)
-            blocks = common + self._blocks[at : at + count]
+            prefix = self._blocks[: shared // size]  # the first blocks of the first request
+            count = -(-(context + tokens) // size) - len(prefix)
+            blocks = prefix + self._blocks[at : at + count]
             at += count
             segments = array("i")
             for index in range(-(-context // size)):
@@ -330,7 +338,7 @@ class _PlanMaker:
         return StepPlan(0, tuple(chunks), shared=self._shared(shape))
 
     def _shared(self, shape: StepShape) -> tuple[SharedPrefix, ...]:
-        """What the first row's decode rows have of it, if that is enough to be read once."""
+        """The prefix that rows share with the first one, if the grouping has it read once."""
         rule = self._limits.grouping
         shared = max((chunk.shared for chunk in shape), default=0)
         if rule is None or shared // rule.block_size < rule.min_blocks:
@@ -355,24 +363,23 @@ class _PlanMaker:
         return StepPlan(step=0, chunks=tuple(chunks))
 
 
-# ---- Measures how long copies of KV to the host and back take, beside a step that does next to
-# nothing.
+# ---- Measuring copies of KV to the host and back, in a step of one row.
 
 
 COPIED_TOKENS = (16, 512, 2048)
-"""From a block to about as many as any step copies."""
+"""Sizes to measure: from one block to about the most that a step copies."""
 
 OVERLAPPED_TOKENS = (4096, 16384, 65536)
-"""So many that copies take longer than the step that they run beside."""
+"""Sizes for copies that overlap the computation: large enough to take longer than the step."""
 
 _OVERLAPPED_STEPS = 3
-"""One after the other, as copies to the host go on while the next step runs."""
+"""Steps to run in a row, because copies to the host continue while the next step runs."""
 
-_LONGER = 1.2
-"""A step that takes so many times as long with copies waits for them."""
+_WAIT_FACTOR = 1.2
+"""A step waits for its copies if they make it take more than this many times as long."""
 
-_WITHOUT = (True, 0)
-"""No copies in either direction."""
+_NO_COPIES = (True, 0)
+"""The kind (out, tokens) of a step without copies."""
 
 
 def measure_copies(
@@ -386,58 +393,60 @@ def measure_copies(
     time_limit_s: float = float("inf"),
     seed: int = 0,
 ) -> list[CopySample]:
-    """How long copies in each direction take beside a step of one row.
+    """How long copies in each direction take in a step of one row.
 
-    The lower quartile of `repeats` rounds, since other processes only ever add time.
+    Measures the lower quartile of `repeats` rounds, because other processes only add time.
 
-    sizes: tokens; as many as there is room for, rounded down to whole blocks. overlap: copies
-    run beside the computation; sizes that it hides are left out. A round before the others
-    writes to all of the memory, which is only handed out then. Empty if there is no memory for
-    copies, or no time: no step begins that would probably end after `time_limit_s`. Overwrites
+    sizes: in tokens, limited by the host memory and rounded down to whole blocks.
+    overlap: copies overlap the computation; the result omits sizes that it hides.
+
+    An additional first round touches all of the memory. The result is empty if there is no memory
+    for copies or no time: no step starts that would probably end after `time_limit_s`. Overwrites
     the executor's KV memory.
     """
     maker = _CopyPlanMaker(info, max(sizes), random.Random(seed))
     steps = _OVERLAPPED_STEPS if overlap else 1
-    found = sorted({min(size, maker.most) // info.block_size * info.block_size for size in sizes})
-    # What is brought back first writes to the cache, then what is copied out to the host.
-    kinds = [(out, size) for size in reversed(found) for out in (False, True) if size]
+    limit = maker.max_tokens
+    sizes = sorted({min(size, limit) // info.block_size * info.block_size for size in sizes})
+    # A restore comes first, because it writes to the blocks that the checkpoint then reads.
+    kinds = [(out, size) for size in reversed(sizes) for out in (False, True) if size]
     if not kinds:
         return []
-    times: dict[tuple[bool, int], list[float]] = {kind: [] for kind in (*kinds, _WITHOUT)}
-    began, longest = clock.now(), 0.0
+    times: dict[tuple[bool, int], list[float]] = {kind: [] for kind in (*kinds, _NO_COPIES)}
+    began_s, longest_s = clock.now(), 0.0
     for number in range(repeats + 1):
         for kind in times:
             plan = maker.plan(*kind)
-            begins = clock.now()
-            if begins - began + longest >= time_limit_s:
+            start_s = clock.now()
+            if start_s - began_s + longest_s >= time_limit_s:
                 break
             for _ in range(steps):
                 executor.execute(plan)
-            longest = max(longest, clock.now() - begins)
+            longest_s = max(longest_s, clock.now() - start_s)
             if number:
-                times[kind].append((clock.now() - begins) / steps)
-    if not times[_WITHOUT]:
+                times[kind].append((clock.now() - start_s) / steps)
+    if not times[_NO_COPIES]:
         return []
-    alone_s = lower_quartile(times[_WITHOUT])
+    alone_s = lower_quartile(times[_NO_COPIES])
     with_copies = [
         (out, size, lower_quartile(times[out, size])) for out, size in kinds if times[out, size]
     ]
     if overlap:
-        return [CopySample(*found) for found in with_copies if found[-1] > _LONGER * alone_s]
+        return [CopySample(*found) for found in with_copies if found[-1] > _WAIT_FACTOR * alone_s]
     return [CopySample(out, size, max(both_s - alone_s, 0.0)) for out, size, both_s in with_copies]
 
 
 class _CopyPlanMaker:
-    """Steps of one row, with copies of blocks from all over the cache. most: tokens of these."""
+    """Makes steps of one row with copies of scattered blocks. max_tokens: the largest copy."""
 
-    def __init__(self, info: EngineInfo, most: int, rng: random.Random) -> None:
+    def __init__(self, info: EngineInfo, max_tokens: int, rng: random.Random) -> None:
         self._size = info.block_size
-        blocks = min(info.num_host_kv_blocks, info.num_kv_blocks - 1, most // info.block_size)
-        self.most = blocks * self._size
+        blocks = min(info.num_host_kv_blocks, info.num_kv_blocks - 1, max_tokens // info.block_size)
+        self.max_tokens = blocks * self._size
         self._blocks = rng.sample(range(1, info.num_kv_blocks), blocks)
 
     def plan(self, out: bool, tokens: int) -> StepPlan:
-        """Copies of so many tokens in one direction, and a row in a block of its own."""
+        """A row in block 0 and copies of `tokens` tokens: checkpoints if `out`, else restores."""
         device = array("i")
         for block in self._blocks[: tokens // self._size]:
             device.extend(range(block * self._size, (block + 1) * self._size))
@@ -451,8 +460,11 @@ class _CopyPlanMaker:
         return StepPlan(step=0, chunks=(row,), copies=copies if tokens else None)
 
 
+# ---- Profiles.
+
+
 MAX_STORED_ERROR = 0.10
-"""Mean relative error above which quick measurements are not kept: the machine was busy."""
+"""Mean relative error above which a quick profile is not stored: the machine was busy."""
 
 _QUICK_REPEATS, _QUICK_LIMIT_S = 2, 10.0
 _QUICK_TOKENS, _QUICK_GPU_TOKENS = 256, 4096
@@ -461,7 +473,7 @@ _HELD_OUT_STEPS = 60
 
 
 def profile_key(config: EngineConfig, info: EngineInfo) -> ProfileKey:
-    """What a profile of this engine holds for. The number of threads matters on a CPU only."""
+    """The key of this engine's profiles. The number of threads matters on a CPU only."""
     cores = available_cores()
     on_cpu = info.device == "cpu"
     return ProfileKey(
@@ -483,37 +495,38 @@ def step_time_model(
     folders: Sequence[Path],
     report: Callable[[str], None],
 ) -> CostModel:
-    """config.profile if there is one, else a stored profile that matches, else a quick measuring.
+    """The cost model of config.profile, else of a stored profile, else of a quick measurement.
 
-    folders: where profiles are stored, see profiles.profile_folders; what was measured is kept
-    in the first one, unless it does not fit well. report is told, one line each, what takes long
-    and what is not as it should be. Measuring overwrites the KV memory.
-    Raises ConfigError if config.profile cannot be read.
+    folders: where profiles are stored, see profiles.profile_folders. A quick profile is stored in
+        the first folder unless its error is above MAX_STORED_ERROR.
+    report: called with one line for each long operation and each warning.
+
+    Measuring overwrites the KV memory. Raises ConfigError if config.profile cannot be read.
     """
     key = profile_key(config, info)
     if config.profile is not None:
-        return _given(Path(config.profile).expanduser(), key, report).model
+        return _load_given(Path(config.profile).expanduser(), key, report).model
     found = find_profile(folders, key, report, _quick_tokens(config, info))
     if found is not None:
         return found.model
-    report("Measuring how long steps take, for some seconds; `bros profile` does it thoroughly ...")
+    report("Measuring step times for some seconds; `bros profile` measures them thoroughly ...")
     profile = quick_profile(config, executor, info, clock)
     assert profile.fitted is not None
     if profile.fitted.mape > MAX_STORED_ERROR:
         report(
             f"the measured step times vary by {profile.fitted.mape:.0%}, perhaps because the "
-            "machine is busy; they are used, but not kept"
+            "machine is busy; bros uses them, but does not store them"
         )
     elif folders:
-        _keep(profile, folders[0], report)
+        _store(profile, folders[0], report)
     return profile.model
 
 
 def quick_profile(
     config: EngineConfig, executor: Executor, info: EngineInfo, clock: Clock
 ) -> Profile:
-    """Measured in seconds, with about thirty steps of up to 256 tokens, or 4096 on a GPU,
-    and a few with copies of KV."""
+    """Measure about thirty steps of up to 256 tokens (4096 on a GPU) and a few with copies of KV;
+    takes seconds."""
     limits = StepLimits.of(config, info)
     limits = dataclasses.replace(limits, tokens=_quick_tokens(config, info))
     samples = measure_steps(
@@ -542,19 +555,24 @@ def _copies(
 
 
 def _overlaps(info: EngineInfo) -> bool:
-    """Whether copies of KV run beside the computation."""
+    """Whether copies of KV overlap the computation."""
     return info.device != "cpu"
 
 
 def _quick_tokens(config: EngineConfig, info: EngineInfo) -> int:
-    """Of the largest step that is measured quickly."""
+    """Tokens of the largest step in a quick profile."""
     most = _QUICK_TOKENS if info.device == "cpu" else _QUICK_GPU_TOKENS
     return min(config.step_bounds(info.device).tokens, most)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A full profile with the measurements behind it: those fitted to, the others, and copies."""
+    """A full profile and its measurements.
+
+    fitted: steps that the cost model is fitted to.
+    held_out: random steps that it is tested with.
+    copies: steps with copies of KV.
+    """
 
     profile: Profile
     fitted: tuple[Sample, ...]
@@ -571,7 +589,7 @@ def full_profile(
     repeats: int,
     progress: Progress,
 ) -> Measured:
-    """Measured in minutes, and judged by random mixed steps that it is not fitted to."""
+    """Measure the full grid, and test the fit with random steps held out; takes minutes."""
     limits = StepLimits.of(config, info)
     grid = full_grid(limits)
     others = [
@@ -611,7 +629,7 @@ def _profile(
     )
 
 
-def _given(path: Path, key: ProfileKey, report: Callable[[str], None]) -> Profile:
+def _load_given(path: Path, key: ProfileKey, report: Callable[[str], None]) -> Profile:
     try:
         profile = load_profile(path)
     except ConfigError as error:
@@ -624,9 +642,9 @@ def _given(path: Path, key: ProfileKey, report: Callable[[str], None]) -> Profil
     return profile
 
 
-def _keep(profile: Profile, folder: Path, report: Callable[[str], None]) -> None:
-    """A folder that cannot be written to costs the next start some seconds, no more."""
+def _store(profile: Profile, folder: Path, report: Callable[[str], None]) -> None:
+    """Only report a folder that is not writable: the next start then measures again."""
     try:
         profile.save(folder)
     except OSError as error:
-        report(f"the measured step times cannot be kept in {folder}: {error}")
+        report(f"the measured step times cannot be stored in {folder}: {error}")

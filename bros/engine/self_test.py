@@ -1,4 +1,4 @@
-"""A small random model that generates a few tokens greedily, whatever it runs on."""
+"""Self-test: a small random model generates a few tokens greedily on any device and kernels."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from bros.executor.models.spec import ModelSpec
 from bros.scheduler.build import build_scheduler
 
 TOKENS = 16
-"""Generated for each prompt."""
+"""Output tokens per prompt."""
 
-CLEAR = 3e-4
-"""Rounding decides between tokens whose logits are closer than this."""
+MIN_MARGIN = 3e-4
+"""If the logits of two tokens are closer than this, rounding decides between them."""
 
 _PREFIX = tuple(7 * i % 256 for i in range(80))
 _PROMPTS = {"short": (3, 1, 4), "long": (*_PREFIX, 1, 5), "alike": (*_PREFIX, 9), "one": (2,)}
-"""Of one token, of several steps, and two with a common beginning."""
+"""One prompt has a single token; "long" and "alike" share a prefix and take several steps."""
 
 
 @dataclasses.dataclass(slots=True)
 class Generated:
-    """Of each prompt the tokens, and by how much the best logit of each led, if that was asked."""
+    """tokens: of each prompt.
+    margins: best minus second-best logit at each token, if requested.
+    """
 
     tokens: dict[str, list[int]]
-    leads: dict[str, list[float]]
+    margins: dict[str, list[float]]
     device: str
     weights: str
     kernels: str
 
 
-def generate(config: EngineConfig, clock: Clock, *, leads: bool = False) -> Generated:
-    """Greedy, all prompts at once, prompts in chunks.
+def generate(config: EngineConfig, clock: Clock, *, margins: bool = False) -> Generated:
+    """Generate greedily for all prompts at once, with chunked prefills.
 
-    config: where and in which precision; what bears on size and order is decided here. leads: by
-    a way of sampling that tells them. Raises ConfigError, or whatever the back end raises.
+    config: device, precision and kernels; this function sets sizes and policy itself.
+    margins: record them, by sampling with logprobs.
+    Raises ConfigError, or whatever the back end raises.
     """
     config = dataclasses.replace(
         config,
@@ -52,13 +55,13 @@ def generate(config: EngineConfig, clock: Clock, *, leads: bool = False) -> Gene
         max_num_seqs=8,
         max_batch_tokens=48,
     )
-    executor, info = random_executor(ModelSpec.from_config(SMALL_MODEL), config, drawn_on="cpu")
+    executor, info = random_executor(ModelSpec.from_config(SMALL_MODEL), config, rng_device="cpu")
     ahead = config.async_scheduling
     depth = 1 if find_launcher(executor, ahead) is None else 2
     scheduler = build_scheduler(config, info, None, depth=depth)
     engine = Engine(scheduler, executor, clock, info, async_scheduling=ahead)
     sampling = SamplingParams(
-        temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2 if leads else None
+        temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2 if margins else None
     )
     names = {f"{name} {copy}": prompt for copy in (1, 2) for name, prompt in _PROMPTS.items()}
     out = Generated(
@@ -78,7 +81,7 @@ def generate(config: EngineConfig, clock: Clock, *, leads: bool = False) -> Gene
                 if output.error is not None:
                     raise RuntimeError(output.error)
                 out.tokens[output.request_id] += output.token_ids
-                out.leads[output.request_id] += (
+                out.margins[output.request_id] += (
                     each.top[0][1] - each.top[1][1] for each in output.logprobs
                 )
     finally:
@@ -87,11 +90,14 @@ def generate(config: EngineConfig, clock: Clock, *, leads: bool = False) -> Gene
 
 
 def first_difference(expected: Generated, got: Mapping[str, Sequence[int]]) -> str | None:
-    """In words; None if all tokens are those expected, up to where two were about as good."""
+    """A description of the first wrong token; None if there is none.
+
+    Tokens of a prompt are compared up to the first margin below MIN_MARGIN.
+    """
     for name, tokens in expected.tokens.items():
-        pairs = zip(tokens, got[name], expected.leads[name], strict=False)
-        for index, (right, other, lead) in enumerate(pairs):
-            if lead < CLEAR:
+        pairs = zip(tokens, got[name], expected.margins[name], strict=False)
+        for index, (right, other, margin) in enumerate(pairs):
+            if margin < MIN_MARGIN:
                 break
             if right != other:
                 return f"token {index + 1} of prompt {name!r} is {other} instead of {right}"

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ThreadEngineClient(MessageClient):
-    """Runs `engine` on its own thread; create it inside a running event loop."""
+    """Runs `engine` on a thread. Create it inside a running event loop."""
 
     def __init__(self, engine: Engine) -> None:
         inbox = Inbox()
@@ -32,11 +32,11 @@ class ThreadEngineClient(MessageClient):
         self._thread = threading.Thread(
             target=self._run, args=(_ThreadTransport(inbox, reply),), name="bros-engine"
         )
-        self._thread.daemon = True  # a forgotten close() must not keep the program from ending
+        self._thread.daemon = True  # so that the program ends even without close()
         self._thread.start()
 
     async def close(self) -> None:
-        """Stop the thread after its current step and release the engine."""
+        """Stop the thread after its current step and close the engine."""
         if self._thread.is_alive():
             self._inbox.put(Shutdown())
             await asyncio.to_thread(self._thread.join)
@@ -64,5 +64,5 @@ class _ThreadTransport:
     def send(self, reply: Reply) -> None:
         try:
             self._reply(reply)
-        except RuntimeError as error:  # the event loop was closed before the engine
+        except RuntimeError as error:  # the event loop is closed
             raise EngineDeadError("The program that used this engine has ended.") from error

@@ -111,10 +111,10 @@ def _run(launch: LaunchSpec, folder: Path) -> None:
     with _last_words(folder):
         # Late, so that the watch on the parent is up before the seconds this import takes.
         from bros.engine.group import Group
-        from bros.executor.target import show_devices_of
+        from bros.executor.target import set_visible_devices
 
         if launch.replica is not None and launch.config.device != "cpu":
-            show_devices_of(launch.replica, launch.config.tp, os.environ)
+            set_visible_devices(launch.replica, launch.config.tp, os.environ)
         rank_env = torchrun_rank_env(os.environ) if launch.config.tp > 1 else None
         group = Group.join(launch.config, rank_env)
         group.log_to_stderr(launch.log_level, launch.replica)

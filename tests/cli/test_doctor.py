@@ -20,7 +20,7 @@ from bros.cli.main import main
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.plan import KvCopies
-from bros.engine.self_test import CLEAR, TOKENS, Generated, first_difference, generate
+from bros.engine.self_test import MIN_MARGIN, TOKENS, Generated, first_difference, generate
 from bros.executor.kv_storage import KvStorage
 from bros.kernels.interface import AttentionBatch, HeadLayout
 from bros.kernels.reference import ReferenceKernels
@@ -246,12 +246,12 @@ def test_shared_parts_matter() -> None:
     assert [name for name, check in found.items() if not check.passed] == ["attention, shared"]
 
 
-def generated(tokens: list[int], leads: list[float]) -> Generated:
-    return Generated({"a": tokens}, {"a": leads}, "cpu", "fp32", "reference")
+def generated(tokens: list[int], margins: list[float]) -> Generated:
+    return Generated({"a": tokens}, {"a": margins}, "cpu", "fp32", "reference")
 
 
 @pytest.mark.parametrize(
-    ("leads", "got", "difference"),
+    ("margins", "got", "difference"),
     [
         ([1.0, 1.0, 1.0], [4, 5, 6], None),
         ([1.0, 1.0, 1.0], [4, 7, 6], "token 2 of prompt 'a' is 7 instead of 5"),
@@ -261,18 +261,18 @@ def generated(tokens: list[int], leads: list[float]) -> Generated:
     ],
 )
 def test_tokens_are_compared_until_two_are_about_as_good(
-    leads: list[float], got: list[int], difference: str | None
+    margins: list[float], got: list[int], difference: str | None
 ) -> None:
-    assert first_difference(generated([4, 5, 6], leads), {"a": got}) == difference
+    assert first_difference(generated([4, 5, 6], margins), {"a": got}) == difference
 
 
 def test_all_tokens_of_the_small_model_are_clear() -> None:
     config = EngineConfig(device="cpu", kernels="reference", weights="fp32", threads=1)
-    found = generate(config, SystemClock(), leads=True)
+    found = generate(config, SystemClock(), margins=True)
     assert {len(tokens) for tokens in found.tokens.values()} == {TOKENS}
-    leads = [lead for each in found.leads.values() for lead in each]
-    assert min(leads) > 2 * CLEAR
-    assert len(leads) == TOKENS * len(found.tokens)
+    margins = [margin for each in found.margins.values() for margin in each]
+    assert min(margins) > 2 * MIN_MARGIN
+    assert len(margins) == TOKENS * len(found.tokens)
 
 
 @without_cuda

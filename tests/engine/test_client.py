@@ -22,10 +22,10 @@ from bros.core.request import (
 from bros.engine.client import MessageClient, OutputStream
 from bros.engine.messages import (
     Accepted,
-    AskStats,
-    AskTrace,
     Command,
     Failed,
+    GetStats,
+    GetTrace,
     Outputs,
     Promote,
     Ready,
@@ -219,14 +219,14 @@ async def test_questions_are_answered_in_whatever_order_the_answers_come(any_wir
     stats = asyncio.create_task(wire.client.stats())
     last = asyncio.create_task(wire.client.trace("c"))
     await wire.settle()
-    asked = [command for command in wire.sent if isinstance(command, AskStats | AskTrace)]
-    assert len({question.question for question in asked}) == len(asked) == 4
-    assert {q.request_id for q in asked if isinstance(q, AskTrace)} == {"a", "b", "c"}
+    asked = [command for command in wire.sent if isinstance(command, GetStats | GetTrace)]
+    assert len({question.query_id for question in asked}) == len(asked) == 4
+    assert {q.request_id for q in asked if isinstance(q, GetTrace)} == {"a", "b", "c"}
     given_up.cancel()
     await asyncio.wait([given_up])
     for question in reversed(asked):
-        number = question.question
-        if isinstance(question, AskStats):
+        number = question.query_id
+        if isinstance(question, GetStats):
             wire.engine.on_reply(StatsReply(number, EngineStats(steps=3)))
         else:
             known = question.request_id != "c"
@@ -239,10 +239,10 @@ async def test_questions_are_answered_in_whatever_order_the_answers_come(any_wir
 
 
 async def test_a_question_that_cannot_be_sent_leaves_nothing() -> None:
-    sent: list[AskTrace] = []
+    sent: list[GetTrace] = []
 
     def send(command: Command) -> None:
-        assert isinstance(command, AskTrace)
+        assert isinstance(command, GetTrace)
         if command.request_id == "bad":
             raise ValueError("not to be encoded")
         sent.append(command)
@@ -253,9 +253,9 @@ async def test_a_question_that_cannot_be_sent_leaves_nothing() -> None:
         await client.trace("bad")
     good = asyncio.create_task(client.trace("good"))
     await asyncio.sleep(0)
-    client.on_reply(TraceReply(sent[0].question, trace_of("good")))
+    client.on_reply(TraceReply(sent[0].query_id, trace_of("good")))
     assert await good == trace_of("good")
-    client.on_reply(TraceReply(sent[0].question, None))  # once more, or from an earlier life
+    client.on_reply(TraceReply(sent[0].query_id, None))  # once more, or from an earlier life
 
 
 async def test_death_ends_questions_and_the_next_engine_starts_afresh(any_wire: Wire) -> None:
@@ -272,8 +272,8 @@ async def test_death_ends_questions_and_the_next_engine_starts_afresh(any_wire: 
     again = asyncio.create_task(wire.client.trace("b"))
     await wire.settle()
     question = wire.sent[-1]
-    assert isinstance(question, AskTrace)
-    wire.engine.on_reply(TraceReply(question.question, trace_of("b")))
+    assert isinstance(question, GetTrace)
+    wire.engine.on_reply(TraceReply(question.query_id, trace_of("b")))
     assert await again == trace_of("b")
 
 

@@ -14,9 +14,9 @@ from bros.engine.loop import run_engine
 from bros.engine.messages import (
     Abort,
     Accepted,
-    AskStats,
-    AskTrace,
     Command,
+    GetStats,
+    GetTrace,
     Outputs,
     Promote,
     Ready,
@@ -99,7 +99,7 @@ def test_a_refusal_says_when_to_come_back(error: BrosError) -> None:
 
 
 def test_questions_are_answered_with_their_numbers() -> None:
-    commands = (AskTrace(7, "r"), AskStats(8), AskTrace(4, "nobody"))
+    commands = (GetTrace(7, "r"), GetStats(8), GetTrace(4, "nobody"))
     answers = [TraceReply(7, TRACE), StatsReply(8, EngineStats(steps=3)), TraceReply(4, None)]
     assert replies(FullEngine(), *commands) == answers
 
@@ -158,7 +158,7 @@ def test_what_arrives_during_a_step_is_seen_at_once_and_handled_after_it_in_orde
     transport = Drip(
         [Submit(first)],
         [Submit(second), Abort("a")],  # during the step
-        [Submit(third), Promote("c", Slo(0.3)), AskStats(1)],
+        [Submit(third), Promote("c", Slo(0.3)), GetStats(1)],
         [Abort("b")],
         [], [Shutdown()],  # during the second step
         [],
@@ -178,7 +178,7 @@ def test_an_idle_engine_does_not_wait_while_something_is_left_to_handle() -> Non
     engine = FullEngine()
     seen: list[EngineRequest] = []
     engine.step = lambda arrivals: seen.extend(arrivals()) or []  # type: ignore[method-assign,func-returns-value]
-    transport = Drip([AskStats(1)], [Submit(ASK)], [], [], [Shutdown()])
+    transport = Drip([GetStats(1)], [Submit(ASK)], [], [], [Shutdown()])
     run_engine(engine, transport)  # type: ignore[arg-type]
     assert seen == [ASK]
     assert transport.waited == [True, False, False, False, True]

@@ -437,7 +437,7 @@ def test_a_folder_that_cannot_be_written_to_does_not_stop_an_engine(tmp_path: Pa
     case = Case(tmp_path)
     case.folders[0].write_text("a file where a folder should be")
     assert case.model().constant_s == pytest.approx(MODEL.constant_s, rel=0.01)
-    assert "cannot be kept" in case.told[-1]
+    assert "cannot be stored" in case.told[-1]
 
 
 def test_without_folders_nothing_is_kept() -> None:

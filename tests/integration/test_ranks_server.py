@@ -217,4 +217,4 @@ def test_a_profile_of_ranks_is_measured_and_found_by_as_many(model: Path, tmp_pa
         place = ("--data-dir", str(tmp_path), "--tp", str(ranks))
         with running_server(*options, *place) as server:
             assert server.url
-            assert ("Measuring how long steps take" in server.output) == (ranks == 1)
+            assert ("Measuring step times" in server.output) == (ranks == 1)

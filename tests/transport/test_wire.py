@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from bros.engine.messages import Abort, AskStats, Failed
+from bros.engine.messages import Abort, Failed, GetStats
 from bros.transport.ipc import Wire, ZmqTransport, command_codec, open_socket, reply_codec
 
 WAIT_MS = 10_000
@@ -44,7 +44,7 @@ def test_messages_pass_in_both_directions(server: Server, tmp_path: Path) -> Non
     assert Wire.of(tmp_path) == server.wire
     transport = ZmqTransport(tmp_path)
     server.commands.send_multipart(command_codec().encode(Abort("a")))
-    server.commands.send_multipart(command_codec().encode(AskStats(1)))
+    server.commands.send_multipart(command_codec().encode(GetStats(1)))
     [first, *_] = transport.receive(wait=True)
     assert first == Abort("a")
     transport.send(Failed("why"))
@@ -111,7 +111,7 @@ def test_an_engine_ends_when_its_connection_breaks(server: Server, tmp_path: Pat
     command = [sys.executable, "-c", _ENGINE, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as engine:
         assert server.replies.poll(WAIT_MS)
-        server.commands.send_multipart(command_codec().encode(AskStats(1)))
+        server.commands.send_multipart(command_codec().encode(GetStats(1)))
         server.commands.close(linger=WAIT_MS)
         assert engine.wait(20) == 1
         assert engine.stdout is not None and engine.stdout.read() == b""
