@@ -144,7 +144,7 @@ class SupervisedClient(MessageClient, ABC):
             except Exception as error:  # no folder, no socket or no process
                 reason = f"The engine could not be started: {error}"
             self.on_death(reason)
-            has_been_up = has_been_up or self._came_up
+            has_been_up = has_been_up or self._was_ready
             if self._asked_to_end is not None:
                 asked, self._asked_to_end = self._asked_to_end, None
                 asked.set_result(None)
@@ -153,7 +153,7 @@ class SupervisedClient(MessageClient, ABC):
             if self._closing:
                 return
             logger.error("%s", reason)
-            failures = 0 if self._came_up or self._no_fault else failures + 1
+            failures = 0 if self._was_ready or self._no_fault else failures + 1
             if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
                 self._on_final_death(reason)
                 return
@@ -161,7 +161,7 @@ class SupervisedClient(MessageClient, ABC):
             await asyncio.sleep(failures * _BACK_OFF_S)
 
     def _new_life(self) -> None:
-        self._last_words, self._came_up, self._no_fault = "", False, False
+        self._last_words, self._was_ready, self._no_fault = "", False, False
         self._rank_heartbeats = (
             HeartbeatMonitor(self._rank_heartbeat_timeout_s)
             if self._rank_heartbeat_timeout_s

@@ -76,7 +76,7 @@ class HomelessClient(EndlessClient):
     async def _run_once(self) -> str:
         self.lives += 1
         if self.lives == 1:
-            self._came_up = True
+            self._was_ready = True
             self.on_reply(Ready(INFO))
             return "lost"
         if self.lives <= 1 + self.homeless:
