@@ -4,9 +4,9 @@
     PUSH (bind)   folder/commands   ------------->  PULL (connect)
     PULL (bind)   folder/replies    <-------------  PUSH (connect)
 
-On another machine the folder has a file instead of sockets, which says where those are (Wire).
-A message is two frames: the index of its type in COMMANDS or REPLIES, and msgpack. Nothing is
-ever dropped for want of buffer (no high-water mark); order is kept in each direction.
+For an engine on another machine the folder has a file with the server's TCP endpoints (Endpoints)
+instead of sockets. A message is two frames: the index of its type in COMMANDS or REPLIES, and
+msgpack. Sockets have no high-water mark, so no message is dropped; each direction keeps its order.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from bros.engine.messages import COMMANDS, REPLIES, Command, Failed, Heartbeat, Inbox, Reply
 
-_WIRE = "wire.json"
+_ENDPOINTS_FILE = "endpoints.json"
 _STOP = "inproc://stop"
 
-_HEARTBEAT_MS = 2000
-"""How often the ends on two machines look whether the other is still there, and for how long."""
+_ZMQ_HEARTBEAT_MS = 2000
+"""Interval and timeout of ZeroMQ's own heartbeats between two machines."""
 
 
 class Codec:
@@ -63,7 +63,7 @@ def reply_codec() -> Codec:
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket without high-water mark that closes at once."""
+    """A socket without high-water mark that discards unsent messages when it is closed."""
     socket = context.socket(kind)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 0)
@@ -71,11 +71,12 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Endpoints:
     """Where the server listens.
 
-    server_key: its public key (CURVE), where others could listen in: who does not know it cannot
-        connect; empty: nothing is encrypted.
+    commands: ZeroMQ address of its PUSH socket.
+    replies: ZeroMQ address of its PULL socket.
+    server_key: its public CURVE key, which clients need to connect; empty: no encryption.
     """
 
     commands: str
@@ -83,57 +84,59 @@ class Wire:
     server_key: str = ""
 
     @classmethod
-    def of(cls, folder: Path) -> Wire:
-        """What the folder's file says; without one, sockets in the folder itself."""
+    def of(cls, folder: Path) -> Endpoints:
+        """Those in the folder's file; without a file, sockets in the folder."""
         try:
-            return cls(**json.loads((folder / _WIRE).read_text(encoding="utf-8")))
+            return cls(**json.loads((folder / _ENDPOINTS_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return cls(f"ipc://{folder}/commands", f"ipc://{folder}/replies")
 
     def write(self, folder: Path) -> None:
-        """Before the process is started. The folder is readable by its owner only."""
-        (folder / _WIRE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        """Write the folder's file. Call it before the process starts. Only the owner may be able to
+        read the folder."""
+        text = json.dumps(dataclasses.asdict(self))
+        (folder / _ENDPOINTS_FILE).write_text(text, encoding="utf-8")
 
     def connect(
         self, context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str
     ) -> zmq.Socket[bytes]:
-        """A socket of the engine's end; messages wait in it until the server is there."""
+        """A socket of the engine's end. It queues messages until the server listens."""
         socket = open_socket(context, kind)
         if self.server_key:
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
             socket.curve_serverkey = self.server_key.encode()
-            socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMQ_HEARTBEAT_MS)
         socket.connect(address)
         return socket
 
 
 def _connect_replies(context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> zmq.Socket[bytes]:
-    wire = Wire.of(folder)
-    replies = wire.connect(context, zmq.PUSH, wire.replies)
-    replies.setsockopt(zmq.LINGER, 1000)  # the last words, such as why it failed
+    endpoints = Endpoints.of(folder)
+    replies = endpoints.connect(context, zmq.PUSH, endpoints.replies)
+    replies.setsockopt(zmq.LINGER, 1000)  # for the last reply, such as Failed
     return replies
 
 
-def send_last_words(folder: Path, reason: str) -> None:
-    """Tell the server why its engine has failed, from any process. Of several, the first counts."""
+def send_failure(folder: Path, reason: str) -> None:
+    """Send Failed to the server, from any process of the engine. The server uses the first one."""
     with zmq.Context() as context, _connect_replies(context, folder) as replies:
         replies.send_multipart(reply_codec().encode(Failed(reason)))
 
 
 @contextlib.contextmanager
 def heartbeats(folder: Path, every_s: float, *, host: bool = False) -> Iterator[None]:
-    """Tell the server all the time within the block, on a thread, that this process runs.
+    """Send Heartbeat to the server every `every_s` seconds, on a thread, until the block ends.
 
-    host: it is not the engine's, but the one that has started it on another machine.
+    host: this process is not the engine, but has started it on another machine.
     """
     ended = threading.Event()
 
-    def tell() -> None:
+    def send() -> None:
         with zmq.Context() as context, _connect_replies(context, folder) as replies:
             while not ended.wait(every_s):
                 replies.send_multipart(reply_codec().encode(Heartbeat(host)))
 
-    thread = threading.Thread(target=tell, name="heartbeats", daemon=True)
+    thread = threading.Thread(target=send, name="heartbeats", daemon=True)
     thread.start()
     try:
         yield
@@ -143,38 +146,38 @@ def heartbeats(folder: Path, every_s: float, *, host: bool = False) -> Iterator[
 
 
 class ZmqTransport:
-    """The engine's end.
+    """The engine's end of the connection.
 
-    A thread takes commands from their socket into `_inbox`, so that whether any have come is a look
-    at a queue of this process; sockets are not for two threads.
+    A thread moves commands from the socket to `_inbox`, so that `has_arrivals` only looks at a
+    queue. No other thread uses that socket: ZeroMQ sockets are not thread-safe.
     """
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context()
-        wire = Wire.of(folder)
-        self._commands = wire.connect(self._context, zmq.PULL, wire.commands)
+        endpoints = Endpoints.of(folder)
+        self._commands = endpoints.connect(self._context, zmq.PULL, endpoints.commands)
         self._replies = _connect_replies(self._context, folder)
-        self._remote = bool(wire.server_key)
+        self._remote = bool(endpoints.server_key)
         if self._remote:
-            # What has been handed over when a connection breaks is lost without notice.
+            # ZeroMQ loses messages silently when a connection breaks.
             for socket in (self._commands, self._replies):
-                _end_when_cut(socket, folder)
+                _exit_on_disconnect(socket, folder)
         self._decoder, self._encoder = command_codec(), reply_codec()
         self._inbox = Inbox()
         self.receive = self._inbox.receive
         self._stop, self._stopped = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._stop.bind(_STOP)
         self._stopped.connect(_STOP)
-        self._receiver = threading.Thread(target=self._take_in, name="commands", daemon=True)
+        self._receiver = threading.Thread(target=self._receive, name="commands", daemon=True)
         self._receiver.start()
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether commands wait to be received."""
+        """See Inbox."""
         return self._inbox.has_arrivals
 
-    def _take_in(self) -> None:
-        """Put what comes into the inbox, until `close`."""
+    def _receive(self) -> None:
+        """Put commands into the inbox, until `close`."""
         poller = zmq.Poller()
         poller.register(self._stopped, zmq.POLLIN)
         poller.register(self._commands, zmq.POLLIN)
@@ -182,14 +185,14 @@ class ZmqTransport:
             while self._stopped not in dict(poller.poll()):
                 frames = self._commands.recv_multipart()
                 self._inbox.put(self._decoder.decode(frames))  # type: ignore[arg-type]
-        except Exception as error:  # the engine's thread is to end by it
-            self._inbox.put(error)
+        except Exception as error:
+            self._inbox.put(error)  # raised on the engine's thread
 
     def send(self, reply: Reply) -> None:
         self._replies.send_multipart(self._encoder.encode(reply))
 
     def close(self) -> None:
-        """Close after unsent replies are out, or after a second."""
+        """Close once all replies are sent, or after a second."""
         self._stop.send(b"")
         self._receiver.join()
         self._stop.close()
@@ -202,15 +205,15 @@ class ZmqTransport:
         self._context.term()
 
 
-def _end_when_cut(socket: zmq.Socket[bytes], folder: Path) -> None:
-    """End this process once the connection of `socket` breaks, until its monitor is disabled.
+def _exit_on_disconnect(socket: zmq.Socket[bytes], folder: Path) -> None:
+    """Exit when the connection of `socket` breaks, until its monitor is disabled.
 
-    folder: the process that has started this one may have no time to remove it.
+    folder: removed here, because the process that made it may be dead.
     """
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
 
     def wait() -> None:
-        with monitor, contextlib.suppress(zmq.ZMQError):  # raised once it is disabled
+        with monitor, contextlib.suppress(zmq.ZMQError):  # raised when the monitor is disabled
             if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
                 shutil.rmtree(folder, ignore_errors=True)
                 os._exit(1)

@@ -4,8 +4,8 @@
                                               ├─▶ rank 1      ▲ plans, sums
                                               └─▶ rank 2 ...  ▼
 
-FOLDER and stdin are those of process.py, which every rank runs. If a rank ends in whatever way,
-the launcher ends the others; if the launcher does, the kernel kills its ranks.
+Every rank runs process.py, with the same FOLDER and stdin. If a rank ends for any reason, the
+launcher ends the others; if the launcher ends, the kernel kills its ranks.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from bros.transport.process import LaunchSpec
 def main() -> int:
     folder = Path(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGTERM):
-        # These reach the whole process group; when to end is the server's business. Not ignored,
-        # which the ranks would inherit.
+        # These reach the whole process group; the server decides when to end. A handler rather than
+        # SIG_IGN, because the ranks would inherit SIG_IGN.
         signal.signal(number, lambda number, frame: None)
     end_with_server(folder)
     config = LaunchSpec.read(folder).config
-    # Late, so that the watch on the server is up before the seconds this import takes.
+    # Late, because these imports take seconds: first watch the server.
     from bros.core.errors import RanksLostError
     from bros.executor.parallel.launch import launch_ranks
-    from bros.transport.ipc import send_last_words
+    from bros.transport.ipc import send_failure
 
     try:
-        # The launcher insists on handling something.
+        # torch's launcher requires at least one signal to handle.
         launch_ranks(config.tp, "bros.transport.process", [str(folder)], signals=("SIGHUP",))
         return 0
     except RanksLostError as error:
         print(f"ERROR bros.engine: {error}", file=sys.stderr)
-        send_last_words(folder, f"The engine ended: {error}.")
+        send_failure(folder, f"The engine ended: {error}.")
     except Exception as error:
-        send_last_words(folder, f"The engine's ranks could not be started: {error}")
+        send_failure(folder, f"The engine's ranks could not be started: {error}")
         raise
     return 1
 

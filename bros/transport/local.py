@@ -1,6 +1,6 @@
 """A complete engine with its tokenizer, without a server.
 
-It runs on a thread of this process and needs no sockets, or in a process for each rank.
+It runs on a thread of this process, without sockets; with several ranks in one process per rank.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class LocalEngine:
 async def open_local(
     config: EngineConfig, cache_dir: Path, report: Callable[[str], None] = lambda line: None
 ) -> AsyncIterator[LocalEngine]:
-    """Load a model and run its engine, on a thread or in its ranks, until the block is left.
+    """Load a model and run its engine, on a thread or in its ranks, until the block ends.
 
-    `report` is told in one line each what takes long. Raises ModelError or ConfigError, or
-    EngineDeadError with the reason if ranks do not come up.
+    report: called with one line for each operation that takes long.
+    Raises ModelError or ConfigError, or EngineDeadError if ranks fail to start.
     """
     files = await asyncio.to_thread(resolve_model, config.model, cache_dir, report)
     profiles = profile_folders(cache_dir)
@@ -82,7 +82,7 @@ async def _in_ranks(
     profiles: Sequence[Path],
     report: Callable[[str], None],
 ) -> EngineClient:
-    # Late: its sockets need libraries that one rank does without.
+    # Late: it imports ZeroMQ and msgspec, which a single rank does not need.
     from bros.transport.process_client import ProcessEngineClient
 
     client = ProcessEngineClient(

@@ -1,4 +1,4 @@
-"""How the nodes of a cluster are divided among replicas."""
+"""Divides the CPUs and GPUs of a cluster's nodes among replicas."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from bros.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class NodeAllocation:
-    """What one replica gets of one node.
+    """The resources of one replica, on one node.
 
     cpus: cores, for all of its ranks.
+    gpus: one per rank, or 0.
     """
 
     cpus: int
@@ -26,9 +27,9 @@ class NodeAllocation:
 def allocation_of(
     config: EngineConfig, replicas: int, nodes: Sequence[tuple[int, int]]
 ) -> NodeAllocation:
-    """What each of so many replicas gets. nodes: (CPUs, GPUs) of each.
+    """The resources of each of `replicas` replicas. nodes: (CPUs, GPUs) of each.
 
-    A GPU for each rank, if there are any; else all cores are divided among the replicas.
+    One GPU per rank if there are GPUs; otherwise the replicas divide all cores.
     """
     if config.device == "cuda" or config.device == "auto" and any(gpus for _, gpus in nodes):
         return NodeAllocation(config.tp * (config.threads or 1), config.tp)
@@ -36,27 +37,27 @@ def allocation_of(
         return NodeAllocation(config.tp * config.threads, 0)
     cores = sum(cpus for cpus, _ in nodes) // replicas
     most = max((cpus for cpus, _ in nodes), default=1)
-    share = NodeAllocation(max(config.tp, min(cores, most)), 0)
-    # Each is on one node, so that cores of a node may be left over.
-    while share.cpus > config.tp and room_for(share, nodes) < replicas:
-        share = NodeAllocation(share.cpus - 1, 0)
-    return share
+    each = NodeAllocation(max(config.tp, min(cores, most)), 0)
+    # A replica runs on one node, so cores of a node may remain unused: shrink until all fit.
+    while each.cpus > config.tp and _room(each, nodes) < replicas:
+        each = NodeAllocation(each.cpus - 1, 0)
+    return each
 
 
-def room_for(share: NodeAllocation, nodes: Sequence[tuple[int, int]]) -> int:
-    """How many replicas fit on nodes where nothing else runs."""
+def _room(each: NodeAllocation, nodes: Sequence[tuple[int, int]]) -> int:
+    """How many replicas fit on otherwise empty nodes."""
     return sum(
-        min(cpus // share.cpus, gpus // share.gpus if share.gpus else cpus) for cpus, gpus in nodes
+        min(cpus // each.cpus, gpus // each.gpus if each.gpus else cpus) for cpus, gpus in nodes
     )
 
 
-def check_room(share: NodeAllocation, replicas: int, nodes: Sequence[tuple[int, int]]) -> None:
-    """Raises ConfigError if so many will never fit."""
-    room = room_for(share, nodes)
-    if share.gpus and not any(gpus for _, gpus in nodes):
+def check_room(each: NodeAllocation, replicas: int, nodes: Sequence[tuple[int, int]]) -> None:
+    """Raise ConfigError if the cluster is too small for `replicas` replicas."""
+    room = _room(each, nodes)
+    if each.gpus and not any(gpus for _, gpus in nodes):
         raise ConfigError("--device: no node of the cluster has a GPU")
     if room < replicas:
         raise ConfigError(
-            f"--replicas: the cluster has room for {room} replicas with {share}, not {replicas}; "
-            f"--max-replicas may be more, if nodes are to come"
+            f"--replicas: the cluster has room for {room} replicas with {each}, not {replicas}; "
+            "--max-replicas may be larger if more nodes will join"
         )

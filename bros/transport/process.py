@@ -1,10 +1,10 @@
 """The engine process: `python -m bros.transport.process FOLDER`, started by ProcessEngineClient.
 
-FOLDER has launch.json, which says what to load, and the server's sockets. stdin stays open and
-silent, and its end means that the server is gone: then this process ends too, whatever it is doing.
+FOLDER has launch.json (LaunchSpec) and the server's sockets. The server keeps stdin open without
+writing to it; when stdin closes, the server is gone and this process exits at once.
 
-With several ranks there are as many of these processes, see launcher.py. Rank 0 talks to the
-server, the others only if they fail for a reason of their own.
+With several ranks there is one such process per rank, see launcher.py. Rank 0 talks to the server;
+another rank only reports why it failed.
 """
 
 from __future__ import annotations
@@ -29,31 +29,28 @@ from bros.core.rank_env import torchrun_rank_env
 from bros.engine.loop import run_engine
 from bros.engine.parent import end_with_parent, end_with_server, obey_parent_only
 from bros.executor.model_store import ModelFiles
-from bros.transport.ipc import ZmqTransport, heartbeats, send_last_words
+from bros.transport.ipc import ZmqTransport, heartbeats, send_failure
 
 if TYPE_CHECKING:
     from bros.engine.group import Group
 
 
-# ---- What an engine process is told when it starts.
-
-
-HEARTBEATS = 8
-"""How many an engine sends within config.tp_timeout, if it is one of several or has ranks."""
+HEARTBEATS_PER_TIMEOUT = 8
+"""Heartbeats that a process sends within the time after which a missing heartbeat is a timeout."""
 
 _FILE = "launch.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """Lies in the folder of the sockets.
+    """What an engine process needs to start; stored in the folder of the sockets.
 
-    profiles: folders, see build_engine.
-    starts_ranks: with config.tp > 1, whether bros starts the ranks. If not, torchrun has started
-        them, and the process is rank 0, as the environment says.
-    replica: which of several engines on this machine it is, each with devices of its own; None if
-        there is one.
-    sends_heartbeats: to the server; see HEARTBEATS.
+    profiles: folders of profiles, see build_engine.
+    starts_ranks: with config.tp > 1: bros starts the ranks. Otherwise torchrun has started them,
+        and this process is rank 0.
+    replica: index among several engines on this machine, each with its own devices; None if there
+        is only one.
+    sends_heartbeats: send HEARTBEATS_PER_TIMEOUT heartbeats per config.tp_timeout to the server.
     """
 
     model_folder: str
@@ -71,11 +68,11 @@ class LaunchSpec:
 
     @property
     def module(self) -> str:
-        """Which is to be run, with the folder as its argument."""
+        """The module to run, with the folder as its argument."""
         return "bros.transport.launcher" if self.starts_ranks else "bros.transport.process"
 
     def write(self, folder: Path) -> None:
-        """Before the process is started."""
+        """Write the folder's file. Call it before the process starts."""
         (folder / _FILE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
@@ -96,20 +93,20 @@ def main() -> int:
         obey_parent_only()
         end_with_parent()
     else:
-        # Both reach the whole process group; when to end is the server's business.
+        # Both reach the whole process group; the server decides when to end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_server(folder)
     try:
         _run(launch, folder)
         return 0
-    except Exception:  # the server has been told
+    except Exception:  # already reported to the server
         return 1
 
 
 def _run(launch: LaunchSpec, folder: Path) -> None:
-    with _last_words(folder):
-        # Late, so that the watch on the parent is up before the seconds this import takes.
+    with _reporting_failure(folder):
+        # Late, because this import takes seconds: first watch the parent.
         from bros.engine.group import Group
         from bros.executor.target import set_visible_devices
 
@@ -118,7 +115,7 @@ def _run(launch: LaunchSpec, folder: Path) -> None:
         rank_env = torchrun_rank_env(os.environ) if launch.config.tp > 1 else None
         group = Group.join(launch.config, rank_env)
         group.log_to_stderr(launch.log_level, launch.replica)
-    with group, _last_words(folder, leads=group.rank == 0):
+    with group, _reporting_failure(folder, leads=group.rank == 0):
         if group.rank == 0:
             _lead(launch, folder, group)
         else:
@@ -140,34 +137,34 @@ def _lead(launch: LaunchSpec, folder: Path, group: Group) -> None:
             report=logger.info,
             group=group,
         )
-        # What torch and the model have made stays: a full collection that goes through all of it
-        # holds up a step by as much as the step takes.
+        # The objects of torch and the model stay alive. A full collection that visits all of them
+        # would delay a step by as long as the step takes.
         gc.collect()
         gc.freeze()
         if launch.sends_heartbeats:
-            every_s = launch.config.tp_timeout / HEARTBEATS
+            every_s = launch.config.tp_timeout / HEARTBEATS_PER_TIMEOUT
             stack.enter_context(heartbeats(folder, every_s))
         run_engine(engine, transport)
         engine.close()
 
 
 @contextlib.contextmanager
-def _last_words(folder: Path, leads: bool = True) -> Iterator[None]:
-    """If the block fails, have the server told why.
+def _reporting_failure(folder: Path, leads: bool = True) -> Iterator[None]:
+    """If the block raises, report the reason to the server.
 
-    That others are lost is said by one rank, which leads; those who follow only log it.
+    leads: this is rank 0, which alone reports a RanksLostError; the other ranks only log it.
     """
     try:
         yield
     except BrosError as error:
         if leads or not isinstance(error, RanksLostError):
-            send_last_words(folder, str(error))
+            send_failure(folder, str(error))
         else:
             logger.error("%s", error)
         raise
     except Exception as error:
         logger.exception("the engine stopped")
-        send_last_words(folder, f"The engine stopped: {type(error).__name__}: {error}")
+        send_failure(folder, f"The engine stopped: {type(error).__name__}: {error}")
         raise
 
 

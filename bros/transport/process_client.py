@@ -1,4 +1,4 @@
-"""An engine in a process of its own, or in several, watched and restarted."""
+"""Clients of engines in other processes: they start, watch and restart them."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ from bros.core.errors import EngineDeadError
 from bros.engine.client import MessageClient
 from bros.engine.messages import Command, Failed, Heartbeat, Ready, Shutdown
 from bros.executor.model_store import ModelFiles
-from bros.transport.ipc import Wire, command_codec, open_socket, reply_codec
-from bros.transport.process import HEARTBEATS, LaunchSpec
-
-# ---- What clients of engines in other processes have in common: they watch them, restart them, and
-# talk to them over ZeroMQ.
-
+from bros.transport.ipc import Endpoints, command_codec, open_socket, reply_codec
+from bros.transport.process import HEARTBEATS_PER_TIMEOUT, LaunchSpec
 
 logger = logging.getLogger(__name__)
 
+# ---- What all of these clients share.
+
 _MAX_FAILURES = 3
+"""Failed starts in a row after which the client stops restarting the engine."""
+
 _BACK_OFF_S = 1.0
-"""Starts that fail in a row, and the pause after each, longer every time."""
+"""Pause after the first failed start; after the n-th it is n times as long."""
 
 _DRAIN_S = 0.1
-"""How long to look for messages of a process that has ended."""
+"""Interval without messages after which the client stops reading from an ended process."""
 
 
 class HeartbeatMonitor:
-    """Counts the heartbeats that one process has missed, from the first one on."""
+    """Detects that a process sends no heartbeats any more."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._every_s = timeout_s / HEARTBEATS
-        self._missed: int | None = None
+        self._every_s = timeout_s / HEARTBEATS_PER_TIMEOUT
+        self._missed: int | None = None  # None before the first heartbeat
 
     def seen(self) -> None:
+        """A heartbeat has arrived."""
         self._missed = 0
 
-    async def end(self) -> None:
-        """Returns once none has come for timeout_s."""
-        while self._missed is None or self._missed < HEARTBEATS:
-            # In turns, so that what has come while this process was stopped is read between two.
+    async def timed_out(self) -> None:
+        """Wait until no heartbeat has arrived for timeout_s, counted from the first one on."""
+        while self._missed is None or self._missed < HEARTBEATS_PER_TIMEOUT:
+            # Short sleeps: if this process was stopped, it reads waiting heartbeats in between.
             await asyncio.sleep(self._every_s)
             if self._missed is not None:
                 self._missed += 1
@@ -58,10 +59,10 @@ class HeartbeatMonitor:
 class SupervisedClient(MessageClient, ABC):
     """Starts, watches and talks to one engine.
 
-    When it dies, everything open fails at once with EngineDeadError. Then it is started again if
-    `restart`. Without `restart`, when it does not come up the first time, or three times in a
-    row later, `on_final_death` is called with the reason. What is no fault of the engine's
-    (_no_fault) does not count.
+    When the engine dies, all open requests fail at once with EngineDeadError. With `restart` the
+    client starts it again. Without `restart`, or if the first start fails, or later three starts in
+    a row, the client calls `on_final_death` with the reason. A start that fails because no host was
+    available (_host_unavailable) does not count.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class SupervisedClient(MessageClient, ABC):
         grace_s: float,
         rank_heartbeat_timeout_s: float | None = None,
     ) -> None:
-        """grace_s: how long the engine may take to end after Shutdown before it is killed.
-        rank_heartbeat_timeout_s: the engine, or its first rank, counts as dead after so long
-            without a heartbeat; None: it sends none."""
-        super().__init__(self._post)
+        """grace_s: seconds that the engine may take to end after Shutdown before it is killed.
+        rank_heartbeat_timeout_s: seconds without a heartbeat of the engine (its rank 0) after which
+            it counts as dead; None: it sends none."""
+        super().__init__(self._send_command)
         self._restart = restart
         self._on_final_death = on_final_death
         self._grace_s = grace_s
@@ -85,21 +86,21 @@ class SupervisedClient(MessageClient, ABC):
         self._push: zmq.Socket[bytes] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
-        self._asked_to_end: asyncio.Future[None] | None = None
-        self._new_life()
+        self._restarting: asyncio.Future[None] | None = None  # done once the engine has ended
+        self._reset()
 
     @abstractmethod
     async def _run_once(self) -> str:
-        """One life of the engine, from its start to its end; returns why it ended."""
+        """Start the engine and wait until it ends; returns the reason."""
 
     @abstractmethod
     def _kill(self) -> None:
-        """End the engine if it runs, whatever it is doing."""
+        """Kill the engine if it is running."""
 
     async def start(self) -> None:
         """Start the engine and wait until the model is loaded.
 
-        Raises EngineDeadError with the reason if it does not come up.
+        Raises EngineDeadError with the reason if it fails to start.
         """
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
         try:
@@ -109,25 +110,25 @@ class SupervisedClient(MessageClient, ABC):
             raise
 
     async def restart(self) -> None:
-        """End the engine, on which nothing should be open, and wait until the next one is up.
+        """Shut the engine down and wait until the next one is ready. Open requests fail.
 
-        Raises EngineDeadError if that does not come up.
+        Raises EngineDeadError if the next one fails to start.
         """
-        if self._alive and self._asked_to_end is None:
-            self._asked_to_end = asyncio.get_running_loop().create_future()
-            self._post(Shutdown())
-            await asyncio.wait([self._asked_to_end], timeout=self._grace_s)
-            if self._asked_to_end is not None:
+        if self._alive and self._restarting is None:
+            self._restarting = asyncio.get_running_loop().create_future()
+            self._send_command(Shutdown())
+            await asyncio.wait([self._restarting], timeout=self._grace_s)
+            if self._restarting is not None:
                 self._kill()
-                await self._asked_to_end
+                await self._restarting
         await self.wait_ready()
 
     async def close(self) -> None:
-        """Ask the engine to end, kill it if it does not within seconds, and clean up."""
+        """Shut the engine down, kill it if it does not end within grace_s, and clean up."""
         self._closing = True
         if self._supervisor is not None:
             if self._alive and not self._supervisor.done():
-                self._post(Shutdown())
+                self._send_command(Shutdown())
                 await asyncio.wait([self._supervisor], timeout=self._grace_s)
             if not self._supervisor.done():
                 self._kill()
@@ -138,30 +139,32 @@ class SupervisedClient(MessageClient, ABC):
     async def _supervise(self) -> None:
         has_been_up, failures = False, 0
         while not self._closing:
-            self._new_life()
+            self._reset()
             try:
                 reason = await self._run_once()
             except Exception as error:  # no folder, no socket or no process
                 reason = f"The engine could not be started: {error}"
             self.on_death(reason)
             has_been_up = has_been_up or self._was_ready
-            if self._asked_to_end is not None:
-                asked, self._asked_to_end = self._asked_to_end, None
-                asked.set_result(None)
+            if self._restarting is not None:
+                restarting, self._restarting = self._restarting, None
+                restarting.set_result(None)
                 if not self._closing:
                     continue
             if self._closing:
                 return
             logger.error("%s", reason)
-            failures = 0 if self._was_ready or self._no_fault else failures + 1
+            failures = 0 if self._was_ready or self._host_unavailable else failures + 1
             if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
                 self._on_final_death(reason)
                 return
             logger.warning("restarting the engine")
             await asyncio.sleep(failures * _BACK_OFF_S)
 
-    def _new_life(self) -> None:
-        self._last_words, self._was_ready, self._no_fault = "", False, False
+    def _reset(self) -> None:
+        """Clear what is known of the last engine."""
+        self._failure = ""  # why it failed, if it or this client has said so
+        self._was_ready = self._host_unavailable = False
         self._rank_heartbeats = (
             HeartbeatMonitor(self._rank_heartbeat_timeout_s)
             if self._rank_heartbeat_timeout_s
@@ -169,43 +172,50 @@ class SupervisedClient(MessageClient, ABC):
         )
         self._host_heartbeats: HeartbeatMonitor | None = None
 
-    def _listen(self, stack: AsyncExitStack, wire: Wire, secret: bytes = b"") -> Receiver:
-        """Open this end of the connection, until `stack` is closed. secret: the key that belongs to
-        the wire's."""
+    def _listen(self, stack: AsyncExitStack, endpoints: Endpoints, secret: bytes = b"") -> Receiver:
+        """Open the server's end of the connection, until `stack` is closed.
+
+        secret: the secret key of endpoints.server_key.
+        """
         push = stack.enter_context(open_socket(self._context, zmq.PUSH))
         self._push = push
-        stack.callback(self._hang_up)
+        stack.callback(self._disconnect)
         pull = stack.enter_context(open_socket(self._context, zmq.PULL))
         sockets = (push, pull)
-        for socket, address in zip(sockets, (wire.commands, wire.replies), strict=True):
+        addresses = (endpoints.commands, endpoints.replies)
+        for socket, address in zip(sockets, addresses, strict=True):
             if secret:
                 socket.curve_server, socket.curve_secretkey = True, secret
             socket.bind(address)
         commands, replies = (socket.get_string(zmq.LAST_ENDPOINT) for socket in sockets)
-        receiver = Receiver(pull, self._take, Wire(commands, replies, wire.server_key))
+        bound = Endpoints(commands, replies, endpoints.server_key)
+        receiver = Receiver(pull, self._on_frames, bound)
         stack.callback(receiver.close)
         if self._rank_heartbeats is not None:
-            words = f"The engine has not answered for {self._rank_heartbeat_timeout_s:g} s."
-            self._watch(stack, self._rank_heartbeats, words)
+            failure = f"The engine has not answered for {self._rank_heartbeat_timeout_s:g} s."
+            self._kill_on_timeout(stack, self._rank_heartbeats, failure)
         return receiver
 
-    def _watch(self, stack: AsyncExitStack, heartbeats: HeartbeatMonitor, last_words: str) -> None:
-        """Kill what gives no heartbeats any more, until `stack` is closed.
+    def _kill_on_timeout(
+        self, stack: AsyncExitStack, heartbeats: HeartbeatMonitor, failure: str
+    ) -> None:
+        """Kill the engine when its heartbeats time out, until `stack` is closed.
 
-        Of ranks, the others notice if the first one hangs within a step, but not between two.
+        The other ranks notice a rank 0 that hangs within a step, but not one that hangs between
+        two steps.
         """
 
         async def watch() -> None:
-            await heartbeats.end()
-            self._last_words = last_words
+            await heartbeats.timed_out()
+            self._failure = failure
             self._kill()
 
         stack.push_async_callback(_cancel, asyncio.create_task(watch(), name="engine-watch"))
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _on_frames(self, frames: list[bytes]) -> None:
         message = self._decoder.decode(frames)
         if isinstance(message, Failed):
-            self._last_words = self._last_words or message.message
+            self._failure = self._failure or message.message
         if isinstance(message, Ready | Heartbeat):
             of_host = isinstance(message, Heartbeat) and message.host
             heartbeats = self._host_heartbeats if of_host else self._rank_heartbeats
@@ -213,68 +223,72 @@ class SupervisedClient(MessageClient, ABC):
                 heartbeats.seen()
         self.on_reply(message)  # type: ignore[arg-type]
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         self._push = None
 
-    def _post(self, command: Command) -> None:
+    def _send_command(self, command: Command) -> None:
         if self._push is None:
             raise EngineDeadError("The engine is not running.")
-        # Without a peer it is dropped: the supervisor is about to fail everything that is open.
+        # Without a peer ZeroMQ drops it; the supervisor is about to fail everything that is open.
         with contextlib.suppress(zmq.ZMQError):
             self._push.send_multipart(self._encoder.encode(command), zmq.NOBLOCK)
 
 
-_TURN_MESSAGES = 8
-"""What has come is taken in one turn of the event loop, but no more than so many messages: those
-who read the tokens are to have a turn as well."""
+_MESSAGES_PER_CALLBACK = 8
+"""Maximum messages to read in one callback, so that the readers of the tokens run in between."""
 
 
 class Receiver:
-    """Reads what an engine says, in callbacks of the event loop.
+    """Reads the messages of an engine, in callbacks of the event loop.
 
-    Not with zmq.asyncio, whose futures and tasks cost more per step than all that a step says.
+    It does not use zmq.asyncio, whose futures and tasks cost more per step than its messages.
     """
 
     def __init__(
-        self, pull: zmq.Socket[bytes], take: Callable[[list[bytes]], None], wire: Wire
+        self,
+        pull: zmq.Socket[bytes],
+        on_frames: Callable[[list[bytes]], None],
+        endpoints: Endpoints,
     ) -> None:
-        self.wire = wire  # with the ports that were free
+        """endpoints: as bound, with the actual ports."""
+        self.endpoints = endpoints
         self._pull = pull
-        self._take = take
+        self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
-        self._taken = 0
-        self._next_turn: asyncio.Handle | None = None
+        self._num_read = 0
+        self._next_read: asyncio.Handle | None = None
         self._descriptor: int = pull.getsockopt(zmq.FD)  # type: ignore[assignment]
         self._loop.add_reader(self._descriptor, self._read)
         self._read()
 
     async def drain(self) -> None:
-        """Take what an engine said before it ended."""
-        taken = -1
-        while taken < self._taken:
-            taken = self._taken
+        """Read what an engine sent before it ended."""
+        before = -1
+        while before < self._num_read:
+            before = self._num_read
             await asyncio.sleep(_DRAIN_S)
 
     def close(self) -> None:
         self._loop.remove_reader(self._descriptor)
-        if self._next_turn is not None:
-            self._next_turn.cancel()
+        if self._next_read is not None:
+            self._next_read.cancel()
 
     def _read(self) -> None:
-        """Take what has come. ZeroMQ tells it once, whatever is left, so there is a next turn."""
-        self._next_turn = None
-        for _ in range(_TURN_MESSAGES):
+        """Read until the socket is empty. ZeroMQ's descriptor becomes readable only once for all
+        waiting messages, so this schedules itself while there may be more."""
+        self._next_read = None
+        for _ in range(_MESSAGES_PER_CALLBACK):
             try:
                 frames = self._pull.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._taken += 1
+            self._num_read += 1
             try:
-                self._take(frames)
-            except BaseException:  # a bug, but what follows is to be read all the same
-                self._next_turn = self._loop.call_soon(self._read)
+                self._on_frames(frames)
+            except BaseException:  # a bug; later messages are read nevertheless
+                self._next_read = self._loop.call_soon(self._read)
                 raise
-        self._next_turn = self._loop.call_soon(self._read)
+        self._next_read = self._loop.call_soon(self._read)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
@@ -283,16 +297,15 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 
 
 _GRACE_S, _RANKS_GRACE_S = 5.0, 10.0
-"""How long an engine, or a launcher with its ranks, may take to end after Shutdown before it is
-killed."""
+"""grace_s of an engine process, and of a launcher with its ranks."""
 
 
 class ProcessEngineClient(SupervisedClient):
     """Starts, watches and talks to one engine process.
 
-    With config.tp > 1 the process is the launcher of as many ranks, which end with it and it with
-    them. Unless this one is a rank itself (`is_rank`), which torchrun has started with the others:
-    then the process takes its place, as rank 0, and cannot be restarted without the others.
+    With config.tp > 1 that process is a launcher, which ends together with its ranks. If torchrun
+    has started the ranks, of which the server process is one (`is_rank`), the engine process takes
+    its place as rank 0 and cannot be restarted without the others.
     """
 
     def __init__(
@@ -307,7 +320,7 @@ class ProcessEngineClient(SupervisedClient):
         replica: int | None = None,
         on_final_death: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """replica: which of several engines on this machine it is; see Launch."""
+        """replica: see LaunchSpec."""
         starts_ranks = config.tp > 1 and not is_rank
         sends_heartbeats = config.tp > 1 or replica is not None
         super().__init__(
@@ -330,7 +343,7 @@ class ProcessEngineClient(SupervisedClient):
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process or the launcher; there is one as long as the engine is alive."""
+        """Of the engine process or the launcher; not None while the engine is alive."""
         return self._process.pid if self._process else None
 
     def _kill(self) -> None:
@@ -342,17 +355,17 @@ class ProcessEngineClient(SupervisedClient):
         async with contextlib.AsyncExitStack() as stack:
             # Readable by this user only.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bros-")))
-            # After all that waits, so that no caller finds an engine alive that has no process.
-            stack.callback(self._forget)
-            receiver = self._listen(stack, Wire.of(folder))
+            # Runs after the callbacks of _listen, so that an engine that is alive has a process.
+            stack.callback(self._close_process)
+            receiver = self._listen(stack, Endpoints.of(folder))
             process = self._process = await self._spawn(folder)
             if self._closing:
                 self._kill()
             code = await process.wait()
             await receiver.drain()
-        return self._last_words or f"The engine process ended unexpectedly (code {code})."
+        return self._failure or f"The engine process ended unexpectedly (code {code})."
 
-    def _forget(self) -> None:
+    def _close_process(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         self._process = None

@@ -1,4 +1,4 @@
-"""A Ray cluster as bros sees it: what its nodes have, and places for replicas on them."""
+"""Engines on a Ray cluster: its nodes, placement of replicas, and the client of such an engine."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
 from bros.executor.model_store import cache_dir_of, resolve_model
 from bros.scheduler.profiles import profile_folders
-from bros.transport.ipc import Wire, heartbeats
+from bros.transport.ipc import Endpoints, heartbeats
 from bros.transport.node_allocation import NodeAllocation
-from bros.transport.process import HEARTBEATS, LaunchSpec
+from bros.transport.process import HEARTBEATS_PER_TIMEOUT, LaunchSpec
 from bros.transport.process_client import HeartbeatMonitor, SupervisedClient
 
-# ---- What a replica's Ray actor does on its node: it runs one engine, and says that it is there.
+# ---- The actor of a replica on its node. It runs one engine and sends heartbeats.
 #
 # server process                       node
-# RayEngineClient ── run(order) ─────▶ EngineHost (actor) ──▶ engine process, or launcher of ranks
+# RayEngineClient ── run(spec) ──────▶ EngineHost (actor) ──▶ engine process, or launcher of ranks
 #       ▲  ▲                                │                            │
 #       │  └───────── heartbeats ───────────┘                            │
 #       └═══════════════════════ ZeroMQ, encrypted ══════════════════════╛
@@ -46,68 +46,72 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What a host is told. The model and data_dir mean what they mean on its node.
+class HostSpec:
+    """What a host needs to start an engine.
 
-    heartbeat_s: how often it says that it is there.
+    config: config.model may be a path on the host's node.
+    data_dir: a path on the host's node.
+    heartbeat_s: interval of the host's heartbeats.
     """
 
     config: EngineConfig
     data_dir: str | None
     log_level: str
-    wire: Wire
+    endpoints: Endpoints
     heartbeat_s: float
 
 
 class EngineHost:
-    """Has one process to look after. It ends when that ends, and the other way round: the process
-    reads from a pipe of this one, which closes however this one ends."""
+    """A Ray actor that runs one engine process.
+
+    If the actor ends for any reason, the pipe to the process's stdin closes and the process exits.
+    """
 
     def pid(self) -> int:
         return os.getpid()
 
-    def run(self, order: Order) -> int:
-        """One life of an engine; the exit status of its process. Raises ModelError."""
-        logging.basicConfig(level=order.log_level.upper())
+    def run(self, spec: HostSpec) -> int:
+        """Run an engine process until it ends; returns its exit status. Raises ModelError."""
+        logging.basicConfig(level=spec.log_level.upper())
         # Readable by this user only.
         with tempfile.TemporaryDirectory(prefix="bros-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            order.wire.write(folder)
-            with heartbeats(folder, order.heartbeat_s, host=True):  # a model may take long to come
-                launch = _launch_of(order)
+            spec.endpoints.write(folder)
+            with heartbeats(folder, spec.heartbeat_s, host=True):  # a download may take long
+                launch = _launch_of(spec)
                 launch.write(folder)
                 command = [sys.executable, "-m", launch.module, name]
                 with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
                     return process.wait()
 
 
-def _launch_of(order: Order) -> LaunchSpec:
-    cache_dir = cache_dir_of(order.data_dir)
-    files = resolve_model(order.config.model, cache_dir, logger.info)
+def _launch_of(spec: HostSpec) -> LaunchSpec:
+    cache_dir = cache_dir_of(spec.data_dir)
+    files = resolve_model(spec.config.model, cache_dir, logger.info)
     return LaunchSpec(
         model_folder=str(files.folder),
         model_name=files.name,
-        log_level=order.log_level,
-        config=order.config,
+        log_level=spec.log_level,
+        config=spec.config,
         profiles=tuple(str(folder) for folder in profile_folders(cache_dir)),
-        starts_ranks=order.config.tp > 1,
+        starts_ranks=spec.config.tp > 1,
         sends_heartbeats=True,
     )
 
 
-# ---- What is looked after around Ray's own connecting.
+# ---- The connection to a cluster.
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def reach(address: str, limit_s: float) -> None:
-    """Raises ConfigError if nothing listens at host:port, or says so for limit_s."""
+def check_reachable(address: str, timeout_s: float) -> None:
+    """Raise ConfigError if `address` is not host:port or nothing accepts a connection there."""
     host, _, port = address.rpartition(":")
     if "//" in address or not host or not port.isdigit():
-        raise ConfigError(f"--cluster: {address!r} is not host:port, as ray start says it")
+        raise ConfigError(f"--cluster: {address!r} is not host:port, as `ray start` prints it")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
             pass
     except (OSError, OverflowError, UnicodeError) as error:
         message = f"--cluster: no Ray cluster answers at {address}: {error}"
@@ -115,112 +119,113 @@ def reach(address: str, limit_s: float) -> None:
 
 
 @contextlib.contextmanager
-def signals_kept() -> Iterator[None]:
-    """Signals do after the block what they did before it, and not what was set in it."""
+def signal_handlers_restored() -> Iterator[None]:
+    """Restore the handlers of SIGINT and SIGTERM after the block."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # nothing can be set there
+        yield  # other threads cannot set handlers
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # set by no Python, which could not set it again
+            if handler is not None:  # None: not set by Python, which cannot restore it
                 signal.signal(number, handler)
 
 
 _OBJECT_STORE_BYTES = 80 * 2**20
-"""Of a cluster that is started here: no objects go through Ray."""
+"""Object store of a cluster that this process starts: bros sends no objects through Ray."""
 
-_REACH_S = 8.0
-"""How long a cluster may take to answer: Ray itself would wait without a word."""
+_CONNECT_TIMEOUT_S = 8.0
+"""How long a cluster may take to accept a connection; Ray itself would wait silently."""
 
-_PATIENCE_S = 10.0
-"""After which it is said that a replica waits for a place."""
+_WARN_AFTER_S = 10.0
+"""Log a warning if a replica waits this long for a node."""
 
 
 class NoRoomError(EngineDeadError):
-    """No node has what a replica needs, now."""
+    """No node has enough free resources for a replica."""
 
 
 class Placement:
-    """Reserved on one node until it is given back. If the node is lost, Ray finds another."""
+    """Resources reserved on one node until `release`. If the node is lost, Ray finds another."""
 
-    def __init__(self, share: NodeAllocation, limit_s: float) -> None:
-        """limit_s: how long to wait for a node with room."""
-        # One bundle is on one node, where the replica's ranks find each other.
-        bundle = {"CPU": float(share.cpus), "GPU": float(share.gpus)}
+    def __init__(self, allocation: NodeAllocation, timeout_s: float) -> None:
+        """timeout_s: how long to wait for a node with room, after _WARN_AFTER_S."""
+        # A single bundle is on one node, so the replica's ranks share a machine.
+        bundle = {"CPU": float(allocation.cpus), "GPU": float(allocation.gpus)}
         resources = {name: amount for name, amount in bundle.items() if amount}
-        self._share, self._limit_s = share, limit_s
+        self._allocation, self._timeout_s = allocation, timeout_s
         self._group = placement_group([resources], strategy="STRICT_PACK")
 
-    async def host(self) -> Any:
-        """An actor that is an EngineHost; waits until there is room for it. It ends with this
-        process (it is not detached), and is not restarted by Ray, which would not know its order.
+    async def start_host(self) -> Any:
+        """Wait for a node and start an EngineHost actor there.
 
-        Raises NoRoomError if there is none.
+        The actor ends with this process (it is not detached). Ray does not restart it, because a
+        new actor would have no HostSpec. Raises NoRoomError if no node has room in time.
         """
         waiting = asyncio.wrap_future(self._group.ready().future())
-        # Whoever stops to wait does not hear of it any more, whatever comes of it.
+        # Retrieves the exception, so that asyncio does not log it if this call is cancelled.
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.wait([waiting], timeout=_PATIENCE_S)
+        await asyncio.wait([waiting], timeout=_WARN_AFTER_S)
         if not waiting.done():
-            logger.warning("a replica waits for a node with %s", self._share)
-            await asyncio.wait([waiting], timeout=self._limit_s)
+            logger.warning("a replica waits for a node with %s", self._allocation)
+            await asyncio.wait([waiting], timeout=self._timeout_s)
         if not waiting.done():
             waiting.cancel()
-            raise NoRoomError(f"No node has room for a replica with {self._share}.")
+            raise NoRoomError(f"No node has room for a replica with {self._allocation}.")
         await waiting
         strategy = PlacementGroupSchedulingStrategy(self._group)
         actor = ray.remote(EngineHost).options(
-            num_cpus=self._share.cpus,
-            num_gpus=self._share.gpus,
+            num_cpus=self._allocation.cpus,
+            num_gpus=self._allocation.gpus,
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=strategy,
         )
         return actor.remote()
 
-    def give_back(self) -> None:
-        """With whatever runs there."""
+    def release(self) -> None:
+        """Free the resources; Ray kills what runs there."""
         with contextlib.suppress(RayError):
             remove_placement_group(self._group)
 
 
 class Cluster:
-    """A connection to a cluster; one of a program."""
+    """The connection to a Ray cluster; a process can have one."""
 
     def __init__(self, address: str) -> None:
-        """address: of a cluster, or "auto": the one that this machine is part of, or else one that
-        is started here and ends with this program.
+        """address: of a cluster. "auto": the cluster of this machine, or else a new one that ends
+        with this process.
 
-        Raises ConfigError if none answers there.
+        Raises ConfigError if no cluster answers there.
         """
-        # A server does not report its usage.
+        # A server must not send usage statistics to Ray.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if ray.is_initialized():
             return
         named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
         if named not in ("", "auto", "local"):
-            reach(named, _REACH_S)
+            check_reachable(named, _CONNECT_TIMEOUT_S)
         try:
-            with signals_kept():
+            with signal_handlers_restored():
                 _connect_or_start(address, may_start=not named)
         except (OSError, RuntimeError, ValueError, RayError) as error:
-            raise ConfigError(f"--cluster: no way to {named or 'start Ray'}: {error}") from error
+            action = f"connect to {named}" if named else "start Ray"
+            raise ConfigError(f"--cluster: cannot {action}: {error}") from error
 
     @property
     def address(self) -> str:
-        """Of this machine, for the others of the cluster."""
+        """This machine's IP address within the cluster."""
         return str(get_node_ip_address())
 
     def nodes(self) -> list[tuple[int, int]]:
-        """(CPUs, GPUs) of each node that is there."""
+        """(CPUs, GPUs) of each node that is alive."""
         found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         return [(int(have.get("CPU", 0)), int(have.get("GPU", 0))) for have in found]
 
     def close(self) -> None:
-        """All that runs there for this program ends."""
+        """Disconnect. The actors of this process end."""
         ray.shutdown()
 
 
@@ -234,7 +239,7 @@ def _connect_or_start(address: str, *, may_start: bool) -> None:
         at = ray.get_runtime_context().gcs_address
         logger.info("using the Ray cluster at %s", at)
         return
-    logger.info("no Ray cluster runs here: starting one for as long as this server runs")
+    logger.info("no Ray cluster is running: starting one that ends with this server")
     ray.init(
         include_dashboard=False,
         configure_logging=False,
@@ -242,81 +247,74 @@ def _connect_or_start(address: str, *, may_start: bool) -> None:
     )
 
 
-def end(host: Any) -> None:
-    """Whatever it is doing."""
-    with contextlib.suppress(RayError):
-        ray.kill(host, no_restart=True)
-
-
-async def call(method: Any, *arguments: object) -> Any:
-    """Call a method of an actor. Raises what it raises, EngineDeadError if the actor is gone."""
+async def _call(method: Any, *arguments: object) -> Any:
+    """Call a method of an actor. Raises what it raises, or EngineDeadError if the actor is dead."""
     try:
         return await method.remote(*arguments)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except RayError as error:
-        logger.debug("an actor ended: %s", error)  # a dozen lines of advice
+        logger.debug("an actor ended: %s", error)  # not raised: Ray adds a dozen lines of advice
         raise EngineDeadError("The replica's actor ended unexpectedly.") from error
 
 
-# ---- An engine in a Ray actor, on this machine or another one, watched and restarted.
+# ---- The client of an engine on a cluster.
 
 
 _GRACE_S = 10.0
 """How long an engine may take to end after Shutdown before it is killed."""
 
-_SILENCE_S = 0.75
-"""An actor that gives no heartbeat for so long is taken for dead, and its node as well: Ray says
-at once that a process has ended, but of a node only after many seconds."""
+_HEARTBEAT_TIMEOUT_S = 0.75
+"""After this time without a heartbeat, an actor and its node count as dead. Ray reports a dead
+process at once, but a dead node only after many seconds."""
 
-_ROOM_S = 300.0
-"""Clusters may have to start a node first."""
+_PLACEMENT_TIMEOUT_S = 300.0
+"""How long to wait for a node: an autoscaling cluster may have to start one first."""
 
 
 class RayEngineClient(SupervisedClient):
     """Starts, watches and talks to one engine on a Ray cluster.
 
-    Ray finds a node, starts an actor there and says when it has ended. Requests and tokens do not
-    go through it: the engine connects to this process.
+    Ray finds a node, starts an actor there and reports when it has ended. Requests and tokens do
+    not pass through Ray: the engine connects to this process over ZeroMQ.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        share: NodeAllocation,
+        allocation: NodeAllocation,
         config: EngineConfig,
         *,
         data_dir: str | None = None,
         log_level: str = "info",
         restart: bool = True,
         on_final_death: Callable[[str], None] = lambda reason: None,
-        silence_s: float = _SILENCE_S,
-        room_s: float = _ROOM_S,
+        heartbeat_timeout_s: float = _HEARTBEAT_TIMEOUT_S,
     ) -> None:
-        """silence_s: see above. room_s: how long to wait for a node with room."""
+        """heartbeat_timeout_s: of the actor."""
         super().__init__(
             restart=restart,
             on_final_death=on_final_death,
             grace_s=_GRACE_S,
             rank_heartbeat_timeout_s=config.tp_timeout,
         )
-        if not share.gpus:
-            config = dataclasses.replace(config, threads=max(1, share.cpus // config.tp))
+        if not allocation.gpus:
+            config = dataclasses.replace(config, threads=max(1, allocation.cpus // config.tp))
         self._cluster = cluster
-        self._share = share
+        self._allocation = allocation
         self._config = config
         self._data_dir = data_dir
         self._log_level = log_level
-        self._silence_s, self._room_s = silence_s, room_s
-        self._place: Placement | None = None
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._placement: Placement | None = None
         self._killed = asyncio.Event()
-        self.pid: int | None = None  # of the actor, while there is one
+        self.pid: int | None = None  # of the actor, while it runs
 
     async def close(self) -> None:
         await super().close()
-        if self._place is not None:
-            self._place.give_back()
-            self._place = None
+        if self._placement is not None:
+            self._placement.release()
+            self._placement = None
 
     def _kill(self) -> None:
         self._killed.set()
@@ -326,47 +324,51 @@ class RayEngineClient(SupervisedClient):
         async with contextlib.AsyncExitStack() as stack:
             public, secret = zmq.curve_keypair()
             address = f"tcp://{self._cluster.address}:*"
-            receiver = self._listen(stack, Wire(address, address, public.decode()), secret)
-            life = asyncio.create_task(self._live(stack, receiver.wire), name="engine-host")
+            receiver = self._listen(stack, Endpoints(address, address, public.decode()), secret)
+            running = asyncio.create_task(
+                self._run_host(stack, receiver.endpoints), name="engine-host"
+            )
             killed = asyncio.create_task(self._killed.wait())
             if self._closing:
                 self._kill()
-            await asyncio.wait([life, killed], return_when=asyncio.FIRST_COMPLETED)
-            reason = life.result() if life.done() else "The replica was ended."
-            for task in (life, killed):
+            await asyncio.wait([running, killed], return_when=asyncio.FIRST_COMPLETED)
+            reason = running.result() if running.done() else "The replica was killed."
+            for task in (running, killed):
                 task.cancel()
-            await asyncio.gather(life, killed, return_exceptions=True)
+            await asyncio.gather(running, killed, return_exceptions=True)
             await receiver.drain()
-        return self._last_words or reason
+        return self._failure or reason
 
-    async def _live(self, stack: contextlib.AsyncExitStack, wire: Wire) -> str:
-        self._place = self._place or Placement(self._share, self._room_s)
-        order = Order(
+    async def _run_host(self, stack: contextlib.AsyncExitStack, endpoints: Endpoints) -> str:
+        """Run an engine on a node until it ends; returns the reason."""
+        self._placement = self._placement or Placement(self._allocation, _PLACEMENT_TIMEOUT_S)
+        spec = HostSpec(
             config=self._config,
             data_dir=self._data_dir,
             log_level=self._log_level,
-            wire=wire,
-            heartbeat_s=self._silence_s / HEARTBEATS,
+            endpoints=endpoints,
+            heartbeat_s=self._heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT,
         )
         try:
-            host = await self._place.host()
-            stack.callback(self._forget, host)
-            async with asyncio.timeout(self._room_s):  # the node may be lost meanwhile
-                self.pid = await call(host.pid)
-            self._host_heartbeats = HeartbeatMonitor(self._silence_s)
-            words = f"The replica's node has not answered for {self._silence_s:g} s."
-            self._watch(stack, self._host_heartbeats, words)
-            code = await call(host.run, order)
+            host = await self._placement.start_host()
+            stack.callback(self._kill_host, host)
+            async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):  # the node may be lost meanwhile
+                self.pid = await _call(host.pid)
+            self._host_heartbeats = HeartbeatMonitor(self._heartbeat_timeout_s)
+            failure = f"The replica's node has not answered for {self._heartbeat_timeout_s:g} s."
+            self._kill_on_timeout(stack, self._host_heartbeats, failure)
+            code = await _call(host.run, spec)
         except NoRoomError as error:
-            self._no_fault = True
+            self._host_unavailable = True
             return str(error)
         except TimeoutError:
-            self._no_fault = True
-            return f"The replica's actor has not come up for {self._room_s:g} s."
+            self._host_unavailable = True
+            return f"The replica's actor has not started for {_PLACEMENT_TIMEOUT_S:g} s."
         except BrosError as error:
             return str(error)
         return f"The replica's engine ended unexpectedly (code {code})."
 
-    def _forget(self, host: Any) -> None:
-        end(host)
+    def _kill_host(self, host: Any) -> None:
+        with contextlib.suppress(RayError):
+            ray.kill(host, no_restart=True)
         self.pid = None

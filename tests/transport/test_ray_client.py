@@ -49,14 +49,16 @@ def cluster(ray_address: str) -> Iterator[Cluster]:
 
 
 def make_client(
-    cluster: Cluster, files: ModelFiles, *, silence_s: float = 5.0, **options: object
+    cluster: Cluster, files: ModelFiles, *, heartbeat_timeout_s: float = 5.0, **options: object
 ) -> RayEngineClient:
     from bros.transport.node_allocation import NodeAllocation
     from bros.transport.ray import RayEngineClient
 
     config = dataclasses.replace(TINY_ENGINE, model=str(files.folder), **options)
     share = NodeAllocation(cpus=config.tp, gpus=0)
-    return RayEngineClient(cluster, share, config, log_level="error", silence_s=silence_s)
+    return RayEngineClient(
+        cluster, share, config, log_level="error", heartbeat_timeout_s=heartbeat_timeout_s
+    )
 
 
 @pytest.fixture
@@ -147,7 +149,7 @@ async def test_what_is_killed_fails_open_requests_at_once_and_comes_back(
 @pytest.mark.long
 async def test_silence_is_taken_for_death(cluster: Cluster, files: ModelFiles) -> None:
     """A node that is cut off: what runs there may go on, but nobody hears of it."""
-    client = make_client(cluster, files, silence_s=1.0)
+    client = make_client(cluster, files, heartbeat_timeout_s=1.0)
     await client.start()
     try:
         actor = client.pid

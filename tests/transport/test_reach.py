@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from bros.core.errors import ConfigError
-from bros.transport.ray import reach, signals_kept
+from bros.transport.ray import check_reachable, signal_handlers_restored
 
 
 @pytest.fixture
@@ -38,17 +38,17 @@ def test_who_listens_is_reached() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         bound.listen()
-        reach(f"127.0.0.1:{bound.getsockname()[1]}", 5)
+        check_reachable(f"127.0.0.1:{bound.getsockname()[1]}", 5)
 
 
 def test_who_does_not_listen_is_not() -> None:
     with pytest.raises(ConfigError, match="no Ray cluster answers at 127"):
-        reach(f"127.0.0.1:{free_port()}", 5)
+        check_reachable(f"127.0.0.1:{free_port()}", 5)
 
 
 def test_silence_has_a_limit(full: str) -> None:
     with pytest.raises(ConfigError, match="timed out"):
-        reach(full, 0.1)
+        check_reachable(full, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_silence_has_a_limit(full: str) -> None:
 )
 def test_what_is_no_address_is_said_to_be_none(address: str) -> None:
     with pytest.raises(ConfigError, match="--cluster"):
-        reach(address, 0.1)
+        check_reachable(address, 0.1)
 
 
 def test_signals_are_what_they_were() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyError), signals_kept():
+    with pytest.raises(KeyError), signal_handlers_restored():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyError
     assert signal.getsignal(signal.SIGTERM) is before

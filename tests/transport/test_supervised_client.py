@@ -10,7 +10,7 @@ import pytest
 
 from bros.core.errors import EngineDeadError
 from bros.engine.messages import Heartbeat, Ready
-from bros.transport.ipc import Wire, ZmqTransport
+from bros.transport.ipc import Endpoints, ZmqTransport
 from bros.transport.process_client import SupervisedClient
 from support.mortal_engine import INFO
 
@@ -30,7 +30,7 @@ class EndlessClient(SupervisedClient):
 
     async def _run_once(self) -> str:
         async with AsyncExitStack() as stack:
-            self._listen(stack, Wire.of(self._folder))
+            self._listen(stack, Endpoints.of(self._folder))
             self.on_reply(Ready(INFO))
             await self.killed.wait()
         return "killed"
@@ -80,7 +80,7 @@ class HomelessClient(EndlessClient):
             self.on_reply(Ready(INFO))
             return "lost"
         if self.lives <= 1 + self.homeless:
-            self._no_fault = True
+            self._host_unavailable = True
             return "no room"
         return await super()._run_once()
 

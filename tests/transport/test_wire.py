@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from bros.engine.messages import Abort, Failed, GetStats
-from bros.transport.ipc import Wire, ZmqTransport, command_codec, open_socket, reply_codec
+from bros.transport.ipc import Endpoints, ZmqTransport, command_codec, open_socket, reply_codec
 
 WAIT_MS = 10_000
 
@@ -28,7 +28,7 @@ class Server:
             socket.curve_server, socket.curve_secretkey = True, secret
             socket.bind("tcp://127.0.0.1:*")
         addresses = [s.get_string(zmq.LAST_ENDPOINT) for s in (self.commands, self.replies)]
-        self.wire = Wire(addresses[0], addresses[1], public.decode())
+        self.endpoints = Endpoints(addresses[0], addresses[1], public.decode())
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def server() -> Iterator[Server]:
 
 
 def test_messages_pass_in_both_directions(server: Server, tmp_path: Path) -> None:
-    server.wire.write(tmp_path)
-    assert Wire.of(tmp_path) == server.wire
+    server.endpoints.write(tmp_path)
+    assert Endpoints.of(tmp_path) == server.endpoints
     transport = ZmqTransport(tmp_path)
     server.commands.send_multipart(command_codec().encode(Abort("a")))
     server.commands.send_multipart(command_codec().encode(GetStats(1)))
@@ -54,7 +54,7 @@ def test_messages_pass_in_both_directions(server: Server, tmp_path: Path) -> Non
 
 
 def test_a_message_that_cannot_be_read_ends_the_engine(server: Server, tmp_path: Path) -> None:
-    server.wire.write(tmp_path)
+    server.endpoints.write(tmp_path)
     transport = ZmqTransport(tmp_path)
     kind, _ = command_codec().encode(Abort("a"))
     server.commands.send_multipart([kind, b"?"])
@@ -68,13 +68,13 @@ def test_who_does_not_know_the_key_neither_hears_nor_says_anything(
     server: Server, tmp_path: Path, key: str
 ) -> None:
     other = zmq.curve_keypair()[0].decode() if key == "other" else ""
-    wire = Wire(server.wire.commands, server.wire.replies, other)
+    endpoints = Endpoints(server.endpoints.commands, server.endpoints.replies, other)
     with zmq.Context() as context:
-        thief = wire.connect(context, zmq.PULL, wire.commands)
-        liar = wire.connect(context, zmq.PUSH, wire.replies)
+        thief = endpoints.connect(context, zmq.PULL, endpoints.commands)
+        liar = endpoints.connect(context, zmq.PUSH, endpoints.replies)
         liar.send_multipart(reply_codec().encode(Failed("a lie")))
         # Whoever knows it comes later, and is the only one all the same.
-        server.wire.write(tmp_path)
+        server.endpoints.write(tmp_path)
         transport = ZmqTransport(tmp_path)
         transport.send(Failed("why"))
         assert server.replies.poll(WAIT_MS)
@@ -107,7 +107,7 @@ print("went on", flush=True)
 def test_an_engine_ends_when_its_connection_breaks(server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "sockets"
     folder.mkdir()
-    server.wire.write(folder)
+    server.endpoints.write(folder)
     command = [sys.executable, "-c", _ENGINE, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as engine:
         assert server.replies.poll(WAIT_MS)
