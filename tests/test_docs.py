@@ -32,6 +32,7 @@ def test_the_glossary_names_what_the_code_defines() -> None:
     dotted = " ".join(name for cell in cells for name in re.findall(r"`([\w.]+)`", cell))
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "bros").rglob("*.py"))
     found = re.findall(r"^ *(?:(?:class|def) (\w+)|(\w+)(?:: | = ))", source, re.MULTILINE)
-    named, defined = set(dotted.replace(".", " ").split()), {name for pair in found for name in pair}
+    named = set(dotted.replace(".", " ").split())
+    defined = {name for pair in found for name in pair}
     assert len(named) > 30
     assert named <= defined
