@@ -23,20 +23,22 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model in this process, for scripts and notebooks. Close it, or use it in a `with` block.
+    """A model for scripts and notebooks. Close it, or use it in a `with` block.
 
         with LLM() as llm:
             for answer in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
                 print(answer[0].text)
 
-    `options` are the fields of EngineConfig (the flags of `bros serve` with underscores).
-    Raises ModelError or ConfigError if the model cannot be served that way.
+    model: as in EngineConfig.
+    data_dir: folder for converted models and profiles; default: as for `bros serve`.
+    options: other fields of EngineConfig (the flags of `bros serve` with underscores).
+    Raises ModelError or ConfigError if the model cannot be served with these options.
     """
 
     def __init__(
         self, model: str | None = None, *, data_dir: str | Path | None = None, **options: Any
     ) -> None:
-        # No user waits for a first token here, so the order is that of the prompts.
+        # No user waits for a first token, so prompts run in their order.
         defaults = {"max_queue": 1_000_000, "policy": "fcfs"}
         config = EngineConfig(model=model, **{**defaults, **options})
         cache_dir = Path(data_dir) if data_dir else default_cache_dir()
@@ -57,11 +59,12 @@ class LLM:
         service_class: ServiceClass = ServiceClass.BE,
         progress: bool = True,
     ) -> list[tuple[ChoiceResult, ...]]:
-        """Continue texts (or lists of token ids); one result per prompt, in order.
+        """Complete texts (or lists of token ids); returns params.n choices per prompt, in order.
 
-        A result holds params.n choices. `params` is one for all or one per prompt.
-        Raises InvalidRequestError or PromptTooLongError if a prompt cannot be served; the others
-        are aborted then.
+        params: one for all prompts or one per prompt.
+        progress: show a progress bar.
+        Raises InvalidRequestError or PromptTooLongError if a prompt cannot be served, after
+        aborting the others.
         """
         single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts
@@ -77,9 +80,10 @@ class LLM:
         service_class: ServiceClass = ServiceClass.BE,
         progress: bool = True,
     ) -> list[tuple[ChoiceResult, ...]]:
-        """Answer one conversation or several; one result per conversation, in order.
+        """Answer one or more conversations; returns params.n choices per conversation, in order.
 
-        A message is {"role": ..., "content": ...}. Raises as `generate` does.
+        messages: each is {"role": ..., "content": ...}.
+        Otherwise as `generate`.
         """
         single = bool(messages) and isinstance(messages[0], Mapping)
         many: Sequence[Any] = [messages] if single else messages
@@ -87,7 +91,7 @@ class LLM:
         return self._run_all(ids, params, service_class, progress, "messages")
 
     def close(self) -> None:
-        """Stop the engine and free its memory. Calling it twice is fine."""
+        """Stop the engine and free its memory. May be called twice."""
         if not self._loop.closed:
             self._loop.run(self._exit.aclose())
             self._loop.close()
@@ -149,7 +153,7 @@ def _one_per_prompt(
         return [params or SamplingParams()] * count
     if len(params) != count:
         raise InvalidRequestError(
-            f"{len(params)} sampling params for {count} prompts; give one for all or one each.",
+            f"{len(params)} sampling params for {count} prompts; pass one for all or one each.",
             param="params",
         )
     return list(params)

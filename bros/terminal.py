@@ -1,7 +1,6 @@
-"""Tables and progress bars: drawn by rich, or in plain text where it is not installed.
+"""Tables and progress bars, drawn by rich or, where it is not installed, in plain text.
 
-GPU machines often have the libraries that compute and no others, so nothing that runs an engine may
-depend on how it is shown.
+rich is optional because GPU machines often have only the libraries that a model needs.
 """
 
 from __future__ import annotations
@@ -10,15 +9,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 Advance = Callable[[int, int, str], None]
-"""Called with how many are done, of how many, and what else to say."""
+"""Called with the number of completed items, the total and a note."""
 
 
 def print_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 ) -> None:
-    """The first `left` columns are text, the others figures, which stand under each other."""
+    """Print a table. The first `left` columns are left-aligned text, the others right-aligned."""
     try:
-        # Optional, see above.
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -36,7 +34,7 @@ def print_table(
 def plain_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 ) -> str:
-    """The same in characters, columns two spaces apart."""
+    """The text of the table without rich."""
     lines = [headings, *rows] if any(headings) else list(rows)
     widths = [max((len(line[column]) for line in lines), default=0) for column in _columns(lines)]
     text = [title] if title else []
@@ -55,12 +53,12 @@ def _columns(lines: Sequence[Sequence[str]]) -> range:
 
 @contextlib.contextmanager
 def progress_bar(label: str, unit: str = "", *, shown: bool = True) -> Iterator[Advance]:
-    """A bar while the block runs, which what is given moves on. Without rich there is none."""
+    """Show a progress bar within the block; yields the function that advances it. No bar without
+    rich."""
     if not shown:
         yield _ignore
         return
     try:
-        # Optional, see above.
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,

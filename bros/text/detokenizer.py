@@ -1,4 +1,4 @@
-"""From token ids to text while the ids are still arriving, and stop strings found on the way."""
+"""Incremental detokenization, and matching of stop strings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bros.core.errors import ModelError
 
 
 class TokenTable:
-    """The bytes every token id stands for; shared by all detokenizers of one tokenizer.
+    """Maps token ids to bytes; shared by all detokenizers of one tokenizer.
 
-    Text is the concatenation of these bytes read as UTF-8, where every ill-formed sequence
-    becomes one U+FFFD. For byte-level BPE this is what the `tokenizers` library gives. For
+    Text is the concatenation of these bytes decoded as UTF-8, with one U+FFFD for every ill-formed
+    sequence. For byte-level BPE this equals the output of the `tokenizers` library. For
     SentencePiece byte fallback the two differ on ill-formed bytes only: the library then turns a
-    whole run of byte tokens into U+FFFD, valid characters included, so that no character of
-    the run could be shown before the run has ended.
+    whole run of byte tokens into U+FFFD, valid characters included, so a detokenizer could show no
+    character of the run before its end.
 
     Raises ModelError for a decoder that does not work token by token.
     """
@@ -38,16 +38,17 @@ class TokenTable:
         self._separator = b""
         self.strip_char, self.strip_count = "", 0
         self._read_decoder(tokenizer)
-        self._bytes: dict[int, bytes] = {}  # filled as tokens are met; racing threads agree
+        # Caches without a lock: racing threads compute the same values.
+        self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
     def first_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of a token that opens a text: some decoders drop its leading space.
+        """The bytes of a token at the start of a text, where some decoders drop a leading space.
 
-        None for an id outside the vocabulary, after which the text is still to be opened.
+        None for an id outside the vocabulary: the next token is then still the first one.
         """
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:
@@ -66,8 +67,8 @@ class TokenTable:
         return found
 
     def text_of(self, token_id: int) -> str | None:
-        """The text of a token inside a text, without special tokens; None if it begins or ends
-        within a character, so that the text depends on what is around it."""
+        """The text of a token inside a text, "" for a special token; None if the token begins or
+        ends within a character, so that its text depends on the neighboring tokens."""
         try:
             return self._texts[token_id]
         except KeyError:
@@ -104,12 +105,12 @@ class TokenTable:
             if not self._read_step(step, fused):
                 raise ModelError(
                     f"The tokenizer's decoder has a {step['type']} step that bros cannot "
-                    f"follow token by token: {json.dumps(step, ensure_ascii=False)}"
+                    f"apply token by token: {json.dumps(step, ensure_ascii=False)}"
                 )
             fused = fused or step["type"] in ("Fuse", "ByteLevel")
 
     def _read_step(self, step: dict[str, Any], fused: bool) -> bool:
-        """Take in one step of the decoder; False if there is no way to follow it."""
+        """Read one step of the decoder; False if it cannot be applied token by token."""
         match step:
             case {"type": "Fuse"}:
                 return True
@@ -134,27 +135,27 @@ class TokenTable:
 
 
 class IncrementalDetokenizer:
-    """Turns a growing list of token ids into text that is never taken back.
+    """Turns token ids into text as they arrive. Text that it has returned never changes.
 
-    All pushed text plus `finish()` is the text of all ids. The cost of a token does not depend on
-    how many came before it.
+    The concatenated results of `push` and `finish` are the text of all ids. The cost of a token
+    does not depend on the number of tokens before it.
     """
 
-    __slots__ = ("_between", "_first", "_skip_special", "_strip", "_table", "_utf8")
+    __slots__ = ("_first", "_mid_text", "_skip_special", "_strip", "_table", "_utf8")
 
     def __init__(self, table: TokenTable, *, skip_special_tokens: bool = True) -> None:
         self._table = table
         self._skip_special = skip_special_tokens
-        self._between = False
-        """Nothing is held back and nothing special follows: tokens have their text each."""
+        self._mid_text = False
+        """The text has begun and no incomplete character is held: text_of(id) is a token's text."""
         self._first = True
         self._strip = table.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete; half a character is kept for later."""
+        """The text that these ids complete. The bytes of an incomplete character are held."""
         table = self._table
-        if self._between and len(token_ids) == 1:  # nearly always
+        if self._mid_text and len(token_ids) == 1:  # nearly always
             text = table.text_of(token_ids[0])
             if text is not None:
                 return text
@@ -170,11 +171,11 @@ class IncrementalDetokenizer:
                 pieces.append(table.bytes_of(token_id))
         text = self._stripped(self._utf8.decode(b"".join(pieces))) if pieces else ""
         held = self._utf8.getstate()[0]
-        self._between = not (held or self._first or self._strip) and self._skip_special
+        self._mid_text = not (held or self._first or self._strip) and self._skip_special
         return text
 
     def finish(self) -> str:
-        """U+FFFD for a character that was never completed, else nothing. Call it once."""
+        """U+FFFD for an incomplete character at the end, else "". Call it once."""
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:
@@ -190,9 +191,9 @@ class IncrementalDetokenizer:
 class StopMatcher:
     """Finds the first stop string in a text that arrives in pieces.
 
-    The match is the one that ends first; of several that end there, the longest (the one that
-    starts first). The result does not depend on how the text is cut. Text is held back
-    only while it may be the beginning of a stop string.
+    The first match is the one that ends first; of several that end there, the longest. The result
+    does not depend on how the text is cut. The matcher holds text only while it may be the
+    beginning of a stop string.
     """
 
     __slots__ = ("_held", "_patterns")
@@ -202,9 +203,9 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that is certainly before any match, the stop string that was completed or None).
+        """(text that is certainly before any match, the matched stop string or None).
 
-        After a match there is nothing more to push or finish.
+        Do not call `push` or `finish` after a match.
         """
         if not text:
             return "", None
@@ -225,13 +226,13 @@ class StopMatcher:
         return whole[:keep], None
 
     def finish(self) -> str:
-        """The text held back, when no more will come."""
+        """The held text, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
 
 class _Pattern:
-    """Knuth-Morris-Pratt: how much of `text` the input so far ends with."""
+    """Knuth-Morris-Pratt. matched: characters of `text` that the input so far ends with."""
 
     __slots__ = ("_borders", "matched", "text")
 
@@ -247,7 +248,7 @@ class _Pattern:
             self._borders[i] = length
 
     def advance(self, text: str) -> int | None:
-        """Read `text`; the position in it just after the first full match, or None."""
+        """Consume `text`; returns the position in it right after the first full match, or None."""
         goal, matched, position = self.text, self.matched, 0
         while position < len(text):
             if matched == 0:
@@ -267,8 +268,8 @@ class _Pattern:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: itself where it is printable
-    Latin-1, else the next unused one from U+0100 on."""
+    """Character -> byte of byte-level BPE: a printable Latin-1 byte is written as itself, any other
+    byte as the next unused character from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

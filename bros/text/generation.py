@@ -1,11 +1,11 @@
-"""From prompts to streams of text: n choices of each, stop strings, log-probabilities.
+"""From prompts to streams of text: n choices per prompt, stop strings, log-probabilities.
 
-    engine -- outputs of a step --> client --> _Choice.put      text, stop strings: in its slot
+    engine -- outputs of a step --> client --> _Choice.put      detokenizes, matches stop strings
                                                     |
     reader <-- TextDelta -- Generation <-- filled --+           waits for any slot
 
-There is one slot for each choice and nothing between it and the engine's client. What comes before
-the reader has taken the last delta is merged into that one: nothing queues.
+Each choice has a slot for one delta. The engine's client fills it directly; outputs that arrive
+before the reader has taken the delta are merged into it, so nothing queues.
 """
 
 from __future__ import annotations
@@ -38,31 +38,34 @@ _NO_SLO = Slo()
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one choice was given since its last delta: by one step, or more if the reader is slow.
+    """The new output of one choice: of one step, or of several if the reader is slow.
 
-    Not frozen, as one is made per token, and that takes three times as long.
+    Not frozen, because one is made per token, and freezing would triple the time.
+
+    index: choice i of prompt p has index p * n + i.
+    text: may be empty, and may lag behind the tokens: it never changes later.
+    token_ids: new tokens, a final stop token included.
+    logprobs: one per token, if requested.
+    finish_reason: set in the last delta of a choice.
+    stop_reason: with STOP: the stop string or stop_token_ids entry that ended the choice; None for
+        the model's own end of sequence.
+    num_output_tokens: tokens of this choice so far.
+    cached_tokens: prompt tokens that were in the prefix cache.
+    error: with ERROR: why the request failed.
+    retry_after_s: with ERROR: the request was dropped for lack of capacity; the client may retry
+        after this many seconds.
     """
 
     index: int
-    """Choice i of prompt p has index p * n + i."""
     text: str
-    """What became certain; it may lag behind the tokens and may be empty."""
     token_ids: tuple[int, ...] = ()
-    """Of these steps, a final stop token included."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of token_ids, if they were asked for."""
     finish_reason: FinishReason | None = None
-    """Only in the last delta of a choice, and always there."""
     stop_reason: str | int | None = None
-    """With STOP: the stop string or the one of stop_token_ids that ended the choice; None for the
-    model's own end of sequence."""
     num_output_tokens: int = 0
-    """Tokens of this choice so far."""
     cached_tokens: int = 0
     error: str | None = None
-    """With ERROR: what happened."""
     retry_after_s: float | None = None
-    """With ERROR: that it was for want of capacity, and when to come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ class ChoiceResult:
 
 
 class TextGenerator:
-    """Starts generations on an engine. One per server; holds no state of its own."""
+    """Starts generations on an engine. One per server; it has no state."""
 
     def __init__(
         self, engine: EngineClient, tokenizer: Tokenizer, clock: Clock, ids: IdGenerator
@@ -133,12 +136,14 @@ class TextGenerator:
         arrival_s: float | None = None,
         hints: Hints = NO_HINTS,
     ) -> Generation:
-        """Submit sampling.n requests for each prompt; returns when the engine has accepted all.
+        """Submit sampling.n requests per prompt; returns when the engine has accepted all.
 
-        arrival_s: from when objectives count, on the generator's clock; None: from now.
-        They are called as `choice_ids` says. With a seed, choice i of a prompt uses seed + i.
-        `param` is what a PromptTooLongError names. Raises what EngineClient.submit raises;
-        nothing is left running then.
+        request_id: base of the engine's request ids, see choice_ids. None: a new one.
+        param: the request field that a PromptTooLongError names.
+        arrival_s: time from which the objectives count, on this generator's clock; None: now.
+
+        With a seed, choice i of a prompt uses seed + i. Raises what EngineClient.submit raises,
+        after aborting all of the requests.
         """
         for prompt in prompts:
             self._check(prompt, sampling, param)
@@ -169,7 +174,7 @@ class TextGenerator:
     def _check(self, prompt: Sequence[int], sampling: SamplingParams, param: str) -> None:
         info = self._engine.info
         if len(prompt) >= info.max_model_len:
-            # Here already, so that n copies of a huge prompt never go to the engine.
+            # Checked here, so that n copies of a huge prompt never go to the engine.
             raise PromptTooLongError(len(prompt), info.max_model_len, param)
         if sampling.n > info.max_queue:
             message = f"n must be at most {info.max_queue} on this server, got {sampling.n}."
@@ -178,15 +183,15 @@ class TextGenerator:
     async def _submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         if len(requests) == 1:
             return [await self._engine.submit(requests[0])]
-        # All at once: the engine answers between two steps, so one by one would cost n steps.
+        # Concurrently: the engine accepts between two steps, so one by one would take n steps.
         tasks = [asyncio.ensure_future(self._engine.submit(request)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
-            await _finish_even_if_cancelled(self._withdraw(requests, tasks))
+            await _finish_even_if_cancelled(self._abort_all(requests, tasks))
             raise
 
-    async def _withdraw(
+    async def _abort_all(
         self, requests: Sequence[EngineRequest], tasks: Sequence[asyncio.Future[RequestStream]]
     ) -> None:
         for task in tasks:
@@ -198,12 +203,12 @@ class TextGenerator:
 
 
 class Generation:
-    """The choices of one `start_all`, in the order in which their slots are filled.
+    """The deltas of all choices of one `start_all`, in the order in which their slots are filled.
 
-    Iterate it once, or call `ready` until it is empty: it ends after every choice's finish_reason.
-    Raises EngineDeadError, once and after what came before, if the engine dies. Cancelling an
-    iteration step loses nothing. Leave it early only with `aclose` (or `async with`): nothing else
-    frees the engine's work.
+    Iterate it once, or call `ready` until it returns nothing: it ends after the finish_reason of
+    every choice. If the engine dies, it raises EngineDeadError once, after all earlier deltas.
+    Cancelling an iteration step loses nothing. To stop early, call `aclose` (or use `async with`),
+    which aborts the requests.
     """
 
     def __init__(
@@ -238,17 +243,18 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Tokens of all prompts, each prompt counted once."""
         return self._prompt_tokens
 
     @property
     def service_classes(self) -> tuple[ServiceClass, ...]:
-        """What the engine serves each choice as; BE for real-time ones that were relegated."""
+        """The class of each choice as served; BE for relegated real-time ones."""
         return self._service_classes
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were cached before: what the first choice computes is not."""
+        """Prompt tokens that were cached before this generation: per prompt the least of its
+        choices, because later choices find the prompt that the first one computed."""
         total = 0
         for first in range(0, len(self._choices), self._n):
             group = self._choices[first : first + self._n]
@@ -257,11 +263,11 @@ class Generation:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all choices so far."""
+        """Output tokens of all choices so far."""
         return sum(choice.num_output_tokens for choice in self._choices)
 
     async def ready(self) -> list[TextDelta]:
-        """Wait until any slot is filled, and take what is in all of them; empty at the end."""
+        """Wait until a slot is filled and take the deltas of all filled slots; [] at the end."""
         if not self._filled:
             await self._wait()
         filled, self._filled = self._filled, []
@@ -293,32 +299,32 @@ class Generation:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort what is unfinished and end the iteration. May be called at any time, repeatedly,
-        and from a cancelled task: the clean-up is then completed in the background."""
+        """Abort unfinished choices and end the iteration. May be called at any time, repeatedly,
+        and from a cancelled task: the clean-up then completes in the background."""
         if self._closing is None:
             self._unread = 0
             self._filled = []
             self._wake()
             unfinished = [choice for choice in self._choices if not choice.finished]
             for choice in unfinished:
-                choice.finished = True  # what the engine still says is not read any more
+                choice.finished = True  # ignores further outputs of the engine
             self._closing = asyncio.ensure_future(self._close(unfinished))
         await asyncio.shield(self._closing)
 
-    # For choices
+    # ---- Called by the choices.
 
     def on_filled(self, choice: _Choice) -> None:
-        """The slot of a choice, which was empty, has something."""
+        """The empty slot of a choice was filled."""
         self._filled.append(choice)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     def on_stop_string(self, choice: _Choice) -> None:
-        """It is finished, which the engine cannot see."""
+        """A stop string ended the choice. The engine only knows tokens, so its request goes on."""
         self._aborts.append(asyncio.ensure_future(self._engine.abort(choice.request_id)))
 
     def on_failure(self, error: Exception) -> None:
-        """Nothing follows from one of the choices. Of several errors the first is raised."""
+        """A choice failed. Of several errors the first one is raised."""
         self._failure = self._failure or error
         self._wake()
 
@@ -327,7 +333,7 @@ class Generation:
             self._reader.set_result(None)
 
     async def _wait(self) -> None:
-        """Until a slot is filled, or nothing follows."""
+        """Wait until a slot is filled or all choices are finished."""
         while self._unread and not self._filled:
             if self._failure is not None:
                 error = self._failure
@@ -343,12 +349,12 @@ class Generation:
 
 
 def numbered(base_id: str, count: int) -> tuple[str, ...]:
-    """Ids of `count` parts of one whole: `base_id` itself, or `base_id-0`, `base_id-1`, ..."""
+    """`count` ids: `base_id` itself if count is 1, else `base_id-0`, `base_id-1`, ..."""
     return (base_id,) if count == 1 else tuple(f"{base_id}-{i}" for i in range(count))
 
 
 def choice_ids(base_id: str, prompts: int, n: int) -> tuple[str, ...]:
-    """What the engine knows the choices of a request as, by index: n for each prompt."""
+    """The engine's request ids of all choices, in the order of their index: n per prompt."""
     return tuple(
         choice_id
         for prompt_id in numbered(base_id, prompts)
@@ -357,7 +363,7 @@ def choice_ids(base_id: str, prompts: int, n: int) -> tuple[str, ...]:
 
 
 async def collect(generation: Generation) -> list[ChoiceResult]:
-    """Wait for every choice; the results in the order of their index."""
+    """Wait for all choices; returns them in the order of their index."""
     deltas: dict[int, list[TextDelta]] = {}
     async with generation:
         async for delta in generation:
@@ -382,7 +388,7 @@ def _joined(deltas: Sequence[TextDelta]) -> ChoiceResult:
 
 
 class _Choice:
-    """One request's slot: its outputs become text when they come, and wait in it for the reader."""
+    """One request: turns its outputs into text as they arrive, and holds them in a slot."""
 
     __slots__ = (
         *("_detokenizer", "_generation", "_last", "_logprobs", "_matcher", "_sampling", "_slot"),
@@ -404,20 +410,19 @@ class _Choice:
         self.cached_tokens = 0
         self.begun = False
         self.finished = False
-        """Nothing is put any more."""
         self._generation = generation
         self._sampling = sampling
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
         self._slot: TextDelta | None = None
+        # Deltas to merge into the slot's one in `take`: the latest one, and the parts of all.
         self._last: TextDelta | None = None
-        """The latest of those that were merged into the slot; their parts are in the lists."""
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
     def put(self, item: RequestOutput | EngineDeadError) -> None:
-        """Take in what the engine's client hands over, as an OutputSink."""
+        """The OutputSink of the request."""
         if self.finished:
             return
         if isinstance(item, Exception):
@@ -425,7 +430,7 @@ class _Choice:
             return
         try:
             delta = self._delta(item)
-        except Exception as error:  # raised to the reader; others are not to suffer
+        except Exception as error:  # raised in the reader, not in the engine's client
             self._generation.on_failure(error)
             return
         if self._slot is None:
@@ -438,7 +443,7 @@ class _Choice:
             self._logprobs += delta.logprobs
 
     def take(self) -> TextDelta:
-        """Empty the slot, which must have been filled."""
+        """Empty the slot, which must be filled."""
         slot, last = self._slot, self._last
         assert slot is not None
         self._slot = None
@@ -457,16 +462,16 @@ class _Choice:
         if output.cached_tokens > self.cached_tokens:
             self.cached_tokens = output.cached_tokens
         if output.finish_reason is not None or self._matcher is not None:
-            return self._checked(output)
-        self.num_output_tokens += len(token_ids)  # by far the most come here
+            return self._delta_with_stops(output)
+        self.num_output_tokens += len(token_ids)  # the fast path of nearly all outputs
         text = self._detokenizer.push(token_ids)
         return TextDelta(
             *(self.index, text, token_ids, output.logprobs, None, None),
             *(self.num_output_tokens, self.cached_tokens),
         )
 
-    def _checked(self, output: RequestOutput) -> TextDelta:
-        """The delta for an output that may be the last one."""
+    def _delta_with_stops(self, output: RequestOutput) -> TextDelta:
+        """The delta for an output that ends the choice or may contain a stop string."""
         token_ids, reason = output.token_ids, output.finish_reason
         shown = len(token_ids) - (reason is FinishReason.STOP)
         stop: str | None = None
@@ -502,7 +507,7 @@ class _Choice:
         )
 
     def _match(self, token_ids: Sequence[int], matcher: StopMatcher) -> tuple[str, str | None, int]:
-        """(text, stop string found or None, tokens up to the one that completed it)."""
+        """(text, matched stop string or None, number of tokens up to the end of the match)."""
         text = ""
         for count, token_id in enumerate(token_ids, start=1):
             piece = self._detokenizer.push((token_id,))
@@ -516,7 +521,7 @@ class _Choice:
         return text, None, len(token_ids)
 
     def _flush(self) -> tuple[str, str | None]:
-        """What was held back, at the end; a last half character may complete a stop string."""
+        """(held text, matched stop string or None); a held character may complete a match."""
         tail = self._detokenizer.finish()
         if self._matcher is None:
             return tail, None
@@ -525,15 +530,15 @@ class _Choice:
 
 
 def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    """What choice `index` asks of the engine, which knows neither n nor stop strings."""
+    """The engine's parameters for choice `index`: without n and stop strings."""
     if sampling.n == 1 and not sampling.stop:
         return sampling
     seed = sampling.seed
     if seed is not None:
-        seed = (seed + index + 2**63) % 2**64 - 2**63  # wraps where the largest seed ends
+        seed = (seed + index + 2**63) % 2**64 - 2**63  # wraps around in int64
     return sampling.with_changes(n=1, seed=seed, stop=())
 
 
 async def _finish_even_if_cancelled(work: Coroutine[object, None, None]) -> None:
-    """Await `work`; if the caller is cancelled meanwhile, it goes on without it."""
+    """Await `work`; if the caller is cancelled, `work` continues in the background."""
     await asyncio.shield(asyncio.ensure_future(work))

@@ -1,6 +1,6 @@
-"""Text to token ids and back, and chat messages to a prompt.
+"""Tokenizer and chat templates of a model.
 
-Built on the `tokenizers` library and Jinja alone: AutoTokenizer would import torch, which costs
+They use the `tokenizers` library and Jinja only: AutoTokenizer would import torch, which would cost
 the server process seconds at start and hundreds of megabytes.
 """
 
@@ -23,7 +23,7 @@ from bros.core.clock import Clock, SystemClock
 from bros.core.errors import InvalidRequestError, ModelError, PromptTooLongError
 from bros.text.detokenizer import IncrementalDetokenizer, TokenTable
 
-# ---- Chat templates: the Jinja dialect in which model folders say how a conversation is written.
+# ---- Chat templates, in the Jinja dialect of Hugging Face.
 
 
 _NO_TEMPLATE = (
@@ -32,9 +32,9 @@ _NO_TEMPLATE = (
 
 
 class ChatTemplates:
-    """The chat templates of one model. Rendering is safe from several threads.
+    """The chat templates of one model: `default`, and `tool_use` for conversations with tools.
 
-    A model may have a template of its own for conversations with tools (`tool_use`).
+    Several threads may render.
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str], clock: Clock):
@@ -57,7 +57,7 @@ class ChatTemplates:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt text, up to where the assistant's answer begins.
 
-        Raises InvalidRequestError if there is no template or it does not take these messages.
+        Raises InvalidRequestError if there is no template or it does not accept these messages.
         """
         name = "tool_use" if variables.get("tools") and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
@@ -67,19 +67,18 @@ class ChatTemplates:
         try:
             return template.render(messages=[dict(message) for message in messages], **values)
         except Exception as error:
-            # A template computes with what the user sent, so it can fail in any way that
-            # Python can, and each of them means that it does not take these messages.
+            # A template computes with user input, so it can raise any exception.
             reason = str(error) or type(error).__name__
             raise InvalidRequestError(
-                f"The model's chat template does not take these messages: {reason}",
+                f"The model's chat template does not accept these messages: {reason}",
                 param="messages",
             ) from error
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates of a model folder by name; `config` is its tokenizer_config.json.
+    """The templates of a model folder by name. config: its tokenizer_config.json.
 
-    Template files win over the ones in the configuration.
+    Template files take precedence over templates in the configuration.
     """
     sources: dict[str, str] = {}
     inline = config.get("chat_template")
@@ -99,7 +98,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only its body."""
+    """`{% generation %}` marks the assistant's text for training; bros only renders its body."""
 
     tags = {"generation"}
 
@@ -129,7 +128,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter writes < and > as escapes, which models were not trained on.
+    # Jinja's own filter escapes < and >, which models were not trained on.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -140,8 +139,10 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 _PIECE_CHARS = 50_000
+"""Texts longer than this are encoded in pieces to check their length."""
+
 _CUT_TOKENS = 16
-"""How many tokens more a text may have for being cut in two; one or two, as a rule."""
+"""Bound on the additional tokens per cut of a text; usually one or two."""
 
 _SPECIAL_NAMES = (
     "bos_token",
@@ -163,7 +164,7 @@ class Tokenizer:
         special: Mapping[str, str],
         templates: ChatTemplates,
     ) -> None:
-        """special: bos_token, eos_token, ... -> the token as written. `load` is the usual way."""
+        """special: bos_token, eos_token, ... -> the token's text. Usually called by `load`."""
         self._tokenizer = tokenizer
         self._templates = templates
         self._special_tokens = dict(special)
@@ -176,9 +177,9 @@ class Tokenizer:
     def load(cls, folder: Path, clock: Clock | None = None) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat templates of a model folder.
 
-        A folder in an older format (vocab.json and merges.txt, or tokenizer.model) is converted
-        by transformers, which takes seconds. `clock` is for templates that write today's date.
-        Raises ModelError if there is no tokenizer or it is of a kind that is not supported.
+        transformers converts a folder in an older format (vocab.json and merges.txt, or
+        tokenizer.model), which takes seconds. clock: for templates that write today's date.
+        Raises ModelError if there is no tokenizer or its kind is not supported.
         """
         config = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(folder, config)
@@ -207,18 +208,18 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, limit: int | None = None
     ) -> list[int]:
-        """Token ids of a text; add_special_tokens puts BOS or EOS where the model wants them.
+        """Token ids of a text; add_special_tokens adds BOS or EOS where the model expects them.
 
-        Long texts are best encoded on a worker thread. Raises PromptTooLongError (param "prompt")
-        early if a long text certainly has more than `limit` tokens.
+        Encode long texts on a worker thread. Raises PromptTooLongError (param "prompt") early if a
+        long text certainly has more than `limit` tokens.
         """
         if limit is not None:
-            self._refuse_if_longer(text, limit)
+            self._check_length(text, limit)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def _refuse_if_longer(self, text: str, limit: int) -> None:
-        # Piece by piece, because one call holds the interpreter lock for half a second per MB.
+    def _check_length(self, text: str, limit: int) -> None:
+        # In pieces, because one call holds the interpreter lock for half a second per MB.
         if len(text) <= _PIECE_CHARS:
             return
         count = 0
@@ -230,12 +231,12 @@ class Tokenizer:
                 raise PromptTooLongError(count, limit, "prompt", exact=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD (see TokenTable)."""
+        """The text of `token_ids`; ill-formed UTF-8 becomes U+FFFD (see TokenTable)."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A fresh detokenizer for one sequence of output tokens."""
+        """A new detokenizer for one sequence of output tokens."""
         return IncrementalDetokenizer(self._table, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -243,26 +244,27 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation, ending where the assistant's answer begins.
 
-        template_kwargs are variables of the template such as `tools`; add_generation_prompt is
-        True unless given. Raises InvalidRequestError (param "messages") if the model has no
-        template or the template does not take these messages.
+        template_kwargs: variables of the template such as `tools`; add_generation_prompt is True by
+            default.
+        Raises InvalidRequestError (param "messages") if the model has no template or the template
+        does not accept these messages.
         """
         text = self.render_chat(messages, **template_kwargs)
-        return self.encode(text, add_special_tokens=False)  # templates write them themselves
+        return self.encode(text, add_special_tokens=False)  # the template has written them
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
         """The text that `apply_chat_template` encodes."""
         return self._templates.render(messages, **template_kwargs)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds inside a text, possibly half a character.
+        """The bytes of a token inside a text, possibly part of a character.
 
-        Special tokens give their name, ids outside the vocabulary nothing.
+        For a special token its name, for an id outside the vocabulary nothing.
         """
         return self._table.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, U+FFFD where the bytes are no whole character."""
+        """`token_bytes` as text, with U+FFFD for incomplete characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _special_id(self, name: str) -> int | None:
@@ -283,7 +285,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> token; both files write a token as a string or as an object with `content`."""
+    """Name -> token. Both files have a token as a string or as an object with `content`."""
     entries = {**_read_json(folder / "special_tokens_map.json"), **config}
     found: dict[str, str] = {}
     for name in _SPECIAL_NAMES:
@@ -300,7 +302,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
         raise ModelError(f"The folder {folder} has no tokenizer.json.")
-    # Imported late: transformers brings torch along, and only old model folders need it.
+    # Late: transformers imports torch, and only old model folders need it.
     from transformers import AutoTokenizer
 
     converted: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
@@ -308,9 +310,9 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _prepare(tokenizer: tokenizers.Tokenizer, special: Mapping[str, str]) -> None:
-    """Settings that tokenizer.json may have wrong. What stands around a prompt is right there, so
-    add_bos_token and add_eos_token of the configuration are left aside, as in transformers."""
-    # Settings left over from training would cut or fill up prompts.
+    """Correct settings that tokenizer.json may have wrong. Its post-processor adds BOS and EOS
+    correctly, so bros ignores add_bos_token and add_eos_token, as transformers does."""
+    # Settings left over from training would truncate or pad prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}

@@ -1,10 +1,9 @@
-"""What arrives when, and how long it is: seeded, and the same for every policy.
+"""Arrival times and token counts of requests: seeded, and the same for every policy.
 
-Real-time requests come by themselves (a Poisson process or a recorded trace). Best-effort
-requests come in a closed loop: so many are in flight, and the next one follows when one (or the
-whole batch) has finished. Each kind draws from generators of its own, seeded by name, so the
-k-th request is the same whatever else happens; at another rate the same requests arrive with
-their gaps stretched.
+Real-time requests arrive in an open loop (a Poisson process or a recorded trace), best-effort
+requests in a closed loop: a fixed number is in flight, and the next one arrives when one (or the
+whole batch) has finished. Each kind draws from its own generators, seeded by name, so the k-th
+request is always the same; another rate only stretches the gaps between the same requests.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from bros.workload.lengths import ClippedLogNormal, Lengths, Uniform
 
 
 class Size(NamedTuple):
-    """Tokens of one request: of its prompt, and those it is made to generate."""
+    """Token counts of one request; it generates exactly output_tokens."""
 
     prompt_tokens: int
     output_tokens: int
 
 
 class Arrival(NamedTuple):
-    """A request that comes at a given time, in seconds after the start."""
+    """A request that arrives time_s seconds after the start."""
 
     time_s: float
     size: Size
@@ -44,7 +43,7 @@ class RequestSizes:
 
     @property
     def longest(self) -> int:
-        """Most tokens that prompt and output can have together."""
+        """Maximum tokens of prompt and output together."""
         return self.prompt.high + self.output.high
 
     def stream(self, rng: random.Random) -> Iterator[Size]:
@@ -60,19 +59,19 @@ RT_SIZES = {
         ClippedLogNormal(222.76, 256.36, 4, 1024), ClippedLogNormal(234.51, 268.50, 1, 1024)
     ),
 }
-"""Means and deviations of chats as published for BROS (Table 2). Clipped to prompts of 4 to 1024
-and outputs of 1 to 1024 tokens, so that a request fits a context of 2048."""
+"""Chats with the means and standard deviations of the BROS paper (Table 2), clipped to prompts of 4
+to 1024 and outputs of 1 to 1024 tokens, so that a request fits a context of 2048."""
 
 BE_SIZES = RequestSizes(Uniform(512, 1024), Uniform(32, 128))
 """Best-effort requests of the same table."""
 
 
 class RtLoad(Protocol):
-    """Where real-time requests come from."""
+    """A source of real-time requests."""
 
     @property
     def label(self) -> str:
-        """For people, e.g. `4 req/s`."""
+        """For reports, e.g. `4 req/s`."""
         ...
 
     def arrivals(self, duration_s: float, seed: int) -> Sequence[Arrival]:
@@ -109,7 +108,7 @@ class PoissonLoad:
 
 @dataclass(frozen=True, slots=True)
 class TraceLoad:
-    """Recorded arrivals (traces.py), played `speed` times as fast.
+    """Recorded arrivals, replayed `speed` times as fast.
 
     source: the file's name.
     """
@@ -131,8 +130,8 @@ class TraceLoad:
 class BeLoad:
     """A closed loop of `in_flight` best-effort requests; 0 is none.
 
-    batches: the next `in_flight` requests follow when all of the last ones have finished,
-    instead of one whenever one finishes.
+    batches: the next `in_flight` requests arrive together when all of the last ones have finished,
+        instead of one whenever one finishes.
     """
 
     in_flight: int
@@ -141,7 +140,7 @@ class BeLoad:
 
 
 def generator(seed: int, purpose: str) -> random.Random:
-    """A generator of its own for each purpose, the same on every machine and in every run."""
+    """A separate generator per purpose, the same on every machine and in every run."""
     return random.Random(f"bros/{seed}/{purpose}")
 
 
@@ -192,7 +191,7 @@ def _rows(path: Path, lines: Iterator[list[str]]) -> Iterator[tuple[float, Size]
 
 
 def _parse_time(stamp: str) -> tuple[datetime, float]:
-    """The whole second and the fraction after it, which may be finer than datetime is."""
+    """The whole second, and the fraction, which may have more digits than datetime supports."""
     whole, _, digits = stamp.partition(".")
     if digits and not digits.isdecimal():
         raise ValueError(stamp)

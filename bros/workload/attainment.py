@@ -1,7 +1,8 @@
-"""Latency objectives met and durations summarised, by one definition for every report.
+"""Attainment of latency objectives and summaries of durations.
 
-The simulator, `bros bench` and the benchmarks use these, so that simulated and measured figures
-compare. Percentiles are interpolated linearly, as numpy and vLLM's benchmarks do.
+The simulator, `bros bench` and the benchmarks share these definitions, so that simulated and
+measured figures are comparable. Percentiles are interpolated linearly, as in numpy and vLLM's
+benchmarks.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 TOLERANCE_S = 1e-9
-"""Rounding of differences between times: a token that is due now and comes now is in time."""
+"""For rounding errors in differences of times: a token that comes when it is due is on time."""
 
 
 def within(seconds: float, limit_s: float) -> bool:
-    """Whether a duration keeps an objective."""
+    """Whether a duration meets an objective."""
     return seconds <= limit_s + TOLERANCE_S
 
 
@@ -25,8 +26,8 @@ def within(seconds: float, limit_s: float) -> bool:
 class Attainment:
     """The share of requests, or of tokens, that met their objectives.
 
-    met: how many did.
-    decided: of how many it is certain that they did or did not.
+    met: number that met their objectives.
+    decided: number that certainly met or missed them.
     """
 
     met: int
@@ -39,14 +40,14 @@ class Attainment:
 
     @classmethod
     def of(cls, verdicts: Sequence[bool | None]) -> Attainment:
-        """verdicts: True, met; False, missed; None, not decided."""
+        """verdicts: True: met; False: missed; None: undecided."""
         decided = [verdict for verdict in verdicts if verdict is not None]
         return cls(sum(decided), len(decided))
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Mean, standard deviation (of the population) and percentiles in seconds; None of nothing."""
+    """Mean, population standard deviation and percentiles in seconds; None if count is 0."""
 
     count: int
     mean: float | None = None

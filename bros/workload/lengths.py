@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Protocol
 
-_WIDEST = 8.0
-"""Log-normals beyond this sigma are all at the ends of any range of token counts."""
+_MAX_SIGMA = 8.0
+"""A log-normal with a larger sigma puts nearly all values at the two ends of the range."""
 
 
 class Lengths(Protocol):
@@ -17,7 +17,7 @@ class Lengths(Protocol):
 
     @property
     def high(self) -> int:
-        """The largest count there can be."""
+        """The largest possible count."""
         ...
 
     def draw(self, rng: random.Random) -> int: ...
@@ -25,7 +25,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Whole numbers from low to high, both included."""
+    """Integers in [low, high], uniformly."""
 
     low: int
     high: int
@@ -36,10 +36,10 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class ClippedLogNormal:
-    """A log-normal distribution cut off at both ends: values beyond become the end itself.
+    """A log-normal distribution, clipped to [low, high].
 
-    mean and std are those *after* clipping; the parameters are fitted so that they come out.
-    Raises ValueError if no log-normal has them within [low, high].
+    mean, std: of the clipped values.
+    Raises ValueError if no clipped log-normal has this mean and std.
     """
 
     mean: float
@@ -60,14 +60,14 @@ class ClippedLogNormal:
 
 
 def _fit_clipped(mean: float, std: float, low: int, high: int) -> tuple[float, float]:
-    """Mu and sigma of the log-normal that has this mean and deviation once it is clipped.
+    """Mu and sigma of the log-normal that has this mean and standard deviation after clipping.
 
-    Adjusts the moments before clipping until those after it agree.
+    Scales the moments before clipping until those after it match.
     """
     raw_mean, raw_std = mean, std
     for _ in range(1000):
         sigma = math.sqrt(math.log1p((raw_std / raw_mean) ** 2))
-        if sigma > _WIDEST:
+        if sigma > _MAX_SIGMA:
             break
         mu = math.log(raw_mean) - sigma**2 / 2
         got_mean, got_std = _clipped_moments(mu, sigma, low, high)
