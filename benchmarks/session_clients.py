@@ -223,7 +223,7 @@ class ServiceEnd:
         answer = Answered(self._clock.now())
         prompt = self._tokenizer.apply_chat_template([{"role": "user", "content": content}])
         async with await self._generator.start(
-            prompt, SamplingParams(**sampling), service_class=service_class
+            [prompt], SamplingParams(**sampling), service_class=service_class
         ) as generation:
             async for delta in generation:
                 answer.last_s = self._clock.now()

@@ -188,7 +188,7 @@ async def chat(generator: TextGenerator, prompt: list[int], tokens: int) -> Answ
     clock = LoopClock()
     answer = Answered(clock.now())
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
-    async with await generator.start(prompt, sampling) as generation:
+    async with await generator.start([prompt], sampling) as generation:
         async for delta in generation:
             answer.last_s = clock.now()
             answer.first_s = answer.first_s or answer.last_s

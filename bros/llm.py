@@ -123,7 +123,7 @@ class LLM:
             async def one(prompt: list[int], sampling: SamplingParams) -> tuple[ChoiceResult, ...]:
                 nonlocal done, done_tokens
                 generation = await self._engine.generator.start(
-                    prompt,
+                    [prompt],
                     sampling,
                     request_id=self._engine.ids.new("llm"),
                     service_class=service_class,

@@ -276,7 +276,7 @@ class LocalChat:
         Raises InvalidRequestError, for one if the conversation is too long.
         """
         prompt = self._tokenizer.apply_chat_template(messages)
-        async with await self._generator.start(prompt, CHAT_SAMPLING) as generation:
+        async with await self._generator.start([prompt], CHAT_SAMPLING) as generation:
             async for delta in generation:
                 if delta.text:
                     yield delta.text

@@ -96,34 +96,6 @@ class TextGenerator:
 
     async def start(
         self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str | None = None,
-        service_class: ServiceClass = ServiceClass.RT,
-        slo: Slo = _NO_SLO,
-        tenant: str = "",
-        cache_salt: str = "",
-        param: str = "messages",
-        arrival_s: float | None = None,
-        hints: Hints = NO_HINTS,
-    ) -> Generation:
-        """`start_all` with one prompt."""
-        return await self.start_all(
-            [prompt_token_ids],
-            sampling,
-            request_id=request_id,
-            service_class=service_class,
-            slo=slo,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            param=param,
-            arrival_s=arrival_s,
-            hints=hints,
-        )
-
-    async def start_all(
-        self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         *,
@@ -203,7 +175,7 @@ class TextGenerator:
 
 
 class Generation:
-    """The deltas of all choices of one `start_all`, in the order in which their slots are filled.
+    """The deltas of all choices of a TextGenerator.start, in the order in which slots are filled.
 
     Iterate it once, or call `ready` until it returns nothing: it ends after the finish_reason of
     every choice. If the engine dies, it raises EngineDeadError once, after all earlier deltas.
@@ -220,7 +192,7 @@ class Generation:
         sampling: SamplingParams,
         tokenizer: Tokenizer,
     ) -> None:
-        """Made by TextGenerator.start_all."""
+        """Made by TextGenerator.start."""
         self.request_id = request_id
         self._engine = engine
         self._n = sampling.n

@@ -132,7 +132,7 @@ def generator(engine: ScriptedEngine, clock: ManualClock | None = None) -> TextG
 
 async def start(engine: ScriptedEngine, **sampling: object) -> Generation:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
-    return await generator(engine).start(PROMPT, params, request_id="r")
+    return await generator(engine).start([PROMPT], params, request_id="r")
 
 
 async def settled() -> None:
@@ -149,7 +149,7 @@ async def test_request_carries_what_was_asked() -> None:
     sampling = SamplingParams(seed=4, stop=("x",), max_tokens=9)
     slo = Slo(ttft_s=0.1)
     generation = await generator(engine, clock).start(
-        PROMPT, sampling, request_id="id", service_class=ServiceClass.BE, slo=slo, tenant="t"
+        [PROMPT], sampling, request_id="id", service_class=ServiceClass.BE, slo=slo, tenant="t"
     )
     assert engine.submitted == [
         EngineRequest(
@@ -168,7 +168,7 @@ async def test_request_carries_what_was_asked() -> None:
 
 async def test_without_an_id_one_is_made() -> None:
     engine = ScriptedEngine()
-    first = await generator(engine).start(PROMPT, SamplingParams())
+    first = await generator(engine).start([PROMPT], SamplingParams())
     assert first.request_id == engine.submitted[0].request_id
     assert first.request_id.startswith("req-")
     await first.aclose()
@@ -205,7 +205,7 @@ async def test_each_choice_says_what_the_engine_serves_it_as(asked: ServiceClass
     engine = ScriptedEngine()
     engine.relegated = {"r-1"}
     generation = await generator(engine).start(
-        PROMPT, SamplingParams(n=3), request_id="r", service_class=asked
+        [PROMPT], SamplingParams(n=3), request_id="r", service_class=asked
     )
     assert generation.service_classes == (asked, ServiceClass.BE, asked)
     await generation.aclose()
@@ -255,7 +255,7 @@ async def test_prompt_too_long_names_the_callers_field() -> None:
     engine = ScriptedEngine()
     engine.refusals["r"] = PromptTooLongError(300, 200)
     with pytest.raises(PromptTooLongError) as caught:
-        await generator(engine).start(PROMPT, SamplingParams(), request_id="r", param="prompt")
+        await generator(engine).start([PROMPT], SamplingParams(), request_id="r", param="prompt")
     error = caught.value
     assert (error.param, error.prompt_tokens, error.max_model_len) == ("prompt", 300, 200)
 
@@ -706,7 +706,7 @@ async def test_a_stop_string_ends_the_request_though_no_one_reads() -> None:
 
 async def test_an_output_that_cannot_become_text_fails_its_reader_only() -> None:
     engine = ScriptedEngine()
-    broken, fine = await start(engine), await generator(engine).start(PROMPT, SamplingParams())
+    broken, fine = await start(engine), await generator(engine).start([PROMPT], SamplingParams())
     other_id = engine.submitted[1].request_id
     engine.say([object()], to="r")  # type: ignore[list-item]
     engine.say("a", FinishReason.LENGTH, to=other_id)
@@ -718,7 +718,7 @@ async def test_an_output_that_cannot_become_text_fails_its_reader_only() -> None
 
 async def test_choices_of_several_prompts_are_numbered_through() -> None:
     engine = ScriptedEngine()
-    generation = await generator(engine).start_all(
+    generation = await generator(engine).start(
         [PROMPT, [8]], SamplingParams(n=2, seed=5), request_id="r"
     )
     assert [r.request_id for r in engine.submitted] == ["r-0-0", "r-0-1", "r-1-0", "r-1-1"]

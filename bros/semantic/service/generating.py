@@ -201,7 +201,7 @@ class LlmCallGenerator:
     async def _once(self, request_id: str, asked: Asked, watcher: LlmCallWatcher) -> LlmAnswer:
         terms = watcher.terms()
         generation = await self._generator.start(
-            asked.token_ids,
+            [asked.token_ids],
             asked.sampling,
             request_id=request_id,
             service_class=terms.service_class,

@@ -76,7 +76,7 @@ class Exchange:
         state, call = self._state, self._call
         prompts = await call.prompts()
         hints = NO_HINTS if self._joined is None else self._joined.hints
-        generation = await state.generator.start_all(
+        generation = await state.generator.start(
             prompts,
             call.sampling,
             request_id=self._id,
