@@ -17,28 +17,16 @@ from typing import Any, NamedTuple
 from bros.core.errors import ConfigError
 
 POLICIES = ("bros", "fcfs", "priority", "rr", "edf")
-BE_ORDER = ("programs", "prefix-groups")
-LATE = ("renew", "edf", "shed")
 OVERLOAD = ("late", "relegate", "reject")
 PACKING = ("chunked", "paper")
 GROWTH = ("tcp", "additive")
-DEVICES = ("auto", "cpu", "cuda")
-WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int4")
 KV_DTYPES = ("auto", "fp32", "bf16", "fp16")
 KV_LAYOUTS = ("bidirectional", "plain")
 PREFIX_CACHE = ("class-aware", "lru", "off")
 KV_FIND = ("final", "paper")
-ON_PRESSURE = ("checkpoint", "recompute")
 KERNELS = ("auto", "reference", "cpu", "triton")
-SELF_ATTENTION = ("auto", "triton", "xformers")
 SHARED_ATTENTION = ("on", "off")
-CUDA_GRAPHS = ("on", "off")
-ASYNC_SCHEDULING = ("auto", "on", "off")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-BATCH_ORDER = ("prefix", "file")
-ON_ENGINE_DEATH = ("restart", "exit")
 ROUTERS = ("e2", "rr", "least")
-ROUTER_PLAN = ("off", "shadow", "on")
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -121,16 +109,20 @@ class EngineConfig(_Checked):
         None, "local Hugging Face folder, .gguf file or hub id; default: embedded SmolLM2-135M"
     )
     device: str = option(
-        "auto", "device that runs the model; auto uses the GPU if there is one", choices=DEVICES
+        "auto",
+        "device that runs the model; auto uses the GPU if there is one",
+        choices=("auto", "cpu", "cuda"),
     )
     weights: str = option(
-        "auto", "precision of the weights; auto: fp32 on a CPU, bf16 on a GPU", choices=WEIGHTS
+        "auto",
+        "precision of the weights; auto: fp32 on a CPU, bf16 on a GPU",
+        choices=("auto", "fp32", "bf16", "fp16", "int4"),
     )
     kernels: str = option("auto", "kernel back end", choices=KERNELS)
     self_attention: str = option(
         "auto",
         "GPU only: kernel for attention within prompt chunks; auto: triton",
-        choices=SELF_ATTENTION,
+        choices=("auto", "triton", "xformers"),
     )
     shared_attention: str = option(
         "on",
@@ -150,12 +142,12 @@ class EngineConfig(_Checked):
         0.9, "share of the GPU's memory that bros may use, weights included", low=0.05, high=1
     )
     cuda_graphs: str = option(
-        "on", "GPU only: capture decode steps as CUDA graphs and replay them", choices=CUDA_GRAPHS
+        "on", "GPU only: capture decode steps as CUDA graphs and replay them", choices=("on", "off")
     )
     async_scheduling: str = option(
         "auto",
         "schedule the next step while one runs; auto: on for a GPU, else off",
-        choices=ASYNC_SCHEDULING,
+        choices=("auto", "on", "off"),
     )
     kv_layout: str = option(
         "bidirectional",
@@ -165,7 +157,7 @@ class EngineConfig(_Checked):
     on_pressure: str = option(
         "checkpoint",
         "preempted KV: copy it to the host and restore it, or recompute it",
-        choices=ON_PRESSURE,
+        choices=("checkpoint", "recompute"),
     )
     host_kv_memory: str = option("1GiB", "host memory for copies of preempted KV", size=True)
     host_kv_blocks: int | None = option(
@@ -221,7 +213,7 @@ class EngineConfig(_Checked):
     be_order: str = option(
         "programs",
         "best-effort start order: programs that have begun first, or most cached prefix first",
-        choices=BE_ORDER,
+        choices=("programs", "prefix-groups"),
     )
     be_max_wait: float = option(
         30.0,
@@ -231,7 +223,7 @@ class EngineConfig(_Checked):
     late: str = option(
         "renew",
         "late real-time requests: renew the deadline, keep it (edf), or drop the request (shed)",
-        choices=LATE,
+        choices=("renew", "edf", "shed"),
     )
     overload: str = option(
         "late",
@@ -291,7 +283,7 @@ class ServerConfig(_Checked):
     batch_order: str = option(
         "prefix",
         "order of a batch's rows: rows with a common prefix together, or as in the file",
-        choices=BATCH_ORDER,
+        choices=("prefix", "file"),
     )
     batch_lease: float = option(
         15.0, "seconds after which another server takes over the batches of a dead one", low=1
@@ -330,11 +322,13 @@ class ServerConfig(_Checked):
     router_plan: str = option(
         "off",
         "plan the placement of the most used prefixes; shadow: only count what it would gain",
-        choices=ROUTER_PLAN,
+        choices=("off", "shadow", "on"),
     )
-    log_level: str = option("info", "minimum severity of log lines", choices=LOG_LEVELS)
+    log_level: str = option(
+        "info", "minimum severity of log lines", choices=("debug", "info", "warning", "error")
+    )
     on_engine_death: str = option(
-        "restart", "what to do when the engine dies", choices=ON_ENGINE_DEATH
+        "restart", "restart a dead engine, or exit the server", choices=("restart", "exit")
     )
 
 
