@@ -135,10 +135,10 @@ class SamplingParams:
             )
         if any(not s for s in self.stop):
             raise InvalidRequestError("stop strings must not be empty.", param="stop")
-        for name, most in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS)):
-            if len(getattr(self, name)) > most:
+        for name, limit in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS)):
+            if len(getattr(self, name)) > limit:
                 raise InvalidRequestError(
-                    f"{name} takes at most {most} tokens, got {len(getattr(self, name))}.", name
+                    f"{name} takes at most {limit} tokens, got {len(getattr(self, name))}.", name
                 )
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id, 0, 2**31 - 1)

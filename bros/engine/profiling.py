@@ -105,9 +105,8 @@ def prompt(tokens: int, context: int, sampled: bool = True) -> StepShape:
 
 def quick_grid(limits: StepLimits) -> list[StepShape]:
     """About thirty steps; to measure all of them takes a few seconds."""
-    most = min(limits.tokens, max(limits.length // 2, 2))
     rows = (1, 4, 8, 16, 24, 32, limits.rows)
-    tokens = (8, 16, 32, 64, 96, 128, most)
+    tokens = (8, 16, 32, 64, 96, 128, min(limits.tokens, max(limits.length // 2, 2)))
     shapes: list[StepShape] = []
     for count, size in zip(rows, tokens, strict=True):
         short, long = _context_range(limits, count)
@@ -314,11 +313,9 @@ class _PlanMaker:
         """
         size, half = self._limits.block_size, self._limits.block_size // 2
         slots = [block * size + offset for block in self._blocks for offset in {0, half}]
-        most = min(self._limits.tokens, self._limits.length, _TOUCH_TOKENS)
-        return [
-            self._plan([self._chunk(0, array("i"), array("i", slots[at : at + most]), False)])
-            for at in range(0, len(slots), most)
-        ]
+        count = min(self._limits.tokens, self._limits.length, _TOUCH_TOKENS)
+        pieces = [array("i", slots[at : at + count]) for at in range(0, len(slots), count)]
+        return [StepPlan(0, (self._chunk(0, array("i"), piece, False),)) for piece in pieces]
 
     def plan(self, shape: StepShape) -> StepPlan:
         """One request per chunk, each in its own blocks except for the shared prefix."""
@@ -358,9 +355,6 @@ class _PlanMaker:
             slots=slots,
             sample=SampleSpec(_GREEDY, seed=0, output_index=0) if sampled else None,
         )
-
-    def _plan(self, chunks: Sequence[Chunk]) -> StepPlan:
-        return StepPlan(step=0, chunks=tuple(chunks))
 
 
 # ---- Measuring copies of KV to the host and back, in a step of one row.
@@ -455,8 +449,8 @@ class _CopyPlanMaker:
             copies = KvCopies(out_device=device, out_host=host)
         else:
             copies = KvCopies(back_device=device, back_host=host)
-        greedy = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
-        row = Chunk("copies", 0, [0], array("i"), array("i", [0]), greedy)
+        sample = SampleSpec(_GREEDY, seed=0, output_index=0)
+        row = Chunk("copies", 0, [0], array("i"), array("i", [0]), sample)
         return StepPlan(step=0, chunks=(row,), copies=copies if tokens else None)
 
 
@@ -561,8 +555,8 @@ def _overlaps(info: EngineInfo) -> bool:
 
 def _quick_tokens(config: EngineConfig, info: EngineInfo) -> int:
     """Tokens of the largest step in a quick profile."""
-    most = _QUICK_TOKENS if info.device == "cpu" else _QUICK_GPU_TOKENS
-    return min(config.step_bounds(info.device).tokens, most)
+    quick = _QUICK_TOKENS if info.device == "cpu" else _QUICK_GPU_TOKENS
+    return min(config.step_bounds(info.device).tokens, quick)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ def allocation_of(
     if config.threads is not None:
         return NodeAllocation(config.tp * config.threads, 0)
     cores = sum(cpus for cpus, _ in nodes) // replicas
-    most = max((cpus for cpus, _ in nodes), default=1)
-    each = NodeAllocation(max(config.tp, min(cores, most)), 0)
+    largest = max((cpus for cpus, _ in nodes), default=1)
+    each = NodeAllocation(max(config.tp, min(cores, largest)), 0)
     # A replica runs on one node, so cores of a node may remain unused: shrink until all fit.
     while each.cpus > config.tp and _room(each, nodes) < replicas:
         each = NodeAllocation(each.cpus - 1, 0)
