@@ -128,7 +128,7 @@ def time_run(scenario: SimulatedScenario) -> dict[str, float | None]:
     steps: list[tuple[int, float]] = []
     timed: TimedScheduler
 
-    def watched(scheduler: Scheduler) -> Scheduler:
+    def wrap_scheduler(scheduler: Scheduler) -> Scheduler:
         nonlocal timed
         timed = TimedScheduler(scheduler, scenario.warm_up_s)
         return timed  # type: ignore[return-value]
@@ -137,7 +137,7 @@ def time_run(scenario: SimulatedScenario) -> dict[str, float | None]:
         if timed.counts:
             steps.append((len(plan.chunks), seconds))
 
-    build_simulation(scenario, observe=observe, watched=watched).run()
+    build_simulation(scenario, observe=observe, wrap_scheduler=wrap_scheduler).run()
     rows, seconds = zip(*steps, strict=True)
     percentiles = statistics.quantiles(timed.schedule_s, n=100)
     found = {

@@ -74,11 +74,11 @@ def place(fleet: Fleet, asked: Sequence[EngineRequest], rate: float, first: int 
         open_.append(request)
         if len(open_) > at_once:
             over = open_.pop(0)
-            fleet.begun(over.request_id, 0, now)
-            fleet.ended(over.request_id, answer, now)
+            fleet.on_first_token(over.request_id, now)
+            fleet.on_finished(over.request_id, answer, now)
     for over in open_:
-        fleet.begun(over.request_id, 0, now)
-        fleet.ended(over.request_id, answer, now)
+        fleet.on_first_token(over.request_id, now)
+        fleet.on_finished(over.request_id, answer, now)
     return time.process_time() - began
 
 

@@ -12,13 +12,21 @@ from typing import Any, TypeVar
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import Grouping
-from bros.core.plan import Chunk
+from bros.core.plan import SEGMENT_WIDTH, Chunk, StepPlan
 from bros.engine.client import MessageClient
 from bros.engine.engine import Engine
 from bros.engine.loop import handle
 from bros.engine.messages import Command, Outputs, Ready, Reply, Reported
 from bros.scheduler.build import build_scheduler
-from bros.simulator.simulation import BLOCK_SIZE, Device, SimExecutor, engine_info, with_step_bounds
+from bros.scheduler.cost_model import StepLoad
+from bros.simulator.simulation import (
+    BLOCK_SIZE,
+    Device,
+    SimExecutor,
+    engine_info,
+    load_of,
+    with_step_bounds,
+)
 
 T = TypeVar("T")
 
@@ -168,6 +176,24 @@ def virtual_engine(
         engine_info(config, device), vocab_size=vocab_size, grouping=grouping
     )
     clock = ManualClock(asyncio.get_running_loop().time())
-    executor = SimExecutor(model, clock, choose=choose, grouped=grouped)
+    load = _grouped_load if grouped else load_of
+    executor = SimExecutor(model, clock, choose=choose, load=load)
     scheduler = build_scheduler(with_step_bounds(config), info, model)
     return VirtualEngineClient(Engine(scheduler, executor, clock, info), clock)
+
+
+def _grouped_load(plan: StepPlan) -> StepLoad:
+    load = load_of(plan)
+    load.unique_context -= common_context(plan)
+    return load
+
+
+def common_context(plan: StepPlan) -> int:
+    """Cached tokens that several rows share, counted once for each row but one."""
+    common = 0
+    for piece in plan.shared:
+        numbers = plan.chunks[piece.rows[0]].segments
+        triples = numbers[piece.first * SEGMENT_WIDTH : piece.end * SEGMENT_WIDTH]
+        tokens = sum(triples[2::SEGMENT_WIDTH]) - sum(triples[1::SEGMENT_WIDTH])
+        common += (len(piece.rows) - 1) * tokens
+    return common

@@ -1,1 +1,1 @@
-"""Several engines as one: who serves which request, and what becomes of it if that one is lost."""
+"""Routes requests to several engines, and continues them elsewhere when an engine is lost."""

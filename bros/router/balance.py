@@ -1,47 +1,51 @@
-"""Moves prefixes, not requests: where the next ones of a prefix go (Preble 3.2, post-assignment).
+"""Post-assignment rebalancing (Preble 3.2): moves and replicates prefixes, never requests.
 
 loads    A ########################    B ########       A > balance x B
-keys     A [ p: ## | q: ##### | r: ############# ]      p, q move to B, r would turn it round;
-                                                        if requests for r wait longer and
-                                                        longer, r is on A and B from now on
+keys     A [ p: ## | q: ##### | r: ############# ]      p and q move to B; r stays, because with
+                                                        it B would be heavier than A. If TTFT on
+                                                        A keeps growing, r is replicated to B.
+
+A moved prefix has new homes: its next requests go there (e2.py). Open requests stay where they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from bros.router.forest import PrefixNode
 from bros.router.state import Replica, ReplicaWork, State
 
-_FEW = 10
-"""Requests in each half of the window, before a rise of their waits means anything."""
+_MIN_REQUESTS = 10
+"""Requests in each half of the window that a comparison of their TTFT needs."""
 
-_FULL = 0.5
-"""Of its time, what one prefix may take of a replica while another one has much less to do."""
+_MAX_PREFIX_SHARE = 0.5
+"""Share of a heavy replica's time that one prefix may take before it is replicated."""
 
-_LEAST_S = 10.0
-"""Of a window, before it says how much time something takes."""
+_MIN_PERIOD_S = 10.0
+"""Least period that a share of time is computed over."""
 
 
 class Balancer:
-    """Looks at the loads every `every_s` seconds."""
+    """Checks the loads every `period_s` seconds."""
 
-    def __init__(self, every_s: float = 1.0) -> None:
-        self._every_s = every_s
+    def __init__(self, period_s: float = 1.0) -> None:
+        self._period_s = period_s
         self._next_s = 0.0
 
     def run(self, state: State, now: float) -> None:
-        """Give prefixes of the heaviest replicas to the lightest ones, from now on."""
+        """Move prefixes from heavy to light replicas, and replicate one if moving does not help."""
         if now < self._next_s:
             return
-        self._next_s = now + self._every_s
+        self._next_s = now + self._period_s
         settings = state.settings
         replicas = [r for r in state.replicas.values() if not r.draining]
         if len(replicas) < 2 or state.num_routed < settings.warm_up * len(replicas):
             return
-        loads = {replica: state.given_s(replica) for replica in replicas}
+        loads = {replica: state.assigned_s(replica) for replica in replicas}
         if settings.rebalancing:
             _rebalance(loads, settings.balance)
         heaviest, lightest = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
@@ -50,96 +54,91 @@ class Balancer:
 
 
 def _rebalance(loads: dict[Replica, float], balance: float) -> None:
-    """The cheapest prefixes first, from the heaviest replica, then from the next ones."""
+    """Move prefixes off the heaviest replica, then off the next ones, cheapest prefixes first.
+    Changes `loads` as if the moves had happened."""
     for heavy in sorted(loads, key=loads.__getitem__, reverse=True):
-        for key, key_s in _keys_of(heavy):
+        for key, key_s in _movable_keys(heavy):
             light = min(loads, key=loads.__getitem__)
             if loads[heavy] <= balance * loads[light]:
                 return
-            again_s = _again_s(key, light)
-            if key_s <= again_s:
-                continue  # that the prefix has to be computed there costs more than moving spares
-            if loads[heavy] - key_s < loads[light] + key_s + again_s:
-                break  # it would turn round which of the two is the heavier one
+            recompute_s = _recompute_s(key, light)
+            if key_s <= recompute_s:
+                continue  # recomputing the prefix there costs more than the move saves
+            if loads[heavy] - key_s < loads[light] + key_s + recompute_s:
+                break  # the lighter replica would become the heavier one
             key.homes = (light.number,)
             loads[heavy] -= key_s
-            loads[light] += key_s + again_s
+            loads[light] += key_s + recompute_s
 
 
-def _keys_of(replica: Replica) -> Sequence[tuple[PrefixNode, float]]:
-    """Prefixes that several requests of the window had and that are not elsewhere already, by the
-    seconds of these requests there."""
+def _movable_keys(replica: Replica) -> Sequence[tuple[PrefixNode, float]]:
+    """(key node, seconds of its requests there), ascending. Keys that only one request of the
+    window has, and keys that were moved to other replicas, are left out."""
     number = replica.number
     found = [
         (key, key.load[number])
         for key in replica.keys
-        if key.num_asked > 1 and (key.homes is None or number in key.homes)
+        if key.num_requests > 1 and (key.homes is None or number in key.homes)
     ]
-    return sorted(found, key=_seconds)
+    return sorted(found, key=itemgetter(1))
 
 
-def _again_s(key: PrefixNode, replica: Replica) -> float:
-    """What computing a prefix takes where it is not cached."""
-    there = key.end if key.cached.get(replica.number) == key.num_tokens else 0
-    return replica.prefill_s(key.end - there, there)
-
-
-def _seconds(pair: tuple[PrefixNode, float]) -> float:
-    return pair[1]
+def _recompute_s(key: PrefixNode, replica: Replica) -> float:
+    """Seconds to compute a prefix on a replica; 0 if it is cached there."""
+    cached = key.end if key.cached.get(replica.number) == key.num_tokens else 0
+    return replica.prefill_s(key.end - cached, cached)
 
 
 def _replicate(state: State, heavy: Replica, light: Replica, now: float) -> None:
-    """If most of a replica's time goes into one prefix, and its requests wait longer and longer
-    (or it needs more than there is), the lightest one has it as well."""
-    keys = _keys_of(heavy)
-    if not keys or not (_waits_grow(state, heavy, now) or _is_full(state, keys[-1], now)):
+    """Add the lightest replica to the homes of the heaviest one's most expensive prefix, if TTFT
+    there keeps growing, or if the prefix takes too much of its time."""
+    keys = _movable_keys(heavy)
+    if not keys or not (_ttft_grows(state, heavy, now) or _exceeds_share(state, keys[-1], now)):
         return
     key, key_s = keys[-1]
-    if key_s <= _again_s(key, light):
+    if key_s <= _recompute_s(key, light):
         return
     homes = key.homes or tuple(number for number in key.cached if number in state.replicas)
     if light.number not in homes:
         key.homes = (*homes, light.number)
 
 
-def _waits_grow(state: State, replica: Replica, now: float) -> bool:
-    """Whether the mean wait of the later half of the window is so many times the earlier one's."""
-    early, early_s, later, later_s = replica.waits.halves(now)
-    if min(early, later) < _FEW:
+def _ttft_grows(state: State, replica: Replica, now: float) -> bool:
+    """Whether mean TTFT in the later half of the window is `replicate` times the earlier half's."""
+    early, early_s, later, later_s = replica.ttft_history.halves(now)
+    if min(early, later) < _MIN_REQUESTS:
         return False
     return later_s / later >= state.settings.replicate * early_s / early
 
 
-def _is_full(state: State, key: tuple[PrefixNode, float], now: float) -> bool:
-    """Whether it takes that much of the time since the window, or the first request."""
-    passed_s = max(_LEAST_S, min(state.settings.window_s, now - state.since_s))
-    return key[1] > _FULL * passed_s
+def _exceeds_share(state: State, key: tuple[PrefixNode, float], now: float) -> bool:
+    """Whether a prefix takes more than its share of the window, or of the time so far."""
+    passed_s = max(_MIN_PERIOD_S, min(state.settings.window_s, now - state.since_s))
+    return key[1] > _MAX_PREFIX_SHARE * passed_s
 
 
-# ---- Places for hot prefixes, planned from what was asked for lately (CacheRoute).
+# ---- Planned placement of hot prefixes, from the requests of the window (CacheRoute).
 #
-# The prefixes of the window, the one that takes most time first, go to the replica that has least
-# to
-# do by then (longest processing time first: Graham 1969). One that takes more than a replica has is
-# put on as many as it needs. In the shadow, requests go where they would anyway, and it is noted
-# what
-# the plan would have spared.
+# The planner assigns the prefixes of the window, the most expensive first, to the replica with the
+# least load so far (longest processing time first: Graham 1969). A prefix that takes more time than
+# one replica has goes to several. A shadow plan does not change where requests go; the planner only
+# records what it would have saved.
 
 
-_EVERY_S = 10.0
+_PLAN_PERIOD_S = 10.0
 
-_PLAN_FULL = 0.8
-"""Of its time, what a prefix may take of one replica."""
+_MAX_PLANNED_SHARE = 0.8
+"""Share of a replica's time that one prefix may take before the plan replicates it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """What plans were worth since the start.
+    """The gain of plans since the start.
 
-    requests: those of planned prefixes.
-    prefill_s: what prompts took to compute, for these.
-    planned_s: what they would have taken on the replicas of the plan.
-    balance, planned_balance: the most that a replica had to do for these requests, over the mean.
+    requests: requests of planned prefixes; the other fields are about these.
+    prefill_s: estimated prefill seconds where the requests went.
+    planned_s: estimated prefill seconds on the replicas of the plan.
+    balance, planned_balance: largest load of a replica over the mean load.
     """
 
     requests: int
@@ -151,7 +150,11 @@ class PlanReport:
 
 @dataclass(slots=True)
 class Planner:
-    """applies: requests follow the plan; otherwise it is a shadow."""
+    """Plans placements, and measures their gain.
+
+    applies: requests follow the plan; otherwise it is a shadow plan.
+    _warm: (prefix, replica) pairs for which the plan has the prefix cached.
+    """
 
     applies: bool
     _next_s: float = 0.0
@@ -160,25 +163,25 @@ class Planner:
     _requests: int = 0
     _prefill_s: float = 0.0
     _planned_s: float = 0.0
-    _load_s: dict[int, float] = field(default_factory=dict)
-    _planned_load_s: dict[int, float] = field(default_factory=dict)
+    _load_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    _planned_load_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def run(self, state: State, now: float) -> None:
-        """Plan anew, every few seconds."""
+        """Make a new plan every few seconds."""
         if now < self._next_s:
             return
-        self._next_s = now + _EVERY_S
+        self._next_s = now + _PLAN_PERIOD_S
         replicas = [replica for replica in state.replicas.values() if not replica.draining]
         before, self._plan = self._plan, plan(state, replicas)
         self._warm = {pair for pair in self._warm if pair[0] in self._plan}
         if self.applies:
             for key in before:
-                _forget(key)
+                _clear_homes(key)
             for key, homes in self._plan.items():
                 key.homes = homes
 
-    def note(self, state: State, work: ReplicaWork, length: int) -> None:
-        """A request went somewhere: see what the plan would have made of it."""
+    def record(self, state: State, work: ReplicaWork, length: int) -> None:
+        """Compare where a request of `length` prompt tokens went with where the plan has it."""
         homes = self._plan.get(work.key) if work.key is not None else None
         if not homes or work.key is None:
             return
@@ -186,14 +189,14 @@ class Planner:
         replica = state.replicas.get(number)
         if replica is None:
             return
-        there = work.key.end if (work.key, number) in self._warm else 0
+        cached = work.key.end if (work.key, number) in self._warm else 0
         self._warm.add((work.key, number))
-        planned_s = replica.prefill_s(length - there, there)
+        planned_s = replica.prefill_s(length - cached, cached)
         self._requests += 1
         self._prefill_s += work.prefill_s
         self._planned_s += planned_s
-        _add(self._load_s, work.replica, work.seconds)
-        _add(self._planned_load_s, number, planned_s + work.decode_s)
+        self._load_s[work.replica] += work.seconds
+        self._planned_load_s[number] += planned_s + work.decode_s
 
     def report(self, replicas: int) -> PlanReport:
         return PlanReport(
@@ -206,16 +209,16 @@ class Planner:
 
 
 def plan(state: State, replicas: Sequence[Replica]) -> dict[PrefixNode, tuple[int, ...]]:
-    """prefix -> the replicas it should be on."""
+    """key node -> the replicas that should have it."""
     keys = {key: sum(key.load.values()) for replica in replicas for key in replica.keys}
-    full_s = _PLAN_FULL * state.settings.window_s
+    full_s = _MAX_PLANNED_SHARE * state.settings.window_s
     load_s = dict.fromkeys((replica.number for replica in replicas), 0.0)
     found = {}
     for key in sorted(keys, key=keys.__getitem__, reverse=True):
-        if key.num_asked < 2:
+        if key.num_requests < 2:
             continue
         copies = min(max(1, math.ceil(keys[key] / full_s)), len(replicas))
-        # Of equally busy ones those that have it already.
+        # Of equally loaded replicas, prefer those that have it cached.
         order = sorted(load_s, key=lambda number: (load_s[number], -key.cached.get(number, 0)))
         found[key] = tuple(order[:copies])
         for number in found[key]:
@@ -223,17 +226,13 @@ def plan(state: State, replicas: Sequence[Replica]) -> dict[PrefixNode, tuple[in
     return found
 
 
-def _forget(key: PrefixNode) -> None:
-    """A prefix has no home any more, nor has what was split off it since."""
+def _clear_homes(key: PrefixNode) -> None:
+    """Clear the homes of a prefix, and of the ancestors that were split off it since."""
     homes, node = key.homes, key
     while node.parent is not None and node.homes == homes:
         node.homes, node = None, node.parent
 
 
-def _add(sums: dict[int, float], number: int, seconds: float) -> None:
-    sums[number] = sums.get(number, 0.0) + seconds
-
-
-def _balance(load_s: dict[int, float], replicas: int) -> float:
+def _balance(load_s: Mapping[int, float], replicas: int) -> float:
     total = sum(load_s.values())
     return max(load_s.values()) * replicas / total if total > 0.0 else 1.0

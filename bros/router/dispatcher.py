@@ -1,12 +1,12 @@
-"""Carries requests: to a replica that accepts them, and on to another if that one is lost.
+"""Dispatches each request to a replica, and to another one if the first refuses it or is lost.
 
-    placed (Roster, Fleet) -> accepted by a replica -> connected: outputs ... -> the last one
-       ▲                            │ refuses: others are asked
-       └── with the tokens so far ──┴ is lost, or is to be empty
+    placed (ReplicaSet, Fleet) -> accepted by a replica -> connected: outputs ... -> last output
+       ▲                              │ refused
+       └── with the output so far ────┴ engine lost, replica draining, or rebalanced
 
-The slot of a request (OutputStream) stays the same all the way. The replica that has the request is
-connected to it, so that an output goes from the engine's client to the reader in one call. Only
-what is between two replicas has a task.
+A request keeps its stream (OutputStream) to the end. The stream of its present engine is connected
+to it, so an output goes from the engine's client to the reader in one call. Only a request that is
+between two replicas has a task.
 """
 
 from __future__ import annotations
@@ -30,55 +30,58 @@ from bros.router.replica_set import ReplicaHandle, ReplicaSet, RoutedRequest
 logger = logging.getLogger(__name__)
 
 _MAX_LOSSES = 3
-"""Engines that a request may be lost with. Of those that lost all but one, one at a time begins:
-which of them it was that ends engines is not known."""
+"""A request fails when so many engines were lost while they had it. It may be the request that
+kills them, so requests that are one loss short of this start one at a time."""
 
-_REMEMBERED = 16_384
-"""Requests that have ended of which it is known where they were."""
+_MAX_ENDED = 16_384
+"""Ended requests whose replica is remembered, for `trace` and `release`."""
 
-_LEAST_WAIT_S = 0.01
+_MIN_WAIT_S = 0.01
 
 _STUCK_WAIT_S = 0.1
-"""Before an engine is asked again that has not yet ended what was taken away from it."""
+"""Pause before a request is submitted again to an engine that has not yet aborted it."""
 
 
 class _LostTooOftenError(EngineDeadError):
-    """A request has failed, as too many engines were lost with it."""
+    """Too many engines were lost while they had the request."""
 
 
-class _TakenAwayError(Exception):
-    """A replica was asked to accept a request, which goes on elsewhere without its answer."""
+class _WithdrawnError(Exception):
+    """A request was withdrawn from a replica that has not answered whether it accepts it."""
 
 
 class _Suspects:
-    """Requests that may be lost with one engine more, of which one at a time begins.
+    """Starts requests that are one loss short of _MAX_LOSSES one at a time.
 
-    waits -- turn --> begins -- clear: it has begun or ended, or its engine is lost --> next
+    waits -- acquire --> starts -- release: first output, end, or engine lost --> next
     """
 
     def __init__(self) -> None:
-        self._beginning: RoutedRequest | None = None
-        self._cleared = asyncio.Event()
+        self._starting: RoutedRequest | None = None
+        self._released = asyncio.Event()
 
-    async def turn(self, item: RoutedRequest) -> None:
-        """Wait until no other begins; then this one does, until `clear`."""
-        while self._beginning is not None:
-            await self._cleared.wait()
-        self._beginning, item.suspect = item, True
-        self._cleared.clear()
+    async def acquire(self, item: RoutedRequest) -> None:
+        """Wait until no other request starts; then this one does, until `release`."""
+        while self._starting is not None:
+            await self._released.wait()
+        self._starting, item.suspect = item, True
+        self._released.clear()
 
-    def clear(self, item: RoutedRequest) -> None:
-        """It does not begin any more, if it did."""
-        if self._beginning is item:
-            self._beginning, item.suspect = None, False
-            self._cleared.set()
+    def release(self, item: RoutedRequest) -> None:
+        """Let the next request start, if this is the one that starts."""
+        if self._starting is item:
+            self._starting, item.suspect = None, False
+            self._released.set()
 
 
 class Dispatcher:
-    """All requests that are open.
+    """The open requests, and how they reach their replicas.
 
-    ended: where the latest were that are not. continued, moved: how often one went on elsewhere,
-    because its engine was lost or was to be empty. closing: why there are no more engines.
+    open: request id -> open request.
+    ended: request id -> replica of the latest requests that ended.
+    continued: how often a request continued on another replica because its engine was lost.
+    moved: how often one did because of draining or rebalancing.
+    closing: the reason, once the router shuts down.
     """
 
     def __init__(self, replica_set: ReplicaSet) -> None:
@@ -91,13 +94,13 @@ class Dispatcher:
         self._suspects = _Suspects()
 
     async def start(self, item: RoutedRequest) -> None:
-        """Have a replica accept it; its outputs go to its stream from then on.
+        """Find a replica that accepts a request, and connect its outputs to its stream.
 
         Raises what EngineClient.submit raises.
         """
         self.open[item.id] = item
         try:
-            inner = await self._settle(item, patient=False)
+            inner = await self._place(item, can_wait=False)
         except BaseException:
             del self.open[item.id]
             raise
@@ -105,7 +108,7 @@ class Dispatcher:
         self._connect(item, inner)
 
     def close(self, reason: str) -> list[asyncio.Task[None]]:
-        """Fail all open requests with the reason, and end the tasks that are left."""
+        """Fail all open requests with the reason; return their tasks, which are cancelled."""
         self.closing = reason
         tasks = []
         for item in list(self.open.values()):
@@ -115,46 +118,45 @@ class Dispatcher:
             elif item.connected:
                 self._disconnect(item)
                 item.stream.put(EngineDeadError(reason))
-                self._forget(item)
+                self._remove(item)
         return tasks
 
-    async def _settle(self, item: RoutedRequest, *, patient: bool) -> RequestStream:
-        """Have a replica accept it: the one where it is best, or those that do not refuse it.
+    async def _place(self, item: RoutedRequest, *, can_wait: bool) -> RequestStream:
+        """Submit a request to the replica that the fleet chooses, and on refusal to others.
 
-        patient: it was accepted once, so wait for as long as a replica may come to take it.
+        can_wait: it was accepted before, so wait as long as any replica may come up to accept it.
         """
         refused: dict[ReplicaHandle, QueueFullError | OverloadedError] = dict(item.refusals)
         while True:
             item.moving = False
             try:
-                shunned = [item.shuns] if item.shuns is not None else []
-                avoid = [*refused, *shunned]
-                replica = await self._replica_set.place(item, avoid, patient=patient)
-                return await self._hand_over(item, replica)
+                avoid = [*refused, *([item.avoided] if item.avoided is not None else [])]
+                replica = await self._replica_set.place(item, avoid, can_wait=can_wait)
+                return await self._submit(item, replica)
             except (QueueFullError, OverloadedError) as error:
                 assert item.replica is not None
                 refused[item.replica] = error
-                self._replica_set.leave(item)
+                self._replica_set.detach(item)
             except EngineDeadError as error:
                 if item.replica is None:
-                    raise  # there is no replica left to ask
-                self._lose(item, error)
+                    raise  # no replica is left
+                self._on_engine_lost(item, error)
                 continue
-            except _TakenAwayError:
-                self._leave_behind(item)
+            except _WithdrawnError:
+                self._on_withdrawn(item)
                 continue
             except BaseException:
-                self._replica_set.leave(item)
+                self._replica_set.detach(item)
                 raise
-            if not self._replica_set.others_take(refused):
+            if not self._replica_set.others_available(refused):
                 soonest = min(refused.values(), key=lambda error: error.retry_after_s)
-                if not patient or item.refusals:
+                if not can_wait or item.refusals:
                     raise soonest
-                await asyncio.sleep(max(soonest.retry_after_s, _LEAST_WAIT_S))
+                await asyncio.sleep(max(soonest.retry_after_s, _MIN_WAIT_S))
                 refused.clear()
 
-    async def _hand_over(self, item: RoutedRequest, replica: ReplicaHandle) -> RequestStream:
-        """Have this one accept it. Raises _TakenAwayError if it is taken away from it meanwhile."""
+    async def _submit(self, item: RoutedRequest, replica: ReplicaHandle) -> RequestStream:
+        """Submit a request to a replica. Raises _WithdrawnError if it is withdrawn meanwhile."""
         item.accepting = asyncio.ensure_future(self._accept(item, replica))
         try:
             return await item.accepting
@@ -163,7 +165,7 @@ class Dispatcher:
             assert caller is not None
             if caller.cancelling():
                 raise
-            raise _TakenAwayError from None
+            raise _WithdrawnError from None
         finally:
             item.accepting = None
 
@@ -171,36 +173,36 @@ class Dispatcher:
         try:
             inner = await replica.client.submit(item.current)
         except InvalidRequestError as error:
-            if replica not in item.left:
+            if replica not in item.unreleased:
                 raise
-            # It has not ended what it had of this one.
+            # The engine still has the request from before it was withdrawn.
             raise OverloadedError(str(error), _STUCK_WAIT_S) from error
-        item.accepted, item.shuns = True, None
-        # What was said of it while it was accepted, or elsewhere.
+        item.accepted, item.avoided = True, None
+        # What the client asked for before this engine had accepted the request.
         if item.promoted is not None:
             await replica.client.promote(item.id, item.promoted)
         if item.aborted or item.moving:
             await replica.client.abort(item.id)
         return inner
 
-    def take_away(self, item: RoutedRequest) -> None:
-        """It goes on elsewhere, whatever the engine that has it is doing."""
+    def withdraw(self, item: RoutedRequest) -> None:
+        """Continue a request on another replica without waiting for its present engine."""
         if item.accepting is not None:
             item.accepting.cancel()
         elif item.connected:
             if item.aborted:
                 self._end(item, FinishReason.ABORT)
             else:
-                self._leave_behind(item)
-                self._go_on(item)
+                self._on_withdrawn(item)
+                self._continue_elsewhere(item)
 
-    def _leave_behind(self, item: RoutedRequest) -> None:
-        """It was taken away."""
-        self._suspects.clear(item)
+    def _on_withdrawn(self, item: RoutedRequest) -> None:
+        """Detach a withdrawn request from its replica, which may still run it."""
+        self._suspects.release(item)
         if item.replica is not None:
-            item.left.add(item.replica)
-            item.replica.stuck = item.is_there
-        self._replica_set.leave(item)
+            item.unreleased.add(item.replica)
+            item.replica.stuck = item.on_live_engine
+        self._replica_set.detach(item)
         self.moved += 1
 
     # Outputs
@@ -211,51 +213,51 @@ class Dispatcher:
         inner.connect(functools.partial(self._on_output, item, item.connection))
 
     def _disconnect(self, item: RoutedRequest) -> None:
-        """What its engine still says is not for it."""
+        """Ignore further outputs of its engine."""
         item.connection += 1
         item.connected = False
 
     def _on_output(
         self, item: RoutedRequest, connection: int, output: RequestOutput | EngineDeadError
     ) -> None:
-        """Take what a replica gives, as an OutputSink."""
+        """Handle an output of an engine; this is the OutputSink of its stream."""
         if connection != item.connection:
             return
         try:
             if isinstance(output, EngineDeadError):
                 self._on_death(item, output)
-            elif output.finish_reason is not None and self._goes_on(item, output):
-                self._go_on(item)
+            elif output.finish_reason is not None and self._must_continue(item, output):
+                self._continue_elsewhere(item)
             else:
-                self._take(item, output)
-        except Exception as error:  # ours, and others are not to suffer
+                self._deliver(item, output)
+        except Exception as error:  # a bug must not affect other requests
             self._fail(item, error)
 
     def _on_death(self, item: RoutedRequest, error: EngineDeadError) -> None:
-        """Its engine is gone. Raises _LostTooOftenError."""
+        """Its engine has died. Raises _LostTooOftenError."""
         if item.aborted:
             self._end(item, FinishReason.ABORT)
             return
-        self._lose(item, error)
+        self._on_engine_lost(item, error)
         self.continued += 1
-        self._go_on(item)
+        self._continue_elsewhere(item)
 
-    def _go_on(self, item: RoutedRequest) -> None:
-        """Find another replica for it."""
+    def _continue_elsewhere(self, item: RoutedRequest) -> None:
+        """Start a task that finds another replica for a request."""
         self._disconnect(item)
-        item.task = asyncio.create_task(self._resettle(item), name="routed-request")
+        item.task = asyncio.create_task(self._continue(item), name="routed-request")
 
-    async def _resettle(self, item: RoutedRequest) -> None:
+    async def _continue(self, item: RoutedRequest) -> None:
         try:
             if item.losses >= _MAX_LOSSES - 1:
-                await self._suspects.turn(item)
-            inner = await self._settle(item, patient=True)
+                await self._suspects.acquire(item)
+            inner = await self._place(item, can_wait=True)
         except asyncio.CancelledError:
             if self.closing is None:  # aborted between two replicas
                 self._end(item, FinishReason.ABORT)
             else:
                 item.stream.put(EngineDeadError(self.closing))
-                self._forget(item)
+                self._remove(item)
         except Exception as error:
             self._fail(item, error)
         else:
@@ -263,7 +265,7 @@ class Dispatcher:
             self._connect(item, inner)
 
     def _fail(self, item: RoutedRequest, error: Exception) -> None:
-        """It cannot go on."""
+        """End a request that cannot continue."""
         if isinstance(error, OverloadedError):
             self._end(item, FinishReason.ERROR, str(error), error.retry_after_s)
         elif isinstance(error, _LostTooOftenError):
@@ -271,11 +273,15 @@ class Dispatcher:
         elif isinstance(error, EngineDeadError):
             self._disconnect(item)
             item.stream.put(EngineDeadError(str(error)))
-            self._forget(item)
+            self._remove(item)
         else:
             if not isinstance(error, BrosError):
                 logger.error("a request cannot be continued", exc_info=error)
-            self._end(item, FinishReason.ERROR, f"It could not be continued elsewhere: {error}")
+            self._end(
+                item,
+                FinishReason.ERROR,
+                f"The request could not be continued on another replica: {error}",
+            )
 
     def _end(
         self,
@@ -284,41 +290,46 @@ class Dispatcher:
         error: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """It ends without a word of an engine."""
+        """End a request without a last output from an engine."""
         self._disconnect(item)
-        self._replica_set.leave(item)
+        self._replica_set.detach(item)
         item.end(reason, error, retry_after_s)
-        self._forget(item)
+        self._remove(item)
 
-    def _forget(self, item: RoutedRequest) -> None:
-        """It is not open any more."""
-        self._suspects.clear(item)
-        self._replica_set.leave(item)
+    def _remove(self, item: RoutedRequest) -> None:
+        """Remove a request from the open ones."""
+        self._suspects.release(item)
+        self._replica_set.detach(item)
         self.open.pop(item.id, None)
 
-    def _goes_on(self, item: RoutedRequest, output: RequestOutput) -> bool:
-        """Whether it has ended where it is, but not elsewhere."""
+    def _must_continue(self, item: RoutedRequest, output: RequestOutput) -> bool:
+        """Whether a request that its engine has ended continues on another replica: it was moved,
+        or the engine refused it before its first output. If so, it is detached."""
         reason, replica = output.finish_reason, item.replica
         if item.aborted or replica is None:
             return False
         if reason is FinishReason.ABORT and item.moving:
             self.moved += 1
-        elif reason is FinishReason.ERROR and output.retry_after_s is not None and not item.given:
+        elif (
+            reason is FinishReason.ERROR
+            and output.retry_after_s is not None
+            and not item.output_ids
+        ):
             refused = OverloadedError(output.error or "It was refused.", output.retry_after_s)
-            if not self._replica_set.others_take([*item.refusals, replica]):
+            if not self._replica_set.others_available([*item.refusals, replica]):
                 return False
             item.refusals[replica] = refused
         else:
             return False
-        self._suspects.clear(item)
-        self._replica_set.leave(item)
+        self._suspects.release(item)
+        self._replica_set.detach(item)
         return True
 
-    def _take(self, item: RoutedRequest, output: RequestOutput) -> None:
+    def _deliver(self, item: RoutedRequest, output: RequestOutput) -> None:
         reason = output.finish_reason
-        if not item.begun and (output.token_ids or reason is FinishReason.LENGTH):
-            self._suspects.clear(item)
-            self._replica_set.begun(item, output.cached_tokens)
+        if not item.has_output and (output.token_ids or reason is FinishReason.LENGTH):
+            self._suspects.release(item)
+            self._replica_set.on_first_output(item, output.cached_tokens)
             item.refusals.clear()
         if reason is None:
             item.forward(output)
@@ -327,15 +338,15 @@ class Dispatcher:
             self._remember(item.id, item.replica)
         self._disconnect(item)
         item.forward(output)
-        self._replica_set.leave(item, cached=reason.complete)
-        self._forget(item)
+        self._replica_set.detach(item, cached=reason.complete)
+        self._remove(item)
 
-    def _lose(self, item: RoutedRequest, error: EngineDeadError) -> None:
-        """The engine that has it is gone. Raises _LostTooOftenError."""
-        self._suspects.clear(item)
-        if item.replica is not None and item.is_there:
-            self._replica_set.lose(item.replica)
-        self._replica_set.leave(item)
+    def _on_engine_lost(self, item: RoutedRequest, error: EngineDeadError) -> None:
+        """Detach a request whose engine is lost. Raises _LostTooOftenError."""
+        self._suspects.release(item)
+        if item.replica is not None and item.on_live_engine:
+            self._replica_set.mark_down(item.replica)
+        self._replica_set.detach(item)
         item.losses += 1
         if item.losses >= _MAX_LOSSES:
             raise _LostTooOftenError(
@@ -344,5 +355,5 @@ class Dispatcher:
 
     def _remember(self, request_id: str, replica: ReplicaHandle) -> None:
         self.ended[request_id] = replica
-        if len(self.ended) > _REMEMBERED:
+        if len(self.ended) > _MAX_ENDED:
             self.ended.popitem(last=False)

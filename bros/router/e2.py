@@ -1,14 +1,15 @@
-"""Exploit what is cached, or explore for load (Preble 3.2, E2).
+"""E2: exploit cached prefixes, or explore other replicas for load (Preble 3.2).
 
-    missed < cached   the request goes where the part of it is cached that matters: exploit
-    missed < known    most of it was asked for within the window but has been evicted: it goes
-                      where that went, if caches are worth something: again
-    else              it goes where it costs least: explore; or where answers take most of the
-                      time, as prompts fit in there best
+    missed < cached   exploit: the replicas that have the prefix cached, or its homes
+    missed < known    again: most of the prompt was requested within the window, but is evicted now;
+                      the replicas that it went to, unless the hit rate is low
+    else              explore: the replica with the lowest cost; or, if one is decode-heavy, that
+                      one, because prefill and decoding use different resources
 
-`cached` is the most that any replica has. Besides, work is not put behind what takes longer
-than computing the prefix again would: then the replica that costs least gets it, and has it cached
-from then on. That is what keeps a burst for one prefix from waiting until balance.py moves it.
+`cached` is the longest cached prefix on any replica, `known` the longest prefix in the forest,
+`missed` the rest of the prompt. Of several replicas the cheapest gets the request. If waiting there
+takes much longer than recomputing the prefix, the request goes to the least loaded other replica,
+which has the prefix cached from then on: a burst for one prefix does not wait for balance.py.
 """
 
 from __future__ import annotations
@@ -16,27 +17,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from bros.core.request import EngineRequest
 from bros.router.forest import PrefixNode
-from bros.router.state import RT, Ask, Replica, State
+from bros.router.state import RT, Replica, RoutingQuery, State
 
-# ---- What it costs to put a request on a replica (Preble 3.2, LoadCost).
+# ---- The cost of a request on a replica (Preble 3.2, LoadCost), in seconds of that replica.
 #
-#     load      what the replica has to do already, of that what counts for the request's class
-#   + evicted   what others will have to compute again, as their prefix makes room for this prompt
-#   + prefill   what is not cached of this prompt
+#     load      work of the replica that delays the request's class
+#   + evicted   recomputing the prefixes that are evicted for this prompt
+#   + prefill   computing the tokens of this prompt that are not cached
 #   + late      by how much its first token would miss its objective, times a weight
-#
-# All in seconds of that replica.
 
 
-_MOST_LOOKED = 256
-"""Nodes that are looked at as candidates for eviction; nodes in use are passed over."""
+_MAX_NODES_CHECKED = 256
+"""Nodes that evicted_s considers, those in use included."""
 
 
 class Cost(NamedTuple):
+    """See above."""
+
     load_s: float
     evicted_s: float
     prefill_s: float
@@ -47,340 +49,342 @@ class Cost(NamedTuple):
         return self.load_s + self.evicted_s + self.prefill_s + self.late_s
 
 
-def cost_of(state: State, ask: Ask, replica: Replica) -> Cost:
-    """The terms, for a candidate."""
-    load_s, prefill_s, late_s = _without_evictions(state, ask, replica)
-    return Cost(load_s, evicted_s(state, ask, replica), prefill_s, late_s)
+def cost_of(state: State, query: RoutingQuery, replica: Replica) -> Cost:
+    """The cost of a request on one candidate."""
+    load_s, prefill_s, late_s = _terms_without_evictions(state, query, replica)
+    return Cost(load_s, evicted_s(state, query, replica), prefill_s, late_s)
 
 
-def cheapest(state: State, ask: Ask, among: list[Replica]) -> Replica:
-    """The one with the lowest cost; of equal ones the first."""
-    # The cost of evictions takes longest to compute, and is never negative.
-    quick = [(sum(_without_evictions(state, ask, replica)), replica) for replica in among]
+def cheapest(state: State, query: RoutingQuery, among: list[Replica]) -> Replica:
+    """The replica with the lowest cost; of equal ones the first."""
+    # The cost of evictions is slow to compute and never negative: the other terms are a lower
+    # bound, which rules out most replicas.
+    quick = [(sum(_terms_without_evictions(state, query, replica)), replica) for replica in among]
     if len(quick) == 1:
         return quick[0][1]
     best, least = among[0], float("inf")
-    for lower, replica in sorted(quick, key=_first):
+    for lower, replica in sorted(quick, key=itemgetter(0)):
         if lower >= least:
             break
-        total = lower + evicted_s(state, ask, replica)
+        total = lower + evicted_s(state, query, replica)
         if total < least:
             best, least = replica, total
     return best
 
 
-def _first(pair: tuple[float, Replica]) -> float:
-    return pair[0]
-
-
-def _without_evictions(state: State, ask: Ask, replica: Replica) -> tuple[float, float, float]:
-    prefill_s = ask.prefill_s(replica)
+def _terms_without_evictions(
+    state: State, query: RoutingQuery, replica: Replica
+) -> tuple[float, float, float]:
+    prefill_s = query.prefill_s(replica)
     return (
-        state.load_s(replica, ask.service_class),
+        state.load_s(replica, query.service_class),
         prefill_s,
-        _late_s(state, ask, replica, prefill_s),
+        _late_s(state, query, replica, prefill_s),
     )
 
 
-def _late_s(state: State, ask: Ask, replica: Replica, prefill_s: float) -> float:
-    """Only prompts before it count: answers go on beside it."""
-    ttft_s = ask.request.slo.ttft_s or replica.facts.ttft_s
-    if ask.service_class is not RT or ttft_s is None:
+def _late_s(state: State, query: RoutingQuery, replica: Replica, prefill_s: float) -> float:
+    """The first token waits for the prefill of other requests, but decoding runs beside it."""
+    ttft_s = query.request.slo.ttft_s or replica.facts.ttft_s
+    if query.service_class is not RT or ttft_s is None:
         return 0.0
     first_s = state.queue_s(replica, RT) + prefill_s
     return max(0.0, first_s - ttft_s) * state.settings.late_weight
 
 
-def evicted_s(state: State, ask: Ask, replica: Replica) -> float:
-    """To compute again what goes, as often as it was asked for within the window: the least
-    recently used idle nodes, until the prompt fits. What one request alone has asked for is
-    not shared."""
+def evicted_s(state: State, query: RoutingQuery, replica: Replica) -> float:
+    """Seconds to recompute what a replica evicts for a prompt: its least recently used idle nodes,
+    until the prompt fits, each as often as requests of the window went there with it. A node that
+    only one request had is not shared and costs nothing."""
     cache = state.forest.caches[replica.number]
-    missing = ask.length - ask.matched.get(replica.number, 0)
+    missing = query.length - query.matched.get(replica.number, 0)
     missing += cache.num_tokens - replica.facts.capacity_tokens
     if missing <= 0:
         return 0.0
-    seconds, own = 0.0, ask.path.nodes
-    for node in islice(cache.nodes, _MOST_LOOKED):
+    seconds, own = 0.0, query.path.nodes
+    for node in islice(cache.nodes, _MAX_NODES_CHECKED):
         if node.active or node in own:
             continue
         kept = node.cached[replica.number]
-        asked = node.asked.get(replica.number, 0)
-        if asked > 1:
-            seconds += asked * replica.prefill_s(kept, node.start)
+        requests = node.requests.get(replica.number, 0)
+        if requests > 1:
+            seconds += requests * replica.prefill_s(kept, node.start)
         missing -= kept
         if missing <= 0:
             break
     return seconds
 
 
-_NEARLY = 0.95
-"""Of what the best replica has of a prompt, what others must have to be as good."""
+_NEARLY_ALL = 0.95
+"""Share of the longest cached prefix that a replica must have to count as having it."""
 
-_MOVE = 0.25
-"""What moving a prefix costs at least, as a share of computing it, even if it is cached nowhere."""
+_MIN_MOVE_SHARE = 0.25
+"""Least cost of moving a prefix, as a share of the prefill of the request."""
 
-_WORTH = 0.25
-"""Of what is asked for, what caches must hold for a prefix to come back to one."""
+_MIN_HIT_RATE = 0.25
+"""Hit rate from which an evicted prefix goes back to the replica that had it."""
 
-_MORE = 0.1
-"""By how much a replica's share of decoding has to be above the mean, to be more than chance."""
+_DECODE_MARGIN = 0.1
+"""How far a decode-heavy replica's decode share is above the mean, so that it is not chance."""
 
 
 class E2:
-    """The policy. Has no state of its own: prefixes remember their homes (Node.homes)."""
+    """The E2 policy. It has no state of its own: nodes remember their homes (PrefixNode.homes)."""
 
-    def choose(self, state: State, ask: Ask, now: float) -> tuple[Replica, str]:
-        candidates = list(ask.candidates)
+    def choose(self, state: State, query: RoutingQuery) -> tuple[Replica, str]:
+        candidates = list(query.candidates)
         if len(candidates) == 1:
             return candidates[0], "only"
-        cached = max((ask.matched.get(r.number, 0) for r in candidates), default=0)
-        if ask.length - cached < cached:
-            having, reason = _having(state, ask, candidates, cached)
+        cached = max((query.matched.get(r.number, 0) for r in candidates), default=0)
+        if query.length - cached < cached:
+            holders, reason = _with_prefix(state, query, candidates, cached)
         else:
-            having, reason = _formerly(state, ask, candidates)
-        if not having:
-            return _explore(state, ask, candidates)
-        found = cheapest(state, ask, having)
-        other = _instead(state, ask, found, [r for r in candidates if r not in having])
+            holders, reason = _with_evicted_prefix(state, query, candidates)
+        if not holders:
+            return _explore(state, query, candidates)
+        found = cheapest(state, query, holders)
+        other = _recompute_target(state, query, found, [r for r in candidates if r not in holders])
         return (found, reason) if other is None else (other, "explore")
 
 
-def _having(
-    state: State, ask: Ask, candidates: Sequence[Replica], cached: int
+def _with_prefix(
+    state: State, query: RoutingQuery, candidates: Sequence[Replica], cached: int
 ) -> tuple[list[Replica], str]:
-    """Where what is cached of the request is, or where its key was moved to.
+    """The replicas that have the cached prefix of the request, or the homes of its key, and why.
 
-    That is all of it and not just the key, unlike in the paper: where prefixes are nested (the
-    examples, then the problem), the key is everywhere, and what comes after it would be as well.
+    Unlike in the paper, they must have the whole cached prefix and not just the key: with nested
+    prefixes (examples, then a problem) every replica has the key, and so the part after it would be
+    spread over all replicas as well.
     """
-    key = ask.key(cached)
-    assert key is not None, "the first node is longer than nothing"
-    least = _NEARLY * cached
-    having = [r for r in candidates if ask.matched.get(r.number, 0) >= least]
-    parked = [replica for replica in having if replica.number == ask.parked]
+    key = query.key(cached)
+    assert key is not None, "the first node always qualifies"
+    least = _NEARLY_ALL * cached
+    holders = [r for r in candidates if query.matched.get(r.number, 0) >= least]
+    parked = [replica for replica in holders if replica.number == query.parked]
     if parked:
         return parked, "parked"
-    homes, reason = _homes(state, key, candidates)
-    return (homes, reason) if homes else (having, "exploit")
+    homes, reason = _assigned_replicas(state, key, candidates)
+    return (homes, reason) if homes else (holders, "exploit")
 
 
-def _formerly(state: State, ask: Ask, candidates: Sequence[Replica]) -> tuple[list[Replica], str]:
-    """Where a prefix that was evicted went within the window, and where most of it is left.
+def _with_evicted_prefix(
+    state: State, query: RoutingQuery, candidates: Sequence[Replica]
+) -> tuple[list[Replica], str]:
+    """The replicas that an evicted prefix went to within the window, and those that have most of
+    the rest of it.
 
-    Computing it takes as long elsewhere, but what is known of caches is behind by what waits: if
-    prefixes moved whenever they seem to be gone, they would be in several caches at once, and all
-    of these would hold less. Not where caches hold so little of what is asked for that it would be
-    gone again the next time.
+    Computing it takes as long elsewhere. But the forest runs ahead of the caches, because requests
+    wait there: if prefixes moved whenever they seem evicted, several caches would hold copies, and
+    each would hold fewer prefixes. With a low hit rate it would be evicted again anyway, so then
+    there are none.
     """
-    known = ask.path.end
-    if ask.length - known >= known or state.hits < _WORTH:
+    known = query.path.end
+    if query.length - known >= known or state.hit_rate < _MIN_HIT_RATE:
         return [], ""
-    key = ask.key(known)
-    assert key is not None, "more than nothing is known"
-    homes, reason = _homes(state, key, candidates)
+    key = query.key(known)
+    assert key is not None, "the first node always qualifies"
+    homes, reason = _assigned_replicas(state, key, candidates)
     if homes:
         return homes, reason
     where = {
         number
-        for node in ask.path.nodes
-        if min(node.end, known) >= _NEARLY * known
-        for number in node.asked
+        for node in query.path.nodes
+        if min(node.end, known) >= _NEARLY_ALL * known
+        for number in node.requests
     }
-    most = max(ask.matched.values(), default=0)
-    where |= {number for number, tokens in ask.matched.items() if tokens >= _NEARLY * most}
+    most = max(query.matched.values(), default=0)
+    where |= {number for number, tokens in query.matched.items() if tokens >= _NEARLY_ALL * most}
     return [replica for replica in candidates if replica.number in where], "again"
 
 
-def _homes(
+def _assigned_replicas(
     state: State, key: PrefixNode, candidates: Sequence[Replica]
 ) -> tuple[list[Replica], str]:
-    """Where a prefix was moved to; none if it was not."""
+    """The homes of a prefix among the candidates; none if it has not been moved."""
     homes = [replica for replica in candidates if replica.number in (key.homes or ())]
     return homes, "planned" if state.settings.plan == "on" else "moved"
 
 
-def _instead(state: State, ask: Ask, found: Replica, others: Sequence[Replica]) -> Replica | None:
-    """Who computes the prefix again, and what makes room for it, sooner than `found` comes to the
-    request; None if no replica does."""
+def _recompute_target(
+    state: State, query: RoutingQuery, found: Replica, others: Sequence[Replica]
+) -> Replica | None:
+    """The least loaded other replica, if waiting at `found` takes `patience` times as long as
+    recomputing the prefix there, and what is evicted for it; else None."""
     if not others:
         return None
-    lightest = min(others, key=lambda replica: state.open_s(replica, ask.service_class))
-    wait_s = state.open_s(found, ask.service_class) - state.open_s(lightest, ask.service_class)
-    # Below 0 where a prefix has moved and is not there yet: the first request has to wait as well.
-    again_s = abs(ask.prefill_s(lightest) - ask.prefill_s(found))
-    again_s = max(again_s, _MOVE * ask.prefill_s(lightest))
+    lightest = min(others, key=lambda replica: state.open_s(replica, query.service_class))
+    wait_s = state.open_s(found, query.service_class) - state.open_s(lightest, query.service_class)
+    # The difference is negative right after a move, when the prefix is not at its new home yet:
+    # then that home has to compute it.
+    recompute_s = abs(query.prefill_s(lightest) - query.prefill_s(found))
+    recompute_s = max(recompute_s, _MIN_MOVE_SHARE * query.prefill_s(lightest))
     patience = state.settings.patience
-    if wait_s <= patience * again_s:
+    if wait_s <= patience * recompute_s:
         return None
-    again_s += evicted_s(state, ask, lightest)
-    return lightest if wait_s > patience * again_s else None
+    recompute_s += evicted_s(state, query, lightest)
+    return lightest if wait_s > patience * recompute_s else None
 
 
-def _explore(state: State, ask: Ask, candidates: list[Replica]) -> tuple[Replica, str]:
-    """Prompts are limited by arithmetic and answers by memory: each fits in beside the other.
-
-    Not where that costs more by as much as the prompt takes.
-    """
-    found = cheapest(state, ask, candidates)
-    decoding = _decoding(state, candidates) if state.settings.decode_aware else []
-    if decoding and found not in decoding:
-        other = cheapest(state, ask, decoding)
-        more_s = cost_of(state, ask, other).total_s - cost_of(state, ask, found).total_s
-        if more_s <= ask.prefill_s(other):
+def _explore(state: State, query: RoutingQuery, candidates: list[Replica]) -> tuple[Replica, str]:
+    """The cheapest replica, or a decode-heavy one: prefill is bound by compute and decoding by
+    memory, so they run well together. The extra cost must not exceed the prefill itself."""
+    found = cheapest(state, query, candidates)
+    decode_heavy = _decode_heavy(state, candidates) if state.settings.decode_aware else []
+    if decode_heavy and found not in decode_heavy:
+        other = cheapest(state, query, decode_heavy)
+        more_s = cost_of(state, query, other).total_s - cost_of(state, query, found).total_s
+        if more_s <= query.prefill_s(other):
             return other, "decode"
     return found, "explore"
 
 
-def _decoding(state: State, candidates: Sequence[Replica]) -> list[Replica]:
+def _decode_heavy(state: State, candidates: Sequence[Replica]) -> list[Replica]:
     """Where answers take more of the time than they should, and than they do on average, unless
     these have been given much more than others."""
     settings = state.settings
-    shares = [replica.window.decode_share for replica in candidates]
-    share = max(settings.decode_share, sum(shares) / len(shares) + _MORE)
+    shares = [replica.window_work.decode_share for replica in candidates]
+    share = max(settings.decode_share, sum(shares) / len(shares) + _DECODE_MARGIN)
     if max(shares) <= share:
         return []
-    limit_s = settings.balance * min(map(state.given_s, candidates))
+    limit_s = settings.balance * min(map(state.assigned_s, candidates))
     return [
         replica
         for replica in candidates
-        if replica.window.decode_share > share and state.given_s(replica) <= limit_s
+        if replica.window_work.decode_share > share and state.assigned_s(replica) <= limit_s
     ]
 
 
-# ---- Policies that E2 is compared with.
+# ---- Baselines.
 
 
 class RoundRobin:
-    """One after the other."""
+    """Each request goes to the next replica."""
 
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, state: State, ask: Ask, now: float) -> tuple[Replica, str]:
-        later = [replica for replica in ask.candidates if replica.number > self._last]
-        found = min(later or ask.candidates, key=_number)
+    def choose(self, state: State, query: RoutingQuery) -> tuple[Replica, str]:
+        later = [replica for replica in query.candidates if replica.number > self._last]
+        found = min(later or query.candidates, key=attrgetter("number"))
         self._last = found.number
         return found, "turn"
 
 
 class LeastLoaded:
-    """Where there is least to do; of equal ones, where there was least to do lately."""
+    """The replica with the least open work; of equal ones, the least loaded within the window."""
 
-    def choose(self, state: State, ask: Ask, now: float) -> tuple[Replica, str]:
-        service_class = ask.service_class
+    def choose(self, state: State, query: RoutingQuery) -> tuple[Replica, str]:
+        service_class = query.service_class
 
         def load(replica: Replica) -> tuple[float, float]:
             return state.open_s(replica, service_class), state.load_s(replica, service_class)
 
-        return min(ask.candidates, key=load), "least"
+        return min(query.candidates, key=load), "least"
 
 
 class OraclePartition:
-    """Every prefix has its replica, chosen with knowledge of all requests beforehand.
+    """Static partition of the prefixes, made with knowledge of all requests beforehand.
 
-    part_of: request -> number of its part; part p goes to the candidate p modulo their number.
+    part_of: request -> number of its part p; it goes to candidate p % number of candidates.
     """
 
     def __init__(self, part_of: Callable[[EngineRequest], int]) -> None:
         self._part_of = part_of
 
-    def choose(self, state: State, ask: Ask, now: float) -> tuple[Replica, str]:
-        candidates = sorted(ask.candidates, key=_number)
-        return candidates[self._part_of(ask.request) % len(candidates)], "oracle"
+    def choose(self, state: State, query: RoutingQuery) -> tuple[Replica, str]:
+        candidates = sorted(query.candidates, key=attrgetter("number"))
+        return candidates[self._part_of(query.request) % len(candidates)], "oracle"
 
 
-def _number(replica: Replica) -> int:
-    return replica.number
-
-
-# ---- Task groups: requests that a later one waits for all of, placed as one (Parrot's Algorithm
-# 1).
+# ---- Task groups: requests whose results one later call needs together (Parrot's Algorithm 1).
 #
-# [ common prefix ][ document 1 ]          one replica computes the prefix once; more than one
-# [ common prefix ][ document 2 ]          only if all would be done sooner, each then with
-# [ common prefix ][ document 3 ]          those that go on alike
+# [ common prefix ][ document 1 ]     One replica computes the common prefix once. A group is split
+# [ common prefix ][ document 2 ]     over more replicas only if all of it is done sooner that way;
+# [ common prefix ][ document 3 ]     members whose prompts continue alike then stay together.
 
 
-_ROOM = 0.75
-"""Of a replica's KV cache, what one group should need at most."""
+_MAX_KV_SHARE = 0.75
+"""Share of a replica's KV cache that one task group should need at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class AskGroup:
-    """common: tokens that all of them begin with."""
+class QueryGroup:
+    """common: length of the prefix that all members have, in tokens."""
 
-    asks: Sequence[Ask]
+    queries: Sequence[RoutingQuery]
     common: int
 
     def work_s(self, replica: Replica) -> float:
-        """Of what the members do not have in common."""
-        return sum(_own_s(ask, self.common, replica) for ask in self.asks)
+        """Seconds of the members' work without their common prefix."""
+        return sum(_own_s(query, self.common, replica) for query in self.queries)
 
     def tokens(self, replica: Replica) -> float:
-        """Of KV, all at once."""
+        """KV tokens of all members together."""
         own = sum(
-            ask.length - self.common + replica.expected_output(ask.request) for ask in self.asks
+            query.length - self.common + replica.expected_output(query.request)
+            for query in self.queries
         )
         return self.common + own
 
 
-def place_group(state: State, asks: Sequence[Ask], common: int) -> dict[str, Replica]:
-    """request id -> where it goes. All of them have the same candidates."""
-    group = AskGroup(asks, common)
-    service_class = asks[0].service_class
+def place_group(state: State, queries: Sequence[RoutingQuery], common: int) -> dict[str, Replica]:
+    """request id -> its replica. All members have the same candidates."""
+    group = QueryGroup(queries, common)
+    service_class = queries[0].service_class
     begin_s = {
         replica: state.open_s(replica, service_class) + _common_s(group, replica)
-        for replica in asks[0].candidates
+        for replica in queries[0].candidates
     }
     order = sorted(begin_s, key=begin_s.__getitem__)
-    chosen = order[: _parts(group, order, begin_s)]
-    return _share_out(group, chosen)
+    chosen = order[: _num_replicas(group, order, begin_s)]
+    return _assign_members(group, chosen)
 
 
-def _parts(group: AskGroup, order: Sequence[Replica], begin_s: dict[Replica, float]) -> int:
-    """On how many replicas, the one that can begin first coming first.
+def _num_replicas(
+    group: QueryGroup, order: Sequence[Replica], begin_s: dict[Replica, float]
+) -> int:
+    """How many replicas a group is split over. order: the replica that can start soonest first.
 
-    One more if the group does not fit, or is done sooner by more than that one has to compute of
-    what they have in common, which it then cannot do for others.
+    One more replica is added if the group does not fit, or if it finishes sooner by more than the
+    replica needs to compute the common prefix, as that time is lost to other requests.
     """
     best, best_s = 0, 0.0
-    for parts in range(1, min(len(order), len(group.asks)) + 1):
-        last = order[parts - 1]
-        done_s = begin_s[last] + group.work_s(last) / parts
-        own = (group.tokens(last) - group.common) / parts
-        fits = group.common + own <= _ROOM * last.facts.capacity_tokens
+    for count in range(1, min(len(order), len(group.queries)) + 1):
+        last = order[count - 1]
+        done_s = begin_s[last] + group.work_s(last) / count
+        own = (group.tokens(last) - group.common) / count
+        fits = group.common + own <= _MAX_KV_SHARE * last.facts.capacity_tokens
         if best and fits and best_s - done_s <= _common_s(group, last):
             break
-        best, best_s = parts, done_s
+        best, best_s = count, done_s
     return best
 
 
-def _share_out(group: AskGroup, replicas: Sequence[Replica]) -> dict[str, Replica]:
-    """Members that go on alike together, and about as much work for each replica."""
-    asks = sorted(group.asks, key=_tokens)
+def _assign_members(group: QueryGroup, replicas: Sequence[Replica]) -> dict[str, Replica]:
+    """Split the members, sorted by tokens, into runs of about equal work, one per replica."""
+    queries = sorted(group.queries, key=_token_bytes)
     each_s = group.work_s(replicas[0]) / len(replicas)
     found, done_s = {}, 0.0
-    for ask in asks:
-        own_s = _own_s(ask, group.common, replicas[0])
+    for query in queries:
+        own_s = _own_s(query, group.common, replicas[0])
         middle_s = done_s + own_s / 2
-        part = min(int(middle_s / each_s) if each_s > 0.0 else 0, len(replicas) - 1)
-        found[ask.request.request_id] = replicas[part]
+        index = min(int(middle_s / each_s) if each_s > 0.0 else 0, len(replicas) - 1)
+        found[query.request.request_id] = replicas[index]
         done_s += own_s
     return found
 
 
-def _tokens(ask: Ask) -> list[bytes]:
-    return [data for _, data in ask.pieces]
+def _token_bytes(query: RoutingQuery) -> list[bytes]:
+    return [data for _, data in query.pieces]
 
 
-def _common_s(group: AskGroup, replica: Replica) -> float:
-    """To compute what of the common prefix is not there."""
-    there = min(max(ask.matched.get(replica.number, 0) for ask in group.asks), group.common)
-    return replica.prefill_s(group.common - there, there)
+def _common_s(group: QueryGroup, replica: Replica) -> float:
+    """Seconds to compute the part of the common prefix that is not cached."""
+    cached = min(max(query.matched.get(replica.number, 0) for query in group.queries), group.common)
+    return replica.prefill_s(group.common - cached, cached)
 
 
-def _own_s(ask: Ask, common: int, replica: Replica) -> float:
-    there = max(ask.matched.get(replica.number, 0), common)
-    answer_s = replica.decode_s(replica.expected_output(ask.request), ask.length)
-    return replica.prefill_s(max(ask.length - there, 0), there) + answer_s
+def _own_s(query: RoutingQuery, common: int, replica: Replica) -> float:
+    cached = max(query.matched.get(replica.number, 0), common)
+    answer_s = replica.decode_s(replica.expected_output(query.request), query.length)
+    return replica.prefill_s(max(query.length - cached, 0), cached) + answer_s

@@ -1,11 +1,11 @@
-"""All that is known of the replicas, and the one place where it changes. Pure: no time, no tasks.
+"""Routes requests, and is the only place that changes the router's state. Pure: no clock, no tasks.
 
-    route(requests) -> decisions -> begun -> ended        a request
-    take(report)                                          what replicas say of their caches
+    route(requests) -> on_first_token -> on_finished      the life of a request
+    apply_report(report)                                  what a replica has cached
     add, remove, set_draining                             which replicas there are
 
-A prompt counts as cached where it was sent at once, before it has been computed there: the next
-requests of the same prefix, which come meanwhile, find it there when their turn comes.
+The fleet counts a prompt as cached on its replica from the moment of routing, before the replica
+has computed it: requests with the same prefix that arrive meanwhile will find it there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from bros.router.e2 import E2, Cost, LeastLoaded, OraclePartition, RoundRobin, c
 from bros.router.forest import Forest, PrefixNode, ReplicaCache
 from bros.router.state import (
     ROUTERS,
-    Ask,
     Decision,
     Ledger,
     Origin,
@@ -31,23 +30,24 @@ from bros.router.state import (
     ReplicaWork,
     RouterSettings,
     RoutingPolicy,
+    RoutingQuery,
     State,
-    Waits,
+    TtftHistory,
 )
 
-# ---- What replicas say of their caches, in the forest.
+# ---- Applies the reports of replicas to the forest.
 #
 #     path of request r    [ node a ][ node b ][ node c ]
-#     (r, all)               there     there     there
-#     (r, a + half of b)     there     half      gone         nodes after what is kept are gone too
+#     (r, all)               cached    cached    cached
+#     (r, a + half of b)     cached    half      evicted
 #
-# A report says how things are and not what has changed, and of each request the latest one counts:
-# repeated ones and old ones change nothing. One that is lost leaves the forest wrong until the next
-# digest, which is everything that the replica has.
+# A report is state and not change, and the latest one about a request counts, so a repeated or old
+# report changes nothing. If a report is lost, the forest is wrong until the next digest, a full
+# report that lists everything that the replica has cached.
 
 
-def take_report(forest: Forest, replica: Replica, report: EngineReport) -> None:
-    """Have the forest say what a replica says."""
+def update_forest(forest: Forest, replica: Replica, report: EngineReport) -> None:
+    """Apply a report of a replica to the forest."""
     if report.version > replica.version:
         replica.version = report.version
         replica.running, replica.slowdown = report.running, report.slowdown
@@ -55,20 +55,22 @@ def take_report(forest: Forest, replica: Replica, report: EngineReport) -> None:
         return
     if report.full:
         replica.digest_version = report.version
-        _take_digest(forest, replica, report)
+        _apply_digest(forest, replica, report)
         return
     for request_id, kept in report.kept:
         origin = replica.origins.get(request_id)
         if origin is not None and origin.version < report.version:
             origin.version = report.version
-            _keep(forest, replica, request_id, origin, kept)
+            _apply_kept(forest, replica, request_id, origin, kept)
 
 
-def _keep(forest: Forest, replica: Replica, request_id: str, origin: Origin, kept: int) -> None:
-    """Of a request's path, so many tokens are there."""
+def _apply_kept(
+    forest: Forest, replica: Replica, request_id: str, origin: Origin, kept: int
+) -> None:
+    """Mark the first `kept` tokens of a request's path as cached, and the rest as evicted."""
     work = replica.works.get(request_id)
-    if work is not None and not work.begun:
-        return  # what it is going to compute counts as there
+    if work is not None and not work.prefilled:
+        return  # its whole prompt counts as cached already
     if kept:
         origin.leaf = forest.revive(origin.leaf)
     leaf = node = origin.leaf
@@ -76,62 +78,67 @@ def _keep(forest: Forest, replica: Replica, request_id: str, origin: Origin, kep
     while node.parent is not None:
         parent, tokens = node.parent, min(kept, node.end) - node.start
         if tokens > 0 and node.cached.get(number) == tokens == node.end - node.start:
-            break  # and all before it
+            break  # then so are its ancestors
         if node.alive:
-            forest.mark(node, number, max(tokens, 0))
+            forest.set_cached(node, number, max(tokens, 0))
         if tokens <= 0 and work is None:
             origin.leaf = parent
         node = parent
     forest.prune(leaf)
 
 
-def _take_digest(forest: Forest, replica: Replica, report: EngineReport) -> None:
-    """What it names is there, and what requests that run have or are going to have."""
+def _apply_digest(forest: Forest, replica: Replica, report: EngineReport) -> None:
+    """Mark as cached what a digest lists and what open requests have or will compute, and
+    everything else as evicted."""
     number, origins = replica.number, replica.origins
     named = {request_id: kept for request_id, kept in report.kept if request_id in origins}
     for request_id in named:
         origin = origins[request_id]
         origin.version = report.version
-        origin.leaf = forest.revive(origin.leaf)  # which may split nodes: before any is looked at
+        # For all of them first: reviving may split nodes, which invalidates `cached` below.
+        origin.leaf = forest.revive(origin.leaf)
         origins.move_to_end(request_id)
-    there: dict[PrefixNode, int] = {}
+    cached: dict[PrefixNode, int] = {}
     for request_id, kept in named.items():
-        _collect(origins[request_id].leaf, kept, there)
+        _collect(origins[request_id].leaf, kept, cached)
     for work in replica.works.values():
-        _collect(work.leaf, work.leaf.end, there)
+        _collect(work.leaf, work.leaf.end, cached)
     for request_id in [
         other for other in origins if not (other in named or other in replica.works)
     ]:
         del origins[request_id]
-    for node, tokens in there.items():
+    for node, tokens in cached.items():
         if node.cached.get(number) != tokens:
-            forest.mark(node, number, tokens)
-    for node in [node for node in forest.caches[number].nodes if node not in there]:
-        forest.mark(node, number, 0)
+            forest.set_cached(node, number, tokens)
+    for node in [node for node in forest.caches[number].nodes if node not in cached]:
+        forest.set_cached(node, number, 0)
     for request_id in named:
         forest.prune(origins[request_id].leaf)
 
 
-def _collect(leaf: PrefixNode, kept: int, there: dict[PrefixNode, int]) -> None:
-    """Note of a path what is kept."""
+def _collect(leaf: PrefixNode, kept: int, cached: dict[PrefixNode, int]) -> None:
+    """Add the first `kept` tokens of a path to `cached`."""
     node = leaf
     while node.parent is not None:
         tokens = min(kept, node.end) - node.start
         if tokens > 0:
-            if there.get(node) == node.end - node.start:
+            if cached.get(node) == node.end - node.start:
                 return
-            there[node] = max(there.get(node, 0), tokens)
+            cached[node] = max(cached.get(node, 0), tokens)
         node = node.parent
 
 
-_MANY_PARKED = 100_000
+# ---- The fleet.
+
+
+_MAX_PARKED = 100_000
+"""Programs whose parked replica is remembered."""
 
 
 class Fleet:
-    """Times are seconds of one clock that never goes back.
+    """The router's decisions. All times are seconds of one monotonic clock.
 
-    policy, state: for those who look. balances: whether prefixes are moved and replicated, or
-    placed by a plan.
+    policy, state: read-only for callers.
     """
 
     def __init__(
@@ -142,6 +149,7 @@ class Fleet:
         *,
         balances: bool = True,
     ) -> None:
+        """balances: move and replicate prefixes, and place task groups as one (E2)."""
         self.policy = policy
         self._block_size = block_size
         self.state = State(settings, Forest(block_size, settings.max_tokens))
@@ -154,7 +162,7 @@ class Fleet:
 
     @property
     def replicas(self) -> Mapping[int, Replica]:
-        """By their numbers."""
+        """number -> replica."""
         return self.state.replicas
 
     @property
@@ -163,21 +171,23 @@ class Fleet:
 
     @property
     def plan_report(self) -> PlanReport | None:
-        """None if nothing is planned."""
+        """None if planning is off."""
         if self._planner is None:
             return None
         return self._planner.report(max(1, len(self.state.replicas)))
 
     def add(self, facts: ReplicaFacts, now: float) -> int:
-        """One more replica, with an empty cache; its number, which is never used again."""
+        """Add a replica with an empty cache; return its number, which is never reused."""
         number, self._next = self._next, self._next + 1
-        self.state.replicas[number] = Replica(number, facts, Waits(self.state.settings.window_s))
+        self.state.replicas[number] = Replica(
+            number, facts, TtftHistory(self.state.settings.window_s)
+        )
         self.state.forest.caches[number] = ReplicaCache()
         self._size_forest()
         return number
 
     def remove(self, replica: int) -> list[str]:
-        """A replica is lost, with all that it had; the ids of requests that were open there."""
+        """Remove a replica and its cache; return the ids of the requests that were open there."""
         lost = dict(self.state.replicas[replica].works)
         for request_id, work in lost.items():
             self._ledger.close(request_id)
@@ -191,15 +201,15 @@ class Fleet:
         return list(lost)
 
     def set_draining(self, replica: int, draining: bool) -> None:
-        """Nothing new goes there, or it does again."""
+        """Stop routing requests to a replica, or resume it."""
         self.state.replicas[replica].draining = draining
 
     def route(
         self, requests: Sequence[EngineRequest], now: float, avoid: frozenset[int] = frozenset()
     ) -> list[Decision]:
-        """Where requests that have come at once go, one decision each, in their order.
+        """Route requests that arrived together; one decision each, in their order.
 
-        avoid: replicas that have just refused them. Raises EngineDeadError if there is no replica.
+        avoid: replicas that have just refused them. Raises EngineDeadError if no replica is left.
         """
         candidates = [
             replica
@@ -214,7 +224,7 @@ class Fleet:
         if self._balances and (self._planner is None or not self._planner.applies):
             self._balancer.run(self.state, now)
         placed: dict[str, Decision] = {}
-        for group in _groups(requests) if self._balances else ():
+        for group in _task_groups(requests) if self._balances else ():
             placed.update(self._route_group(group, candidates, now))
         return [
             placed.get(request.request_id) or self._route_one(request, candidates, now)
@@ -222,63 +232,69 @@ class Fleet:
         ]
 
     def costs(self, request: EngineRequest, now: float) -> dict[int, Cost]:
-        """What it would cost on each replica, for reports."""
+        """replica -> cost of a request there. It does not route the request."""
         self._ledger.expire(now)
-        ask = self._ask(request, list(self.state.replicas.values()), now)
-        return {replica.number: cost_of(self.state, ask, replica) for replica in ask.candidates}
+        query = self._query(request, list(self.state.replicas.values()), now)
+        return {replica.number: cost_of(self.state, query, replica) for replica in query.candidates}
 
-    def begun(self, request_id: str, cached_tokens: int, now: float) -> None:
-        """Its first token has come: its prompt is cached where it runs."""
+    def on_first_token(self, request_id: str, now: float) -> None:
+        """A request has its first token, so its prompt is cached on its replica."""
         work = self._ledger.works.get(request_id)
-        if work is None or work.begun:
+        if work is None or work.prefilled:
             return
-        self.state.replicas[work.replica].waits.add(now, now - work.time_s)
-        self._ledger.begin(work)
+        self.state.replicas[work.replica].ttft_history.add(now, now - work.time_s)
+        self._ledger.mark_prefilled(work)
         if work.leaf.alive:
-            self.state.forest.use(work.leaf, work.replica)
+            self.state.forest.mark_used(work.leaf, work.replica)
 
-    def promoted(self, request_id: str) -> None:
-        """It is real-time from now on. Unknown ids are ignored."""
+    def on_promoted(self, request_id: str) -> None:
+        """A request is real-time from now on. Unknown ids are ignored."""
         work = self._ledger.works.get(request_id)
         if work is not None:
             self._ledger.promote(work)
 
-    def ended(
+    def on_finished(
         self, request_id: str, output_ids: Sequence[int], now: float, *, cached: bool = True
     ) -> None:
-        """It is over. cached: prompt and answer stay where it ran, if it had begun; they do
-        anyway if it was aborted later, but no later request needs them."""
+        """A request has ended. Unknown ids are ignored.
+
+        cached: it ran to its end, so prompt and output are cached. They are as well if it was
+        aborted after its first token, but then its program does not come back to them.
+        """
         work = self._ledger.works.get(request_id)
         if work is None:
             return
         replica, request = self.state.replicas[work.replica], work.request
-        assert request is not None, "it is open"
+        assert request is not None, "the request is open"
         self._ledger.close(request_id)
-        if cached or work.begun:
+        if cached or work.prefilled:
             context = len(request.prompt_token_ids)
             decode_s = replica.decode_s(len(output_ids), context)
             self._ledger.settle(work, work.prefill_s, decode_s)
             if not request.prefill_only:
                 replica.learn_output(request.resumed + len(output_ids))
-            self._extend(request, work.leaf, output_ids, replica)
+            self._insert_output(request, work.leaf, output_ids, replica)
         else:
             self._ledger.settle(work, 0.0, 0.0)
-            self._take_back(work)
+            self._uncache(work)
         if cached:
             self._park(request, work.replica, now)
         self.state.forest.prune(work.leaf)
 
-    def take(self, replica: int, report: EngineReport, now: float) -> None:
-        """What a replica says. In any order, twice, or not at all: a digest puts it right."""
+    def apply_report(self, replica: int, report: EngineReport, now: float) -> None:
+        """Update the forest from a report of a replica. Reports may come in any order, twice or not
+        at all: the next digest corrects the forest."""
         if replica in self.state.replicas:
-            take_report(self.state.forest, self.state.replicas[replica], report)
+            update_forest(self.state.forest, self.state.replicas[replica], report)
 
-    def _ask(self, request: EngineRequest, candidates: Sequence[Replica], now: float) -> Ask:
+    def _query(
+        self, request: EngineRequest, candidates: Sequence[Replica], now: float
+    ) -> RoutingQuery:
         forest = self.state.forest
         pieces = forest.pieces(request)
         path = forest.walk(request.cache_salt, pieces)
         parked = self._parked.get(request.hints.program) if request.hints.program else None
-        return Ask(
+        return RoutingQuery(
             request=request,
             pieces=pieces,
             path=path,
@@ -291,31 +307,31 @@ class Fleet:
     def _route_one(
         self, request: EngineRequest, candidates: Sequence[Replica], now: float
     ) -> Decision:
-        ask = self._ask(request, candidates, now)
-        replica, reason = self.policy.choose(self.state, ask, now)
-        return self._commit(ask, replica, reason, now)
+        query = self._query(request, candidates, now)
+        replica, reason = self.policy.choose(self.state, query)
+        return self._commit(query, replica, reason, now)
 
     def _route_group(
         self, requests: Sequence[EngineRequest], candidates: Sequence[Replica], now: float
     ) -> dict[str, Decision]:
-        asks = [self._ask(request, candidates, now) for request in requests]
+        queries = [self._query(request, candidates, now) for request in requests]
         places = place_group(
-            self.state, asks, self.state.forest.common([ask.pieces for ask in asks])
+            self.state, queries, self.state.forest.common([query.pieces for query in queries])
         )
         found = {}
         for request in requests:
-            ask = self._ask(request, candidates, now)  # those before it have changed the forest
+            query = self._query(request, candidates, now)  # earlier members changed the forest
             replica = places[request.request_id]
-            found[request.request_id] = self._commit(ask, replica, "group", now)
+            found[request.request_id] = self._commit(query, replica, "group", now)
         return found
 
-    def _commit(self, ask: Ask, replica: Replica, reason: str, now: float) -> Decision:
-        """It goes there: from now on it is part of the load, and its prompt of the cache."""
-        state, request, number = self.state, ask.request, replica.number
-        matched = ask.matched.get(number, 0)
-        leaf = state.forest.insert(request.cache_salt, ask.pieces, ask.path)
-        # Only now: the node that it shares with others may have been split just before.
-        key = ask.key(max(ask.matched.values(), default=0))
+    def _commit(self, query: RoutingQuery, replica: Replica, reason: str, now: float) -> Decision:
+        """Count a routed request in the load of its replica, and its prompt in the cache there."""
+        state, request, number = self.state, query.request, replica.number
+        matched = query.matched.get(number, 0)
+        leaf = state.forest.insert(request.cache_salt, query.pieces, query.path)
+        # After the insertion, which may split the node that the request shares with others.
+        key = query.key(max(query.matched.values(), default=0))
         work = ReplicaWork(
             request=request,
             service_class=request.service_class,
@@ -324,23 +340,23 @@ class Fleet:
             key=key,
             time_s=now,
             matched=matched,
-            prefill_s=replica.prefill_s(ask.length - matched, matched),
-            decode_s=replica.decode_s(replica.expected_output(request), ask.length),
+            prefill_s=replica.prefill_s(query.length - matched, matched),
+            decode_s=replica.decode_s(replica.expected_output(request), query.length),
         )
         self._ledger.open(request.request_id, work)
-        self._remember(request.request_id, leaf, replica)
-        state.forest.use(leaf, number)
-        state.forest.make_room(number, replica.facts.capacity_tokens)
+        self._record_origin(request.request_id, leaf, replica)
+        state.forest.mark_used(leaf, number)
+        state.forest.evict(number, replica.facts.capacity_tokens)
         state.forest.shrink()
         if self._planner is not None:
-            self._planner.note(state, work, ask.length)
+            self._planner.record(state, work, query.length)
         return Decision(
             request_id=request.request_id, replica=number, matched=matched, reason=reason
         )
 
-    def _remember(self, request_id: str, leaf: PrefixNode, replica: Replica) -> None:
-        """What it will be the first to compute is told under its name. Of each that matters at
-        least a block is cached, which bounds how many there can be."""
+    def _record_origin(self, request_id: str, leaf: PrefixNode, replica: Replica) -> None:
+        """Remember a request, as reports name blocks by the request that computed them first. Each
+        origin that matters has a cached block, which bounds how many are kept."""
         replica.origins[request_id] = Origin(leaf)
         most = replica.facts.capacity_tokens // self._block_size + len(replica.works)
         for other in list(islice(replica.origins, max(0, len(replica.origins) - most))):
@@ -349,10 +365,10 @@ class Fleet:
             else:
                 del replica.origins[other]
 
-    def _extend(
+    def _insert_output(
         self, request: EngineRequest, leaf: PrefixNode, output_ids: Sequence[int], replica: Replica
     ) -> None:
-        """The answer is cached as well."""
+        """Add the output of a request to the forest, and mark its whole path as cached."""
         forest = self.state.forest
         if len(request.prompt_token_ids) + len(output_ids) - 1 >= leaf.end + self._block_size:
             after = leaf if leaf.alive and leaf.parent is not None else None
@@ -362,38 +378,39 @@ class Fleet:
             origin = replica.origins.get(request.request_id)
             if origin is not None:
                 origin.leaf = leaf
-        forest.use(leaf, replica.number)
-        forest.make_room(replica.number, replica.facts.capacity_tokens)
+        forest.mark_used(leaf, replica.number)
+        forest.evict(replica.number, replica.facts.capacity_tokens)
 
     def _park(self, request: EngineRequest, replica: int, now: float) -> None:
-        """Its program comes back to it."""
+        """Remember the replica that pins a request's KV for the next call of its program."""
         program, keep_s = request.hints.program, request.hints.keep_s
         if program and keep_s > 0.0:
             self._parked[program] = (replica, now + keep_s)
             self._parked.move_to_end(program)
-            if len(self._parked) > _MANY_PARKED:
+            if len(self._parked) > _MAX_PARKED:
                 self._parked.popitem(last=False)
 
-    def _take_back(self, work: ReplicaWork) -> None:
-        """It was not computed: forget what was not cached before and no other request asked for."""
+    def _uncache(self, work: ReplicaWork) -> None:
+        """Unmark the prompt of a request that was never computed: nodes that were not cached before
+        and that no other request has."""
         node = work.leaf
         while node.parent is not None and node.end > work.matched:
             parent = node.parent
-            if not node.alive or node.active or node.num_asked > 1:
+            if not node.alive or node.active or node.num_requests > 1:
                 return
             if work.replica in node.cached:
                 before = max(0, work.matched - node.start)
-                self.state.forest.mark(node, work.replica, before)
+                self.state.forest.set_cached(node, work.replica, before)
             node = parent
 
     def _size_forest(self) -> None:
-        """It has room for all caches in any case."""
+        """Make the forest at least as large as all caches together."""
         total = sum(replica.facts.capacity_tokens for replica in self.state.replicas.values())
         self.state.forest.max_tokens = max(self.state.settings.max_tokens, total)
 
 
-def _groups(requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]:
-    """Two or more members each."""
+def _task_groups(requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]:
+    """The task groups with two or more members among requests that arrived together."""
     found: dict[tuple[str, int, str], list[EngineRequest]] = {}
     for request in requests:
         hints = request.hints
@@ -402,7 +419,7 @@ def _groups(requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]:
     return [group for group in found.values() if len(group) > 1]
 
 
-# ---- Puts a router together.
+# ---- Builds a fleet.
 
 
 def make_fleet(
@@ -413,7 +430,7 @@ def make_fleet(
 ) -> Fleet:
     """A fleet without replicas. oracle: see OraclePartition, for policy "oracle".
 
-    Raises ConfigError if there is no such policy.
+    policy: one of ROUTERS. Raises ConfigError if it is not.
     """
     settings = settings or RouterSettings()
     return Fleet(_policy(policy, oracle), settings, block_size, balances=policy == "e2")

@@ -1,12 +1,12 @@
-"""Recent prompts as a forest of token sequences, and which replica has what cached (Preble 3.2).
+"""The global prefix forest: recent prompts, and which replica has cached which part (Preble 3.2).
 
-    root -- [ system prompt, 480 tokens ] -- [ question A, 32 ]       asked {0: 2, 1: 1}
+    root -- [ system prompt, 480 tokens ] -- [ question A, 32 ]       requests {0: 2, 1: 1}
                 cached {0: 480, 1: 480}   \\- [ question B, 48 ]       cached {1: 16}
 
-Whole blocks only: replicas share nothing smaller. A node is split where a prompt leaves it, so the
-same requests asked for all of a node. It is removed once no replica has it cached, no request asked
-for it within the window, and no running request has it. There is a root for each salt, and what is
-private from some position on begins a node of its own there.
+Nodes hold whole blocks, because replicas share nothing smaller. A node is split where a prompt
+diverges from it, so all tokens of a node belong to the same requests. The forest removes a node
+once no replica has it cached and no request of the window and no open request has it. Each cache
+salt has its own root. Tokens that are private from a position on start a new node there.
 """
 
 from __future__ import annotations
@@ -19,35 +19,34 @@ from dataclasses import dataclass
 
 from bros.core.request import EngineRequest
 
-_BYTES = 4
-"""Of a token."""
+_TOKEN_BYTES = 4
+"""Size of a token id."""
 
 _PRIVATE = b"\0private:"
-"""Begins the key of a child that only requests with the same private salt have."""
+"""Prefix of the key of a child that only requests with the same private salt share."""
 
-_MOST_PASSED = 64
-"""Nodes in use that are looked at in search of one that is not."""
+_MAX_SKIPPED = 64
+"""Nodes in use that an eviction skips before it gives up."""
 
 Pieces = Sequence[tuple[bytes, bytes]]
-"""(what the key of its first child begins with, tokens): what is for all, and what is not."""
+"""(key prefix of the first node, tokens): the public part of a prompt, then the private one."""
 
 
 class PrefixNode:
-    """A run of whole blocks.
+    """A run of whole blocks: tokens [start, end) of the prompts that have it.
 
-    start: tokens before it.
-    end: tokens up to its end.
-    cached: replica -> how many of its tokens are cached there, at least one.
-    asked: replica -> requests of the window that went there.
-    num_asked: requests of the window.
-    active: running requests that have it.
-    homes: the replicas that it was assigned to; None: all that have it cached.
-    load: replica -> seconds of the window's requests that have it as their key.
+    cached: replica -> how many of its first tokens are cached there, at least one.
+    requests: replica -> requests of the window that went there.
+    num_requests: requests of the window.
+    active: open requests that have it.
+    homes: replicas that it was assigned to; None: all that have it cached.
+    load: replica -> seconds of work of the window's requests that have it as their key.
+    alive: it is in the forest.
     """
 
     __slots__ = (
-        "active", "alive", "asked", "cached", "children", "end", "homes", "key", "load",
-        "num_asked", "parent", "start", "tokens",
+        "active", "alive", "cached", "children", "end", "homes", "key", "load",
+        "num_requests", "parent", "requests", "start", "tokens",
     )  # fmt: skip
 
     def __init__(self, key: bytes, tokens: bytes, parent: PrefixNode | None, start: int) -> None:
@@ -55,11 +54,11 @@ class PrefixNode:
         self.tokens = tokens
         self.parent = parent
         self.start = start
-        self.end = start + len(tokens) // _BYTES
+        self.end = start + len(tokens) // _TOKEN_BYTES
         self.children: dict[bytes, PrefixNode] = {}
         self.cached: dict[int, int] = {}
-        self.asked: dict[int, int] = {}
-        self.num_asked = 0
+        self.requests: dict[int, int] = {}
+        self.num_requests = 0
         self.active = 0
         self.homes: tuple[int, ...] | None = None
         self.load: dict[int, float] = {}
@@ -70,21 +69,21 @@ class PrefixNode:
         return self.end - self.start
 
     @property
-    def unwanted(self) -> bool:
-        """Nobody would miss it."""
-        return not (self.children or self.cached or self.num_asked or self.active)
+    def unused(self) -> bool:
+        """Whether the forest can remove it."""
+        return not (self.children or self.cached or self.num_requests or self.active)
 
     def __repr__(self) -> str:
-        return f"<Node {self.start}:{self.end} cached {self.cached} asked {self.asked}>"
+        return f"<Node {self.start}:{self.end} cached {self.cached} requests {self.requests}>"
 
 
 @dataclass(slots=True)
 class Path:
-    """How far a prompt is known.
+    """The longest prefix of a prompt that is in the forest.
 
-    nodes: from the first one on, of which the last one may go on otherwise.
-    end: tokens that are known.
-    piece, offset: where that is in the pieces, in bytes.
+    nodes: its nodes from the root on, without the root; the prompt may diverge within the last one.
+    end: length of the prefix in tokens.
+    piece, offset: where the prefix ends: index of the piece, and bytes into it.
     """
 
     nodes: list[PrefixNode]
@@ -94,7 +93,7 @@ class Path:
 
 
 class ReplicaCache:
-    """What one replica has. nodes: least recently used first, and each after those below it."""
+    """Nodes that one replica has cached, least recently used first, and children before parents."""
 
     __slots__ = ("nodes", "num_tokens")
 
@@ -106,13 +105,14 @@ class ReplicaCache:
 class Forest:
     """The nodes, and the caches of all replicas.
 
-    block_size: tokens of a block. max_tokens: most that all nodes should have together; beyond it
-    goes what was asked for longest ago, unless it is in use.
+    block_size: in tokens.
+    max_tokens: tokens of all nodes together; `shrink` removes the least recently requested nodes
+        beyond it, unless they are in use.
     """
 
     def __init__(self, block_size: int, max_tokens: int) -> None:
         self._size = block_size
-        self._block = block_size * _BYTES
+        self._block = block_size * _TOKEN_BYTES
         self.max_tokens = max_tokens
         self._roots: dict[str, PrefixNode] = {}
         self._by_age: OrderedDict[PrefixNode, str] = OrderedDict()  # with the salt
@@ -124,27 +124,27 @@ class Forest:
         return len(self._by_age)
 
     def __iter__(self) -> Iterator[PrefixNode]:
-        """All nodes: what was asked for longest ago first."""
+        """All nodes, least recently requested first."""
         return iter(self._by_age)
 
     def pieces(
         self, request: EngineRequest, output_ids: Sequence[int] = (), start: int = 0
     ) -> Pieces:
-        """Whole blocks of prompt and answer from a node's end on, but for the last token: that has
-        to be computed to choose the next one, or is the last one that was chosen. Of a fill
-        nothing is chosen."""
+        """Whole blocks of prompt and output from token `start` on, without the last token: its KV
+        is not reusable, as it has to be computed to sample from, or was just sampled. A
+        prefill-only request samples nothing, so its last token counts."""
         data = _to_bytes(request.prompt_token_ids[start:] if start else request.prompt_token_ids)
         data += _to_bytes(output_ids)
-        whole = (len(data) // _BYTES - (not request.prefill_only)) // self._size * self._block
+        whole = (len(data) // _TOKEN_BYTES - (not request.prefill_only)) // self._size * self._block
         private_from = request.hints.private_from
         if private_from is None or private_from // self._size * self._size < start:
             return ((b"", data[:whole]),)
-        border = min((private_from // self._size * self._size - start) * _BYTES, whole)
+        border = min((private_from // self._size * self._size - start) * _TOKEN_BYTES, whole)
         salt = _PRIVATE + request.hints.private_salt.encode()
         return ((b"", data[:border]), (salt, data[border:whole]))
 
     def walk(self, salt: str, pieces: Pieces, after: PrefixNode | None = None) -> Path:
-        """As far as the forest knows a prompt, or what comes after a node."""
+        """Find the longest known prefix of a prompt, or of the tokens that follow a node."""
         node = after or self._roots.get(salt)
         path = Path([], 0 if node is None else node.end)
         for number, (prefix, data) in enumerate(pieces):
@@ -157,26 +157,26 @@ class Forest:
                 path.nodes.append(node)
                 if not data.startswith(node.tokens, offset):
                     common = self._common(node.tokens, data, offset)
-                    path.offset, path.end = offset + common, node.start + common // _BYTES
+                    path.offset, path.end = offset + common, node.start + common // _TOKEN_BYTES
                     return path
                 offset += len(node.tokens)
                 path.offset, path.end, prefix = offset, node.end, b""
         return path
 
     def common(self, prompts: Sequence[Pieces]) -> int:
-        """Tokens that all of these begin with; private ones do not count."""
+        """Length of the common prefix of prompts in tokens, without their private parts."""
         first, last = min(p[0][1] for p in prompts), max(p[0][1] for p in prompts)
-        return self._common(first, last, 0) // _BYTES
+        return self._common(first, last, 0) // _TOKEN_BYTES
 
     def insert(
         self, salt: str, pieces: Pieces, path: Path, after: PrefixNode | None = None
     ) -> PrefixNode:
-        """The last node of what `walk` has just looked for, which is known from now on. Of a prompt
-        without a block that is a root, or `after`."""
+        """Add the prompt that `walk` has just looked up, and return its last node. For a prompt
+        without a whole block that is a root, or `after`. Completes `path`."""
         if path.nodes and path.end < path.nodes[-1].end:
             rest = path.nodes[-1]
             path.nodes[-1] = self._split(rest, path.end)
-            if rest.unwanted:  # of what was cached nothing was in there
+            if rest.unused:  # all that was cached of the node is in its upper part
                 self._remove(rest)
         node = path.nodes[-1] if path.nodes else after or self._roots.get(salt)
         if node is None:
@@ -198,8 +198,8 @@ class Forest:
         self._touch(node)
         return node
 
-    def mark(self, node: PrefixNode, replica: int, tokens: int) -> None:
-        """A replica has the first so many tokens of a node, or none of it."""
+    def set_cached(self, node: PrefixNode, replica: int, tokens: int) -> None:
+        """Set how many of a node's first tokens a replica has cached; 0 for none."""
         cache = self.caches[replica]
         before = node.cached.get(replica, 0)
         cache.num_tokens += tokens - before
@@ -207,41 +207,41 @@ class Forest:
             node.cached[replica] = tokens
             if not before:
                 cache.nodes[node] = None
-                self._move_up(node, replica)
+                self._touch_cached(node, replica)
         elif before:
             del node.cached[replica]
             del cache.nodes[node]
             self.prune(node)
 
-    def use(self, leaf: PrefixNode, replica: int) -> None:
-        """A replica has all up to a node, and uses it now."""
+    def mark_used(self, leaf: PrefixNode, replica: int) -> None:
+        """A replica has the whole path up to a node cached, and uses it now."""
         cache, node = self.caches[replica], leaf
         while node.parent is not None:
             size = node.end - node.start
             if node.cached.get(replica) != size:
-                self.mark(node, replica, size)
+                self.set_cached(node, replica, size)
             cache.nodes.move_to_end(node)
             node = node.parent
 
     def prune(self, node: PrefixNode) -> None:
-        """Remove a node, and those before it that are not used any more."""
-        while node.parent is not None and node.alive and node.unwanted:
+        """Remove a node if it is unused, and then its unused ancestors."""
+        while node.parent is not None and node.alive and node.unused:
             parent = self._remove(node)
             if parent is None:
                 return
             node = parent
 
     def shrink(self) -> None:
-        """Forget what was asked for longest ago, until no more than max_tokens are left.
+        """Remove the least recently requested nodes until max_tokens are left.
 
-        Not what requests that run have, nor what is before it.
+        Nodes of open requests stay, and so do their ancestors.
         """
-        passed = 0
-        while self.num_tokens > self.max_tokens and passed < _MOST_PASSED:
+        skipped = 0
+        while self.num_tokens > self.max_tokens and skipped < _MAX_SKIPPED:
             node = next(iter(self._by_age))
             if node.children or node.active:
                 self._touch(node)
-                passed += 1
+                skipped += 1
                 continue
             for replica in list(node.cached):
                 self.caches[replica].num_tokens -= node.cached[replica]
@@ -249,28 +249,29 @@ class Forest:
             node.cached.clear()
             self._remove(node)
 
-    def make_room(self, replica: int, capacity_tokens: int) -> None:
-        """No cache has more than its size: what was used longest ago goes, as it will there."""
-        cache, passed = self.caches[replica], 0
-        while cache.num_tokens > capacity_tokens and passed < _MOST_PASSED:
+    def evict(self, replica: int, capacity_tokens: int) -> None:
+        """Evict the least recently used nodes of a cache down to its capacity, as the replica's
+        own cache will."""
+        cache, skipped = self.caches[replica], 0
+        while cache.num_tokens > capacity_tokens and skipped < _MAX_SKIPPED:
             node = next(iter(cache.nodes))
             if node.active:
-                self._move_up(node, replica)
-                passed += 1
+                self._touch_cached(node, replica)
+                skipped += 1
             else:
-                self.mark(node, replica, 0)
+                self.set_cached(node, replica, 0)
 
     def revive(self, leaf: PrefixNode) -> PrefixNode:
-        """The same node, or one that holds the same, if it was forgotten meanwhile."""
-        gone, node = [], leaf
+        """The same node, or a new one with the same path if it has been removed meanwhile."""
+        removed, node = [], leaf
         while not node.alive:
-            gone.append(node)
-            assert node.parent is not None, "roots are never forgotten by those who know them"
+            removed.append(node)
+            assert node.parent is not None, "roots are always alive"
             node = node.parent
-        if not gone:
+        if not removed:
             return leaf
         pieces: list[tuple[bytes, bytes]] = []
-        for lost in reversed(gone):
+        for lost in reversed(removed):
             prefix = lost.key[: -self._block]
             if prefix or not pieces:
                 pieces.append((prefix, b""))
@@ -280,10 +281,10 @@ class Forest:
         return self.insert(salt, pieces, self.walk(salt, pieces, after), after)
 
     def drop_cache(self, replica: int) -> None:
-        """A replica has nothing any more, and is gone."""
+        """Remove a replica and all that it has cached."""
         cache = self.caches[replica]
         for node in list(cache.nodes):
-            self.mark(node, replica, 0)
+            self.set_cached(node, replica, 0)
         for node in self._by_age:
             node.load.pop(replica, None)
             if node.homes is not None and replica in node.homes:
@@ -291,13 +292,13 @@ class Forest:
         del self.caches[replica]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless counts agree with nodes, and these form a forest."""
+        """Raise AssertionError unless counts agree with the nodes, and the nodes form a forest."""
         assert self.num_tokens == sum(node.num_tokens for node in self._by_age)
         for node in self._by_age:
             assert node.alive and node.num_tokens > 0 and node.parent is not None
             assert node.parent.children[node.key] is node and node.start == node.parent.end
-            assert len(node.tokens) == node.num_tokens * _BYTES and not node.unwanted
-            assert node.num_asked == sum(node.asked.values()) >= 0
+            assert len(node.tokens) == node.num_tokens * _TOKEN_BYTES and not node.unused
+            assert node.num_requests == sum(node.requests.values()) >= 0
             assert all(0 < kept <= node.num_tokens for kept in node.cached.values())
             for replica in node.cached:
                 assert node in self.caches[replica].nodes
@@ -310,13 +311,13 @@ class Forest:
             assert cache.num_tokens == sum(node.cached[replica] for node in cache.nodes)
 
     def _touch(self, node: PrefixNode) -> None:
-        """It was asked for now: each node after those below it."""
+        """Move a node and its ancestors to the recent end, children before parents."""
         while node.parent is not None:
             self._by_age.move_to_end(node)
             node = node.parent
 
-    def _move_up(self, node: PrefixNode, replica: int) -> None:
-        """In a cache, each after those below it."""
+    def _touch_cached(self, node: PrefixNode, replica: int) -> None:
+        """The same in the cache of a replica."""
         nodes = self.caches[replica].nodes
         while node.parent is not None:
             if replica in node.cached:
@@ -324,7 +325,7 @@ class Forest:
             node = node.parent
 
     def _remove(self, node: PrefixNode) -> PrefixNode | None:
-        """Take a leaf out; the node before it, None if that is a root."""
+        """Remove a leaf; return its parent, None if that is a root."""
         parent = node.parent
         assert parent is not None
         node.alive = False
@@ -338,13 +339,17 @@ class Forest:
         return None
 
     def _split(self, node: PrefixNode, at: int) -> PrefixNode:
-        """Its part before a position, as a new node. Whoever knows the node knows its end, which
-        stays the same."""
+        """Split off the part before a position as a new parent, and return that. The node itself
+        keeps its end, which is what the holders of a leaf rely on.
+
+            [ start ........ end )   ->   [ start .. at ) - [ at .. end )
+                    node                       new             node
+        """
         parent, size = node.parent, at - node.start
         assert parent is not None
-        cut = size * _BYTES
+        cut = size * _TOKEN_BYTES
         upper = PrefixNode(node.key, node.tokens[:cut], parent, node.start)
-        upper.asked, upper.num_asked = dict(node.asked), node.num_asked
+        upper.requests, upper.num_requests = dict(node.requests), node.num_requests
         upper.active, upper.homes = node.active, node.homes
         parent.children[node.key] = upper
         node.key = node.tokens[cut : cut + self._block]
@@ -355,7 +360,7 @@ class Forest:
             cache = self.caches[replica]
             upper.cached[replica] = min(kept, size)
             cache.nodes[upper] = None
-            self._move_up(upper, replica)
+            self._touch_cached(upper, replica)
             if kept > size:
                 node.cached[replica] = kept - size
             else:
@@ -364,7 +369,7 @@ class Forest:
         return upper
 
     def _common(self, tokens: bytes, data: bytes, offset: int) -> int:
-        """Bytes of the whole blocks with which both begin."""
+        """Length in bytes of the common prefix of `tokens` and data[offset:], in whole blocks."""
         low, high = 0, min(len(tokens), len(data) - offset) // self._block
         while low < high:
             middle = (low + high + 1) // 2
@@ -383,6 +388,6 @@ def _root_of(node: PrefixNode) -> PrefixNode:
 
 
 def _to_bytes(token_ids: Sequence[int]) -> bytes:
-    if isinstance(token_ids, array) and token_ids.itemsize == _BYTES:
+    if isinstance(token_ids, array) and token_ids.itemsize == _TOKEN_BYTES:
         return token_ids.tobytes()
     return struct.pack(f"{len(token_ids)}i", *token_ids)

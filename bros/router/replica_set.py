@@ -1,9 +1,9 @@
-"""The replicas that a router has, and which request is at which of them.
+"""The replicas of a router, and the requests that are open on each.
 
-    add -> DOWN -- it answers --> UP -- it is lost --> DOWN -- give_up --> GONE
+    add -> DOWN -- mark_up --> UP -- mark_down --> DOWN -- mark_gone --> GONE
 
-The fleet is told of all that changes here and nowhere else. A replica that comes up again is a new
-one to it, as nothing is cached there.
+Only this module updates the fleet. The fleet sees a replica that comes up again as a new one,
+because its cache is empty.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ from bros.core.interfaces import (
 )
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.engine.client import OutputStream
-from bros.router.balance import PlanReport
 from bros.router.fleet import Fleet
 from bros.router.state import ReplicaFacts
 
-# ---- Facts and figures of several engines as those of one.
+# ---- Infos and statistics of several engines, combined into those of one.
 
 
-_MOST_QUEUED = 2**31 - 1
+_MAX_QUEUE = 2**31 - 1
 
 _GAUGES = frozenset(
     {
@@ -48,28 +47,28 @@ _GAUGES = frozenset(
         *("running", "waiting", "kv_blocks"),
     }
 )
-"""What ends with an engine; everything else counts on."""
+"""Statistics that end with an engine; all others are counters."""
 
-_NO_SUMS = frozenset({"by_class", "slack", "safety_factor"})
+_NOT_SUMMED = frozenset({"by_class", "slack", "safety_factor"})
 
-_Figures = TypeVar("_Figures", EngineStats, ClassStats)
+_Stats = TypeVar("_Figures", EngineStats, ClassStats)
 
 
 def total_info(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """Of at least one engine. What cannot be added up is that of the first."""
+    """Combine the infos of one engine or more. Fields that cannot be added up are the first's."""
     return dataclasses.replace(
         infos[0],
         max_model_len=min(info.max_model_len for info in infos),
         num_kv_blocks=sum(info.num_kv_blocks for info in infos),
         num_host_kv_blocks=sum(info.num_host_kv_blocks for info in infos),
-        max_queue=min(sum(info.max_queue for info in infos), _MOST_QUEUED),
+        max_queue=min(sum(info.max_queue for info in infos), _MAX_QUEUE),
     )
 
 
 def total_stats(parts: Sequence[EngineStats], before: Sequence[EngineStats] = ()) -> EngineStats:
-    """Sums; of the safety factor the largest.
+    """The sums of all statistics, and the largest safety factor.
 
-    before: counters of engines that are no more (`counters`), so that sums never fall.
+    before: counters of engines that have ended (see `counters`), so that sums never decrease.
     """
     total = _sum(EngineStats(), [*parts, *before])
     by_class = {}
@@ -82,13 +81,13 @@ def total_stats(parts: Sequence[EngineStats], before: Sequence[EngineStats] = ()
 
 
 def counters(stats: EngineStats) -> EngineStats:
-    """The same without what ends with the engine."""
+    """The same statistics with gauges set to 0."""
     by_class = {name: _without_gauges(values) for name, values in stats.by_class.items()}
     return dataclasses.replace(_without_gauges(stats), by_class=by_class)
 
 
 def total_buckets(parts: Sequence[Buckets]) -> Buckets:
-    """Those that count nothing need not have the bounds of the others."""
+    """Sum histograms with equal bounds; empty ones may have other bounds."""
     parts = [part for part in parts if any(part.counts)] or list(parts[:1])
     if not parts:
         return Buckets()
@@ -98,33 +97,33 @@ def total_buckets(parts: Sequence[Buckets]) -> Buckets:
     return Buckets(bounds, counts, sum(part.total for part in parts))
 
 
-def _sum(none: _Figures, parts: Sequence[_Figures]) -> _Figures:
-    """Of what are numbers that can be added."""
-    names = {field.name for field in dataclasses.fields(none)} - _NO_SUMS
+def _sum(zero: _Stats, parts: Sequence[_Stats]) -> _Stats:
+    """Add up the fields that are numbers. zero: statistics without counts."""
+    names = {field.name for field in dataclasses.fields(zero)} - _NOT_SUMMED
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
-    return dataclasses.replace(none, **sums)
+    return dataclasses.replace(zero, **sums)
 
 
-def _without_gauges(figures: _Figures) -> _Figures:
-    names = {field.name for field in dataclasses.fields(figures)} & _GAUGES
+def _without_gauges(stats: _Stats) -> _Stats:
+    names = {field.name for field in dataclasses.fields(stats)} & _GAUGES
     nothing: dict[str, Any] = dict.fromkeys(names, 0)
-    return dataclasses.replace(figures, **nothing)
+    return dataclasses.replace(stats, **nothing)
 
 
-# ---- One engine among several, and one request on its way through them.
+# ---- One replica, and one request that moves between replicas.
 
 
-_LEAST_LEFT_S = 0.001
-"""Until something is due that is late already."""
+_MIN_DEADLINE_S = 0.001
+"""Deadline of a promoted request that is overdue already."""
 
 Restart = Callable[[], Awaitable[None]]
-"""Ends an engine on which nothing is open, and returns when the next one is up."""
+"""Restarts an engine that has no open requests; returns when it is up again."""
 
 
 class ReplicaState(enum.StrEnum):
-    """UP takes requests, DRAINING only finishes those that it has, DRAINED has none left.
-
-    RESTARTING: it was asked to. DOWN: lost, but it may come back. GONE: it does not.
+    """UP: accepts requests. DRAINING: only finishes its open requests. DRAINED: has none left.
+    RESTARTING: an operator restarts its engine. DOWN: its engine is lost but may come back.
+    GONE: its engine does not come back.
     """
 
     UP = "up"
@@ -136,18 +135,19 @@ class ReplicaState(enum.StrEnum):
 
 
 RUNNING = frozenset({ReplicaState.UP, ReplicaState.DRAINING, ReplicaState.DRAINED})
-"""With an engine that answers."""
+"""States with an engine that answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
     """A snapshot for operators. Counters count since the server started.
 
-    open: requests that are there.
-    running, waiting: as it last said itself.
-    routed: requests by the reason of the decision, see Decision.
-    prompt_tokens, cached_tokens: of requests that began there, and those of them that were cached.
-    lost: how often its engine was.
+    open: open requests of the router on this replica.
+    running, waiting: requests of the engine, from its latest report.
+    routed: requests by the reason of the decision (Decision.reason).
+    prompt_tokens: prompt tokens of requests that got a first token.
+    cached_tokens: those of them that were cached.
+    lost: how often its engine was lost.
     """
 
     number: int
@@ -167,26 +167,30 @@ class ReplicaStatus:
 
 @dataclass(slots=True, eq=False)
 class ReplicaHandle:
-    """key: its number in the fleet, a new one each time it comes up; None while it is down.
+    """One replica.
 
-    number: what operators call it.
-    info, stats: the latest of its engine, and of those before it the counters (stats_before).
-    asked: a question for the next ones that it has not answered.
-    silent: for long.
-    stuck: it has not given back what was to go on elsewhere.
+    number: its number for operators; it stays the same when the engine restarts.
+    fleet_id: its number in the fleet, a new one each time it comes up; None while it is down.
+    gone: its engine does not come back.
+    stuck: its engine did not end a request that was to move, and has not reported since.
+    stats_task: a request for statistics that the engine has not answered yet.
+    stats_late: the last one has timed out.
+    info, stats: the latest ones of its engine.
+    stats_before: counters of its earlier engines.
+    open: request id -> open request.
     """
 
     number: int
     name: str
     client: ReportingClient
     restart: Restart | None = None
-    key: int | None = None
+    fleet_id: int | None = None
     draining: bool = False
     restarting: bool = False
     gone: bool = False
     stuck: bool = False
-    silent: bool = False
-    asked: asyncio.Task[EngineDeadError | None] | None = None
+    stats_late: bool = False
+    stats_task: asyncio.Task[EngineDeadError | None] | None = None
     info: EngineInfo | None = None
     stats: EngineStats | None = None
     stats_before: EngineStats = field(default_factory=EngineStats)
@@ -198,14 +202,14 @@ class ReplicaHandle:
     lost: int = 0
 
     @property
-    def takes(self) -> bool:
-        """Whether requests may go there."""
-        return self.key is not None and not self.draining
+    def available(self) -> bool:
+        """Whether it accepts requests."""
+        return self.fleet_id is not None and not self.draining
 
     @property
-    def could_take(self) -> bool:
-        """Whether they may, if there is no other."""
-        return self.key is not None and not (self.restarting or self.stuck)
+    def usable(self) -> bool:
+        """Whether it accepts requests if no other replica does."""
+        return self.fleet_id is not None and not (self.restarting or self.stuck)
 
     @property
     def state(self) -> ReplicaState:
@@ -213,14 +217,14 @@ class ReplicaHandle:
             return ReplicaState.GONE
         if self.restarting:
             return ReplicaState.RESTARTING
-        if self.key is None:
+        if self.fleet_id is None:
             return ReplicaState.DOWN
         if not self.draining:
             return ReplicaState.UP
         return ReplicaState.DRAINING if self.open else ReplicaState.DRAINED
 
     def facts(self) -> ReplicaFacts:
-        """What a fleet has to know of it, once it is up."""
+        """What the fleet needs to know about it. It must be up."""
         assert self.info is not None
         yields = self.info.policy == "bros"
         return ReplicaFacts(
@@ -228,11 +232,10 @@ class ReplicaHandle:
             prices=self.info.prices or Prices(),
             yields=yields,
             ttft_s=self.info.default_slo.ttft_s if yields else None,
-            name=self.name,
         )
 
-    def stats_lost(self) -> None:
-        """Its engine is no more, but what it has counted counts."""
+    def retain_counters(self) -> None:
+        """Its engine has ended: keep only its counters."""
         if self.stats is not None:
             before = [self.stats_before, counters(self.stats)]
             self.stats, self.stats_before = None, total_stats((), before)
@@ -256,119 +259,122 @@ class ReplicaHandle:
 
 
 class RoutedRequest:
-    """A request that is open, with all that is needed to go on with it elsewhere.
+    """An open request, with all that is needed to continue it on another replica.
 
-    asked            as it came, but with a seed
-    current          what of it the present engine was asked for
-    given            all tokens of the answer so far
-    replica, key     where it is, and in which life of that; None while it is between two
-    placed           the decision that it waits for
-    patient          whether it can wait long for that
-    accepting        the present engine is asked to accept it, and has not answered
-    accepted         the present engine has it
-    connection       number of the engine's stream that its outputs come from; others are ignored
-    connected        they come: no task is needed until the engine is lost or gives it back
-    task             finds another replica, between two
-    begun            the present engine has given the first output
-    aborted          by its client
-    promoted         to which objectives, and when (promoted_s)
-    moving, shuns    it is to go on elsewhere, and not where it shuns
-    left             replicas that may still have it
-    refusals         of those that had accepted it, and then did not begin
-    losses           engines that were lost with it
-    suspect          it begins now, and no other that was lost with as many may
+    original         the request as submitted, with a seed
+    current          the request as sent to its present engine
+    output_ids       all output tokens so far, from all engines
+    replica          its replica; None while it is between two
+    fleet_id         the replica's fleet_id when the request was routed there
+    placement        the replica that it is routed to, once that is decided
+    can_wait         it waits if no replica accepts requests now
+    accepting        the pending submit to the present engine
+    accepted         the present engine has accepted it
+    connection       number of the engine stream that it reads; outputs of others are ignored
+    connected        it is connected to that stream
+    task             finds another replica, while it is between two
+    has_output       the present engine has sent its first output
+    aborted          its client has aborted it
+    promoted         the objectives that it was promoted to, at promoted_s
+    moving           it is to continue on another replica
+    avoided          the replica that it must not go to, as it is moved away from there
+    unreleased       replicas that it was withdrawn from, and that may still run it
+    refusals         replicas that accepted it and then refused it before its first output
+    losses           engines that were lost while they had it
+    suspect          it starts alone among the requests with as many losses (dispatcher.py)
     """
 
     __slots__ = (
-        *("_cached_tokens", "_given_before", "aborted", "accepted", "accepting", "asked", "begun"),
-        *("connected", "connection", "current", "given", "key", "left", "losses", "moving"),
-        *("patient", "placed", "promoted", "promoted_s", "refusals", "replica", "shuns", "stream"),
-        *("suspect", "task"),
+        *("_cached_tokens", "_num_output_before", "aborted", "accepted", "accepting", "avoided"),
+        *("can_wait", "connected", "connection", "current", "fleet_id", "has_output", "losses"),
+        *("moving", "original", "output_ids", "placement", "promoted", "promoted_s", "refusals"),
+        *("replica", "stream", "suspect", "task", "unreleased"),
     )
 
-    def __init__(self, asked: EngineRequest) -> None:
-        self.asked = self.current = asked
-        self.stream = OutputStream(asked.service_class)
-        self.given: list[int] = []
+    def __init__(self, original: EngineRequest) -> None:
+        self.original = self.current = original
+        self.stream = OutputStream(original.service_class)
+        self.output_ids: list[int] = []
         self.replica: ReplicaHandle | None = None
-        self.key: int | None = None
-        self.placed: asyncio.Future[ReplicaHandle] | None = None
-        self.patient = False
+        self.fleet_id: int | None = None
+        self.placement: asyncio.Future[ReplicaHandle] | None = None
+        self.can_wait = False
         self.accepting: asyncio.Future[RequestStream] | None = None
         self.connection = 0
         self.connected = False
         self.task: asyncio.Task[None] | None = None
-        self.accepted = self.begun = self.aborted = self.moving = False
-        self.left: set[ReplicaHandle] = set()
+        self.accepted = self.has_output = self.aborted = self.moving = False
+        self.unreleased: set[ReplicaHandle] = set()
         self.refusals: dict[ReplicaHandle, OverloadedError] = {}
         self.promoted: Slo | None = None
         self.promoted_s = 0.0
-        self.shuns: ReplicaHandle | None = None
+        self.avoided: ReplicaHandle | None = None
         self.losses = 0
         self.suspect = False
-        self._given_before = 0
+        self._num_output_before = 0
         self._cached_tokens: int | None = None
 
     @property
     def id(self) -> str:
-        return self.asked.request_id
+        return self.original.request_id
 
     @property
-    def is_there(self) -> bool:
-        """Whether the engine that it was given to is still the one of its replica."""
-        return self.replica is not None and self.key == self.replica.key is not None
+    def on_live_engine(self) -> bool:
+        """Whether the engine that it was routed to is still up."""
+        return self.replica is not None and self.fleet_id == self.replica.fleet_id is not None
 
-    def is_at(self, replica: ReplicaHandle, key: int | None) -> bool:
-        """Whether it is where it was, in the same life."""
-        return self.replica is replica and self.key == key
-
-    @property
-    def waits(self) -> bool:
-        """For a decision."""
-        return self.placed is not None and not self.placed.done()
+    def is_at(self, replica: ReplicaHandle, fleet_id: int | None) -> bool:
+        """Whether it is on the replica, and on the same engine there."""
+        return self.replica is replica and self.fleet_id == fleet_id
 
     @property
-    def given_here(self) -> list[int]:
-        """Tokens of the answer that are not part of the prompt where it is."""
-        return self.given[self._given_before :]
+    def awaits_placement(self) -> bool:
+        """Whether no replica has been chosen for it yet."""
+        return self.placement is not None and not self.placement.done()
+
+    @property
+    def output_ids_here(self) -> list[int]:
+        """Output tokens of the present engine."""
+        return self.output_ids[self._num_output_before :]
 
     def next_request(self) -> EngineRequest:
-        """What the next engine is asked for: the rest of the answer."""
-        self._given_before = len(self.given)
-        self.begun = False
+        """The request for the next engine: prompt and output so far, and the rest to be sampled."""
+        self._num_output_before = len(self.output_ids)
+        self.has_output = False
         self.current = self._promoted()
-        if self.given:
+        if self.output_ids:
             self.current = dataclasses.replace(
                 self.current,
-                prompt_token_ids=[*self.asked.prompt_token_ids, *self.given],
-                resumed=self.asked.resumed + len(self.given),
+                prompt_token_ids=[*self.original.prompt_token_ids, *self.output_ids],
+                resumed=self.original.resumed + len(self.output_ids),
             )
         return self.current
 
     def promote(self, slo: Slo, now: float) -> None:
-        """It is real-time from now on. Only the first time counts."""
+        """Make it real-time from now on. Only the first call counts."""
         if self.promoted is None:
             self.promoted, self.promoted_s = slo, now
 
     def _promoted(self) -> EngineRequest:
-        """As if it had come when it was promoted. Of a whole that is due, the rest is left."""
-        slo, asked = self.promoted, self.asked
+        """The original, as if it had arrived when it was promoted. A deadline of the original holds
+        unless the promotion sets one."""
+        slo, original = self.promoted, self.original
         if slo is None or self.stream.service_class is ServiceClass.RT:
-            return asked  # it was real-time already
-        if slo.deadline_s is None and asked.slo.deadline_s is not None:
-            left_s = asked.arrival_s + asked.slo.deadline_s - self.promoted_s
-            slo = dataclasses.replace(slo, deadline_s=max(left_s, _LEAST_LEFT_S))
+            return original  # it was real-time from the start
+        if slo.deadline_s is None and original.slo.deadline_s is not None:
+            left_s = original.arrival_s + original.slo.deadline_s - self.promoted_s
+            slo = dataclasses.replace(slo, deadline_s=max(left_s, _MIN_DEADLINE_S))
         return dataclasses.replace(
-            asked, service_class=ServiceClass.RT, slo=slo, arrival_s=self.promoted_s
+            original, service_class=ServiceClass.RT, slo=slo, arrival_s=self.promoted_s
         )
 
     def forward(self, output: RequestOutput) -> None:
-        """Hand it to the reader. Cached tokens count where the answer began."""
+        """Send an output to the client. Its cached tokens are those of the first engine."""
         if self._cached_tokens is None:
             self._cached_tokens = output.cached_tokens
         elif output.cached_tokens != self._cached_tokens:
             output = dataclasses.replace(output, cached_tokens=self._cached_tokens)
-        self.given += output.token_ids
+        self.output_ids += output.token_ids
         self.stream.put(output)
 
     def end(
@@ -377,7 +383,7 @@ class RoutedRequest:
         error: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """Give the last output, without an engine."""
+        """Send a last output that does not come from an engine."""
         self.forward(
             RequestOutput(
                 request_id=self.id,
@@ -391,46 +397,44 @@ class RoutedRequest:
 
 logger = logging.getLogger(__name__)
 
-_COMES_S = 5.0
-"""When to ask again, if a replica is coming up."""
+_RETRY_AFTER_S = 5.0
+"""When a client should retry, while a replica starts."""
 
-_LOOK_S = 0.05
-"""How often it is looked who is alive. Open requests and new ones notice by themselves."""
+_CHECK_PERIOD_S = 0.05
+"""Period of the liveness check. Open and new requests notice lost engines by themselves."""
 
 
 class ReplicaSet:
-    """Create it inside a running event loop. on_up: called when a replica has come up that takes
-    requests."""
+    """The replicas, and the placement of requests on them. Create it inside a running event loop.
+
+    on_up: called when a replica that accepts requests has come up.
+    removed_stats: counters of replicas that were removed.
+    """
 
     def __init__(self, fleet: Fleet, clock: Clock) -> None:
         self.replicas: dict[int, ReplicaHandle] = {}
-        self.none_left = "No replica was started."
+        self._no_replica_reason = "No replica was started."
         self.on_up: Callable[[], None] = lambda: None
         self._fleet = fleet
         self._clock = clock
-        self.removed = EngineStats()
+        self.removed_stats = EngineStats()
         self._added = 0
-        self._by_key: dict[int, ReplicaHandle] = {}
+        self._by_fleet_id: dict[int, ReplicaHandle] = {}
         self._arrivals: list[tuple[RoutedRequest, Collection[ReplicaHandle]]] = []
-        self._homeless: list[RoutedRequest] = []
-        self._emptied: dict[int, asyncio.Event] = {}
+        self._unplaced: list[RoutedRequest] = []
+        self._empty_events: dict[int, asyncio.Event] = {}
         self._routing: asyncio.Handle | None = None
-        self._timer = asyncio.get_running_loop().call_soon(self._look_again)
+        self._timer = asyncio.get_running_loop().call_soon(self._check_periodically)
 
-    @property
-    def plan_report(self) -> PlanReport | None:
-        """See Fleet."""
-        return self._fleet.plan_report
-
-    # Which replicas there are
+    # Replicas
 
     def add(self, client: ReportingClient, name: str, restart: Restart | None) -> ReplicaHandle:
-        """One more. It takes requests as soon as it is up."""
+        """Add a replica. It accepts requests as soon as it is up."""
         number, self._added = self._added, self._added + 1
         replica = ReplicaHandle(number, name or f"replica-{number}", client, restart)
         self.replicas[number] = replica
         client.subscribe(functools.partial(self._on_report, replica))
-        self.look()
+        self.check_liveness()
         return replica
 
     def find(self, number: int) -> ReplicaHandle:
@@ -441,241 +445,247 @@ class ReplicaSet:
             raise NotFoundError(message, code="replica_not_found")
         return self.replicas[number]
 
-    def look(self) -> None:
-        """Notice who has come up and who is lost."""
+    def check_liveness(self) -> None:
+        """Mark replicas whose engine has come up, and those whose engine is lost."""
         for replica in self.replicas.values():
             if replica.gone:
                 continue
-            if replica.key is None and replica.client.alive:
-                self._come_up(replica)
-            elif replica.key is not None and not replica.client.alive:
-                self.lose(replica)
+            if replica.fleet_id is None and replica.client.alive:
+                self.mark_up(replica)
+            elif replica.fleet_id is not None and not replica.client.alive:
+                self.mark_down(replica)
 
-    def lose(self, replica: ReplicaHandle) -> None:
-        """Its engine is no more. What was open there hears so from its stream."""
-        if replica.key is None:
+    def mark_down(self, replica: ReplicaHandle) -> None:
+        """The engine of a replica is lost. Its open requests learn that from their streams."""
+        if replica.fleet_id is None:
             return
         if not (replica.restarting or replica.gone):
             replica.lost += 1
             logger.warning("%s is lost with %d open requests", replica.name, len(replica.open))
-        self._fleet.remove(replica.key)
-        del self._by_key[replica.key]
-        replica.key = None
+        self._fleet.remove(replica.fleet_id)
+        del self._by_fleet_id[replica.fleet_id]
+        replica.fleet_id = None
         replica.report = EngineReport(version=0)
-        replica.stats_lost()
+        replica.retain_counters()
 
-    def give_up(self, replica: ReplicaHandle, reason: str) -> None:
-        """It does not come back."""
-        self.lose(replica)
+    def mark_gone(self, replica: ReplicaHandle, reason: str) -> None:
+        """The engine of a replica does not come back."""
+        self.mark_down(replica)
         replica.gone = True
         left = [other for other in self.replicas.values() if not other.gone]
         if not left:
             self.close(reason)
         elif all(other.draining for other in left):
-            logger.warning("only replicas that were draining are left: they take requests again")
+            logger.warning("only draining replicas are left: they accept requests again")
             for other in left:
                 self.set_draining(other, False)
 
     def remove(self, replica: ReplicaHandle) -> None:
-        """As if it had never been there, but for what was counted."""
-        replica.gone = True  # its reports are of no interest any more
-        self.lose(replica)
-        self.removed = total_stats((), [self.removed, replica.stats_before])
+        """Remove a replica, and keep its counters."""
+        replica.gone = True  # so that its reports are ignored
+        self.mark_down(replica)
+        self.removed_stats = total_stats((), [self.removed_stats, replica.stats_before])
         del self.replicas[replica.number]
 
     def set_draining(self, replica: ReplicaHandle, draining: bool) -> None:
-        """Nothing new goes there, or it does again. Raises InvalidRequestError if nothing would
-        go anywhere."""
+        """Stop routing requests to a replica, or resume it. Raises InvalidRequestError if it is the
+        last one that accepts requests."""
         if draining and not any(
-            other.takes for other in self.replicas.values() if other != replica
+            other.available for other in self.replicas.values() if other != replica
         ):
             raise InvalidRequestError(
                 f"{replica.name} cannot be drained: no other replica takes requests now.",
                 code="last_replica",
             )
         replica.draining = draining
-        self._tell_draining(replica, draining)
-        if replica.takes:
-            self._bring_home()
+        self._set_fleet_draining(replica, draining)
+        if replica.available:
+            self._route_unplaced()
 
-    async def emptied(self, replica: ReplicaHandle) -> None:
-        """Wait until nothing is open there."""
+    async def wait_empty(self, replica: ReplicaHandle) -> None:
+        """Wait until a replica has no open requests."""
         while replica.open:
-            await self._emptied.setdefault(replica.number, asyncio.Event()).wait()
+            await self._empty_events.setdefault(replica.number, asyncio.Event()).wait()
 
     def close(self, reason: str) -> None:
-        """Whoever waits for a replica waits in vain."""
-        self.none_left = reason
+        """Fail the requests that wait for a replica, and stop the liveness check."""
+        self._no_replica_reason = reason
         self._timer.cancel()
-        for item in [*self._homeless, *(item for item, _ in self._arrivals)]:
+        for item in [*self._unplaced, *(item for item, _ in self._arrivals)]:
             _refuse(item, EngineDeadError(reason))
-        self._homeless, self._arrivals = [], []
+        self._unplaced, self._arrivals = [], []
 
-    # Which request is where
+    # Requests
 
     def place(
-        self, item: RoutedRequest, avoid: Collection[ReplicaHandle], *, patient: bool
+        self, item: RoutedRequest, avoid: Collection[ReplicaHandle], *, can_wait: bool
     ) -> asyncio.Future[ReplicaHandle]:
-        """Who serves it, decided together with all others that come in this turn of the loop.
+        """Route a request, together with all others that arrive in this turn of the event loop.
 
-        avoid: replicas that have just refused it. patient: wait if no replica takes requests now.
-        Raises EngineDeadError if none does, or will.
+        avoid: replicas that have just refused it.
+        can_wait: wait if no replica accepts requests now.
+        The future raises EngineDeadError if none does and can_wait is off, or if all are gone.
         """
-        item.placed = asyncio.get_running_loop().create_future()
-        item.patient = patient
+        item.placement = asyncio.get_running_loop().create_future()
+        item.can_wait = can_wait
         self._arrivals.append((item, avoid))
         if self._routing is None:
             self._routing = asyncio.get_running_loop().call_soon(self._route)
-        return item.placed
+        return item.placement
 
     @property
-    def takers(self) -> list[ReplicaHandle]:
-        """Who takes requests: if there is no other, those that are drained as well."""
-        there = [replica for replica in self.replicas.values() if replica.takes]
-        return there or [replica for replica in self.replicas.values() if replica.could_take]
+    def candidates(self) -> list[ReplicaHandle]:
+        """Replicas that accept requests; if there are none, those that are draining."""
+        there = [replica for replica in self.replicas.values() if replica.available]
+        return there or [replica for replica in self.replicas.values() if replica.usable]
 
-    def others_take(self, than: Collection[ReplicaHandle]) -> bool:
-        return any(other not in than for other in self.takers)
+    def others_available(self, than: Collection[ReplicaHandle]) -> bool:
+        return any(other not in than for other in self.candidates)
 
     def promote(self, item: RoutedRequest) -> None:
-        """What it still asks for where it is counts as real-time work."""
-        if item.is_there:
-            self._fleet.promoted(item.id)
+        """Count the work of a promoted request as real-time."""
+        if item.on_live_engine:
+            self._fleet.on_promoted(item.id)
 
-    def begun(self, item: RoutedRequest, cached_tokens: int) -> None:
-        """What it asks for is computed as far as the first token."""
-        item.begun = True
-        if item.replica is not None and item.is_there:
+    def on_first_output(self, item: RoutedRequest, cached_tokens: int) -> None:
+        """The present engine of a request has sent its first output."""
+        item.has_output = True
+        if item.replica is not None and item.on_live_engine:
             item.replica.prompt_tokens += len(item.current.prompt_token_ids)
             item.replica.cached_tokens += cached_tokens
-            self._fleet.begun(item.id, cached_tokens, self._clock.now())
+            self._fleet.on_first_token(item.id, self._clock.now())
 
-    def leave(self, item: RoutedRequest, *, cached: bool = False) -> None:
-        """It is nowhere any more. cached: what it has computed stays where it was."""
+    def detach(self, item: RoutedRequest, *, cached: bool = False) -> None:
+        """Remove a request from its replica. cached: it ran to its end, its KV is cached there."""
         replica = item.replica
         if replica is None:
             return
-        if item.is_there:
-            self._fleet.ended(item.id, item.given_here, self._clock.now(), cached=cached)
-        item.replica, item.key, item.accepted = None, None, False
+        if item.on_live_engine:
+            self._fleet.on_finished(item.id, item.output_ids_here, self._clock.now(), cached=cached)
+        item.replica, item.fleet_id, item.accepted = None, None, False
         del replica.open[item.id]
-        if not replica.open and replica.number in self._emptied:
-            self._emptied.pop(replica.number).set()
+        if not replica.open and replica.number in self._empty_events:
+            self._empty_events.pop(replica.number).set()
 
     def _route(self) -> None:
         self._routing = None
-        self.look()
+        self.check_liveness()
         arrivals, self._arrivals = self._arrivals, []
-        # Requests that were aborted meanwhile are done.
-        open_now = [(item, avoid) for item, avoid in arrivals if item.waits]
-        takers = self.takers
-        if not takers:
+        # Requests that were aborted meanwhile do not wait any more.
+        open_now = [(item, avoid) for item, avoid in arrivals if item.awaits_placement]
+        candidates = self.candidates
+        if not candidates:
             for item, _ in open_now:
-                self._keep_waiting(item)
+                self._wait_or_refuse(item)
             return
-        drained = [replica for replica in takers if replica.draining]
-        for replica in drained:  # there is no other, but they stay what they are
-            self._tell_draining(replica, False)
-        self._decide([item for item, avoid in open_now if not avoid])
+        drained = [replica for replica in candidates if replica.draining]
+        for replica in drained:  # they serve these requests, and are draining again afterwards
+            self._set_fleet_draining(replica, False)
+        self._route_batch([item for item, avoid in open_now if not avoid])
         for item, avoid in open_now:
             if avoid:
-                self._decide([item], avoid if self.others_take(avoid) else ())
+                self._route_batch([item], avoid if self.others_available(avoid) else ())
         for replica in drained:
-            self._tell_draining(replica, True)
+            self._set_fleet_draining(replica, True)
 
-    def _decide(
+    def _route_batch(
         self, items: Sequence[RoutedRequest], avoid: Collection[ReplicaHandle] = ()
     ) -> None:
         if not items:
             return
-        keys = frozenset(replica.key for replica in avoid if replica.key is not None)
+        fleet_ids = frozenset(replica.fleet_id for replica in avoid if replica.fleet_id is not None)
         requests = [item.next_request() for item in items]
         try:
-            decisions = self._fleet.route(requests, self._clock.now(), keys)
-        except Exception as error:  # raised to those who wait
+            decisions = self._fleet.route(requests, self._clock.now(), fleet_ids)
+        except Exception as error:  # raised to the callers of `place`
             for item in items:
                 _refuse(item, error)
             return
         for item, decision in zip(items, decisions, strict=True):
-            replica = self._by_key[decision.replica]
-            item.replica, item.key = replica, decision.replica
+            replica = self._by_fleet_id[decision.replica]
+            item.replica, item.fleet_id = replica, decision.replica
             replica.open[item.id] = item
             replica.routed[decision.reason] += 1
-            assert item.placed is not None
-            item.placed.set_result(replica)
+            assert item.placement is not None
+            item.placement.set_result(replica)
 
-    def _keep_waiting(self, item: RoutedRequest) -> None:
+    def _wait_or_refuse(self, item: RoutedRequest) -> None:
         if all(replica.gone for replica in self.replicas.values()):
-            _refuse(item, EngineDeadError(self.none_left))
-        elif item.patient:
-            self._homeless.append(item)
+            _refuse(item, EngineDeadError(self._no_replica_reason))
+        elif item.can_wait:
+            self._unplaced.append(item)
         else:
-            comes = any(each.key is None and not each.gone for each in self.replicas.values())
+            starting = any(
+                each.fleet_id is None and not each.gone for each in self.replicas.values()
+            )
             message = "No replica takes requests now."
-            _refuse(item, EngineDeadError(message, _COMES_S if comes else None))
+            _refuse(item, EngineDeadError(message, _RETRY_AFTER_S if starting else None))
 
-    def _tell_draining(self, replica: ReplicaHandle, draining: bool) -> None:
-        if replica.key is not None:
-            self._fleet.set_draining(replica.key, draining)
+    def _set_fleet_draining(self, replica: ReplicaHandle, draining: bool) -> None:
+        if replica.fleet_id is not None:
+            self._fleet.set_draining(replica.fleet_id, draining)
 
-    def _bring_home(self) -> None:
-        homeless, self._homeless = self._homeless, []
-        self._arrivals += [(item, ()) for item in homeless]
+    def _route_unplaced(self) -> None:
+        unplaced, self._unplaced = self._unplaced, []
+        self._arrivals += [(item, ()) for item in unplaced]
         if self._arrivals and self._routing is None:
             self._routing = asyncio.get_running_loop().call_soon(self._route)
 
-    def _come_up(self, replica: ReplicaHandle) -> None:
+    def mark_up(self, replica: ReplicaHandle) -> None:
         replica.info = replica.client.info
         replica.stuck = False
-        replica.key = self._fleet.add(replica.facts(), self._clock.now())
-        self._by_key[replica.key] = replica
-        self._tell_draining(replica, replica.draining)
-        self._bring_home()
+        replica.fleet_id = self._fleet.add(replica.facts(), self._clock.now())
+        self._by_fleet_id[replica.fleet_id] = replica
+        self._set_fleet_draining(replica, replica.draining)
+        self._route_unplaced()
         if not replica.draining:
             self.on_up()
         if replica.lost and replica.state is ReplicaState.UP:
             logger.warning("%s is back", replica.name)
 
     def _on_report(self, replica: ReplicaHandle, report: EngineReport) -> None:
-        if replica.key is None and not replica.gone:
-            self.look()  # it may be the first sign of life
-        if replica.key is not None:
+        if replica.fleet_id is None and not replica.gone:
+            self.check_liveness()  # it may be the first message of a new engine
+        if replica.fleet_id is not None:
             if replica.stuck:
                 replica.stuck = False
-                self._bring_home()
+                self._route_unplaced()
             replica.report = report
-            self._fleet.take(replica.key, report, self._clock.now())
+            self._fleet.apply_report(replica.fleet_id, report, self._clock.now())
 
-    def _look_again(self) -> None:
-        self.look()
-        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
+    def _check_periodically(self) -> None:
+        self.check_liveness()
+        self._timer = asyncio.get_running_loop().call_later(
+            _CHECK_PERIOD_S, self._check_periodically
+        )
 
 
 def _refuse(item: RoutedRequest, error: Exception) -> None:
-    if item.waits:
-        assert item.placed is not None
-        item.placed.set_exception(error)
+    if item.awaits_placement:
+        assert item.placement is not None
+        item.placement.set_exception(error)
 
 
-# ---- Rebalancing: which requests continue elsewhere when a replica was added. Pure.
+# ---- Rebalancing: which requests move when a replica has come up. Pure.
 
 
 def requests_to_rebalance(replicas: Sequence[ReplicaHandle]) -> list[RoutedRequest]:
-    """So many that all replicas that take requests have equally many open, but only what waits in
-    the queue of one: nothing of it has been computed. The latest first."""
-    taking = [replica for replica in replicas if replica.takes]
-    if len(taking) < 2:
+    """Requests to move so that all replicas that accept requests have equally many open ones. Only
+    requests that wait in an engine's queue move, as nothing of them has been computed; the latest
+    ones first."""
+    available = [replica for replica in replicas if replica.available]
+    if len(available) < 2:
         return []
-    fair = -(-sum(len(replica.open) for replica in taking) // len(taking))
+    fair = -(-sum(len(replica.open) for replica in available) // len(available))
     moved = []
-    for replica in taking:
-        going = sum(item.moving for item in replica.open.values())
-        count = min(replica.report.waiting, len(replica.open) - fair) - going
-        waiting = [item for item in replica.open.values() if _waits(item)]
+    for replica in available:
+        num_moving = sum(item.moving for item in replica.open.values())
+        count = min(replica.report.waiting, len(replica.open) - fair) - num_moving
+        waiting = [item for item in replica.open.values() if _can_move(item)]
         moved += waiting[max(0, len(waiting) - max(0, count)) :][::-1]
     return moved
 
 
-def _waits(item: RoutedRequest) -> bool:
-    done = item.begun or item.given or item.aborted
+def _can_move(item: RoutedRequest) -> bool:
+    done = item.has_output or item.output_ids or item.aborted
     return item.accepted and not (done or item.moving or item.suspect)

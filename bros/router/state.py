@@ -1,4 +1,4 @@
-"""What policies decide on: the replicas, the forest, and what is asked for."""
+"""The router's state: the replicas, the prefix forest, and the load of recent requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bros.core.interfaces import Prices
 from bros.core.request import EngineRequest, ServiceClass
 from bros.router.forest import Forest, Path, Pieces, PrefixNode
 
-# ---- What can be set, and what a decision says.
+# ---- Settings and decisions.
 
 
 ROUTERS = ("e2", "rr", "least", "oracle")
@@ -19,24 +19,24 @@ ROUTERS = ("e2", "rr", "least", "oracle")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """Of all policies; the defaults are Preble's (3.2 and its code).
+    """Settings of all policies. The defaults are Preble's (3.2 and its code).
 
-    window_s: what was asked for so long ago counts as load, and for who shares what.
-    balance: how many times the lightest replica's load the heaviest one's may be before prefixes
-        move.
-    replicate: a prefix gets one more replica when requests wait so many times as long as before.
-    decode_share: a replica that spends more than this on answers is given prompts first.
-    warm_up: requests per replica before anything moves.
-    history: where a request goes, what a second of the window counts beside one that is still to be
-        done.
-    patience: a request waits for its prefix at most so many times as long as computing it again
-        would take.
-    late_weight: of a second by which a first token would be late.
-    be_weight: what a second of best-effort work counts for a real-time request, on an engine that
-        may evict that.
-    max_tokens: most tokens that the forest of prefixes may hold.
-    plan: where hot prefixes go: "off", "on", or "shadow": only say what it would gain.
-    rebalancing, replication, decode_aware: for ablations.
+    window_s: sliding window H; requests in it count as load, and as users of their prefixes.
+    balance: prefixes move if the heaviest replica has more than this many times the load of the
+        lightest one (Th_bal).
+    replicate: a prefix gets one more replica if TTFT has grown by this factor within the window.
+    decode_share: a replica that spends more than this share of its time on decoding is decode-heavy
+        and gets prompts first.
+    warm_up: requests per replica before prefixes are moved or replicated.
+    history: weight of a second of work of the window, relative to a second of unfinished work.
+    patience: a request waits for a replica that has its prefix at most this many times as long as
+        recomputing the prefix takes.
+    late_weight: cost of each second by which the first token would miss its objective.
+    be_weight: weight of best-effort work in the load that a real-time request sees, on a replica
+        whose best-effort work yields.
+    max_tokens: capacity of the prefix forest.
+    plan: planned placement of hot prefixes: "off", "on", or "shadow" (only report its gain).
+    rebalancing, replication, decode_aware: switches for ablations.
     """
 
     window_s: float = 180.0
@@ -57,28 +57,36 @@ class RouterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """What a router has to know of an engine.
+    """What the router needs to know about an engine.
 
-    capacity_tokens: of its KV cache.
-    yields: its best-effort work yields to real-time work (policy bros).
-    ttft_s: objective of real-time requests that bring none; None: there is none.
+    capacity_tokens: size of its KV cache.
+    yields: whether its best-effort work yields to real-time work (policy bros).
+    ttft_s: TTFT objective of real-time requests that set none; None if there is no default.
     """
 
     capacity_tokens: int
     prices: Prices
     yields: bool = True
     ttft_s: float | None = None
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Where a request goes, and why.
 
-    replica: its number.
-    matched: tokens of the prompt that are cached there, as far as is known.
-    reason: "exploit", "again", "explore", "decode", "moved", "parked", "group", "planned", "turn"
-        (rr), "least", "oracle", "only".
+    replica: number of the replica.
+    matched: tokens of the prompt that the router believes to be cached there.
+    reason: what decided:
+        exploit   the prefix is cached there
+        again     the prefix was cached there, but has been evicted
+        explore   lowest cost
+        decode    the replica is decode-heavy
+        moved     a home of the prefix, after rebalancing or replication
+        planned   a home of the prefix, by the plan
+        parked    the KV of the program's previous call is pinned there
+        group     placed with its task group
+        only      no other candidate
+        turn, least, oracle    the policies rr, least and oracle
     """
 
     request_id: str
@@ -87,33 +95,34 @@ class Decision:
     reason: str
 
 
-# ---- What is known of one replica besides its cache: what it was given, and what that costs there.
+# ---- The load of one replica: the requests that it got, and what they cost there.
 
 
-_FIRST_GUESS = 64.0
-"""Tokens of an answer, before the first one has ended."""
+_DEFAULT_OUTPUT_TOKENS = 64.0
+"""Expected output length until the first request of a replica has finished."""
 
-_ALPHA = 0.05
-"""Of the moving average over answers."""
+_OUTPUT_LEARNING_RATE = 0.05
+"""Weight of the newest output length in the moving average."""
 
-_PARTS = 32
-"""Of a window, of which waits are summed up."""
+_NUM_BUCKETS = 32
+"""Buckets of the window in TtftHistory."""
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaWork:
-    """One request where it went: open until it has ended, and of the window for a while.
+    """The work of one request on its replica: open until it ends, and counted in the window.
 
-    request: None once it has ended.
-    matched: tokens that were cached there when it came.
-    leaf: where its prompt ends.
-    key: the part of it that others ask for as well (e2.py), if there is one.
-    prefill_s: of what was not cached there.
-    decode_s: of the answer, as far as is known.
-    begun: its first token is there.
-    in_window: it counts as load.
+    request: None once the request has ended.
+    leaf: the node where its prompt ends.
+    key: the node that it is placed by (RoutingQuery.key); None if there is none.
+    time_s: when it was routed.
+    matched: prompt tokens that were cached on the replica at that time.
+    prefill_s: seconds to compute the tokens that were not cached.
+    decode_s: seconds of decoding; an estimate until the request ends.
+    prefilled: its first token has been sampled.
+    in_window: it is not older than the window.
     """
 
     request: EngineRequest | None
@@ -125,7 +134,7 @@ class ReplicaWork:
     matched: int
     prefill_s: float
     decode_s: float
-    begun: bool = False
+    prefilled: bool = False
     in_window: bool = True
 
     @property
@@ -133,72 +142,75 @@ class ReplicaWork:
         return self.prefill_s + self.decode_s
 
 
-class Sums:
-    """Seconds of work by class and kind."""
+class WorkTotals:
+    """Seconds of prefill and of decoding, by service class."""
 
-    __slots__ = ("decode_s", "num", "prefill_s")
+    __slots__ = ("decode_s", "num_requests", "prefill_s")
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self.num = 0
+        self.num_requests = 0
         self.prefill_s = {RT: 0.0, BE: 0.0}
         self.decode_s = {RT: 0.0, BE: 0.0}
 
     def add(self, service_class: ServiceClass, prefill_s: float, decode_s: float) -> None:
-        self.num += 1
+        self.num_requests += 1
         self.prefill_s[service_class] += prefill_s
         self.decode_s[service_class] += decode_s
 
     def remove(self, service_class: ServiceClass, prefill_s: float, decode_s: float) -> None:
-        """Take back an `add` with the same arguments."""
-        self.num -= 1
+        """Undo an `add` with the same arguments."""
+        self.num_requests -= 1
         self.prefill_s[service_class] -= prefill_s
         self.decode_s[service_class] -= decode_s
-        if not self.num:
-            self.clear()  # rounding leaves something
+        if not self.num_requests:
+            self.clear()  # rounding errors must not remain
 
-    def of(self, service_class: ServiceClass, be_weight: float) -> float:
-        """What counts for a request of a class. be_weight: best-effort work for real-time ones."""
+    def total_s(self, service_class: ServiceClass, be_weight: float) -> float:
+        """The seconds that delay a request of a class. Best-effort work counts be_weight times for
+        a real-time request."""
         weight = 1.0 if service_class is BE else be_weight
         return (
-            self.prompts(service_class, be_weight) + self.decode_s[RT] + weight * self.decode_s[BE]
+            self.prefill_total_s(service_class, be_weight)
+            + self.decode_s[RT]
+            + weight * self.decode_s[BE]
         )
 
-    def prompts(self, service_class: ServiceClass, be_weight: float) -> float:
-        """The same of prompts alone."""
+    def prefill_total_s(self, service_class: ServiceClass, be_weight: float) -> float:
+        """The prefill part of total_s."""
         weight = 1.0 if service_class is BE else be_weight
         return self.prefill_s[RT] + weight * self.prefill_s[BE]
 
     @property
     def decode_share(self) -> float:
-        """Of all the time; 0 if there is none."""
+        """Share of decoding in all the seconds; 0 if there are none."""
         decode = self.decode_s[RT] + self.decode_s[BE]
         total = decode + self.prefill_s[RT] + self.prefill_s[BE]
         return decode / total if total > 0.0 else 0.0
 
 
-class Waits:
-    """What requests waited for their first token, within the window."""
+class TtftHistory:
+    """TTFT of the requests of the window, summed per bucket."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._parts: deque[list[float]] = deque()  # [when it began, requests, seconds]
+        self._buckets: deque[list[float]] = deque()  # [start, requests, seconds]
 
-    def add(self, now: float, wait_s: float) -> None:
-        part_s = self._window_s / _PARTS
-        if not self._parts or now >= self._parts[-1][0] + part_s:
-            self._parts.append([now // part_s * part_s, 0.0, 0.0])
-            while self._parts[0][0] <= now - self._window_s:
-                self._parts.popleft()
-        self._parts[-1][1] += 1
-        self._parts[-1][2] += wait_s
+    def add(self, now: float, ttft_s: float) -> None:
+        bucket_s = self._window_s / _NUM_BUCKETS
+        if not self._buckets or now >= self._buckets[-1][0] + bucket_s:
+            self._buckets.append([now // bucket_s * bucket_s, 0.0, 0.0])
+            while self._buckets[0][0] <= now - self._window_s:
+                self._buckets.popleft()
+        self._buckets[-1][1] += 1
+        self._buckets[-1][2] += ttft_s
 
     def halves(self, now: float) -> tuple[float, float, float, float]:
         """(requests, seconds) of the earlier half of the window, and of the later one."""
         halves = [0.0, 0.0, 0.0, 0.0]
-        for began_s, count, seconds in self._parts:
+        for began_s, count, seconds in self._buckets:
             if began_s > now - self._window_s:
                 first = 2 * (began_s >= now - self._window_s / 2)
                 halves[first] += count
@@ -208,10 +220,10 @@ class Waits:
 
 @dataclass(slots=True)
 class Origin:
-    """A request that was the first to compute something that is cached.
+    """A request that may have been the first to compute blocks that are still cached.
 
-    leaf: what of its path may be.
-    version: of the last report about it.
+    leaf: last node of its path that may be cached.
+    version: version of the latest report about it.
     """
 
     leaf: PrefixNode
@@ -220,24 +232,31 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """window: what came within the window.
-    open: what has not ended; of what has its first token, the answer alone.
-    works: the same by request id.
-    keys: of how many requests of the window which prefixes are the key.
-    slowdown: steps take so many times what the prices say.
+    """One replica as the router sees it.
+
+    mean_output: moving average of output lengths in tokens.
+    running, slowdown, version: from its latest report; steps take slowdown times what its prices
+        predict.
+    digest_version: version of its latest digest.
+    window_work: work of the requests of the window.
+    open_work: work that is not done yet: prefill and decoding of requests without a first token,
+        decoding of the others.
+    works: request id -> open request.
+    keys: key node -> requests of the window that were placed by it.
+    origins: request id -> origin.
     """
 
     number: int
     facts: ReplicaFacts
-    waits: Waits
+    ttft_history: TtftHistory
     draining: bool = False
-    mean_output: float = _FIRST_GUESS
+    mean_output: float = _DEFAULT_OUTPUT_TOKENS
     running: int = 0
     slowdown: float = 1.0
     version: int = 0
     digest_version: int = 0
-    window: Sums = field(default_factory=Sums)
-    open: Sums = field(default_factory=Sums)
+    window_work: WorkTotals = field(default_factory=WorkTotals)
+    open_work: WorkTotals = field(default_factory=WorkTotals)
     works: dict[str, ReplicaWork] = field(default_factory=dict)
     keys: dict[PrefixNode, int] = field(default_factory=dict)
     origins: OrderedDict[str, Origin] = field(default_factory=OrderedDict)
@@ -246,11 +265,11 @@ class Replica:
         return self.slowdown * self.facts.prices.prefill_s(tokens, context)
 
     def decode_s(self, tokens: float, context: int) -> float:
-        rows = max(self.running, self.open.num, 1)
+        rows = max(self.running, self.open_work.num_requests, 1)
         return self.slowdown * self.facts.prices.decode_s(tokens, context, rows)
 
     def expected_output(self, request: EngineRequest) -> float:
-        """Tokens of its answer, as far as one can tell."""
+        """Estimated output tokens of a request."""
         if request.prefill_only:
             return 0.0
         expected = request.hints.expected_tokens or self.mean_output
@@ -258,17 +277,17 @@ class Replica:
         return expected if most is None else min(expected, most - request.resumed)
 
     def learn_output(self, tokens: int) -> None:
-        self.mean_output += _ALPHA * (tokens - self.mean_output)
+        self.mean_output += _OUTPUT_LEARNING_RATE * (tokens - self.mean_output)
 
 
 @dataclass(slots=True)
-class Ask:
-    """A request that has to go somewhere.
+class RoutingQuery:
+    """A request that has to be routed.
 
     length: tokens of its prompt.
-    matched: replica -> tokens of it that are cached there, of those that have any.
-    candidates: where it may go.
-    parked: the replica that keeps the KV of the turn before.
+    matched: replica -> prompt tokens that are cached there; replicas without any may be missing.
+    candidates: replicas that may get it.
+    parked: the replica that pins the KV of the program's previous call.
     """
 
     request: EngineRequest
@@ -284,13 +303,13 @@ class Ask:
         return self.request.service_class
 
     def prefill_s(self, replica: Replica) -> float:
-        """What of its prompt is not cached there."""
+        """Seconds to compute the tokens of its prompt that are not cached on a replica."""
         matched = self.matched.get(replica.number, 0)
         return replica.prefill_s(self.length - matched, matched)
 
     def key(self, tokens: int) -> PrefixNode | None:
-        """Of the nodes that begin within its first so many tokens the last one that is longer than
-        all before it together: what it should be placed by (Preble 3.2: the key portion)."""
+        """The node to place it by (Preble 3.2: the key portion): of the nodes that start within the
+        first `tokens` tokens, the last one that is longer than all nodes before it together."""
         for node in reversed(self.path.nodes):
             if node.start < tokens and node.num_tokens > node.start:
                 return node
@@ -299,11 +318,12 @@ class Ask:
 
 @dataclass(slots=True)
 class State:
-    """Everything, at one moment.
+    """The whole state that policies decide on.
 
-    num_routed: requests so far.
-    since_s: when the first one came.
-    asked_tokens: of the prompts of the window, of which matched_tokens were cached where they went.
+    num_routed: requests routed so far.
+    since_s: time of the first one.
+    window_prompt_tokens: prompt tokens of the window's requests, in whole blocks.
+    window_matched_tokens: those of them that were cached where the requests went.
     """
 
     settings: RouterSettings
@@ -311,24 +331,28 @@ class State:
     replicas: dict[int, Replica] = field(default_factory=dict)
     num_routed: int = 0
     since_s: float = 0.0
-    asked_tokens: int = 0
-    matched_tokens: int = 0
+    window_prompt_tokens: int = 0
+    window_matched_tokens: int = 0
 
     @property
-    def hits(self) -> float:
-        """The share of what was asked for that caches had."""
-        return self.matched_tokens / self.asked_tokens if self.asked_tokens else 0.0
+    def hit_rate(self) -> float:
+        """Share of the window's prompt tokens that were cached."""
+        return (
+            self.window_matched_tokens / self.window_prompt_tokens
+            if self.window_prompt_tokens
+            else 0.0
+        )
 
     def matched(self, path: Path) -> dict[int, int]:
-        """replica -> how many of the first tokens of a prompt are cached there, if any are."""
+        """replica -> length of the cached prefix of a prompt, in tokens."""
         found: dict[int, int] = {}
         whole: set[int] | None = None
         for node in path.nodes:
-            asked, size = min(node.end, path.end) - node.start, node.end - node.start
+            wanted, size = min(node.end, path.end) - node.start, node.end - node.start
             goes_on = set()
             for replica, kept in node.cached.items():
                 if whole is None or replica in whole:
-                    found[replica] = node.start + min(kept, asked)
+                    found[replica] = node.start + min(kept, wanted)
                     if kept == size:
                         goes_on.add(replica)
             if not goes_on:
@@ -337,43 +361,43 @@ class State:
         return found
 
     def weight(self, replica: Replica) -> float:
-        """What a second of best-effort work there counts for a real-time request."""
+        """Weight of best-effort work there in the load that a real-time request sees."""
         return self.settings.be_weight if replica.facts.yields else 1.0
 
     def open_s(self, replica: Replica, service_class: ServiceClass) -> float:
-        """Work that it has, which a new request of a class would have beside or before it."""
-        return replica.open.of(service_class, self.weight(replica))
+        """Unfinished work that would run before or beside a new request of a class."""
+        return replica.open_work.total_s(service_class, self.weight(replica))
 
     def queue_s(self, replica: Replica, service_class: ServiceClass) -> float:
-        """Of that, prompts alone: the next one comes after them, but beside the answers."""
-        return replica.open.prompts(service_class, self.weight(replica))
+        """The prefill part of open_s: a new prompt waits for other prompts, not for decoding."""
+        return replica.open_work.prefill_total_s(service_class, self.weight(replica))
 
     def load_s(self, replica: Replica, service_class: ServiceClass) -> float:
-        """What it still has to do; of two that are as busy, the one that got less lately."""
-        window = replica.window.of(service_class, self.weight(replica))
+        """open_s plus a little of the window's work, which decides between equally busy ones."""
+        window = replica.window_work.total_s(service_class, self.weight(replica))
         return self.settings.history * window + self.open_s(replica, service_class)
 
-    def given_s(self, replica: Replica) -> float:
-        """What it was given within the window, and has not done of what came before. It says where
-        too many prefixes are; what is open at the moment, by itself, would move them to and fro."""
-        return replica.window.of(BE, 1.0) + replica.open.of(BE, 1.0)
+    def assigned_s(self, replica: Replica) -> float:
+        """Work of the window plus unfinished work, of both classes alike. This tells which replica
+        has too many prefixes; unfinished work alone would move them back and forth."""
+        return replica.window_work.total_s(BE, 1.0) + replica.open_work.total_s(BE, 1.0)
 
 
 class RoutingPolicy(Protocol):
-    """Chooses among candidates; changes nothing but what is its own."""
+    """Chooses among candidates. It must not change the router's state."""
 
-    def choose(self, state: State, ask: Ask, now: float) -> tuple[Replica, str]:
-        """Where a request goes, and why: the `reason` of a Decision. There is a candidate."""
+    def choose(self, state: State, query: RoutingQuery) -> tuple[Replica, str]:
+        """The replica and the `reason` of the Decision. There is at least one candidate."""
         ...
 
 
-# ---- Counts what was given to whom: per replica, per prefix, within the window and open.
+# ---- Accounts for work per replica and per prefix: open work, and work of the window.
 
 
 class Ledger:
-    """Every request is in it from `open` to `close`, and until it leaves the window.
+    """Adds a request to all sums on `open`, and removes it from them on `close` and `expire`.
 
-    works: those that are open, by id.
+    works: request id -> open request.
     """
 
     def __init__(self, state: State) -> None:
@@ -382,17 +406,17 @@ class Ledger:
         self.works: dict[str, ReplicaWork] = {}
 
     def open(self, request_id: str, work: ReplicaWork) -> None:
-        """It goes to its replica."""
-        assert request_id not in self.works, "one at a time has an id"
+        """Add a request to its replica."""
+        assert request_id not in self.works, "request ids of open requests are unique"
         replica = self._state.replicas[work.replica]
         if not self._state.num_routed:
             self._state.since_s = work.time_s
         self._state.num_routed += 1
-        self._state.asked_tokens += work.leaf.end
-        self._state.matched_tokens += work.matched
+        self._state.window_prompt_tokens += work.leaf.end
+        self._state.window_matched_tokens += work.matched
         self.works[request_id] = replica.works[request_id] = work
-        replica.open.add(work.service_class, work.prefill_s, work.decode_s)
-        replica.window.add(work.service_class, work.prefill_s, work.decode_s)
+        replica.open_work.add(work.service_class, work.prefill_s, work.decode_s)
+        replica.window_work.add(work.service_class, work.prefill_s, work.decode_s)
         self._window.append(work)
         if work.key is not None:
             replica.keys[work.key] = replica.keys.get(work.key, 0) + 1
@@ -400,73 +424,70 @@ class Ledger:
         node: PrefixNode | None = work.leaf
         while node is not None:
             node.active += 1
-            node.num_asked += 1
-            node.asked[work.replica] = node.asked.get(work.replica, 0) + 1
+            node.num_requests += 1
+            node.requests[work.replica] = node.requests.get(work.replica, 0) + 1
             node = node.parent
 
-    def begin(self, work: ReplicaWork) -> None:
-        """Its prompt is done."""
+    def mark_prefilled(self, work: ReplicaWork) -> None:
+        """Count the prompt of a request as done."""
         replica = self._state.replicas[work.replica]
-        replica.open.remove(work.service_class, work.prefill_s, work.decode_s)
-        work.begun = True
-        replica.open.add(work.service_class, 0.0, work.decode_s)
+        replica.open_work.remove(work.service_class, work.prefill_s, work.decode_s)
+        work.prefilled = True
+        replica.open_work.add(work.service_class, 0.0, work.decode_s)
 
     def promote(self, work: ReplicaWork) -> None:
-        """It counts as real-time work from now on."""
+        """Count a best-effort request as real-time from now on."""
         if work.service_class is ServiceClass.RT:
             return
         replica = self._state.replicas[work.replica]
-        prefill_s = 0.0 if work.begun else work.prefill_s
-        replica.open.remove(work.service_class, prefill_s, work.decode_s)
-        replica.open.add(ServiceClass.RT, prefill_s, work.decode_s)
+        prefill_s = 0.0 if work.prefilled else work.prefill_s
+        replica.open_work.remove(work.service_class, prefill_s, work.decode_s)
+        replica.open_work.add(ServiceClass.RT, prefill_s, work.decode_s)
         if work.in_window:
-            replica.window.remove(work.service_class, work.prefill_s, work.decode_s)
-            replica.window.add(ServiceClass.RT, work.prefill_s, work.decode_s)
+            replica.window_work.remove(work.service_class, work.prefill_s, work.decode_s)
+            replica.window_work.add(ServiceClass.RT, work.prefill_s, work.decode_s)
         work.service_class = ServiceClass.RT
 
-    def close(self, request_id: str) -> ReplicaWork | None:
-        """It has ended, or is lost; None if it is not open."""
-        work = self.works.pop(request_id, None)
-        if work is None:
-            return None
+    def close(self, request_id: str) -> None:
+        """Remove an open request that has ended or is lost."""
+        work = self.works.pop(request_id)
         replica = self._state.replicas[work.replica]
         del replica.works[request_id]
-        work.request = None  # prompts are long, and windows as well
-        prefill_s = 0.0 if work.begun else work.prefill_s
-        replica.open.remove(work.service_class, prefill_s, work.decode_s)
+        work.request = None  # the work stays for the window, the long prompt need not
+        prefill_s = 0.0 if work.prefilled else work.prefill_s
+        replica.open_work.remove(work.service_class, prefill_s, work.decode_s)
         node: PrefixNode | None = work.leaf
         while node is not None:
             node.active -= 1
             node = node.parent
-        return work
 
     def settle(self, work: ReplicaWork, prefill_s: float, decode_s: float) -> None:
-        """What it took is known now; it is closed."""
+        """Replace the estimates of a closed request by its real cost."""
         if work.in_window:
             replica = self._state.replicas[work.replica]
-            replica.window.remove(work.service_class, work.prefill_s, work.decode_s)
-            replica.window.add(work.service_class, prefill_s, decode_s)
+            replica.window_work.remove(work.service_class, work.prefill_s, work.decode_s)
+            replica.window_work.add(work.service_class, prefill_s, decode_s)
             if work.key is not None:
                 work.key.load[work.replica] += prefill_s + decode_s - work.seconds
             work.prefill_s, work.decode_s = prefill_s, decode_s
 
     def expire(self, now: float) -> None:
-        """What is older than the window does not count any more."""
+        """Remove requests that are older than the window."""
         before = now - self._state.settings.window_s
         while self._window and self._window[0].time_s <= before:
             work = self._window.popleft()
             work.in_window = False
-            self._state.asked_tokens -= work.leaf.end
-            self._state.matched_tokens -= work.matched
+            self._state.window_prompt_tokens -= work.leaf.end
+            self._state.window_matched_tokens -= work.matched
             replica = self._state.replicas.get(work.replica)
             if replica is not None:
-                replica.window.remove(work.service_class, work.prefill_s, work.decode_s)
-                _take_from_key(replica, work)
-            _ask_less(work)
+                replica.window_work.remove(work.service_class, work.prefill_s, work.decode_s)
+                _remove_from_key(replica, work)
+            _remove_from_nodes(work)
             self._state.forest.prune(work.leaf)
 
 
-def _take_from_key(replica: Replica, work: ReplicaWork) -> None:
+def _remove_from_key(replica: Replica, work: ReplicaWork) -> None:
     key, number = work.key, work.replica
     if key is None:
         return
@@ -476,12 +497,12 @@ def _take_from_key(replica: Replica, work: ReplicaWork) -> None:
         del replica.keys[key], key.load[number]
 
 
-def _ask_less(work: ReplicaWork) -> None:
+def _remove_from_nodes(work: ReplicaWork) -> None:
     number = work.replica
     node: PrefixNode | None = work.leaf
     while node is not None:
-        node.num_asked -= 1
-        node.asked[number] -= 1
-        if not node.asked[number]:
-            del node.asked[number]
+        node.num_requests -= 1
+        node.requests[number] -= 1
+        if not node.requests[number]:
+            del node.requests[number]
         node = node.parent

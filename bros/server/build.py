@@ -204,7 +204,7 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
         ),
     )
     if isinstance(state.engine, ElasticReplicas):
-        state.engine.look_ahead(runner.backlog)
+        state.engine.set_backlog(runner.backlog)
     jobs = Jobs(
         files=store.files,
         batches=store.batches,

@@ -62,7 +62,7 @@ class ClusterReplicas(ElasticReplicas):
         server = config.server
         settings = settings or settings_of(server)
         nodes = cluster.nodes()
-        share = allocation_of(config.engine, settings.most, nodes)
+        share = allocation_of(config.engine, settings.max_replicas, nodes)
         check_room(share, server.replicas, nodes)
 
         def make(place: int, on_death: Callable[[str], None]) -> StartableClient:
@@ -108,7 +108,7 @@ def elastic_here(
 ) -> ElasticReplicas:
     """Processes of this machine, as many as it takes."""
     settings = settings_of(config.server)
-    engine = with_share_of_cores(config.engine, settings.most, available_cores())
+    engine = with_share_of_cores(config.engine, settings.max_replicas, available_cores())
 
     def make(place: int, on_death: Callable[[str], None]) -> StartableClient:
         return make_engine(place, engine, on_death)
@@ -122,7 +122,7 @@ def elastic_here(
 
 def settings_of(config: ServerConfig) -> ElasticSettings:
     least, most = bounds_of(config)
-    return ElasticSettings(least=least, most=most)
+    return ElasticSettings(min_replicas=least, max_replicas=most)
 
 
 def _parts(config: Config) -> tuple[Fleet, Clock, random.Random]:

@@ -35,7 +35,7 @@ class LocalReplicas(RouterClient):
         )
         engine = with_share_of_cores(config.engine, server.replicas, available_cores())
         self._engines: Sequence[ProcessEngineClient] = [
-            make_engine(number, engine, functools.partial(self.give_up, number))
+            make_engine(number, engine, functools.partial(self.mark_gone, number))
             for number in range(server.replicas)
         ]
         for client in self._engines:

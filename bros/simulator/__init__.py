@@ -1,4 +1,4 @@
-"""The engine on a virtual clock: the same scheduler, an executor that only takes time."""
+"""The engine on a virtual clock: the real scheduler, an executor that only advances the clock."""
 
 REPLICA_ROWS, REPLICA_STEP_TOKENS = 256, 512
-"""Most requests and tokens of an iteration of a simulated replica, as in Preble's engines."""
+"""Default bounds of a simulated replica's step: requests and tokens, as in Preble's engines."""

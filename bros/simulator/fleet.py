@@ -1,11 +1,11 @@
-"""Several engines on one virtual clock, and a router before them.
+"""Simulates several engines behind a router on one virtual clock.
 
-    a request comes -> Fleet.route -> an engine's queue -> steps -> its tokens -> Fleet is told
+    arrival -> Fleet.route -> an engine's queue -> steps -> tokens -> Fleet.on_finished
 
-Events happen in the order of their times, and of those at one time, first what ended, then what is
-told, then what comes, then the steps that begin. So nothing is known before it has happened:
-the outputs of a step wait for its end, although the engine has computed them at its beginning.
-Steps are not aborted for new requests here: which ones arrive is not known yet when a step is run.
+Events are processed by time, and at equal times by kind: ends of steps, reports, arrivals, routed
+requests, starts of steps. The engine computes the outputs of a step when the step starts, but the
+simulation uses them only when it ends, so nothing is known before it has happened. Running steps do
+not yield to arrivals here, because later arrivals are not known when a step is run.
 """
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ from bros.simulator import REPLICA_ROWS, REPLICA_STEP_TOKENS
 from bros.simulator.prefix_workloads import VOCAB, PrefixLoad, PrefixRequest, prompt_of
 from bros.simulator.simulation import BLOCK_SIZE, TOKEN, Device, SimExecutor, engine_info, slo_of
 from bros.workload.arrivals import generator
-from bros.workload.attainment import Attainment, Summary
+from bros.workload.attainment import Attainment, Summary, within
 
 _PROGRESS_REQUESTS = 200
 NO_SLO = Slo()
 
 
 class _Event(enum.IntEnum):
-    """What happens first at one time."""
+    """Kinds of events, in their order at equal times."""
 
     STEP_ENDS = 0
-    TOLD = 1
-    COMES = 2
-    DECIDED = 3
+    REPORT_ARRIVES = 1
+    REQUEST_ARRIVES = 2
+    ROUTED = 3
     STEP_BEGINS = 4
 
 
 @dataclass(slots=True, eq=False)
 class SimReplica:
-    """An engine with an executor and a clock of its own.
+    """An engine with its own executor and clock.
 
-    number: the router's.
-
-    clock: ahead of the simulation's while a step runs.
-    waiting: come during that step.
-    due: the next step is about to begin.
+    clock: ahead of the simulation's time while a step runs.
+    number: its number in the fleet.
+    stepping: a step runs.
+    step_queued: the start of the next step is in the event queue.
+    waiting: requests that arrived since the last step started.
+    outputs: of the running step.
     """
 
     engine: Engine
@@ -72,18 +73,21 @@ class SimReplica:
     clock: ManualClock
     number: int = -1
     stepping: bool = False
-    due: bool = False
+    step_queued: bool = False
     waiting: deque[EngineRequest] = field(default_factory=deque)
     outputs: Sequence[RequestOutput] = ()
 
 
 @dataclass(slots=True)
 class FleetRecord:
-    """What became of one request; times in seconds after the start.
+    """The result of one request; times are seconds after the start.
 
-    arrival_s: when it came, which in a closed loop is found out on the way.
-    cached: tokens of its prompt that were there when it began.
-    matched: as many as the router thought.
+    arrival_s: when it arrived; in a closed loop this depends on the simulation.
+    replica, reason, matched: the router's decision (Decision).
+    cached: prompt tokens that were cached when it started.
+    tokens: output tokens.
+    first_s, last_s: times of the first and the last token.
+    refused: the engine refused it on arrival.
     """
 
     request: PrefixRequest
@@ -101,15 +105,16 @@ class FleetRecord:
 
     @property
     def finished(self) -> bool:
-        """It got all its tokens."""
+        """Whether it got all its tokens."""
         return self.finish is not None and self.finish.complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetResult:
-    """records by number of the request; all of them have ended.
+    """The result of one run.
 
-    busy_s, steps: by replica.
+    records: by request number; all requests have ended.
+    busy_s, steps: per replica.
     """
 
     records: Sequence[FleetRecord]
@@ -119,18 +124,18 @@ class FleetResult:
     preemptions: int
 
     def digest(self) -> str:
-        """A hash of every time and place: equal only if two runs were the same to the bit."""
+        """A hash of all records: equal only if two runs are bit-identical."""
         hashed = hashlib.sha256()
         for r in self.records:
-            what = f"{r.replica} {r.reason} {r.matched} {r.cached} {r.tokens} {r.finish}\n"
-            hashed.update(what.encode())
+            line = f"{r.replica} {r.reason} {r.matched} {r.cached} {r.tokens} {r.finish}\n"
+            hashed.update(line.encode())
             times = (r.arrival_s, r.first_s or -1.0, r.last_s or -1.0)
             hashed.update(struct.pack("<3d", *times))
         return hashed.hexdigest()
 
 
 class FleetSimulation:
-    """One run, until every request has ended. `replicas` are known to `fleet` by their numbers."""
+    """One run, until every request has ended. `fleet` knows `replicas` by their numbers."""
 
     def __init__(
         self,
@@ -144,10 +149,11 @@ class FleetSimulation:
         slo: Slo = NO_SLO,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """seed: of the prompts. report_delay_s: after so long the router hears what a replica says.
-        decision_s: what the router takes for one request; it decides one after the other. slo: of
-        the requests.
-        progress: told the share that is done, now and then.
+        """seed: of the prompts.
+        report_delay_s: delay until the router receives a report.
+        decision_s: time that the router takes per request; it routes them one after another.
+        slo: of the requests.
+        progress: called with the share of ended requests, now and then.
         """
         self._replicas = {replica.number: replica for replica in replicas}
         self._fleet = fleet
@@ -156,33 +162,33 @@ class FleetSimulation:
         self._report_delay_s = report_delay_s
         self._decision_s = decision_s
         self._slo = slo
-        self._undecided: deque[int] = deque()
+        self._unrouted: deque[int] = deque()
         self._progress = progress
         self._records: dict[str, FleetRecord] = {}
         self._followers: dict[int, list[int]] = {}
         self._num_ended = 0
         self._sampling: dict[int, SamplingParams] = {}
         self._events: list[tuple[float, _Event, int, object]] = []
-        self._happened = 0
+        self._num_pushed = 0
         self._now = 0.0
         self._handlers: dict[_Event, Callable[..., None]] = {
             _Event.STEP_ENDS: self._end_step,
-            _Event.TOLD: self._tell,
-            _Event.COMES: self._come,
-            _Event.DECIDED: self._deliver,
+            _Event.REPORT_ARRIVES: self._apply_report,
+            _Event.REQUEST_ARRIVES: self._on_arrival,
+            _Event.ROUTED: self._enqueue,
             _Event.STEP_BEGINS: self._begin_step,
         }
 
     def run(self) -> FleetResult:
-        """Call it once."""
+        """Run the simulation. Call it once."""
         for number, request in enumerate(self._requests):
             if request.follows is None:
-                self._expect(request.time_s, _Event.COMES, number)
+                self._push_event(request.time_s, _Event.REQUEST_ARRIVES, number)
             else:
                 self._followers.setdefault(request.follows, []).append(number)
         while self._events and self._num_ended < len(self._requests):
-            self._now, kind, _, what = heapq.heappop(self._events)
-            self._handlers[kind](what)
+            self._now, kind, _, payload = heapq.heappop(self._events)
+            self._handlers[kind](payload)
         replicas = self._replicas.values()
         stats = [replica.engine.stats() for replica in replicas]
         return FleetResult(
@@ -193,40 +199,40 @@ class FleetSimulation:
             preemptions=sum(c.preemptions for each in stats for c in each.by_class.values()),
         )
 
-    def _expect(self, time_s: float, kind: _Event, what: object) -> None:
-        """In the order in which they were thought of, if time and kind are the same."""
-        heapq.heappush(self._events, (time_s, kind, self._happened, what))
-        self._happened += 1
+    def _push_event(self, time_s: float, kind: _Event, payload: object) -> None:
+        """Add an event; at equal time and kind, events keep the order of these calls."""
+        heapq.heappush(self._events, (time_s, kind, self._num_pushed, payload))
+        self._num_pushed += 1
 
-    def _come(self, number: int) -> None:
-        """A request has come; it waits until the router has decided for those before it."""
+    def _on_arrival(self, number: int) -> None:
+        """A request arrives; it waits until the router has routed the ones before it."""
         request = self._requests[number]
         record = FleetRecord(request, self._now, request.prompt_tokens)
         self._records[request_id(number)] = record
-        self._undecided.append(number)
-        if len(self._undecided) == 1:
-            self._decide()
+        self._unrouted.append(number)
+        if len(self._unrouted) == 1:
+            self._route_next()
 
-    def _decide(self) -> None:
-        """The first one is routed, with what is known now."""
-        request = self._engine_request(self._undecided[0])
+    def _route_next(self) -> None:
+        """Route the first waiting request by the present state."""
+        request = self._engine_request(self._unrouted[0])
         (decision,) = self._fleet.route([request], self._now)
         record = self._records[request.request_id]
         record.replica, record.reason = decision.replica, decision.reason
         record.matched = decision.matched
         if self._decision_s:
-            self._expect(self._now + self._decision_s, _Event.DECIDED, request)
+            self._push_event(self._now + self._decision_s, _Event.ROUTED, request)
         else:
-            self._deliver(request)
+            self._enqueue(request)
 
-    def _deliver(self, request: EngineRequest) -> None:
-        """It has come to its replica."""
-        self._undecided.popleft()
+    def _enqueue(self, request: EngineRequest) -> None:
+        """Hand a routed request to its replica, and route the next one."""
+        self._unrouted.popleft()
         replica = self._replicas[self._records[request.request_id].replica]
         replica.waiting.append(request)
         self._wake(replica)
-        if self._undecided:
-            self._decide()
+        if self._unrouted:
+            self._route_next()
 
     def _engine_request(self, number: int) -> EngineRequest:
         request = self._requests[number]
@@ -246,90 +252,85 @@ class FleetSimulation:
         )
 
     def _wake(self, replica: SimReplica) -> None:
-        if not replica.stepping and not replica.due:
-            replica.due = True
-            self._expect(self._now, _Event.STEP_BEGINS, replica)
+        if not replica.stepping and not replica.step_queued:
+            replica.step_queued = True
+            self._push_event(self._now, _Event.STEP_BEGINS, replica)
 
     def _begin_step(self, replica: SimReplica) -> None:
-        replica.due = False
+        replica.step_queued = False
         replica.clock.advance(max(0.0, self._now - replica.clock.now()))
         while replica.waiting:
             self._submit(replica, replica.waiting.popleft())
         if replica.engine.has_work:
             replica.outputs = replica.engine.step()
             replica.stepping = True
-            self._expect(replica.clock.now(), _Event.STEP_ENDS, replica)
+            self._push_event(replica.clock.now(), _Event.STEP_ENDS, replica)
 
     def _submit(self, replica: SimReplica, request: EngineRequest) -> None:
         try:
             replica.engine.submit(request)
         except (QueueFullError, OverloadedError):
             self._records[request.request_id].refused = True
-            self._gone(request.request_id, cached=False)
+            self._on_ended(request.request_id, cached=False)
 
     def _end_step(self, replica: SimReplica) -> None:
         replica.stepping = False
         for output in replica.outputs:
-            self._take(output)
+            self._record_output(output)
         replica.outputs = ()
         idle = not replica.engine.has_work
         report = replica.engine.due_report()
         if report is not None:
-            told = (replica.number, report)
-            self._expect(self._now + self._report_delay_s, _Event.TOLD, told)
+            payload = (replica.number, report)
+            self._push_event(self._now + self._report_delay_s, _Event.REPORT_ARRIVES, payload)
         if replica.waiting or not idle:
             self._wake(replica)
 
-    def _take(self, output: RequestOutput) -> None:
+    def _record_output(self, output: RequestOutput) -> None:
         record = self._records[output.request_id]
         record.tokens += len(output.token_ids)
         if output.token_ids:
             record.last_s = self._now
             if record.first_s is None:
                 record.first_s, record.cached = self._now, output.cached_tokens
-                self._fleet.begun(output.request_id, output.cached_tokens, self._now)
+                self._fleet.on_first_token(output.request_id, self._now)
         if output.finish_reason is not None:
             record.finish = output.finish_reason
-            self._gone(output.request_id, cached=record.finished)
+            self._on_ended(output.request_id, cached=record.finished)
 
-    def _gone(self, name: str, *, cached: bool) -> None:
-        """It is over; who waited for its end comes."""
-        answer = [TOKEN] * self._records[name].tokens
-        self._fleet.ended(name, answer, self._now, cached=cached)
-        number = int(name)
+    def _on_ended(self, request_id: str, *, cached: bool) -> None:
+        """A request has ended; the ones that follow it arrive."""
+        output_ids = [TOKEN] * self._records[request_id].tokens
+        self._fleet.on_finished(request_id, output_ids, self._now, cached=cached)
+        number = int(request_id)
         self._num_ended += 1
         for follower in self._followers.pop(number, ()):
             time_s = max(self._now, self._requests[follower].time_s)
-            self._expect(time_s, _Event.COMES, follower)
+            self._push_event(time_s, _Event.REQUEST_ARRIVES, follower)
         if self._progress is not None and self._num_ended % _PROGRESS_REQUESTS == 0:
             self._progress(self._num_ended / len(self._requests))
 
-    def _tell(self, told: tuple[int, EngineReport]) -> None:
-        number, report = told
-        self._fleet.take(number, report, self._now)
+    def _apply_report(self, payload: tuple[int, EngineReport]) -> None:
+        number, report = payload
+        self._fleet.apply_report(number, report, self._now)
 
 
 def request_id(number: int) -> str:
-    """The name of the request with this number."""
+    """The id of the request with this number."""
     return str(number)
 
 
-# ---- What a run on several replicas was like, in numbers that can be compared.
+# ---- Metrics of a run on several replicas.
 #
-# latency    arrival to last token         tpot    (last - first token) / (tokens - 1)
-# ttft       arrival to first token        balance    time that the busiest replica's steps took
-#                                                     / mean of all replicas
-
-
-_TOLERANCE_S = 1e-9
+# latency    arrival to last token         tpot       (last - first token) / (tokens - 1)
+# ttft       arrival to first token        balance    busy time of the busiest replica / mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetClassReport:
-    """One service class.
+    """Metrics of one service class.
 
-    both_met: requests whose first token and pace met the objectives; None for a class that has
-        none.
+    both_met: requests that met both objectives; None for a class without objectives.
     """
 
     requests: int
@@ -341,13 +342,13 @@ class FleetClassReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetReport:
-    """One run; all figures are of requests that got all their tokens.
+    """Metrics of one run. Latencies and cache hits are those of finished requests.
 
-    hits: share of prompt tokens that were cached when their request began.
-    believed: as many as the router thought when it decided.
-    requests_per_s: from the start to the last end.
-    busy: share of the time in which steps ran, mean of all replicas.
-    reasons: of decisions.
+    end_s: when the last request ended.
+    hits: share of prompt tokens that were cached when their request started.
+    believed: the share that the router believed to be cached when it routed them.
+    busy: share of the time in which a step ran, mean of all replicas.
+    reasons: reason of a decision -> requests.
     """
 
     requests: int
@@ -369,7 +370,7 @@ class FleetReport:
 
 
 def fleet_report(result: FleetResult, slo: Slo) -> FleetReport:
-    """slo: what real-time requests are held to."""
+    """slo: objectives of real-time requests."""
     done = [record for record in result.records if record.finished]
     prompt_tokens = sum(record.prompt_tokens for record in done) or 1
     mean_busy_s = math.fsum(result.busy_s) / len(result.busy_s)
@@ -414,42 +415,42 @@ def _met(record: FleetRecord, slo: Slo) -> bool:
     if not record.finished:
         return False
     tpot_s = _tpot_s(record)
-    return _within(_ttft_s(record), slo.ttft_s) and (tpot_s is None or _within(tpot_s, slo.tpot_s))
+    return _keeps(_ttft_s(record), slo.ttft_s) and _keeps(tpot_s, slo.tpot_s)
 
 
-def _within(seconds: float, limit_s: float | None) -> bool:
-    return limit_s is None or seconds <= limit_s + _TOLERANCE_S
+def _keeps(seconds: float | None, limit_s: float | None) -> bool:
+    return seconds is None or limit_s is None or within(seconds, limit_s)
 
 
 def _latency_s(record: FleetRecord) -> float:
-    assert record.last_s is not None, "it has finished"
+    assert record.last_s is not None, "the request has finished"
     return record.last_s - record.arrival_s
 
 
 def _ttft_s(record: FleetRecord) -> float:
-    assert record.first_s is not None, "it has finished"
+    assert record.first_s is not None, "the request has finished"
     return record.first_s - record.arrival_s
 
 
 def _tpot_s(record: FleetRecord) -> float | None:
     if record.tokens < 2:
         return None
-    assert record.last_s is not None and record.first_s is not None, "it has tokens"
+    assert record.last_s is not None and record.first_s is not None, "the request has tokens"
     return (record.last_s - record.first_s) / (record.tokens - 1)
 
 
-# ---- Everything that determines a run on several replicas, and how it is put together from that.
+# ---- Builds a simulation from a scenario.
 
 
-_MANY = 2**31 - 1
+_UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetScenario:
-    """One run. Two runs of equal scenarios give the same records to the bit.
+    """Everything that determines a run: runs of equal scenarios are bit-identical.
 
     report_delay_s, decision_s: see FleetSimulation.
-    classes: there are best-effort requests, and real-time ones bring their objectives.
+    classes: the load has best-effort requests, and requests have objectives.
     """
 
     config: EngineConfig
@@ -465,14 +466,14 @@ class FleetScenario:
 
 
 def fleet_config(engine: EngineConfig) -> EngineConfig:
-    """The options, with what the paper's engines had where nothing is said: their steps, and no
-    copies of KV on the host. No limit to the queue: every request is to be served."""
+    """The options of a replica. Defaults are the paper's: its step bounds, and no host KV. The
+    queue is unlimited, as every request has to be served."""
     return dataclasses.replace(
         engine,
         max_num_seqs=engine.max_num_seqs or REPLICA_ROWS,
         max_batch_tokens=engine.max_batch_tokens or REPLICA_STEP_TOKENS,
         host_kv_blocks=engine.host_kv_blocks or 0,
-        max_queue=_MANY,
+        max_queue=_UNLIMITED,
     )
 
 
@@ -487,7 +488,7 @@ def run_fleet(
 def build_fleet_simulation(
     scenario: FleetScenario, *, progress: Callable[[float], None] | None = None
 ) -> FleetSimulation:
-    """Engines, their clocks, router and workload. Raises ConfigError if it cannot be run."""
+    """Build engines, clocks, router and workload. Raises ConfigError if it cannot be run."""
     check_fleet_scenario(scenario)
     requests = _servable(scenario)
     fleet = make_fleet(
@@ -520,7 +521,7 @@ def build_fleet_simulation(
 
 
 def check_fleet_scenario(scenario: FleetScenario) -> None:
-    """Raise ConfigError if options do not go together."""
+    """Raise ConfigError if options contradict each other."""
     info = engine_info(scenario.config, scenario.device)
     build_scheduler(scenario.config, info, scenario.device.steps)
     if scenario.config.prefix_cache == "off":
@@ -528,7 +529,7 @@ def check_fleet_scenario(scenario: FleetScenario) -> None:
 
 
 def oracle_of(requests: Sequence[PrefixRequest], seed: int) -> Callable[[EngineRequest], int]:
-    """The part of each request: families in a drawn order, dealt out like cards."""
+    """Request -> number of its part: the index of its family in a shuffled list of families."""
     families = sorted({request.family for request in requests})
     generator(seed, "oracle").shuffle(families)
     parts = {family: part for part, family in enumerate(families)}

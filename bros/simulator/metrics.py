@@ -1,13 +1,13 @@
-"""What a run was like, in numbers that can be compared.
+"""Metrics of a run of one engine.
 
-Whether an objective was met is *decided* for a request once its tokens are there, or once it is
-certain that they are late. So a request that is still open at the end counts as missed if it is
-overdue by then, and is left out (not counted as met) if it is not. Refused requests count as
-missed, and so do those that the engine dropped. Nothing else is left out, except by a warm-up.
+Whether a request met an objective is *decided* once its tokens are there, or once they are
+certain to be late. A request that is open at the end counts as missed if it is overdue by then, and
+otherwise not at all. Requests that the engine refused or dropped count as missed. No other request
+is left out, except by a warm-up.
 
-A warm-up is the time until the load is the same at all times. Requests that arrived in it are
-not counted, and rates are those of the time after it, whenever requests arrived. So are counts of
-what the engine did; of those, the step that was running at its end is left out as well.
+The warm-up is the time until the load is steady. Requests that arrived in it are not counted. Rates
+and counts of engine events are those of the time after it, whenever requests arrived. Counts also
+exclude the step that was running at its end.
 
     ttft    arrival to first token
     tpot    (last token - first token) / (tokens - 1), of requests with two tokens or more
@@ -29,17 +29,18 @@ from bros.workload.attainment import Attainment, Summary, within
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassReport:
-    """One service class of one run.
+    """Metrics of one service class.
 
     requests = finished + unfinished + refused. All rates are per second after the warm-up.
 
     unfinished: open at the end.
-    refused: on arrival, or later, when the engine gave them up.
-    ttft_s, tpot_s: overdue open requests are in them with the time so far, a lower bound.
-    ttft_met, tpot_met, both_met: requests; a request with one token has only a ttft.
-    tokens_on_time: tokens within tpot of the one before (the first: within ttft of arrival).
-    requests_per_s: finished ones.
-    tokens_per_s: prompt tokens of requests with a first token, and output tokens.
+    refused: refused on arrival, or dropped by the engine later.
+    normalized_latency_s: mean of finished requests.
+    ttft_s, tpot_s: overdue open requests count with the time so far, a lower bound.
+    ttft_met, tpot_met, both_met: requests; a request with one token has only a TTFT.
+    tokens_on_time: tokens within tpot of the previous one (the first: within ttft of arrival).
+    requests_per_s: finished requests.
+    tokens_per_s: prompt tokens of requests that got a first token, and output tokens.
     """
 
     requests: int
@@ -62,15 +63,16 @@ class ClassReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One run, after the warm-up. end_s counts from the start.
+    """Metrics of one run, after the warm-up.
 
-    digest: of all records.
-
+    end_s: end of the run, counted from its start.
     busy: share of the time in which a step ran, aborted ones included.
-    steps: completed ones.
+    steps: completed steps.
     mean_step_s: of completed steps.
     abandoned_steps: steps that were aborted for a first token.
-    abandoned_s: time that these took.
+    abandoned_s: time of these steps.
+    skipped: requests that were too long to be served.
+    digest: of all records.
     """
 
     end_s: float
@@ -86,8 +88,8 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Judged:
-    """One request against its objectives; None where nothing is decided."""
+class _Judgement:
+    """Whether one request met its objectives; None where that is not decided."""
 
     ttft_s: float | None
     tpot_s: float | None
@@ -99,7 +101,7 @@ class _Judged:
 
 
 def report_of(result: SimulationResult, slo: Slo) -> Report:
-    """slo: what real-time requests are held to. Best-effort requests are held to nothing."""
+    """slo: objectives of real-time requests; best-effort requests have none."""
     by_class = {
         service_class: _class_report(
             result, service_class, slo if service_class is ServiceClass.RT else Slo()
@@ -129,23 +131,23 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
     since_s, end_s = result.warm_up_s, result.end_s
     stats = result.stats.by_class.get(service_class, ClassStats())
     before = result.warm_up.stats.by_class.get(service_class, ClassStats())
-    everything = [r for r in result.records if r.service_class is service_class]
-    records = [record for record in everything if record.arrival_s >= since_s]
-    judged = [_judge(record, slo, end_s) for record in records]
+    all_records = [r for r in result.records if r.service_class is service_class]
+    records = [record for record in all_records if record.arrival_s >= since_s]
+    judgements = [_judge(record, slo, end_s) for record in records]
     finished = [record for record in records if record.finished]
     latencies = [(r.token_times_s[-1] - r.arrival_s) / len(r.token_times_s) for r in finished]
-    refused = sum(_lost(record) for record in records)
-    done = sum(r.finished and r.token_times_s[-1] >= since_s for r in everything)
+    refused = sum(_never_finishes(record) for record in records)
+    done = sum(r.finished and r.token_times_s[-1] >= since_s for r in all_records)
     output_tokens = sum(
-        len(r.token_times_s) - bisect.bisect_left(r.token_times_s, since_s) for r in everything
+        len(r.token_times_s) - bisect.bisect_left(r.token_times_s, since_s) for r in all_records
     )
     prompt_tokens = sum(
         r.size.prompt_tokens
-        for r in everything
+        for r in all_records
         if r.token_times_s and r.token_times_s[0] >= since_s
     )
     seconds = end_s - since_s
-    held = slo.ttft_s is not None
+    has_slo = slo.ttft_s is not None
     return ClassReport(
         requests=len(records),
         finished=len(finished),
@@ -154,13 +156,13 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
         relegated=stats.relegated - before.relegated,
         preemptions=stats.preemptions - before.preemptions,
         normalized_latency_s=math.fsum(latencies) / len(latencies) if latencies else None,
-        ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
-        tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
-        ttft_met=Attainment.of([j.ttft_met for j in judged if held]),
-        tpot_met=Attainment.of([j.tpot_met for j in judged if held]),
-        both_met=Attainment.of([j.both_met for j in judged if held]),
+        ttft_s=Summary.of([j.ttft_s for j in judgements if j.ttft_s is not None]),
+        tpot_s=Summary.of([j.tpot_s for j in judgements if j.tpot_s is not None]),
+        ttft_met=Attainment.of([j.ttft_met for j in judgements if has_slo]),
+        tpot_met=Attainment.of([j.tpot_met for j in judgements if has_slo]),
+        both_met=Attainment.of([j.both_met for j in judgements if has_slo]),
         tokens_on_time=Attainment(
-            sum(j.tokens_met for j in judged), sum(j.tokens_decided for j in judged)
+            sum(j.tokens_met for j in judgements), sum(j.tokens_decided for j in judgements)
         ),
         requests_per_s=done / seconds,
         tokens_per_s=(prompt_tokens + output_tokens) / seconds,
@@ -168,18 +170,18 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
     )
 
 
-def _judge(record: SimulatedRequest, slo: Slo, end_s: float) -> _Judged:
+def _judge(record: SimulatedRequest, slo: Slo, end_s: float) -> _Judgement:
     ttft_s, ttft_met = _first_token(record, slo.ttft_s, end_s)
     tpot_s, tpot_met = _later_tokens(record, slo.tpot_s, end_s)
     if slo.ttft_s is None or slo.tpot_s is None:
-        return _Judged(ttft_s=ttft_s, tpot_s=tpot_s, ttft_met=None, tpot_met=None, both_met=None)
+        return _Judgement(ttft_s=ttft_s, tpot_s=tpot_s, ttft_met=None, tpot_met=None, both_met=None)
     both_met: bool | None = None
     if ttft_met is False or tpot_met is False:
         both_met = False
     elif record.finished:
         both_met = True
     met, decided = _tokens_on_time(record, ttft_met, slo.tpot_s, end_s)
-    return _Judged(
+    return _Judgement(
         ttft_s=ttft_s,
         tpot_s=tpot_s,
         ttft_met=ttft_met,
@@ -193,11 +195,11 @@ def _judge(record: SimulatedRequest, slo: Slo, end_s: float) -> _Judged:
 def _first_token(
     record: SimulatedRequest, limit_s: float | None, end_s: float
 ) -> tuple[float | None, bool | None]:
-    """Time to the first token and whether that was in time."""
+    """TTFT, and whether it met its objective."""
     if record.token_times_s:
         seconds = record.token_times_s[0] - record.arrival_s
         return seconds, limit_s is not None and within(seconds, limit_s)
-    if _lost(record):
+    if _never_finishes(record):
         return None, False
     waited = end_s - record.arrival_s
     if limit_s is not None and not within(waited, limit_s):
@@ -208,14 +210,14 @@ def _first_token(
 def _later_tokens(
     record: SimulatedRequest, limit_s: float | None, end_s: float
 ) -> tuple[float | None, bool | None]:
-    """Mean time per token after the first and whether that was in time."""
+    """TPOT, and whether it met its objective."""
     times = record.token_times_s
     if record.finished:
         if len(times) < 2:
             return None, None
         mean = (times[-1] - times[0]) / (len(times) - 1)
         return mean, limit_s is not None and within(mean, limit_s)
-    if _lost(record):
+    if _never_finishes(record):
         return None, False
     if times and limit_s is not None:
         at_best = (end_s - times[0]) / len(times)  # if the next token came right now
@@ -237,6 +239,6 @@ def _tokens_on_time(
     return met, decided + bool(overdue)
 
 
-def _lost(record: SimulatedRequest) -> bool:
-    """It was refused or dropped, and will never be finished."""
+def _never_finishes(record: SimulatedRequest) -> bool:
+    """Whether it was refused or dropped."""
     return record.refused or (record.finish is not None and not record.finished)

@@ -1,13 +1,14 @@
-"""The five workloads that Preble was measured on, drawn anew to their published statistics.
+"""Workloads with shared prefixes: the five of Preble, synthesized from published statistics, and
+recorded traces.
 
     toolbench     system | tool            | question         many questions per tool
-    embodied      environment and examples | answer | seen | answer | seen ...     one turn each
+    embodied      environment and examples | answer | observation | answer | ...   one turn each
     programming   examples | problem       | unique           several programs per problem
     video         video                    | question         more questions for longer videos
     loogle        document                 | question
 
-Lengths are those of the datasets (Preble, Table 1). How many requests come how fast, from how many
-tools, documents and so on is what its experiments had for two replicas (spec: Preble 2.5).
+Lengths follow the datasets (Preble, Table 1). Rates, numbers of requests and numbers of tools,
+documents and so on are those of its experiments with two replicas (Preble 2.5).
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from bros.simulator.simulation import TOKEN
 from bros.workload.arrivals import generator, read_azure_trace
 from bros.workload.lengths import ClippedLogNormal, Lengths
 
-# ---- Requests whose prompts have beginnings in common: recipes now, tokens when they are needed.
+# ---- Requests with shared prefixes. Token ids are only generated when they are needed.
 #
-# parts     [ system ][ tool 17 ][ question 4711 ]       parts of one name hold the same tokens
+# parts     [ system ][ tool 17 ][ question 4711 ]       parts of one name have the same tokens
 # tokens    [ 160    ][ 1400    ][ 275           ]
 
 
@@ -43,10 +44,7 @@ VOCAB = 1 << 16
 
 
 class Part(NamedTuple):
-    """A piece of a prompt.
-
-    name: what it holds; None is an answer that has been given before.
-    """
+    """A part of a prompt. name: what it contains; None for the output of an earlier request."""
 
     name: str | None
     tokens: int
@@ -54,11 +52,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixRequest:
-    """One request, yet without tokens.
+    """One request, without token ids.
 
-    time_s: when it comes, in seconds after the start, or when it would if `follows`, the number of
-        a request before it, has not ended by then: it comes after that.
-    family: what a partition that knows the workload goes by.
+    time_s: arrival, in seconds after the start.
+    family: number of its shared prefix, which OraclePartition places it by.
+    follows: index of an earlier request; this one arrives after that has ended, if time_s is
+        earlier.
     """
 
     time_s: float
@@ -74,46 +73,46 @@ class PrefixRequest:
 
 
 class PrefixLoad(Protocol):
-    """Where such requests come from."""
+    """A source of such requests."""
 
     @property
     def label(self) -> str:
-        """For people, e.g. `toolbench, 9 req/s`."""
+        """Its name in reports, such as `toolbench, 9 req/s`."""
         ...
 
     def requests(self, seed: int) -> Sequence[PrefixRequest]:
-        """All of them, sorted by time; `follows` are places in this order."""
+        """All requests, sorted by time; `follows` are indices into this list."""
         ...
 
 
 def prompt_of(request: PrefixRequest, seed: int) -> array[int]:
-    """Its tokens, below VOCAB; the same in every process."""
+    """The token ids of its prompt, all below VOCAB. They depend only on part names and seed."""
     prompt = array("i")
-    drawn = b"".join(_drawn(part, seed) for part in request.parts)
-    prompt.frombytes(np.frombuffer(drawn, dtype="<u2").astype(np.int32).tobytes())
+    data = b"".join(_part_bytes(part, seed) for part in request.parts)
+    prompt.frombytes(np.frombuffer(data, dtype="<u2").astype(np.int32).tobytes())
     return prompt
 
 
-def _drawn(part: Part, seed: int) -> bytes:
+def _part_bytes(part: Part, seed: int) -> bytes:
     if part.name is None:
         return TOKEN.to_bytes(2, "little") * part.tokens
     return hashlib.shake_128(f"{seed}/{part.name}".encode()).digest(2 * part.tokens)
 
 
 def at_rate(times: Sequence[float], rate: float) -> list[float]:
-    """Recorded times, of which the first is 0, so that on average so many come per second; their
-    own rate is taken to be 1 if they came all at once."""
+    """Recorded times, of which the first is 0, scaled to `rate` requests per second on average. If
+    all are 0, they stay 0."""
     own_rate = len(times) / times[-1] if times[-1] else 1.0
     return [time_s / (rate / own_rate) for time_s in times]
 
 
 def classes(count: int, be_share: float, rng: random.Random) -> list[ServiceClass]:
-    """Of so many requests, in their order; each is best-effort with that probability."""
+    """Service classes of `count` requests; each is best-effort with probability be_share."""
     return [ServiceClass.BE if rng.random() < be_share else ServiceClass.RT for _ in range(count)]
 
 
 def poisson_times(count: int, rate: float, rng: random.Random) -> list[float]:
-    """So many arrivals; at another rate their gaps are stretched."""
+    """`count` arrival times in seconds. Another rate scales the same gaps."""
     times, time_s = [], 0.0
     for _ in range(count):
         time_s += rng.expovariate(1.0) / rate
@@ -122,36 +121,37 @@ def poisson_times(count: int, rate: float, rng: random.Random) -> list[float]:
 
 
 EVEN, ZIPF, DATASET = POPULARITY = ("even", "zipf", "dataset")
-"""Which families requests belong to: each is as likely; by rank, as 1 / rank ** 1.1; or as many to
-each as in the dataset."""
+"""How requests are spread over families: uniformly; by rank, as 1 / rank ** 1.1; or with the family
+sizes of the dataset."""
 
 _ZIPF_EXPONENT = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What a workload is like, and how much of it two replicas get.
+    """The statistics of one workload.
 
-    per_family: requests of a family in the dataset, mean and deviation.
-    lone: share of requests in the dataset with a family of their own.
-    longest: what videos and documents were cropped to in the paper's runs; its table has them
-        whole.
-    make: the requests' families, in their order -> parts and output tokens of each, and which one
-        each follows.
+    rate, count, families: requests per second, requests and families for two replicas.
+    per_family: requests per family in the dataset, mean and standard deviation.
+    make: (families of the requests, rng) -> the requests, in the same order.
+    weights: (number of families, rng) -> popularity of each family; None: uniform.
+    lone: share of the dataset's requests that share no prefix with others.
+    longest: most prompt tokens without the question, as the paper's runs cropped videos and
+        documents; its table has them uncropped.
     """
 
     rate: float
     count: int
     families: int
     per_family: tuple[float, float]
-    make: Callable[[Sequence[int], random.Random], Iterator[_Made]]
+    make: Callable[[Sequence[int], random.Random], Iterator[_Draft]]
     weights: Callable[[int, random.Random], list[float]] | None = None
     lone: float = 0.0
     longest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _Draft:
     parts: tuple[Part, ...]
     output_tokens: int
     follows: int | None = None
@@ -159,10 +159,10 @@ class _Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixWorkload:
-    """Requests of one kind.
+    """A load of one kind.
 
-    rate: per second, of all replicas together.
-    families: tools, say.
+    rate: requests per second, of all replicas together.
+    families: number of different shared prefixes, such as tools.
     """
 
     name: str
@@ -181,20 +181,20 @@ class PrefixWorkload:
         kind = KINDS[self.name]
         families = _families(self, kind, generator(seed, "families"))
         times = poisson_times(self.count, self.rate, generator(seed, "prefix gaps"))
-        served = classes(self.count, self.be_share, generator(seed, "classes"))
-        made = kind.make(families, generator(seed, "prompts"))
+        service_classes = classes(self.count, self.be_share, generator(seed, "classes"))
+        drafts = kind.make(families, generator(seed, "prompts"))
         longest = None if self.popularity == DATASET else kind.longest
         return [
             PrefixRequest(
                 time_s=time_s,
-                parts=_cropped(each.parts, longest) if longest else each.parts,
-                output_tokens=each.output_tokens,
+                parts=_crop(draft.parts, longest) if longest else draft.parts,
+                output_tokens=draft.output_tokens,
                 family=family,
-                follows=each.follows,
+                follows=draft.follows,
                 service_class=service_class,
             )
-            for time_s, family, service_class, each in zip(
-                times, families, served, made, strict=True
+            for time_s, family, service_class, draft in zip(
+                times, families, service_classes, drafts, strict=True
             )
         ]
 
@@ -209,7 +209,7 @@ def published(
     popularity: str = EVEN,
     be_share: float = 0.0,
 ) -> PrefixWorkload:
-    """As much of a workload as so many replicas got in the paper, but for what is given."""
+    """A workload as in the paper, scaled to a number of replicas; arguments override its values."""
     kind = KINDS[name]
     count = count or max(1, kind.count * replicas // 2)
     per_family = kind.count / kind.families
@@ -224,9 +224,9 @@ def published(
 
 
 def _families(load: PrefixWorkload, kind: Kind, rng: random.Random) -> list[int]:
-    """Of each request, in their order."""
+    """The family of each request."""
     if load.popularity == DATASET:
-        return _as_in_dataset(load, kind, rng)
+        return _dataset_families(load, kind, rng)
     weights = [1.0] * load.families
     if load.popularity == ZIPF:
         weights = [rank**-_ZIPF_EXPONENT for rank in range(1, load.families + 1)]
@@ -235,21 +235,22 @@ def _families(load: PrefixWorkload, kind: Kind, rng: random.Random) -> list[int]
     return rng.choices(range(load.families), weights, k=load.count)
 
 
-def _cropped(parts: tuple[Part, ...], longest: int) -> tuple[Part, ...]:
-    """All but the question, which is the last one, are `longest` tokens at most."""
+def _crop(parts: tuple[Part, ...], longest: int) -> tuple[Part, ...]:
+    """Shorten the part before the question, so that all but the question has at most `longest`
+    tokens."""
     *others, cut, last = parts
     excess = sum(part.tokens for part in (*others, cut)) - longest
     return (*others, Part(cut.name, cut.tokens - excess), last) if excess > 0 else parts
 
 
-def _as_in_dataset(load: PrefixWorkload, kind: Kind, rng: random.Random) -> list[int]:
+def _dataset_families(load: PrefixWorkload, kind: Kind, rng: random.Random) -> list[int]:
     mean, std = kind.per_family
     sizes = ClippedLogNormal(mean, std, 1, round(mean + 40 * std))
     found: list[int] = []
     for family in itertools.count():
         if len(found) >= load.count:
             break
-        # A lone one for every so many requests of the others.
+        # A lone request is a family of its own, so per family it is more likely by `mean`.
         alone = rng.random() < kind.lone * mean / (kind.lone * mean + 1 - kind.lone)
         found += [family] * (1 if alone else max(2, sizes.draw(rng)))
     del found[load.count :]
@@ -262,17 +263,17 @@ def _questions(
     shared: Callable[[int, random.Random], tuple[Part, ...]],
     unique: Lengths,
     answer: Lengths,
-) -> Callable[[Sequence[int], random.Random], Iterator[_Made]]:
-    """Requests of a family begin alike and end with something that no other one has."""
+) -> Callable[[Sequence[int], random.Random], Iterator[_Draft]]:
+    """Requests that consist of their family's shared prefix and a unique question."""
 
-    def make(families: Sequence[int], rng: random.Random) -> Iterator[_Made]:
+    def make(families: Sequence[int], rng: random.Random) -> Iterator[_Draft]:
         known: dict[int, tuple[Part, ...]] = {}
-        # Families have the same lengths whichever of them comes first.
+        # Sorted, so that lengths do not depend on the order in which families first appear.
         for family in sorted(set(families)):
             known[family] = shared(family, rng)
         for number, family in enumerate(families):
             last = Part(f"question {number}", unique.draw(rng))
-            yield _Made((*known[family], last), answer.draw(rng))
+            yield _Draft((*known[family], last), answer.draw(rng))
 
     return make
 
@@ -292,7 +293,7 @@ _LONG = ClippedLogNormal(3250.0, 1100.0, _EXAMPLES_TOKENS + 1, 12_000)
 
 
 def _problem(family: int, rng: random.Random) -> tuple[Part, ...]:
-    """The examples are the key portion of short problems, and not of long ones."""
+    """A problem that is shorter than the examples has these as its key portion (Preble 3.2)."""
     lengths = _SHORT if rng.random() < _SHORT_SHARE else _LONG
     return Part("examples", _EXAMPLES_TOKENS), Part(f"problem {family}", lengths.draw(rng))
 
@@ -305,7 +306,7 @@ def _video(family: int, rng: random.Random) -> tuple[Part, ...]:
 
 
 def _video_tokens(family: int) -> int:
-    """A property of the video, so that it can be told before any question is."""
+    """Length of a video, drawn from its number alone, because it also determines the weights."""
     return _VIDEO.draw(random.Random(f"video {family}"))
 
 
@@ -321,23 +322,23 @@ def _document(family: int, rng: random.Random) -> tuple[Part, ...]:
 
 
 _ENVIRONMENT = ClippedLogNormal(1740.0, 340.0, 600, 4000)
-_SEEN = ClippedLogNormal(7.0, 5.0, 1, 60)
+_OBSERVATION = ClippedLogNormal(7.0, 5.0, 1, 60)
 _ACTION = ClippedLogNormal(16.0, 13.0, 1, 150)
 
 
-def _embodied(families: Sequence[int], rng: random.Random) -> Iterator[_Made]:
-    """Each turn begins with the one before, its answer, and what is seen then."""
-    latest: dict[int, tuple[int, _Made]] = {}
+def _embodied(families: Sequence[int], rng: random.Random) -> Iterator[_Draft]:
+    """Turns: each prompt is the previous prompt, its answer, and a new observation."""
+    latest: dict[int, tuple[int, _Draft]] = {}
     for number, family in enumerate(families):
         before = latest.get(family)
         if before is None:
             parts: tuple[Part, ...] = (Part(f"environment {family}", _ENVIRONMENT.draw(rng)),)
         else:
             answer = Part(None, before[1].output_tokens)
-            parts = (*before[1].parts, answer, Part(f"seen {number}", _SEEN.draw(rng)))
-        made = _Made(parts, _ACTION.draw(rng), before[0] if before else None)
-        latest[family] = number, made
-        yield made
+            parts = (*before[1].parts, answer, Part(f"seen {number}", _OBSERVATION.draw(rng)))
+        draft = _Draft(parts, _ACTION.draw(rng), before[0] if before else None)
+        latest[family] = number, draft
+        yield draft
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -398,23 +399,22 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 
 
-# ---- Tools and videos at recorded times (Preble's mixed workload, figure 8).
+# ---- Toolbench and video requests at recorded times (Preble's mixed workload, figure 8).
 #
-#     code             |  |    | ||      toolbench      at the times of the Azure traces of 2023,
-#     all
-#     conversations     | |||  |   |     video          nearer together or further apart
+#     code             |  |    | ||      toolbench      arrival times of the Azure traces of 2023,
+#     conversations     | |||  |   |     video          scaled to the rate
 #
-# What people asked has not been published, so prompts are drawn as for these two workloads.
+# The traces have no prompts, so prompts are drawn as for these two workloads.
 
 
 CODE, CONVERSATIONS = "toolbench", "video"
 
 AzureTimes = tuple[tuple[float, str], ...]
-"""(seconds after the start of its file, workload), sorted."""
+"""(seconds after the start of the trace file, workload), sorted."""
 
 
 def read_azure_times(code: Path, conversations: Path) -> AzureTimes:
-    """Of both files. Raises ConfigError naming the file and the line that is wrong."""
+    """Read both trace files. Raises ConfigError naming the file and the line that is wrong."""
     times = [(row.time_s, CODE) for row in read_azure_trace(code)]
     times += [(row.time_s, CONVERSATIONS) for row in read_azure_trace(conversations)]
     return tuple(sorted(times))
@@ -422,7 +422,7 @@ def read_azure_times(code: Path, conversations: Path) -> AzureTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AzureLoad:
-    """The first `count` recorded times, at `rate` per second on average instead of their own."""
+    """The first `count` recorded times, scaled to `rate` requests per second on average."""
 
     recorded: AzureTimes = field(repr=False)
     rate: float
@@ -436,19 +436,21 @@ class AzureLoad:
     def requests(self, seed: int) -> list[PrefixRequest]:
         recorded = self.recorded[: self.count]
         times = at_rate([time_s for time_s, _ in recorded], self.rate)
-        served = classes(len(recorded), self.be_share, generator(seed, "classes"))
-        made = {
+        service_classes = classes(len(recorded), self.be_share, generator(seed, "classes"))
+        drafts = {
             name: iter(published(name, 1, count=count).requests(seed))
             for name, count in Counter(name for _, name in recorded).items()
         }
         return [
             dataclasses.replace(
-                request := next(made[name]),
+                request := next(drafts[name]),
                 time_s=time_s,
                 family=2 * request.family + (name == CODE),
                 service_class=service_class,
             )
-            for time_s, (_, name), service_class in zip(times, recorded, served, strict=True)
+            for time_s, (_, name), service_class in zip(
+                times, recorded, service_classes, strict=True
+            )
         ]
 
 
@@ -456,15 +458,16 @@ class AzureLoad:
 #
 #     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [0, 46, 47, ...]}
 #
-# Milliseconds after the start, tokens, and one id per block of 512 tokens of the prompt, of which
-# equal ones hold the same tokens after the same tokens. The last block may be shorter.
+# timestamp is in milliseconds after the start, lengths are in tokens. There is one hash id per
+# block of 512 prompt tokens; equal ids mean equal blocks after equal prefixes. The last block may
+# be shorter.
 
 
 BLOCK_TOKENS = 512
 
 
 class TraceLine(NamedTuple):
-    """A request as recorded."""
+    """A recorded request."""
 
     time_s: float
     prompt_tokens: int
@@ -474,9 +477,9 @@ class TraceLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MooncakeLoad:
-    """The first `count` recorded requests, at `rate` per second on average instead of their own.
+    """The first `count` recorded requests, scaled to `rate` per second on average.
 
-    source: the file's name.
+    source: name of the trace file.
     """
 
     source: str
@@ -492,7 +495,7 @@ class MooncakeLoad:
     def requests(self, seed: int) -> list[PrefixRequest]:
         lines = self.recorded[: self.count]
         times = at_rate([line.time_s for line in lines], self.rate)
-        served = classes(len(lines), self.be_share, generator(seed, "classes"))
+        service_classes = classes(len(lines), self.be_share, generator(seed, "classes"))
         return [
             PrefixRequest(
                 time_s=time_s,
@@ -501,7 +504,7 @@ class MooncakeLoad:
                 family=_family(line),
                 service_class=service_class,
             )
-            for time_s, line, service_class in zip(times, lines, served, strict=True)
+            for time_s, line, service_class in zip(times, lines, service_classes, strict=True)
         ]
 
 
@@ -545,5 +548,5 @@ def _parts(line: TraceLine) -> tuple[Part, ...]:
 
 
 def _family(line: TraceLine) -> int:
-    """What follows the beginning that all have in common."""
+    """Its second block, as all requests share the first one."""
     return line.blocks[min(1, len(line.blocks) - 1)]

@@ -1,10 +1,10 @@
-"""Drives an engine through a workload on a virtual clock.
+"""Runs one engine through a workload on a virtual clock.
 
-    submit what has arrived -> engine.step() moves the clock -> note the tokens -> ...
+    submit arrived requests -> engine.step() advances the clock -> record the tokens -> ...
 
-Without work the clock jumps to the next arrival. A step that starts before the end is run to
-its end, so the run may last up to one step longer than asked for: busy + idle = end. Requests
-that are open then stay in the records, with the tokens they got.
+Without work the clock jumps to the next arrival. A step that starts before the end of the duration
+is completed, so the run may last up to one step longer: busy + idle = end. Requests that are open
+at the end stay in the records with the tokens they got.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bros.core.config import EngineConfig
 from bros.core.config_sources import near_matches
 from bros.core.errors import ConfigError, OverloadedError, QueueFullError
 from bros.core.interfaces import EngineInfo, EngineStats
-from bros.core.plan import SEGMENT_WIDTH, Chunk, SampledToken, StepPlan, StepResult
+from bros.core.plan import Chunk, SampledToken, StepPlan, StepResult
 from bros.core.request import (
     EngineRequest,
     FinishReason,
@@ -41,22 +41,22 @@ from bros.scheduler.profiles import Profile, load_profile
 from bros.scheduler.scheduler import Scheduler
 from bros.workload.arrivals import Arrival, BeLoad, RtLoad, Size, generator
 
-# ---- An executor that computes nothing: it moves a virtual clock by what a step would take.
+# ---- The simulated executor: it advances a virtual clock by the predicted time of each step.
 
 
 SAFEPOINTS = 32
-"""In each step; about as many as models have layers."""
+"""Points of a step at which it may be aborted; about as many as a model has layers."""
 
 TOKEN = 0
-"""What every simulated request is answered with; never a stop token, see workload.py."""
+"""The token that simulated requests sample. It never stops them, as they ignore EOS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """How real steps differ from the model that the scheduler has.
+    """How step times differ from the scheduler's cost model.
 
     noise: standard deviation of the logarithm of a factor with mean 1, drawn for each step.
-    slowdown: every step takes so many times as long as the model says.
+    slowdown: factor on every step time.
     """
 
     noise: float = 0.0
@@ -67,78 +67,8 @@ class Disturbance:
             raise ValueError(f"noise must not be negative and slowdown positive: {self}")
 
 
-class SimExecutor:
-    """Takes the time that `model` predicts for each plan, from `clock`.
-
-    rng is drawn from once per step if there is noise. observe is told every plan and the
-    seconds that passed, of an aborted step as well. choose: the token after a chunk, which
-    is TOKEN if it is left out. grouped: decode rows read the blocks that they have in common once
-    (StepLoad.unique_context), at the price that the model has for that.
-    """
-
-    def __init__(
-        self,
-        model: CostModel,
-        clock: ManualClock,
-        *,
-        disturbance: Disturbance | None = None,
-        rng: random.Random | None = None,
-        observe: Callable[[StepPlan, float], None] | None = None,
-        choose: Callable[[Chunk], int] = lambda chunk: TOKEN,
-        grouped: bool = False,
-    ) -> None:
-        disturbance = disturbance or Disturbance()
-        if disturbance.noise and rng is None:
-            raise ValueError("noise needs a random generator")
-        self._model = model
-        self._clock = clock
-        self._sigma = disturbance.noise
-        self._slowdown = disturbance.slowdown
-        self._rng = rng
-        self._observe = observe
-        self._choose = choose
-        self._grouped = grouped
-        self.steps = 0
-        self.busy_s = 0.0
-
-    def execute(
-        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
-        """Let the step's time pass and return a token for every chunk that asked for a sample.
-
-        should_abort: asked SAFEPOINTS times, in equal distances.
-        """
-        load = load_of(plan)
-        if self._grouped:
-            load.unique_context -= common_context(plan)
-        seconds = self._model.seconds(load) * self._slowdown
-        if seconds <= 0.0:
-            raise ConfigError("--profile: by this one a step takes no time, so none would pass")
-        if self._rng is not None and self._sigma:
-            seconds *= math.exp(self._rng.gauss(-0.5 * self._sigma**2, self._sigma))
-        points = SAFEPOINTS if should_abort is not None else 1
-        for point in range(points):
-            if should_abort is not None and should_abort():
-                self._tell(plan, seconds * point / points)
-                return None
-            self._clock.advance(seconds / points)
-            self.busy_s += seconds / points
-        self._tell(plan, seconds)
-        self.steps += 1
-        choose = self._choose
-        samples = [SampledToken(c.request_id, choose(c)) for c in plan.chunks if c.sample]
-        return StepResult(plan.step, tuple(samples))
-
-    def _tell(self, plan: StepPlan, seconds: float) -> None:
-        if self._observe is not None:
-            self._observe(plan, seconds)
-
-    def close(self) -> None:
-        """There is nothing to release."""
-
-
 def load_of(plan: StepPlan) -> StepLoad:
-    """The same as StepLoad.add for every chunk; written out, because it is the hot path."""
+    """The same as StepLoad.add for every chunk, inlined because it is the hot path."""
     tokens = rows = context = samples = 0
     pairs = 0.0
     for chunk in plan.chunks:
@@ -162,30 +92,84 @@ def load_of(plan: StepPlan) -> StepLoad:
     return load
 
 
-def common_context(plan: StepPlan) -> int:
-    """Cached tokens that are read once for several rows, counted for all but one of them."""
-    common = 0
-    for piece in plan.shared:
-        numbers = plan.chunks[piece.rows[0]].segments
-        borders = slice(piece.first * SEGMENT_WIDTH, piece.end * SEGMENT_WIDTH)
-        triples = numbers[borders]
-        tokens = sum(triples[2::SEGMENT_WIDTH]) - sum(triples[1::SEGMENT_WIDTH])
-        common += (len(piece.rows) - 1) * tokens
-    return common
+class SimExecutor:
+    """Advances `clock` by the time that `model` predicts for each plan."""
+
+    def __init__(
+        self,
+        model: CostModel,
+        clock: ManualClock,
+        *,
+        disturbance: Disturbance | None = None,
+        rng: random.Random | None = None,
+        observe: Callable[[StepPlan, float], None] | None = None,
+        choose: Callable[[Chunk], int] = lambda chunk: TOKEN,
+        load: Callable[[StepPlan], StepLoad] = load_of,
+    ) -> None:
+        """rng: for the noise, one draw per step.
+        observe: called with each plan and the seconds it took, also if it was aborted.
+        choose: the token that a chunk samples.
+        load: the load of a plan, which the model turns into seconds.
+        """
+        disturbance = disturbance or Disturbance()
+        if disturbance.noise and rng is None:
+            raise ValueError("noise needs a random generator")
+        self._model = model
+        self._clock = clock
+        self._sigma = disturbance.noise
+        self._slowdown = disturbance.slowdown
+        self._rng = rng
+        self._observe = observe
+        self._choose = choose
+        self._load = load
+        self.steps = 0
+        self.busy_s = 0.0
+
+    def execute(
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        """Advance the clock, and return a token for every chunk that samples.
+
+        should_abort: called SAFEPOINTS times, at equal intervals.
+        """
+        seconds = self._model.seconds(self._load(plan)) * self._slowdown
+        if seconds <= 0.0:
+            raise ConfigError("--profile: its steps take no time, so the clock would never advance")
+        if self._rng is not None and self._sigma:
+            seconds *= math.exp(self._rng.gauss(-0.5 * self._sigma**2, self._sigma))
+        points = SAFEPOINTS if should_abort is not None else 1
+        for point in range(points):
+            if should_abort is not None and should_abort():
+                self._notify(plan, seconds * point / points)
+                return None
+            self._clock.advance(seconds / points)
+            self.busy_s += seconds / points
+        self._notify(plan, seconds)
+        self.steps += 1
+        choose = self._choose
+        samples = [SampledToken(c.request_id, choose(c)) for c in plan.chunks if c.sample]
+        return StepResult(plan.step, tuple(samples))
+
+    def _notify(self, plan: StepPlan, seconds: float) -> None:
+        if self._observe is not None:
+            self._observe(plan, seconds)
+
+    def close(self) -> None:
+        """There is nothing to release."""
 
 
 MIN_RETRY_S = 0.1
-"""A closed loop that is refused never asks again sooner, so that time goes on."""
+"""A refused client of a closed loop waits at least this long, so that the clock advances."""
 _PROGRESS_STEPS = 200
 
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """What became of one request.
+    """The result of one request.
 
     token_times_s: when the engine committed each token, in seconds after the start.
-    finish: None if it was still open at the end, or was refused.
-    refused: the engine did not take it.
+    finish: None if it was open at the end, or refused.
+    refused: the engine refused it on arrival.
     """
 
     request_id: str
@@ -198,16 +182,16 @@ class SimulatedRequest:
 
     @property
     def finished(self) -> bool:
-        """It got all its tokens (and was not dropped on the way)."""
+        """Whether it got all its tokens."""
         return self.finish is not None and self.finish.complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """A run from its start to time_s = busy_s + idle_s.
+    """Totals from the start to time_s = busy_s + idle_s.
 
-    steps: completed ones.
-    busy_s: of aborted ones as well.
+    busy_s: time of all steps, aborted ones included.
+    steps: completed steps.
     """
 
     time_s: float = 0.0
@@ -219,12 +203,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """records in order of arrival. end_s = busy_s + idle_s.
+    """The result of one run. end_s = busy_s + idle_s.
 
-    steps: completed ones.
-
-    skipped: too long to be served, and came after the warm-up.
-    warm_up: up to warm_up_s, or to the end of the step that was running then.
+    records: in order of arrival.
+    steps: completed steps.
+    skipped: requests after the warm-up that were too long to be served.
+    warm_up: totals at warm_up_s, or at the end of the step that ran then.
     """
 
     records: Sequence[SimulatedRequest]
@@ -238,7 +222,7 @@ class SimulationResult:
     warm_up: Totals = Totals()
 
     def digest(self) -> str:
-        """A hash of every time and length: equal only if two runs were the same to the bit."""
+        """A hash of all records: equal only if two runs are bit-identical."""
         hashed = hashlib.sha256()
         for record in self.records:
             head = f"{record.request_id} {record.finish} {record.refused} {tuple(record.size)}"
@@ -264,9 +248,9 @@ class Simulation:
         warm_up_s: float = 0.0,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """rt: sorted by time. progress is told the share that is done, now and then.
-
-        warm_up_s: less than duration_s; changes nothing but what is noted in the result.
+        """rt: sorted by time.
+        warm_up_s: less than duration_s; it only affects what the result records.
+        progress: called with the share of the duration that is done, now and then.
         """
         self._engine = engine
         self._executor = executor
@@ -286,25 +270,25 @@ class Simulation:
         limit = engine.info.max_model_len
         servable = [a for a in rt if sum(a.size) <= limit]
         self._skipped = sum(sum(a.size) > limit and a.time_s >= warm_up_s for a in rt)
-        # Sorted by time, then by the order in which they were thought of.
-        self._coming: list[tuple[float, int, ServiceClass, Size]] = []
-        self._thought_of = 0
+        # A heap by time, then by the order in which arrivals were scheduled.
+        self._future: list[tuple[float, int, ServiceClass, Size]] = []
+        self._num_scheduled = 0
         for arrival in servable:
-            self._expect(arrival.time_s, ServiceClass.RT, arrival.size)
+            self._schedule_arrival(arrival.time_s, ServiceClass.RT, arrival.size)
 
     def run(self) -> SimulationResult:
         """Run to the end of the duration. Call it once."""
-        self._next_best_effort(0.0, self._be.in_flight)
-        for _ in self._ticks():
-            self._submit_due()
+        self._schedule_best_effort(0.0, self._be.in_flight)
+        for _ in self._until_end():
+            self._submit_arrived()
             if self._engine.has_work:
-                outputs = self._engine.step(self._arrivals)
-                self._take(outputs, self._clock.now())
-                self._note_warm_up(self._clock.now())
+                outputs = self._engine.step(self._pop_arrivals)
+                self._record_outputs(outputs, self._clock.now())
+                self._record_warm_up(self._clock.now())
             else:
-                self._jump()
-                self._note_warm_up(self._warm_up_s)
-        self._submit_late()
+                self._idle()
+                self._record_warm_up(self._warm_up_s)
+        self._record_unsubmitted()
         return SimulationResult(
             records=self._records,
             end_s=self._clock.now(),
@@ -317,8 +301,8 @@ class Simulation:
             warm_up=self._warm_up,
         )
 
-    def _note_warm_up(self, time_s: float) -> None:
-        """Note the totals once it is over. Nothing has run since time_s."""
+    def _record_warm_up(self, time_s: float) -> None:
+        """Record the totals once the warm-up is over. Nothing has run since time_s."""
         now = self._clock.now()
         if self._warm_up.time_s < self._warm_up_s <= now:
             self._warm_up = Totals(
@@ -329,7 +313,7 @@ class Simulation:
                 stats=self._engine.stats(),
             )
 
-    def _ticks(self) -> Iterator[None]:
+    def _until_end(self) -> Iterator[None]:
         mark = 0.0
         while self._clock.now() < self._duration_s:
             if self._progress is not None and self._clock.now() >= mark:
@@ -337,39 +321,39 @@ class Simulation:
                 mark = self._clock.now() + self._duration_s / _PROGRESS_STEPS
             yield
 
-    def _jump(self) -> None:
-        """Nothing runs: wait for the next arrival, or for the end."""
+    def _idle(self) -> None:
+        """Advance the clock to the next arrival, or to the end."""
         until = self._duration_s
-        if self._coming:
-            until = min(until, self._coming[0][0])
+        if self._future:
+            until = min(until, self._future[0][0])
         before = self._clock.now()
         self._clock.advance(max(0.0, until - before))
         self._idle_s += self._clock.now() - before
 
-    def _expect(self, time_s: float, service_class: ServiceClass, size: Size) -> None:
-        heapq.heappush(self._coming, (time_s, self._thought_of, service_class, size))
-        self._thought_of += 1
+    def _schedule_arrival(self, time_s: float, service_class: ServiceClass, size: Size) -> None:
+        heapq.heappush(self._future, (time_s, self._num_scheduled, service_class, size))
+        self._num_scheduled += 1
 
-    def _arrivals(self) -> list[EngineRequest]:
-        """Those that have come while the step ran, and since this was asked last."""
+    def _pop_arrivals(self) -> list[EngineRequest]:
+        """The requests that have arrived since the last call."""
         before = len(self._arrived)
         until = min(self._clock.now(), self._duration_s)
-        while self._coming and self._coming[0][0] <= until:
-            time_s, _, service_class, size = heapq.heappop(self._coming)
+        while self._future and self._future[0][0] <= until:
+            time_s, _, service_class, size = heapq.heappop(self._future)
             record = self._record(time_s, service_class, size)
             self._arrived.append((record, self._request(record)))
         return [request for _, request in self._arrived[before:]]
 
-    def _submit_due(self) -> None:
-        self._arrivals()
+    def _submit_arrived(self) -> None:
+        self._pop_arrivals()
         for record, request in self._arrived:
             self._submit(record, request, self._clock.now())
         self._arrived.clear()
 
-    def _submit_late(self) -> None:
-        """What came during the last step was never seen by the engine, and counts as open."""
-        while self._coming and self._coming[0][0] < self._duration_s:
-            time_s, _, service_class, size = heapq.heappop(self._coming)
+    def _record_unsubmitted(self) -> None:
+        """Requests that arrived during the last step never reach the engine, and count as open."""
+        while self._future and self._future[0][0] < self._duration_s:
+            time_s, _, service_class, size = heapq.heappop(self._future)
             self._record(time_s, service_class, size)
 
     def _record(self, time_s: float, service_class: ServiceClass, size: Size) -> SimulatedRequest:
@@ -398,11 +382,11 @@ class Simulation:
         except (QueueFullError, OverloadedError) as error:
             record.refused = True
             wait_s = max(error.retry_after_s, MIN_RETRY_S)
-            self._gone(record, now + wait_s)
+            self._on_closed(record, now + wait_s)
         else:
             self._open[record.request_id] = record
 
-    def _take(self, outputs: Sequence[RequestOutput], now: float) -> None:
+    def _record_outputs(self, outputs: Sequence[RequestOutput], now: float) -> None:
         for output in outputs:
             record = self._open[output.request_id]
             for _ in output.token_ids:
@@ -410,26 +394,26 @@ class Simulation:
             if output.finish_reason is not None:
                 record.finish = output.finish_reason
                 del self._open[output.request_id]
-                self._gone(record, now)
+                self._on_closed(record, now)
 
-    def _gone(self, record: SimulatedRequest, now: float) -> None:
-        """Close the loop: a best-effort client comes back once it has its answer."""
+    def _on_closed(self, record: SimulatedRequest, now: float) -> None:
+        """A best-effort client in the closed loop sends its next request after each answer."""
         if record.service_class is ServiceClass.RT:
             return
         self._be_open -= 1
         if not self._be.batches:
-            self._next_best_effort(now, 1)
+            self._schedule_best_effort(now, 1)
         elif self._be_open == 0:
-            self._next_best_effort(now, self._be.in_flight)
+            self._schedule_best_effort(now, self._be.in_flight)
 
-    def _next_best_effort(self, time_s: float, count: int) -> None:
+    def _schedule_best_effort(self, time_s: float, count: int) -> None:
         self._be_open += count
         for _ in range(count):
-            self._expect(time_s, ServiceClass.BE, next(self._be_sizes))
+            self._schedule_arrival(time_s, ServiceClass.BE, next(self._be_sizes))
 
 
 def _prompt(number: int, length: int, vocab_size: int) -> array[int]:
-    """Token ids that share no prefix with other prompts of two tokens or more."""
+    """Token ids that share no prefix with other prompts, if these have two tokens or more."""
     tokens = array("i", bytes(length * array("i").itemsize))
     tokens[0] = number % vocab_size
     if length > 1:
@@ -437,7 +421,7 @@ def _prompt(number: int, length: int, vocab_size: int) -> array[int]:
     return tokens
 
 
-# ---- Everything that determines a run, and how a run is put together from it.
+# ---- Builds a simulation from a scenario.
 
 
 BLOCK_SIZE = 16
@@ -446,7 +430,7 @@ _VOCAB = 32_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What is simulated: step times of a model on a machine, and its KV memory in blocks."""
+    """The simulated device: step times of a model on a machine, and its KV memory in blocks."""
 
     name: str
     model: str
@@ -457,10 +441,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedScenario:
-    """One run. Two runs of equal scenarios give the same records to the bit.
+    """Everything that determines a run: runs of equal scenarios are bit-identical.
 
-    disturbance: what the device does differently from what the scheduler is told. warm_up_s:
-    the beginning that reports leave out, see metrics.py; less than duration_s.
+    disturbance: how step times differ from the scheduler's cost model.
+    warm_up_s: the beginning that reports leave out (metrics.py); less than duration_s.
     """
 
     config: EngineConfig
@@ -474,7 +458,7 @@ class SimulatedScenario:
 
     @property
     def slo(self) -> Slo:
-        """What real-time requests are held to."""
+        """Objectives of real-time requests."""
         return slo_of(self.config)
 
 
@@ -483,11 +467,12 @@ def build_simulation(
     *,
     observe: Callable[[StepPlan, float], None] | None = None,
     progress: Callable[[float], None] | None = None,
-    watched: Callable[[Scheduler], Scheduler] = lambda scheduler: scheduler,
+    wrap_scheduler: Callable[[Scheduler], Scheduler] = lambda scheduler: scheduler,
 ) -> Simulation:
-    """Engine, virtual clock and workload. observe: see SimExecutor. watched: what the engine is
-    given for its scheduler, such as one that takes the time of its calls.
+    """Build engine, virtual clock and workload.
 
+    observe: see SimExecutor.
+    wrap_scheduler: wraps the engine's scheduler, for example to time its calls.
     Raises ConfigError if the scenario cannot be run.
     """
     check_scenario(scenario)
@@ -501,7 +486,7 @@ def build_simulation(
         observe=observe,
     )
     scheduler = build_scheduler(_config(scenario), info, scenario.device.steps)
-    engine = Engine(watched(scheduler), executor, clock, info)
+    engine = Engine(wrap_scheduler(scheduler), executor, clock, info)
     return Simulation(
         engine,
         executor,
@@ -516,9 +501,8 @@ def build_simulation(
 
 
 def check_scenario(scenario: SimulatedScenario) -> None:
-    """Raise ConfigError if it cannot be run: options that do not go together, or requests that
-    can never all be in flight.
-    """
+    """Raise ConfigError if options contradict each other, or if the requests of the load cannot all
+    be in flight."""
     info = engine_info(scenario.config, scenario.device)
     build_scheduler(_config(scenario), info, scenario.device.steps)
     be, max_model_len = scenario.be, info.max_model_len
@@ -535,18 +519,18 @@ def check_scenario(scenario: SimulatedScenario) -> None:
 
 
 def _config(scenario: SimulatedScenario) -> EngineConfig:
-    """No two prompts begin alike."""
+    """The engine's options. The prefix cache is off, as no two prompts share a prefix."""
     return dataclasses.replace(with_step_bounds(scenario.config), prefix_cache="off")
 
 
 def with_step_bounds(config: EngineConfig) -> EngineConfig:
-    """The same, with the defaults of a CPU on every device: published figures depend on them."""
+    """The same options with a CPU's default step bounds, which published results depend on."""
     rows, tokens = config.step_bounds("cpu")
     return dataclasses.replace(config, max_num_seqs=rows, max_batch_tokens=tokens)
 
 
 def engine_info(config: EngineConfig, device: Device) -> EngineInfo:
-    """What an engine says of itself that has these options and runs on this device."""
+    """The info of an engine with these options on this device."""
     fits = device.kv_blocks * BLOCK_SIZE
     return EngineInfo(
         model=device.model,
@@ -569,18 +553,18 @@ def engine_info(config: EngineConfig, device: Device) -> EngineInfo:
 
 
 def slo_of(config: EngineConfig) -> Slo:
-    """What real-time requests are held to."""
+    """Objectives of real-time requests."""
     return Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
 
 
-# ---- Which device is simulated: finds a stored profile by path or name.
+# ---- Finds the profile of the simulated device by path or name.
 
 
 def read_profile(text: str, folders: Sequence[Path]) -> Profile:
-    """The profile in the file `text`, or of that name: `<device>/<model>-<weights>`.
+    """The profile in the file `text`, or with that name: `<device>/<model>-<weights>`.
 
-    folders: where named ones lie, first come first served.
-    Raises ConfigError, with names that are near, if there is none or it cannot be used.
+    folders: searched for names, the first match wins.
+    Raises ConfigError, with similar names, if there is none or it cannot be used.
     """
     path = Path(text).expanduser()
     if path.is_file():
@@ -605,9 +589,9 @@ def stored_profiles(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def device_of(profile: Profile, kv_blocks: int | None) -> Device:
-    """What the profile describes, with `kv_blocks` blocks of KV memory or all that it has.
+    """The device of a profile. kv_blocks: KV memory; None for all that the profile states.
 
-    Raises ConfigError if neither says how many blocks there are.
+    Raises ConfigError if the profile does not state it either.
     """
     if kv_blocks is None:
         if profile.kv_capacity_tokens is None:

@@ -1,4 +1,4 @@
-"""Runs many scenarios on several processes. What comes out does not depend on how many."""
+"""Runs many scenarios in several processes. The results do not depend on their number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bros.simulator.metrics import Report, report_of
 from bros.simulator.simulation import SimulatedScenario, build_simulation
 
 Progress = Callable[[int, float], None]
-"""Told the index of a scenario and the share of it that is done."""
+"""Called with the index of a scenario and the share of it that is done."""
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -24,7 +24,7 @@ _Message = tuple[str, object]
 
 
 class WorkerError(RuntimeError):
-    """A run failed for a reason that is not the caller's; the text is the worker's traceback."""
+    """A worker failed because of a bug; the message is its traceback."""
 
 
 def run_scenario(
@@ -45,10 +45,11 @@ def run_sweep(
 def run_all(
     run: _Run[S, R], scenarios: Sequence[S], jobs: int, progress: Progress | None = None
 ) -> list[R]:
-    """What `run` makes of each scenario, in their order; jobs: most processes at a time.
+    """The result of `run` for each scenario, in their order.
 
-    run: a function of a module, which is told to whom it can say what share is done. One job runs
-    in this process. Raises ConfigError if a scenario cannot be run, WorkerError if a worker fails.
+    run: (scenario, progress) -> result, a function at module level, as it is pickled.
+    jobs: most processes at a time; a single job runs in this process.
+    Raises ConfigError if a scenario cannot be run, WorkerError if a worker fails.
     """
     progress = progress or _ignore
     if min(jobs, len(scenarios)) <= 1:
@@ -67,7 +68,7 @@ def _run_here(run: _Run[S, R], index: int, scenario: S, progress: Progress) -> R
 
 
 class _Pool:
-    """Workers that are handed one scenario after the other through a pipe each."""
+    """Worker processes; each receives one scenario after another through its pipe."""
 
     def __init__(self, run: _Run[Any, Any], scenarios: Sequence[Any], jobs: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -78,16 +79,16 @@ class _Pool:
         self._processes = []
         self._pipes = []
         for _ in range(jobs):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, run), daemon=True)
+            parent_end, worker_end = context.Pipe()
+            process = context.Process(target=_work, args=(worker_end, run), daemon=True)
             process.start()
-            theirs.close()
+            worker_end.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(parent_end)
 
     def run(self, progress: Progress) -> list[Any]:
         for pipe in self._pipes:
-            self._hand_out(pipe)
+            self._send_next(pipe)
         while self._working:
             ready = set(wait(list(self._working)))
             for pipe in [pipe for pipe in self._pipes if pipe in ready]:
@@ -102,14 +103,14 @@ class _Pool:
         for process in self._processes:
             process.join()
 
-    def _hand_out(self, pipe: Connection) -> None:
+    def _send_next(self, pipe: Connection) -> None:
         self._working.pop(pipe, None)
         if self._next == len(self._scenarios):
             return
         try:
             pipe.send(self._scenarios[self._next])
         except OSError:
-            raise WorkerError("a worker process died before it had anything to do") from None
+            raise WorkerError("a worker process died before it got a scenario") from None
         self._working[pipe] = self._next
         self._next += 1
 
@@ -124,13 +125,13 @@ class _Pool:
         elif kind == "report":
             self._reports[index] = content
             progress(index, 1.0)
-            self._hand_out(pipe)
+            self._send_next(pipe)
         else:
             raise (ConfigError if kind == "refused" else WorkerError)(content)
 
 
 def _work(pipe: Connection, run: _Run[Any, Any]) -> None:
-    """A worker process. Ctrl-C reaches it too, but ending it is the parent's business."""
+    """The loop of a worker process. It ignores Ctrl-C, because the parent ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
@@ -150,4 +151,4 @@ def _answer(run: _Run[Any, Any], scenario: object, progress: Callable[[float], N
 
 
 def _ignore(index: int, share: float) -> None:
-    """Progress that is not shown."""
+    """The default Progress."""

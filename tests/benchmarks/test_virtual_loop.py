@@ -9,7 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_loop import LoopClock, VirtualEngineClient, run_virtual, virtual_engine
+from virtual_loop import (
+    LoopClock,
+    VirtualEngineClient,
+    common_context,
+    run_virtual,
+    virtual_engine,
+)
 
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, InvalidRequestError
@@ -17,7 +23,7 @@ from bros.core.interfaces import EngineReport, EngineStats
 from bros.core.plan import Chunk, SharedPrefix, StepPlan
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.scheduler.cost_model import CostModel
-from bros.simulator.simulation import Device, common_context
+from bros.simulator.simulation import Device
 from support.tier import examples
 
 STEP_S, TOKEN_S = 0.01, 0.001

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.router.fleet import Fleet
-from bros.router.state import Waits
+from bros.router.state import TtftHistory
 from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve
 from support.tier import examples
 
@@ -28,8 +28,8 @@ def busy_fleet(per_prefix: dict[int, int], **chosen: object) -> Fleet:
         for _ in range(count):
             number += 1
             send(fleet, ask(f"{number}", prompt(prefix, number), max_tokens=100), now)
-            fleet.begun(f"{number}", 0, now)
-            fleet.ended(f"{number}", (1,) * 100, now)
+            fleet.on_first_token(f"{number}", now)
+            fleet.on_finished(f"{number}", (1,) * 100, now)
     fleet.set_draining(1, False)
     return fleet
 
@@ -57,9 +57,9 @@ def test_moving_stops_at_the_bound_and_turns_nothing_round(
     per_prefix: dict[int, int], balance: float
 ) -> None:
     fleet = busy_fleet(per_prefix, balance=balance, replication=False)
-    loads = {number: fleet.state.given_s(replica) for number, replica in fleet.replicas.items()}
+    loads = {number: fleet.state.assigned_s(replica) for number, replica in fleet.replicas.items()}
     again_s = PRICES.prefill_s(PREFIX)
-    keys = {key: key.load[0] for key in fleet.replicas[0].keys if key.num_asked > 1}
+    keys = {key: key.load[0] for key in fleet.replicas[0].keys if key.num_requests > 1}
     send(fleet, ask("x", [99] * 2), 2.0)
     moved = [key for key in keys if key.homes == (1,)]
     assert all(keys[key] > again_s for key in moved), "else it costs more than it spares"
@@ -82,24 +82,24 @@ def test_a_prefix_that_takes_longer_to_compute_than_its_requests_stays() -> None
         fleet.route(
             [ask(f"{number}", prompt(number % 4, number), max_tokens=1)], 0.0, frozenset({1})
         )
-        fleet.begun(f"{number}", 0, 0.0)
-        fleet.ended(f"{number}", (1,), 0.0)
-    assert fleet.state.given_s(fleet.replicas[0]) > 0.3
+        fleet.on_first_token(f"{number}", 0.0)
+        fleet.on_finished(f"{number}", (1,), 0.0)
+    assert fleet.state.assigned_s(fleet.replicas[0]) > 0.3
     send(fleet, ask("x", [99] * 2), 2.0)
     assert set(homes(fleet).values()) == {None}
 
 
 @pytest.mark.parametrize("rate", [1.0, 50.0])
 def test_waits_are_compared_at_any_rate(rate: float) -> None:
-    waits = Waits(180.0)
+    history = TtftHistory(180.0)
     for number in range(int(180 * rate)):
         now = number / rate
-        waits.add(now, 0.1 if now < 90 else 0.3)
-    early, early_s, later, later_s = waits.halves(180.0)
+        history.add(now, 0.1 if now < 90 else 0.3)
+    early, early_s, later, later_s = history.halves(180.0)
     assert early == pytest.approx(90 * rate, rel=0.1) and later == pytest.approx(90 * rate, rel=0.1)
     assert early_s / early == pytest.approx(0.1) and later_s / later == pytest.approx(0.3)
-    waits.add(400.0, 1.0)
-    assert waits.halves(400.0) == (0.0, 0.0, 1.0, 1.0)
+    history.add(400.0, 1.0)
+    assert history.halves(400.0) == (0.0, 0.0, 1.0, 1.0)
 
 
 def test_nothing_moves_before_the_caches_are_warm() -> None:
@@ -121,8 +121,8 @@ def hot_fleet(early_s: float, later_s: float, **chosen: object) -> Fleet:
         now = float(number)
         send(fleet, ask(f"{number}", prompt(1, number), max_tokens=50), now)
         waits_s = early_s if number < 50 else later_s
-        fleet.begun(f"{number}", 0, now + waits_s)
-        fleet.ended(f"{number}", (1,) * 50, now + waits_s)
+        fleet.on_first_token(f"{number}", now + waits_s)
+        fleet.on_finished(f"{number}", (1,) * 50, now + waits_s)
     return fleet
 
 
@@ -145,7 +145,7 @@ def test_a_prefix_that_needs_more_than_a_replica_has_is_replicated() -> None:
     for number in range(100):
         now = float(number)
         send(fleet, ask(f"{number}", prompt(1, number), max_tokens=tokens), now)
-        fleet.ended(f"{number}", (1,) * tokens, now)
+        fleet.on_finished(f"{number}", (1,) * tokens, now)
     send(fleet, ask("x", [99] * 2), 99.5)
     assert homes(fleet)[1] == (0, 1)
     off = hot_fleet(0.1, 9.0, replication=False)

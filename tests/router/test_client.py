@@ -118,7 +118,7 @@ def test_nobody_waits_for_replicas_that_do_not_come_back() -> None:
         for number, engine in enumerate(group.engines):
             assert group.deaths == []
             engine.die()
-            group.client.give_up(number, f"It burnt {number}.")
+            group.client.mark_gone(number, f"It burnt {number}.")
         with pytest.raises(EngineDeadError, match="burnt 1"):
             await reading
         assert group.deaths == ["It burnt 1."]
@@ -364,7 +364,7 @@ def test_replicas_come_and_go() -> None:
         where = group.where("r")
         before = await group.client.stats()
         group.client.drain(where, move=True)
-        await group.client.drained(where)
+        await group.client.wait_drained(where)
         group.client.remove(where)
         await group.engines[where].close()
         assert tokens_of(await reading) == foretold(ask())
@@ -389,7 +389,7 @@ def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
         assert group.client.replicas()[where].state is ReplicaState.DRAINING
         await asyncio.gather(*(collect(group.client, ask(f"r{n}", 2)) for n in range(4)))
         assert set(group.engines[where].submitted) == {"r"}
-        await group.client.drained(where)
+        await group.client.wait_drained(where)
         assert tokens_of(await reading) == foretold(ask())
         assert group.client.replicas()[where].state is ReplicaState.DRAINED
         assert group.client.moved == 0
@@ -413,7 +413,7 @@ def test_what_is_open_can_be_moved_at_once() -> None:
         await asyncio.sleep(0)  # it is being accepted
         group.client.drain(0, move=True)
         began = asyncio.get_running_loop().time()
-        await group.client.drained(0)
+        await group.client.wait_drained(0)
         assert asyncio.get_running_loop().time() - began <= 3 * STEP_S
         for reading in (*readings, late):
             assert tokens_of(await reading) == foretold(ask())
@@ -446,7 +446,7 @@ def test_drained_replicas_are_used_when_there_are_no_others() -> None:
         reading = asyncio.create_task(collect(group.client, ask()))
         await asyncio.sleep(5 * STEP_S)
         group.engines[1].die()
-        group.client.give_up(1, "It burnt.")
+        group.client.mark_gone(1, "It burnt.")
         assert tokens_of(await reading) == foretold(ask())
         assert group.client.replicas()[0].state is ReplicaState.UP and group.deaths == []
 

@@ -98,7 +98,7 @@ def test_drained_replicas_serve_while_there_is_no_other_and_stay_drained() -> No
         reading = asyncio.create_task(collect(group.client, ask()))
         await asyncio.sleep(5 * STEP_S)
         group.engines[1].die()
-        assert group.client.takes
+        assert group.client.available
         assert tokens_of(await collect(group.client, ask("new"))) == foretold(ask())
         assert tokens_of(await reading) == foretold(ask())
         assert group.client.replicas()[0].state is ReplicaState.DRAINED
@@ -119,7 +119,7 @@ def test_the_only_one_that_is_there_is_not_restarted_before_another_is() -> None
         group.engines[1 - where].die()
         await reading
         await asyncio.sleep(1)
-        assert group.engines[where].deaths == 0 and group.client.takes
+        assert group.engines[where].deaths == 0 and group.client.available
         group.engines[1 - where].start()
         await asyncio.sleep(2)
         assert group.engines[where].deaths == 1
@@ -132,7 +132,7 @@ def test_who_is_refused_is_told_when_to_come_back_if_a_replica_comes_up() -> Non
     async def test(group: Group) -> None:
         for engine in group.engines:
             engine.die()
-        assert not group.client.takes
+        assert not group.client.available
         with pytest.raises(EngineDeadError, match="takes requests") as refused:
             await group.client.submit(ask())
         assert refused.value.retry_after_s == 5.0
@@ -215,14 +215,14 @@ def test_promoted_work_counts_as_real_time_work() -> None:
             reading = asyncio.create_task(collect(group.client, ask(service_class=BE)))
             await asyncio.sleep(5 * STEP_S)
             (busy,) = [replica for replica in fleet.replicas.values() if replica.works]
-            assert busy.open.decode_s[BE] > 0.0 == busy.open.decode_s[RT]
-            window = dict(busy.window.decode_s)
+            assert busy.open_work.decode_s[BE] > 0.0 == busy.open_work.decode_s[RT]
+            window = dict(busy.window_work.decode_s)
             await group.client.promote("r", Slo())
             await group.client.promote("r", Slo())
-            assert busy.open.decode_s[RT] > 0.0 == busy.open.decode_s[BE]
-            assert busy.window.decode_s == {RT: window[BE], BE: 0.0}
+            assert busy.open_work.decode_s[RT] > 0.0 == busy.open_work.decode_s[BE]
+            assert busy.window_work.decode_s == {RT: window[BE], BE: 0.0}
             await reading
-            assert busy.open.num == 0 and busy.window.num == 1
+            assert busy.open_work.num_requests == 0 and busy.window_work.num_requests == 1
             await group.client.close()
 
     run_virtual(main)

@@ -77,7 +77,7 @@ def evicted(patience: float) -> tuple[Fleet, int]:
     fleet = fleet_of(2, patience=patience, history=0.0)
     for number in range(4):
         there = serve(fleet, ask(f"a{number}", [*PREFIX, 1], max_tokens=1))
-    fleet.take(there, told(1, ("a0", 3 * BLOCK)), 1.0)
+    fleet.apply_report(there, told(1, ("a0", 3 * BLOCK)), 1.0)
     return fleet, there
 
 
@@ -90,10 +90,10 @@ def test_what_was_evicted_comes_back_to_where_it_was() -> None:
 def test_it_does_not_where_hardly_anything_is_found_in_caches() -> None:
     fleet, there = evicted(NOBODY_WAITS)
     fleet.route([ask("w", [7] * 400)], 1.0, frozenset({1 - there}))
-    assert fleet.state.hits < 0.25
+    assert fleet.state.hit_rate < 0.25
     assert decide(fleet, ask("b", [*PREFIX, 2]), 1.0)[:2] == (1 - there, "explore")
     fleet.route([], 1000.0)
-    assert fleet.state.hits == fleet.state.asked_tokens == 0
+    assert fleet.state.hit_rate == fleet.state.window_prompt_tokens == 0
 
 
 def test_what_was_evicted_goes_elsewhere_if_too_much_waits_where_it_was() -> None:
@@ -111,7 +111,7 @@ def test_what_was_evicted_goes_elsewhere_if_too_much_waits_where_it_was() -> Non
 def test_what_is_left_elsewhere_is_worth_as_much_as_where_it_was() -> None:
     """Of the prefix, four blocks of ten are on the other replica."""
     fleet, there = evicted(NOBODY_WAITS)
-    fleet.take(there, told(2, ("a0", 0)), 1.0)
+    fleet.apply_report(there, told(2, ("a0", 0)), 1.0)
     fleet.route([ask("c", [*PREFIX[: 4 * BLOCK], 9])], 1.0, frozenset({there}))
     assert cached(fleet, ask("b", [*PREFIX, 2])) == {1 - there: 4 * BLOCK}
     fleet.route([ask("w", [7] * 30)], 1.0, frozenset({1 - there}))
@@ -135,7 +135,7 @@ def test_a_template_that_all_have_in_common_is_no_reason_to_come_back() -> None:
     """Less than half of the prompt is known."""
     fleet, there = evicted(NOBODY_WAITS)
     fleet.route([ask("w", [7] * 40)], 1.0, frozenset({1 - there}))
-    assert fleet.state.hits > 0.25
+    assert fleet.state.hit_rate > 0.25
     other = ask("b", [*PREFIX[: 8 * BLOCK], *range(900, 900 + 9 * BLOCK)])
     assert decide(fleet, other, 1.0)[:2] == (1 - there, "explore")
 
@@ -193,8 +193,8 @@ def test_nor_than_what_would_have_to_make_room_takes(asked: int, reason: str) ->
     for number in range(asked):
         request = ask(f"hot{number}", [2] * (35 * BLOCK), max_tokens=1)
         fleet.route([request], 0.0, frozenset({there}))
-        fleet.begun(request.request_id, 0, 0.0)
-        fleet.ended(request.request_id, (1,), 0.0)
+        fleet.on_first_token(request.request_id, 0.0)
+        fleet.on_finished(request.request_id, (1,), 0.0)
     for number in range(2):
         waits = ask(f"w{number}", [10 + number] * 50, max_tokens=1)
         fleet.route([waits], 0.0, frozenset({1 - there}))
@@ -220,7 +220,7 @@ def test_a_late_first_token_costs_more_than_the_time() -> None:
         0.0,
         frozenset({1}),
     )
-    fleet.begun("a", 0, 0.0)
+    fleet.on_first_token("a", 0.0)
     fleet.route([ask("b", [2] * 500, max_tokens=1)], 0.0, frozenset({0}))
     slo = Slo(ttft_s=0.3)
     free, held = (
@@ -406,8 +406,8 @@ def test_of_those_that_may_serve_it_the_cheapest_does(data: st.DataObject) -> No
         sent.append((tokens, decision.replica))
         asked, matched = asked + (len(tokens) - 1) // BLOCK * BLOCK, matched + decision.matched
         if data.draw(st.booleans()):
-            fleet.begun(f"{number}", 0, now)
-            fleet.ended(f"{number}", (1, 2), now)
+            fleet.on_first_token(f"{number}", now)
+            fleet.on_finished(f"{number}", (1, 2), now)
 
 
 def test_what_is_evicted_is_priced_where_it_lies() -> None:
@@ -426,7 +426,7 @@ def test_a_parked_replica_that_has_lost_it_is_as_good_as_any() -> None:
     prompt = list(range(10 * BLOCK + 1))
     there = serve(fleet, ask("a", prompt, hints=hints), 0.0)
     fleet.route([ask("b", prompt)], 0.5, frozenset({there}))
-    fleet.take(there, told(1, full=True), 0.6)
+    fleet.apply_report(there, told(1, full=True), 0.6)
     request = ask("c", [*prompt, 1, 2], hints=hints)
     assert decide(fleet, request, 1.0)[:2] == (1 - there, "exploit")
 
@@ -435,13 +435,13 @@ def _go_on(fleet: Fleet, sent: Sent, now: float) -> None:
     """Its first token, or its end."""
     request_id = sent.request.request_id
     if not sent.begun:
-        fleet.begun(request_id, 0, now)
+        fleet.on_first_token(request_id, now)
         sent.begun = True
         return
     in_window = fleet.replicas[sent.replica].works[request_id].in_window
-    rows = max(fleet.replicas[sent.replica].open.num - 1, 1)
+    rows = max(fleet.replicas[sent.replica].open_work.num_requests - 1, 1)
     actual_s = PRICES.decode_s(2, len(sent.request.prompt_token_ids), rows)
-    fleet.ended(request_id, (1, 1), now)
+    fleet.on_finished(request_id, (1, 1), now)
     sent.ended = True
     if in_window:
         sent.decode_s = actual_s
@@ -466,5 +466,5 @@ def test_evicting_what_others_ask_for_costs_as_much_as_computing_it_again() -> N
     assert evicted_s(15) == evicted_s(22) == pytest.approx(5 * one)
     assert evicted_s(28) == pytest.approx(5 * one)  # what runs stays
     assert fleet.costs(ask("new", hot), 3.0)[0].evicted_s == 0.0
-    fleet.take(0, EngineReport(version=1, slowdown=2.0), 3.0)
+    fleet.apply_report(0, EngineReport(version=1, slowdown=2.0), 3.0)
     assert evicted_s(7) == pytest.approx(4 * one)

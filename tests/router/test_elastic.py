@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bros.router.elastic import Elastic, ElasticSettings, FleetLoad
+from bros.router.elastic import ElasticSettings, FleetLoad, ScalingPolicy
 from support.tier import examples
 
-SETTINGS = ElasticSettings(least=1, most=16, start_s=15.0, calm_s=60.0)
+SETTINGS = ElasticSettings(min_replicas=1, max_replicas=16, start_s=15.0, calm_s=60.0)
 TTFT_S = 0.4
 
 
@@ -22,7 +22,7 @@ class Queue:
     waits. Each of them takes start_s to come up."""
 
     def __init__(self, settings: ElasticSettings, serving: int) -> None:
-        self.policy = Elastic(settings)
+        self.policy = ScalingPolicy(settings)
         self.settings = settings
         self.serving = serving
         self.coming: list[float] = []
@@ -44,14 +44,18 @@ class Queue:
         slack_s = TTFT_S - 0.1 - self.waiting_s / self.serving
         load = FleetLoad(
             serving=self.serving,
-            coming=len(self.coming),
+            starting=len(self.coming),
             rt_slack_s=slack_s if done else None,
             rt_busy=done,
             rt_waiting_s=self.waiting_s,
             be_due=due or (),
         )
         wanted = self.policy.wanted(load, self.now)
-        assert self.settings.least <= wanted <= max(self.settings.most, self.settings.least)
+        assert (
+            self.settings.min_replicas
+            <= wanted
+            <= max(self.settings.max_replicas, self.settings.min_replicas)
+        )
         self.history.append(wanted)
         if wanted > self.there:
             self.coming += [self.now + self.settings.start_s] * (wanted - self.there)
@@ -75,7 +79,7 @@ class Queue:
 LOADS = st.builds(
     FleetLoad,
     serving=st.integers(0, 20),
-    coming=st.integers(0, 5),
+    starting=st.integers(0, 5),
     rt_slack_s=st.none() | st.floats(-10, 2),
     rt_busy=st.floats(0, 20),
     rt_waiting_s=st.floats(0, 1000),
@@ -92,7 +96,7 @@ def test_it_never_leaves_its_bounds(
     loads: list[tuple[float, FleetLoad]], least: int, more: int
 ) -> None:
     """Whatever it is told."""
-    policy = Elastic(ElasticSettings(least=least, most=least + more))
+    policy = ScalingPolicy(ElasticSettings(min_replicas=least, max_replicas=least + more))
     now = 0.0
     for passed_s, load in loads:
         now += passed_s
@@ -120,7 +124,7 @@ def test_it_follows_a_rise_within_three_starts(before: float, after: float) -> N
     queue.run(100, lambda now: before)
     queue.run(1, lambda now: after)
     queue.run(3 * SETTINGS.start_s + 1, lambda now: after)
-    assert queue.serving >= math.ceil(after) or queue.there == SETTINGS.most
+    assert queue.serving >= math.ceil(after) or queue.there == SETTINGS.max_replicas
     queue.run(600, lambda now: after)
     assert queue.waiting_s == 0.0
 
@@ -133,7 +137,7 @@ def test_it_goes_back_to_the_least_when_nothing_comes(demand: float) -> None:
     most = queue.there
     assert most > 1
     queue.run((most + 1) * SETTINGS.calm_s + SETTINGS.start_s, lambda now: 0.0)
-    assert queue.there == SETTINGS.least
+    assert queue.there == SETTINGS.min_replicas
 
 
 @settings(max_examples=examples(20))
@@ -150,7 +154,7 @@ def test_a_load_that_swings_is_followed_more_and_more_calmly(
 
 def test_it_grows_before_anything_is_late() -> None:
     """Slack that falls steadily is looked at as far ahead as a new replica takes."""
-    policy = Elastic(SETTINGS)
+    policy = ScalingPolicy(SETTINGS)
     for second in range(60):
         slack_s = 0.6 - 0.01 * second
         load = FleetLoad(serving=2, rt_slack_s=slack_s, rt_busy=1.0)
@@ -160,10 +164,10 @@ def test_it_grows_before_anything_is_late() -> None:
 
 
 def test_it_waits_for_what_is_coming_before_it_asks_for_more() -> None:
-    policy = Elastic(SETTINGS)
+    policy = ScalingPolicy(SETTINGS)
     late = FleetLoad(serving=2, rt_slack_s=-1.0, rt_busy=2.0)
     assert policy.wanted(late, 0.0) == 3
-    coming = FleetLoad(serving=2, coming=1, rt_slack_s=-1.0, rt_busy=2.0)
+    coming = FleetLoad(serving=2, starting=1, rt_slack_s=-1.0, rt_busy=2.0)
     assert {policy.wanted(coming, float(now)) for now in range(1, 15)} == {3}
     up = FleetLoad(serving=3, rt_slack_s=-1.0, rt_busy=3.0)  # what came before is still late
     assert policy.wanted(up, 15.5) == 3
@@ -171,7 +175,7 @@ def test_it_waits_for_what_is_coming_before_it_asks_for_more() -> None:
 
 
 def test_after_a_mistake_it_takes_longer_to_shrink() -> None:
-    policy = Elastic(SETTINGS)
+    policy = ScalingPolicy(SETTINGS)
 
     def calm_until_smaller(start: float) -> float:
         now = start
@@ -187,7 +191,7 @@ def test_after_a_mistake_it_takes_longer_to_shrink() -> None:
 
 def test_what_no_replica_can_help_is_left_alone() -> None:
     """Objectives that an idle engine misses: more of them would miss them too."""
-    policy = Elastic(SETTINGS)
+    policy = ScalingPolicy(SETTINGS)
     for now in range(1000):
         load = FleetLoad(serving=1, rt_slack_s=-0.5, rt_busy=0.02)
         assert policy.wanted(load, float(now)) == 1
@@ -203,9 +207,9 @@ def test_best_effort_work_gets_what_its_deadlines_need(
     work: list[tuple[float, float | None]], busy: float
 ) -> None:
     """Beside: all deadlines one by one, against what the replicas can do until then."""
-    limits = ElasticSettings(least=1, most=1000)
+    limits = ElasticSettings(min_replicas=1, max_replicas=1000)
     load = FleetLoad(serving=1, rt_slack_s=0.3, rt_busy=busy, be_due=work)
-    wanted = Elastic(limits).wanted(load, 0.0)
+    wanted = ScalingPolicy(limits).wanted(load, 0.0)
 
     def enough(replicas: int) -> bool:
         room = replicas * limits.full - busy
@@ -221,7 +225,7 @@ def test_best_effort_work_gets_what_its_deadlines_need(
 
 
 def test_work_without_a_deadline_may_take_its_window() -> None:
-    policy = Elastic(ElasticSettings(least=1, most=8, window_s=3600.0))
+    policy = ScalingPolicy(ElasticSettings(min_replicas=1, max_replicas=8, window_s=3600.0))
     assert policy.wanted(FleetLoad(serving=1, be_due=[(2000.0, None)]), 0.0) == 1
     assert policy.wanted(FleetLoad(serving=1, be_due=[(2000.0, 600.0)]), 1.0) == 5
     assert policy.wanted(FleetLoad(serving=1, be_due=[(6000.0, None)]), 2.0) == 3
@@ -230,14 +234,14 @@ def test_work_without_a_deadline_may_take_its_window() -> None:
 def test_there_must_be_a_number_to_choose() -> None:
     for least, most in ((0, 1), (3, 2)):
         with pytest.raises(ValueError, match="replicas"):
-            Elastic(ElasticSettings(least=least, most=most))
+            ScalingPolicy(ElasticSettings(min_replicas=least, max_replicas=most))
 
 
 def test_a_load_is_said_in_a_line() -> None:
     load = FleetLoad(
-        serving=2, coming=1, rt_slack_s=0.0123, rt_busy=1.5, be_due=[(3, None), (4, 30), (1, 0)]
+        serving=2, starting=1, rt_slack_s=0.0123, rt_busy=1.5, be_due=[(3, None), (4, 30), (1, 0)]
     )
     assert str(load) == (
-        "2 serve and 1 come; real-time tokens: 12 ms to spare, 1.5 replicas busy, 0.0 s waiting; "
-        "best effort: 8 s, of which 1 s are due in 1 s"
+        "2 serving, 1 starting; real-time slack: 12 ms, 1.5 replicas busy, 0.0 s waiting; "
+        "best-effort backlog: 8 s, of which 1 s are due in 1 s"
     )

@@ -59,14 +59,14 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.open)))
-        self.fleet.begun(request_id, 0, self.now)
+        self.fleet.on_first_token(request_id, self.now)
         self.begun.add(request_id)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), output=st.lists(st.integers(0, 2), max_size=9), cached=st.booleans())
     def end(self, data: st.DataObject, output: list[int], cached: bool) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.open)))
-        self.fleet.ended(request_id, output, self.now, cached=cached)
+        self.fleet.on_finished(request_id, output, self.now, cached=cached)
         del self.open[request_id]
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 11.0]))
@@ -97,7 +97,7 @@ class Bookkeeping(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(sorted(self.up)))
         request_id = f"{data.draw(st.integers(0, self.count - 1))}"
         version = data.draw(st.integers(1, 30))
-        self.fleet.take(replica, told(version, (request_id, kept), full=full), self.now)
+        self.fleet.apply_report(replica, told(version, (request_id, kept), full=full), self.now)
 
     @invariant()
     def counts_agree(self) -> None:
@@ -107,15 +107,15 @@ class Bookkeeping(RuleBasedStateMachine):
         assert set(fleet.replicas) == self.up
         for number, replica in fleet.replicas.items():
             mine = {r for r, where in self.open.items() if where == number}
-            assert set(replica.works) == mine and replica.open.num == len(mine)
+            assert set(replica.works) == mine and replica.open_work.num_requests == len(mine)
             recent = [t for t, where in self.sent if where == number and t > self.now - WINDOW_S]
-            assert replica.window.num == len(recent)
+            assert replica.window_work.num_requests == len(recent)
             assert sum(replica.keys.values()) <= len(recent)
             works = replica.works.values()
-            waiting = sum(work.prefill_s for work in works if not work.begun)
-            assert sum(replica.open.prefill_s.values()) == pytest.approx(waiting, abs=1e-9)
+            waiting = sum(work.prefill_s for work in works if not work.prefilled)
+            assert sum(replica.open_work.prefill_s.values()) == pytest.approx(waiting, abs=1e-9)
             decode = sum(work.decode_s for work in works)
-            assert sum(replica.open.decode_s.values()) == pytest.approx(decode, abs=1e-9)
+            assert sum(replica.open_work.decode_s.values()) == pytest.approx(decode, abs=1e-9)
             for work in works:
                 assert work.key is None or work.key in _paths([work])
                 assert work.request is not None
@@ -154,7 +154,7 @@ def test_memory_is_bounded_however_many_requests_come(told_of: bool) -> None:
         serve(fleet, ask(f"{number}", prefix + [100 + number] * (2 * BLOCK)), now)
         if told_of and number % 1000 == 999:
             for replica in fleet.replicas:
-                fleet.take(replica, told(number, (f"{number}", BLOCK), full=True), now)
+                fleet.apply_report(replica, told(number, (f"{number}", BLOCK), full=True), now)
         if number % 100 == 0:
             most = max(most, fleet.forest.num_tokens)
             assert all(len(r.origins) <= 201 for r in fleet.replicas.values())
@@ -171,11 +171,11 @@ def test_prompts_are_let_go_of_when_their_requests_end() -> None:
     prompt = Tokens(range(100))
     gone = weakref.ref(prompt)
     send(fleet, replace(ask("a", []), prompt_token_ids=prompt))
-    fleet.begun("a", 0, 0.0)
-    fleet.ended("a", (1,), 0.0)
+    fleet.on_first_token("a", 0.0)
+    fleet.on_finished("a", (1,), 0.0)
     del prompt
     gc.collect()
-    assert gone() is None and fleet.replicas[0].window.num == 1
+    assert gone() is None and fleet.replicas[0].window_work.num_requests == 1
 
 
 class Tokens(list[int]):

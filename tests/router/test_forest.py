@@ -19,7 +19,7 @@ def known(forest: Forest, request: EngineRequest) -> int:
 def insert(forest: Forest, request: EngineRequest, replica: int = 0) -> None:
     pieces = forest.pieces(request)
     path = forest.walk(request.cache_salt, pieces)
-    forest.use(forest.insert(request.cache_salt, pieces, path), replica)
+    forest.mark_used(forest.insert(request.cache_salt, pieces, path), replica)
 
 
 def new_forest(max_tokens: int = 10**6) -> Forest:
@@ -85,9 +85,9 @@ def test_a_node_is_gone_once_nobody_would_miss_it() -> None:
     assert forest.num_nodes == 3
     for node in list(forest):
         if node.start == 2 * BLOCK:
-            forest.mark(node, 0, 0)
+            forest.set_cached(node, 0, 0)
     assert known(forest, first) == 2 * BLOCK and forest.num_nodes == 1
-    forest.mark(next(iter(forest)), 0, 0)
+    forest.set_cached(next(iter(forest)), 0, 0)
     assert forest.num_nodes == 0 and not forest._roots
 
 

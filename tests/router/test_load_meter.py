@@ -28,7 +28,7 @@ def test_work_is_what_was_done_between_two_looks() -> None:
     load = meter.read(stats(after), (), 2, 1, 102.0)
     assert load is not None
     assert load.rt_busy == pytest.approx((500 * 0.001 + 50 * 0.01) / 2)
-    assert (load.serving, load.coming, load.rt_slack_s) == (2, 1, None)
+    assert (load.serving, load.starting, load.rt_slack_s) == (2, 1, None)
 
 
 @pytest.mark.parametrize(

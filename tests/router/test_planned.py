@@ -22,8 +22,8 @@ def ran(counts: list[int], replicas: int, **chosen: object) -> Fleet:
                 number += 1
                 tokens = [prefix] * PREFIX + [10_000 + number] * 3
                 send(fleet, ask(f"{number}", tokens, max_tokens=1), number * 0.01)
-                fleet.begun(f"{number}", 0, number * 0.01)
-                fleet.ended(f"{number}", (1,), number * 0.01)
+                fleet.on_first_token(f"{number}", number * 0.01)
+                fleet.on_finished(f"{number}", (1,), number * 0.01)
     return fleet
 
 
@@ -49,7 +49,7 @@ def test_a_prefix_that_one_replica_cannot_serve_gets_more() -> None:
     fleet = ran([40, 4], 3, plan="shadow")
     hot = max(
         fleet.replicas[0].keys | fleet.replicas[1].keys | fleet.replicas[2].keys,
-        key=lambda k: k.num_asked,
+        key=lambda k: k.num_requests,
     )
     hot.load[next(iter(hot.load))] += 1700.0  # as if they had long answers: 2.1 x 0.8 windows
     found = plan(fleet.state, list(fleet.replicas.values()))

@@ -16,7 +16,7 @@ from support.mortal_engine import MortalEngine
 def member(number: int, begun: int, waiting: int, *, draining: bool = False) -> ReplicaHandle:
     """Its requests are named by it and their turn; the first `begun` have begun."""
     found = ReplicaHandle(
-        number, f"replica-{number}", MortalEngine(), key=number, draining=draining
+        number, f"replica-{number}", MortalEngine(), fleet_id=number, draining=draining
     )
     found.report = EngineReport(version=1, waiting=waiting)
     for turn in range(begun + waiting):
@@ -24,8 +24,8 @@ def member(number: int, begun: int, waiting: int, *, draining: bool = False) -> 
         item = RoutedRequest(
             EngineRequest(request_id=name, prompt_token_ids=[1], sampling=SamplingParams())
         )
-        item.replica, item.key, item.accepted = found, number, True
-        item.begun = turn < begun
+        item.replica, item.fleet_id, item.accepted = found, number, True
+        item.has_output = turn < begun
         found.open[item.id] = item
     return found
 
@@ -54,15 +54,15 @@ async def _evens_out(sizes: list[tuple[int, int, bool]]) -> None:
         for number, (begun, waiting, draining) in enumerate(sizes)
     ]
     moved = requests_to_rebalance(members)
-    assert not any(item.begun for item in moved)
-    left = {each.number: len(each.open) for each in members if each.takes}
+    assert not any(item.has_output for item in moved)
+    left = {each.number: len(each.open) for each in members if each.available}
     total = sum(left.values())
     for item in moved:
         assert item.replica is not None
         left[item.replica.number] -= 1
         item.moving = True
     for each in members:
-        if each.takes and len(left) > 1:
+        if each.available and len(left) > 1:
             fair = -(-total // len(left))
             before = len(each.open)
             assert left[each.number] == before - max(0, min(each.report.waiting, before - fair))

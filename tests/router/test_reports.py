@@ -112,19 +112,19 @@ def test_the_router_knows_what_is_cached_once_a_digest_is_in(data: st.DataObject
             report = engines[engine].evict(data.draw(st.sampled_from(leaves)))
             fate = data.draw(st.sampled_from(["now", "late", "twice", "lost"]))
             if fate in ("now", "twice"):
-                fleet.take(engine, report, float(number))
+                fleet.apply_report(engine, report, float(number))
             if fate in ("late", "twice"):
                 late.append((engine, report))
         elif what == "late" and late:
             engine, report = late.pop(data.draw(st.integers(0, len(late) - 1)))
-            fleet.take(engine, report, float(number))
+            fleet.apply_report(engine, report, float(number))
         elif what == "digest":
-            fleet.take(engine, engines[engine].digest(), float(number))
+            fleet.apply_report(engine, engines[engine].digest(), float(number))
     for number, engine in enumerate(engines):
-        fleet.take(number, engine.digest(), 100.0)
+        fleet.apply_report(number, engine.digest(), 100.0)
     agrees(fleet, engines, seen)
     for engine, report in late:  # older than the digests
-        fleet.take(engine, report, 101.0)
+        fleet.apply_report(engine, report, 101.0)
     agrees(fleet, engines, seen)
 
 
@@ -137,10 +137,10 @@ def test_a_digest_brings_back_what_the_router_thought_evicted() -> None:
         serve(fleet, ask(f"{number}", [50 + number] * (2 * BLOCK + 1)), 10.0 + number, ())
     assert cached(fleet, old) == {} and fleet.forest.num_tokens == 6 * BLOCK
     kept = [("old", 4 * BLOCK), ("1", 2 * BLOCK)]
-    fleet.take(0, told(1, *kept, full=True), 20.0)
+    fleet.apply_report(0, told(1, *kept, full=True), 20.0)
     assert cached(fleet, old) == {0: 4 * BLOCK}
     assert cached(fleet, ask("x", [50] * 9)) == {} and cached(fleet, ask("y", [51] * 9)) == {0: 8}
-    fleet.take(0, told(2, ("old", BLOCK)), 20.0)
+    fleet.apply_report(0, told(2, ("old", BLOCK)), 20.0)
     assert cached(fleet, old) == {0: BLOCK}
     fleet.forest.check_integrity()
 
@@ -149,9 +149,9 @@ def test_a_digest_that_comes_late_changes_nothing() -> None:
     fleet = fleet_of(1)
     request = ask("a", range(5 * BLOCK + 1))
     serve(fleet, request)
-    fleet.take(0, told(7, ("a", 3 * BLOCK), full=True), 0.0)
+    fleet.apply_report(0, told(7, ("a", 3 * BLOCK), full=True), 0.0)
     for late in (told(5, full=True), told(6, ("a", 5 * BLOCK), full=True), told(4, ("a", BLOCK))):
-        fleet.take(0, late, 0.0)
+        fleet.apply_report(0, late, 0.0)
         assert cached(fleet, request) == {0: 3 * BLOCK}
 
 
@@ -166,7 +166,7 @@ def test_notices_that_all_come_in_order_need_no_digest(data: st.DataObject) -> N
         if leaves and data.draw(st.booleans()):
             report = engines[engine].evict(data.draw(st.sampled_from(leaves)))
             for _ in range(data.draw(st.integers(1, 2))):
-                fleet.take(engine, report, float(number))
+                fleet.apply_report(engine, report, float(number))
         else:
             request = ask(f"r{number}", data.draw(prompts), hints=data.draw(hints))
             engines[serve(fleet, request, float(number), ())].serve(request, ())
@@ -178,9 +178,9 @@ def test_an_older_notice_about_a_request_changes_nothing() -> None:
     fleet = fleet_of(1)
     request = ask("r", range(5 * BLOCK + 1))
     serve(fleet, request)
-    fleet.take(0, told(1), 0.0)
-    fleet.take(0, told(3, ("r", 4 * BLOCK)), 0.0)
-    fleet.take(0, told(2, ("r", 1 * BLOCK)), 0.0)
+    fleet.apply_report(0, told(1), 0.0)
+    fleet.apply_report(0, told(3, ("r", 4 * BLOCK)), 0.0)
+    fleet.apply_report(0, told(2, ("r", 1 * BLOCK)), 0.0)
     assert cached(fleet, request) == {0: 4 * BLOCK}
 
 
@@ -188,11 +188,11 @@ def test_what_a_request_is_going_to_compute_counts_as_cached() -> None:
     fleet = fleet_of(1)
     request = ask("r", range(5 * BLOCK + 1))
     send(fleet, request)
-    fleet.take(0, told(1, full=True), 0.0)
-    fleet.take(0, told(2, ("r", 1 * BLOCK)), 0.0)  # so far
+    fleet.apply_report(0, told(1, full=True), 0.0)
+    fleet.apply_report(0, told(2, ("r", 1 * BLOCK)), 0.0)  # so far
     assert cached(fleet, request) == {0: 5 * BLOCK}
-    fleet.begun("r", 0, 0.0)
-    fleet.take(0, told(3, ("r", 2 * BLOCK)), 0.0)
+    fleet.on_first_token("r", 0.0)
+    fleet.apply_report(0, told(3, ("r", 2 * BLOCK)), 0.0)
     assert cached(fleet, request) == {0: 2 * BLOCK}
 
 
@@ -200,7 +200,7 @@ def test_an_aborted_request_takes_nothing_along_that_was_there_before() -> None:
     fleet = fleet_of(1, window_s=10.0)
     serve(fleet, ask("a", range(5 * BLOCK + 1)))
     send(fleet, ask("b", [*range(5 * BLOCK), 1, 2, 3, 4, 5]), 50.0)
-    fleet.ended("b", (), 50.0, cached=False)
+    fleet.on_finished("b", (), 50.0, cached=False)
     assert cached(fleet, ask("c", [*range(5 * BLOCK), 1, 2, 3, 4, 5])) == {0: 5 * BLOCK}
 
 
@@ -208,16 +208,16 @@ def test_a_request_that_was_not_served_is_no_load() -> None:
     fleet = fleet_of(1)
     for number in range(50):
         send(fleet, ask(f"{number}", [number] * 100), 0.0)
-        fleet.ended(f"{number}", (), 0.0, cached=False)
-    assert fleet.state.given_s(fleet.replicas[0]) == pytest.approx(0.0, abs=1e-9)
+        fleet.on_finished(f"{number}", (), 0.0, cached=False)
+    assert fleet.state.assigned_s(fleet.replicas[0]) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_an_answer_that_somebody_stopped_is_cached_and_counts() -> None:
     fleet = fleet_of(1)
     request = ask("a", range(2 * BLOCK), max_tokens=500)
     send(fleet, request)
-    fleet.begun("a", 0, 0.0)
-    fleet.ended("a", tuple(range(100, 100 + 2 * BLOCK)), 0.0, cached=False)
+    fleet.on_first_token("a", 0.0)
+    fleet.on_finished("a", tuple(range(100, 100 + 2 * BLOCK)), 0.0, cached=False)
     again = ask("b", [*range(2 * BLOCK), *range(100, 100 + 2 * BLOCK), 5])
     assert cached(fleet, again) == {0: 3 * BLOCK}
     assert fleet.replicas[0].mean_output < 64
@@ -232,8 +232,8 @@ def test_all_of_a_fill_is_cached() -> None:
 
 def test_the_load_is_that_of_the_latest_notice() -> None:
     fleet = fleet_of(1)
-    fleet.take(0, EngineReport(version=5, running=7, slowdown=1.5), 0.0)
-    fleet.take(0, EngineReport(version=4, running=9, slowdown=3.0), 0.0)
+    fleet.apply_report(0, EngineReport(version=5, running=7, slowdown=1.5), 0.0)
+    fleet.apply_report(0, EngineReport(version=4, running=9, slowdown=3.0), 0.0)
     assert (fleet.replicas[0].running, fleet.replicas[0].slowdown) == (7, 1.5)
 
 
@@ -242,7 +242,7 @@ def test_a_request_that_was_aborted_before_it_began_leaves_nothing() -> None:
     other, request = ask("a", [1] * 9), ask("b", [1] * 4 + [2] * 9)
     serve(fleet, other)
     send(fleet, request)
-    fleet.ended("b", (), 0.0, cached=False)
+    fleet.on_finished("b", (), 0.0, cached=False)
     assert cached(fleet, request) == {0: BLOCK} and cached(fleet, other) == {0: 2 * BLOCK}
 
 
@@ -254,6 +254,6 @@ def test_what_a_lost_replica_had_is_nowhere() -> None:
     assert cached(fleet, first) == {0: 36}
     assert fleet.remove(0) == []
     assert cached(fleet, first) == {}
-    fleet.take(0, told(9, ("a", 8)), 0.0)  # it came too late
-    fleet.begun("b", 0, 0.0)
-    fleet.ended("b", (), 0.0)
+    fleet.apply_report(0, told(9, ("a", 8)), 0.0)  # it came too late
+    fleet.on_first_token("b", 0.0)
+    fleet.on_finished("b", (), 0.0)

@@ -138,7 +138,7 @@ async def tokens_of(client: ElasticReplicas, request: EngineRequest) -> list[int
 
 def test_deadlines_bring_replicas_and_calm_takes_them_away() -> None:
     async def test() -> None:
-        group = Group(step_s=0.2, least=1, most=4, calm_s=30.0)
+        group = Group(step_s=0.2, min_replicas=1, max_replicas=4, calm_s=30.0)
         await group.client.start()
         assert group.up == 1
         await asyncio.sleep(60)
@@ -163,10 +163,10 @@ def test_work_that_is_yet_to_come_brings_replicas() -> None:
     """As the rows of a batch do that are not with an engine."""
 
     async def test() -> None:
-        group = Group(least=1, most=4, calm_s=30.0)
+        group = Group(min_replicas=1, max_replicas=4, calm_s=30.0)
         group.kind = Experienced
         backlog = [(800, 30.0), (0, 1.0)]
-        group.client.look_ahead(lambda: backlog)
+        group.client.set_backlog(lambda: backlog)
         await group.client.start()
         await asyncio.sleep(2.5 + START_S)
         assert group.up == len(group.engines) == 3  # 800 * 90 ms within 30 s, at 0.8
@@ -180,7 +180,7 @@ def test_work_that_is_yet_to_come_brings_replicas() -> None:
 
 def test_new_replicas_relieve_those_that_were_there() -> None:
     async def test() -> None:
-        group = Group(step_s=0.1, least=1, most=4)
+        group = Group(step_s=0.1, min_replicas=1, max_replicas=4)
         group.kind = QueueingStarter
         await group.client.start()
         await asyncio.sleep(2)
@@ -202,7 +202,7 @@ def test_new_replicas_relieve_those_that_were_there() -> None:
 
 def test_who_takes_long_goes_on_elsewhere_when_its_replica_is_to_go() -> None:
     async def test() -> None:
-        group = Group(step_s=1.0, first=2, least=1, most=2, calm_s=30.0)
+        group = Group(step_s=1.0, first=2, min_replicas=1, max_replicas=2, calm_s=30.0)
         await group.client.start()
         requests = [ask(f"r{n}", group.clock.now(), None, 400) for n in range(2)]
         answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
@@ -219,7 +219,7 @@ def test_who_takes_long_goes_on_elsewhere_when_its_replica_is_to_go() -> None:
 
 def test_one_that_is_going_is_used_again_before_another_is_started() -> None:
     async def test() -> None:
-        group = Group(step_s=1.0, first=2, least=1, most=2, calm_s=30.0)
+        group = Group(step_s=1.0, first=2, min_replicas=1, max_replicas=2, calm_s=30.0)
         await group.client.start()
         requests = [ask(f"r{n}", group.clock.now(), None, 400) for n in range(2)]
         answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
@@ -238,7 +238,7 @@ def test_one_that_is_going_is_used_again_before_another_is_started() -> None:
 @pytest.mark.parametrize("most", [2, 3])
 def test_what_an_operator_drains_counts(most: int) -> None:
     async def test() -> None:
-        group = Group(first=2, least=2, most=most)
+        group = Group(first=2, min_replicas=2, max_replicas=most)
         await group.client.start()
         group.client.drain(0)
         await asyncio.sleep(30)
@@ -251,7 +251,7 @@ def test_what_an_operator_drains_counts(most: int) -> None:
 
 def test_the_last_one_that_takes_requests_does_not_go() -> None:
     async def test() -> None:
-        group = Group(step_s=1.0, first=2, least=1, most=2, calm_s=30.0)
+        group = Group(step_s=1.0, first=2, min_replicas=1, max_replicas=2, calm_s=30.0)
         await group.client.start()
         requests = [ask(f"r{n}", group.clock.now(), None, 400) for n in range(2)]
         answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
@@ -268,7 +268,7 @@ def test_the_last_one_that_takes_requests_does_not_go() -> None:
 
 def test_one_that_does_not_come_up_is_tried_again_later() -> None:
     async def test() -> None:
-        group = Group(step_s=1.0, least=1, most=2)
+        group = Group(step_s=1.0, min_replicas=1, max_replicas=2)
         await group.client.start()
         group.fails = True
         request = ask("r", group.clock.now(), 1.0, 200)  # long due
@@ -292,7 +292,7 @@ def test_one_that_does_not_come_up_is_tried_again_later() -> None:
 
 def test_one_that_does_not_come_back_is_replaced() -> None:
     async def test() -> None:
-        group = Group(first=2, least=2, most=3)
+        group = Group(first=2, min_replicas=2, max_replicas=3)
         await group.client.start()
         lost = group.engines[0]
         lost.die()
@@ -312,7 +312,7 @@ def test_one_that_is_gone_is_shown_until_there_is_another_one(replaces: bool) ->
     """Also where the number is fixed."""
 
     async def test() -> None:
-        group = Group(replaces=replaces, first=2, least=2, most=2)
+        group = Group(replaces=replaces, first=2, min_replicas=2, max_replicas=2)
         await group.client.start()
         group.engines[0].die()
         group.engines[0].on_final_death("three times")  # type: ignore[attr-defined]
@@ -333,7 +333,7 @@ def test_one_that_is_gone_is_shown_until_there_is_another_one(replaces: bool) ->
 
 def test_closing_waits_for_one_that_ends() -> None:
     async def test() -> None:
-        group = Group(first=2, least=1, most=2, calm_s=30.0)
+        group = Group(first=2, min_replicas=1, max_replicas=2, calm_s=30.0)
         group.kind = SlowEnder
         await group.client.start()
         while len(group.states) == 2:
@@ -347,7 +347,7 @@ def test_closing_waits_for_one_that_ends() -> None:
 
 def test_closing_ends_what_is_on_its_way() -> None:
     async def test() -> None:
-        group = Group(least=2, most=3)
+        group = Group(min_replicas=2, max_replicas=3)
         await group.client.start()
         await asyncio.sleep(3)
         assert len(group.engines) == 2 and group.up == 1
@@ -358,7 +358,7 @@ def test_closing_ends_what_is_on_its_way() -> None:
 
 def test_a_first_one_that_does_not_come_up_says_why() -> None:
     async def test() -> None:
-        group = Group(first=2, least=2, most=3)
+        group = Group(first=2, min_replicas=2, max_replicas=3)
         group.fails = True
         with pytest.raises(EngineDeadError, match="no room"):
             await group.client.start()

@@ -39,7 +39,7 @@ async def test_deadlines_bring_an_actor_and_calm_takes_it_away(
     save_tiny_llama(tmp_path / "tiny")
     engine = dataclasses.replace(TINY_ENGINE, model=str(tmp_path / "tiny"))
     config = Config(engine=engine, server=ServerConfig(log_level="error"))
-    settings = ElasticSettings(least=1, most=2, calm_s=2.0)
+    settings = ElasticSettings(min_replicas=1, max_replicas=2, calm_s=2.0)
     with connected(ray_address) as cluster:
         replicas = ClusterReplicas(config, cluster, pytest.fail, settings)
         await replicas.start()
@@ -58,9 +58,9 @@ async def test_deadlines_bring_an_actor_and_calm_takes_it_away(
             ]
             answers = [asyncio.create_task(tokens_of(replicas, each)) for each in requests]
             # More than one actor can do, however long another one takes to start.
-            replicas.look_ahead(lambda: [(1_000_000, 60.0)])
+            replicas.set_backlog(lambda: [(1_000_000, 60.0)])
             await until_up(replicas, 2)
-            replicas.look_ahead(tuple)
+            replicas.set_backlog(tuple)
             assert await asyncio.gather(*answers) == [expected] * len(requests)
             await until_up(replicas, 1)
             assert await tokens_of(replicas, ask("last", 100)) == expected

@@ -209,7 +209,7 @@ async def test_a_drained_replica_serves_when_the_other_is_lost(
     assert await server.states() == ["drained", "down"]
     await server.http.post(f"{ADMIN}/0/resume")
     said = [record.getMessage() for record in caplog.records]
-    assert "replica-0 is drained: move=False, restart=False" in said
+    assert "replica-0 is draining: move=False, restart=False" in said
     assert "replica-0 takes requests again" in said
 
 

@@ -99,19 +99,19 @@ class Watched:
         self.calls += [(now, "route", request.request_id) for request in requests]
         return self._fleet.route(requests, now)
 
-    def begun(self, request_id: str, cached_tokens: int, now: float) -> None:
+    def on_first_token(self, request_id: str, now: float) -> None:
         self.calls.append((now, "begun", request_id))
-        self._fleet.begun(request_id, cached_tokens, now)
+        self._fleet.on_first_token(request_id, now)
 
-    def ended(
+    def on_finished(
         self, request_id: str, output_ids: Sequence[int], now: float, *, cached: bool
     ) -> None:
         self.calls.append((now, "ended", request_id))
-        self._fleet.ended(request_id, output_ids, now, cached=cached)
+        self._fleet.on_finished(request_id, output_ids, now, cached=cached)
 
-    def take(self, replica: int, report: EngineReport, now: float) -> None:
+    def apply_report(self, replica: int, report: EngineReport, now: float) -> None:
         self.calls.append((now, "take", report))
-        self._fleet.take(replica, report, now)
+        self._fleet.apply_report(replica, report, now)
 
 
 def run_watched(

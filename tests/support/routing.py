@@ -61,8 +61,8 @@ def serve(
 ) -> int:
     """Where it went, and has been answered."""
     replica = send(fleet, request, now)
-    fleet.begun(request.request_id, 0, now)
-    fleet.ended(request.request_id, output, now)
+    fleet.on_first_token(request.request_id, now)
+    fleet.on_finished(request.request_id, output, now)
     return replica
 
 

@@ -66,15 +66,15 @@ class TurnFleet(Fleet):
                                       reason="turn"))  # fmt: skip
         return decisions
 
-    def begun(self, request_id: str, cached_tokens: int, now: float) -> None:
+    def on_first_token(self, request_id: str, now: float) -> None:
         self._pass(now)
         assert request_id in self.open and request_id not in self.begun_ids
         self.begun_ids.add(request_id)
 
-    def promoted(self, request_id: str) -> None:
+    def on_promoted(self, request_id: str) -> None:
         assert request_id in self.open
 
-    def ended(
+    def on_finished(
         self, request_id: str, output_ids: Sequence[int], now: float, *, cached: bool = True
     ) -> None:
         self._pass(now)
@@ -84,7 +84,7 @@ class TurnFleet(Fleet):
         if cached:
             self.kept[request_id] = tuple(output_ids)
 
-    def take(self, replica: int, report: EngineReport, now: float) -> None:
+    def apply_report(self, replica: int, report: EngineReport, now: float) -> None:
         self._pass(now)
         assert replica in self.facts
         self.reports.append((replica, report))

@@ -51,7 +51,7 @@ _PAGE_HEADERS = {
 async def health(request: Request) -> Response:
     """200 if the engine runs and takes requests, else 503."""
     state = ServerState.of(request)
-    alive = state.engine.alive if state.replicas is None else state.replicas.takes
+    alive = state.engine.alive if state.replicas is None else state.replicas.available
     reply = Health(status="ok" if alive else "engine down")
     if state.replicas is not None:
         replicas = state.replicas.replicas()
