@@ -51,7 +51,7 @@ _GAUGES = frozenset(
 
 _NOT_SUMMED = frozenset({"by_class", "slack", "safety_factor"})
 
-_Stats = TypeVar("_Figures", EngineStats, ClassStats)
+_Stats = TypeVar("_Stats", EngineStats, ClassStats)
 
 
 def total_info(infos: Sequence[EngineInfo]) -> EngineInfo:
