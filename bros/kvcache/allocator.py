@@ -1,7 +1,7 @@
-"""Finds slots for a request's next tokens, and preempts tokens of victims where none are free.
+"""The allocator: finds slots for a request's next tokens, and preempts tokens of victims for them.
 
-The order in which slots are taken ("tail" is the block that the request wrote to last; a victim
-is a request that the policy lets this one preempt):
+It takes slots in this order ("tail" is the block that the request wrote to last; a victim is a
+request that the policy lets this one preempt):
 
     1  free slots of the tail
     2  free blocks, then evictable blocks of the prefix cache
@@ -10,11 +10,10 @@ is a request that the policy lets this one preempt):
     5  free slots on this side of another request's tail
     6  the top of victims' stacks in the request's own other blocks
     7  shared blocks that only victims hold; those victims lose all their tokens
-    8  evictable blocks of the prefix cache that are reserved for real-time prompts
+    8  evictable blocks of the prefix cache that are protected for real-time prompts
 
 With `literal=True` the order is that of the paper's FindBlock and FindPreemptBlock (BROS section
-5.2): 3 before 2, then the victims' blocks by their number of free slots; and best-effort prompts
-begin in the blocks with the most free slots, half-used ones included.
+5.2): 3 before 2, and the victims' blocks by their number of free slots.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from bros.kvcache.host_pool import Checkpoints
 from bros.kvcache.prefix_cache import PrefixCache
 
 Victims = Mapping[int, Holding]
-"""Holdings that may be preempted, by number, in the order in which they lose tokens."""
+"""Holdings that may be preempted, by number, in the order of preemption."""
 
 
-class _Placing:
-    """A run of tokens while it is given slots.
+class _Placement:
+    """A run of tokens while the allocator gives it slots.
 
     holding: of the request; its tokens go on `holding.side`.
     side: of the request's present class, which decides what it may evict.
@@ -48,8 +47,8 @@ class _Placing:
         self.start, self.count = run
         self.slots = array("i")
 
-    def took(self, slots: array[int]) -> None:
-        """The next `len(slots)` tokens have got these slots."""
+    def advance(self, slots: array[int]) -> None:
+        """Assign these slots to the next `len(slots)` tokens."""
         self.slots += slots
         self.start += len(slots)
         self.count -= len(slots)
@@ -59,10 +58,11 @@ class Allocator:
     """Pushes and pops tokens of requests, and keeps their Holdings up to date.
 
     stacks: the blocks.
-    cache: evictable blocks of the prefix cache count as free.
+    cache: the prefix cache, whose evictable blocks count as free.
     holdings: of all requests, by number.
-    checkpoints: told of every token that is preempted.
-    lose: called with a victim that loses all its tokens, shared ones included (rule 7).
+    checkpoints: records every token that is preempted.
+    preempt_all: preempts all tokens of a victim, shared ones included (rule 7).
+    evicted: blocks of the prefix cache that were evicted, by the side of the requester's class.
     """
 
     def __init__(
@@ -72,23 +72,23 @@ class Allocator:
         holdings: Mapping[int, Holding],
         checkpoints: Checkpoints,
         *,
-        lose: Callable[[Holding], None],
+        preempt_all: Callable[[Holding], None],
         literal: bool = False,
     ) -> None:
         self._stacks = stacks
         self._cache = cache
         self._holdings = holdings
         self._checkpoints = checkpoints
-        self._lose = lose
+        self._preempt_all = preempt_all
         self._literal = literal
-        self.evicted = {side: 0 for side in Side}  # blocks of the prefix cache, by requesting side
+        self.evicted = {side: 0 for side in Side}
 
-    def available(self, side: Side, but: Sequence[Node] = ()) -> int:
-        """Free blocks and those that the side may evict from the cache, without `but`."""
-        return self._stacks.num_free + self._cache.num_evictable(side is Side.LEFT, but)
+    def available(self, side: Side, excluding: Sequence[Node] = ()) -> int:
+        """Free blocks, and blocks that a side may evict from the cache, without `excluding`."""
+        return self._stacks.num_free + self._cache.num_evictable(side is Side.LEFT, excluding)
 
     def extend(self, holding: Holding, count: int) -> tuple[array[int], array[int]] | None:
-        """Rule 1 alone: `count` tokens on top of the tail; None if they do not fit there.
+        """Rule 1 alone: push `count` tokens on the tail; None if they do not fit there.
 
         Returns what KvCacheManager.append does. Most calls of a decode step end here.
         """
@@ -114,12 +114,12 @@ class Allocator:
             return None
         self.preempt(victims[other], tail, 1)
         pushed = stacks.grow(tail, holding.side, 1)
-        assert pushed is not None, "there is room now"
+        assert pushed is not None, "a slot has just become free"
         return holding.grow(1), pushed
 
     def fits_freely(self, holding: Holding, side: Side, wanted: int) -> bool:
         """Whether rules 1 and 2 give `wanted` slots."""
-        room = self._stacks.room(holding.tail) if holding.tail >= 0 else 0
+        room = self._stacks.free_slots(holding.tail) if holding.tail >= 0 else 0
         return wanted <= room + self.available(side) * self._stacks.block_size
 
     def fits(self, holding: Holding, wanted: int, victims: Victims) -> bool:
@@ -145,24 +145,24 @@ class Allocator:
         return found
 
     def place(self, holding: Holding, side: Side, run: Run, victims: Victims) -> array[int]:
-        """Give a run of tokens, which is known to fit, its slots; returns them in token order.
+        """Allocate slots for a run of tokens that is known to fit; returns them in token order.
 
         side: of the request's present class, which decides what it may evict.
         """
-        todo, tail = _Placing(holding, side, run), holding.tail
-        if tail >= 0 and (room := self._stacks.room(tail)):
+        todo, tail = _Placement(holding, side, run), holding.tail
+        if tail >= 0 and (room := self._stacks.free_slots(tail)):
             self._push(todo, tail, min(todo.count, room))
         if self._literal and tail >= 0:
-            self._squeeze(todo, tail, victims)
-        self._take_free(todo)
+            self._preempt_into(todo, tail, victims)
+        self._use_free(todo)
         if todo.count:
-            self._take_from(todo, victims)
+            self._use_victims(todo, victims)
         if todo.count:
             for victim in victims.values():
-                self._lose(victim)
-                self._take_free(todo)
-            self._take_free(todo, anything=True)
-        assert todo.count == 0, f"{todo.count} tokens of {holding.request_id} were said to fit"
+                self._preempt_all(victim)
+                self._use_free(todo)
+            self._use_free(todo, protected_too=True)
+        assert todo.count == 0, f"{todo.count} tokens of {holding.request_id} do not fit"
         return todo.slots
 
     def preempt(self, victim: Holding, block: int, count: int) -> None:
@@ -184,13 +184,13 @@ class Allocator:
         if not stacks.pop(block, side, count):
             other = self._holdings.get(stacks.owner(block, side.other))
             if other is None:
-                holding.alone -= 1
+                holding.num_exclusive -= 1
             else:
-                other.alone += 1
+                other.num_exclusive += 1
         return holding.pop(stacks.range_of(block, side), count)
 
     def _drop_nodes(self, holding: Holding, block: int) -> None:
-        """Take a block that changes, and all after it, out of the prefix cache."""
+        """Remove a block that changes, and all blocks after it, from the prefix cache."""
         index = holding.runs[block][0][0] // self._stacks.block_size
         if index < len(holding.chain) and holding.chain[index].block == block:
             self._cut_chain(holding, index)
@@ -200,79 +200,82 @@ class Allocator:
             self._cache.drop(node)
         del holding.chain[index:]
 
-    def _take_free(self, todo: _Placing, *, anything: bool = False) -> None:
-        """Rule 2; rule 8 with `anything`."""
+    def _use_free(self, todo: _Placement, *, protected_too: bool = False) -> None:
+        """Rule 2; rule 8 with `protected_too`."""
         stacks, holding, size = self._stacks, todo.holding, self._stacks.block_size
         if not todo.count or not (stacks.num_free or self._cache.num_idle):
             return
         wanted = -(-todo.count // size)
-        while stacks.num_free < wanted and self._evict(todo.side, anything):
+        while stacks.num_free < wanted and self._evict(todo.side, protected_too):
             pass
         if whole := min(todo.count // size, stacks.num_free):
-            blocks, slots = stacks.fill(holding.side, holding.number, whole)
-            holding.alone += whole
-            holding.fill(blocks, todo.start, size)
-            todo.took(slots)
+            blocks, slots = stacks.allocate_full(holding.side, holding.number, whole)
+            holding.num_exclusive += whole
+            holding.push_full(blocks, todo.start, size)
+            todo.advance(slots)
         if 0 < todo.count and stacks.num_free:
-            self._take(todo, todo.count)
+            self._push_on_free_block(todo, todo.count)
 
-    def _evict(self, side: Side, anything: bool) -> bool:
+    def _evict(self, side: Side, protected_too: bool) -> bool:
         """Free one evictable block of the prefix cache; False if there is none."""
-        node = self._cache.evict(side is Side.LEFT, anything=anything)
+        node = self._cache.evict(side is Side.LEFT, protected_too=protected_too)
         if node is None:
             return False
         self._stacks.pop(node.block, node.side, self._stacks.block_size)
         self.evicted[side] += 1
         return True
 
-    def _take_from(self, todo: _Placing, victims: Victims) -> None:
+    def _use_victims(self, todo: _Placement, victims: Victims) -> None:
         """Rules 3 to 6."""
         if todo.holding.tail >= 0:
-            self._squeeze(todo, todo.holding.tail, victims)
+            self._preempt_into(todo, todo.holding.tail, victims)
             if not todo.count:
                 return
         if self._literal:
             blocks = [block for victim in victims.values() for block in victim.blocks_from_end()]
-            self._squeeze_all(todo, sorted(blocks, key=self._stacks.room, reverse=True), victims)
+            blocks.sort(key=self._stacks.free_slots, reverse=True)
+            self._preempt_into_all(todo, blocks, victims)
         so_far: dict[int, Holding] = {}
         for number, victim in victims.items():
             # A block of this victim may be shared with a later victim, which is not preempted yet.
             so_far[number] = victim
-            self._take_from_end(todo, victim, so_far)
+            self._preempt_from_end(todo, victim, so_far)
             if not todo.count:
                 return
-        self._squeeze_all(todo, self._tails_beside(todo.holding), {})
-        self._squeeze_all(todo, todo.holding.blocks_from_end(), victims)
+        self._preempt_into_all(todo, self._tails_beside(todo.holding), {})
+        self._preempt_into_all(todo, todo.holding.blocks_from_end(), victims)
 
-    def _take_from_end(self, todo: _Placing, victim: Holding, victims: Victims) -> None:
-        """Rule 4 for one victim; several blocks at once where they hold nothing else."""
-        stays = 0  # blocks at the victim's end of which it keeps some tokens
+    def _preempt_from_end(self, todo: _Placement, victim: Holding, victims: Victims) -> None:
+        """Rule 4 for one victim; several blocks at once where they hold only its tokens."""
+        stays = 0  # blocks at the victim's end in which it keeps some tokens
         while todo.count:
             whole = todo.count // self._stacks.block_size
             blocks = victim.blocks_from_end(stays, whole or 1)
             if not blocks:
                 return
             if whole and self._preempt_whole(victim, blocks):
-                self._take_free(todo)
+                self._use_free(todo)
                 continue
-            self._squeeze(todo, blocks[0], victims)
+            self._preempt_into(todo, blocks[0], victims)
             stays += blocks[0] in victim.runs
 
     def _preempt_whole(self, victim: Holding, blocks: Sequence[int]) -> int:
-        """Preempt leading blocks of `blocks` whole, and return how many.
+        """Preempt the first ones of `blocks` as a whole; returns how many.
 
-        blocks: of the victim, its last first. Only blocks that hold nothing but the victim's
-        tokens, as long as these are one range, so that one copy event covers them.
+        It stops at a block that other tokens share, or that does not continue the range of tokens,
+        so that one call of Checkpoints.preempt covers all.
+
+        blocks: of the victim, its last first.
         """
         stacks, runs, other = self._stacks, victim.runs, victim.side.other
         start, count, freed = -1, 0, 0
-        is_alone = victim.alone == len(runs)  # in all its blocks
+        all_exclusive = victim.num_exclusive == len(runs)
         for block in blocks:
             stack = runs[block]
             first, length = stack[0]
             if len(stack) > 1 or (freed and first + length != start):
                 break
-            if not is_alone and stacks.height(block, other):
+            if not all_exclusive and stacks.height(block, other):
                 break
             start, count, freed = first, count + length, freed + 1
         if not freed:
@@ -280,13 +283,16 @@ class Allocator:
         self._cut_chain(victim, -(-start // stacks.block_size))
         self._cache.stop_producing(victim.number)
         slots = stacks.clear(blocks[:freed], victim.side)
-        victim.alone -= freed
-        victim.leave(blocks[:freed])
+        victim.num_exclusive -= freed
+        victim.drop_blocks(blocks[:freed])
         self._checkpoints.preempt(victim, (start, count), slots)
         return freed
 
     def _tails_beside(self, holding: Holding) -> list[int]:
-        """Tails of the other side's requests, free on this side, emptiest first (rule 5)."""
+        """Tails of requests on the other side, with an empty stack on this side (rule 5).
+
+        The block with the most free slots comes first.
+        """
         side, stacks = holding.side, self._stacks
         found = [
             other.tail
@@ -294,14 +300,14 @@ class Allocator:
             if other.side is not side
             and other.tail >= 0
             and not stacks.height(other.tail, side)
-            and stacks.room(other.tail)
+            and stacks.free_slots(other.tail)
         ]
-        return sorted(found, key=stacks.room, reverse=True)
+        return sorted(found, key=stacks.free_slots, reverse=True)
 
     def _gain(self, holding: Holding, block: int, victims: Victims) -> int:
-        """Slots of a block in use that a request would get by preempting the victims in it."""
+        """Slots that a request could use in a block in use, if it preempts the victims there."""
         stacks, side = self._stacks, holding.side
-        gain, owner = stacks.room(block), stacks.owner(block, side)
+        gain, owner = stacks.free_slots(block), stacks.owner(block, side)
         if owner in victims:
             gain += stacks.height(block, side)
         elif owner not in (-1, holding.number):
@@ -310,16 +316,16 @@ class Allocator:
             gain += stacks.height(block, side.other)
         return gain
 
-    def _squeeze_all(self, todo: _Placing, blocks: Sequence[int], victims: Victims) -> None:
+    def _preempt_into_all(self, todo: _Placement, blocks: Sequence[int], victims: Victims) -> None:
         for block in blocks:
             if not todo.count:
                 return
-            self._squeeze(todo, block, victims)
+            self._preempt_into(todo, block, victims)
 
-    def _squeeze(self, todo: _Placing, block: int, victims: Victims) -> None:
-        """Push as many tokens as fit into a block in use, preempting victims in it as needed."""
+    def _preempt_into(self, todo: _Placement, block: int, victims: Victims) -> None:
+        """Push as many tokens as fit into a block in use, preempting victims there as needed."""
         stacks, holding, wanted = self._stacks, todo.holding, todo.count
-        height, owner, others, other = stacks.look(block, holding.side)
+        height, owner, others, other = stacks.both_sides(block, holding.side)
         room = stacks.block_size - height - others
         if owner in victims and wanted:
             self.preempt(victims[owner], block, height)
@@ -334,24 +340,24 @@ class Allocator:
         if not count:
             return
         if room == stacks.block_size:
-            taken = self._take(todo, count)
-            assert taken == block, "it came free just now"
+            taken = self._push_on_free_block(todo, count)
+            assert taken == block, "the block was freed last, so it is allocated first"
         else:
             self._push(todo, block, count)
 
-    def _take(self, todo: _Placing, count: int) -> int:
+    def _push_on_free_block(self, todo: _Placement, count: int) -> int:
         """Push the next `count` tokens on a free block; returns the block."""
         stacks, holding = self._stacks, todo.holding
-        block = stacks.take(holding.side, holding.number, count)
-        holding.alone += 1
+        block = stacks.allocate(holding.side, holding.number, count)
+        holding.num_exclusive += 1
         holding.push(stacks.range_of(block, holding.side), todo.start, count)
-        todo.took(stacks.slots(block, holding.side, 0, count))
+        todo.advance(stacks.slots(block, holding.side, 0, count))
         return block
 
-    def _push(self, todo: _Placing, block: int, count: int) -> None:
+    def _push(self, todo: _Placement, block: int, count: int) -> None:
         stacks, holding = self._stacks, todo.holding
         if not stacks.height(block, holding.side):
-            self._holdings[stacks.owner(block, holding.side.other)].alone -= 1
+            self._holdings[stacks.owner(block, holding.side.other)].num_exclusive -= 1
         slots = stacks.push(block, holding.side, holding.number, count)
         holding.push(stacks.range_of(block, holding.side), todo.start, count)
-        todo.took(slots)
+        todo.advance(slots)

@@ -1,12 +1,13 @@
-"""Blocks that two requests share: one grows from the left, the other from the right.
+"""Blocks as double stacks: one request grows from the left, another one from the right.
 
     slot     0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15
     block  [ a0  a1  a2  a3  a4   .   .   .   .   .   .   .   .  b2  b1  b0 ]
              left, height 5 ->                             <- right, height 3
 
-Each side is a stack with one owner. Attention does not depend on the order of tokens in memory,
-so a kernel reads a side as one range (block, lo, hi) of slots, whichever way it has grown. A side
-that preempts slots of the other takes the top of its stack, the tokens pushed last (BROS 5.1).
+Each side is a stack with one owner. Attention does not depend on the order of tokens in memory, so
+a kernel reads a side as one range (block, lo, hi) of slots, whichever way the stack grows. If one
+side preempts slots of the other, the top of the other stack is popped: the tokens pushed last (BROS
+5.1).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Side(IntEnum):
 
 
 class Stacks:
-    """Heights and owners of all blocks; the time of an operation does not depend on their number.
+    """Heights and owners of all blocks; no operation's time depends on the number of blocks.
 
     Owners are numbers >= 0. A block is free when both stacks are empty; the most recently freed
-    block is taken first, since it is warm in the processor's caches.
+    block is allocated first, since it is warm in the processor's caches.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -44,8 +45,8 @@ class Stacks:
         self._heights = (bytearray(num_blocks), bytearray(num_blocks))
         self._owners = ([-1] * num_blocks, [-1] * num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))
-        # Slot s is at s + 1, so that a slice may go down to slot 0. Cutting slots out of this
-        # takes a tenth of the time of counting them out.
+        # Slot s is at index s + 1, so that a slice may go down to slot 0. Slicing this array takes
+        # a tenth of the time of making a range.
         self._numbers = array("i", range(-1, num_blocks * block_size))
 
     @property
@@ -53,19 +54,19 @@ class Stacks:
         return len(self._free)
 
     def height(self, block: int, side: Side) -> int:
-        """Tokens on a side."""
+        """Number of tokens on a side."""
         return self._heights[side][block]
 
     def owner(self, block: int, side: Side) -> int:
-        """Owner of a side's tokens; -1 if it has none."""
+        """Owner of a side's tokens; -1 if it is empty."""
         return self._owners[side][block]
 
-    def room(self, block: int) -> int:
+    def free_slots(self, block: int) -> int:
         """Slots between the stacks."""
         return self.block_size - self._heights[0][block] - self._heights[1][block]
 
-    def look(self, block: int, side: Side) -> tuple[int, int, int, int]:
-        """Height and owner of a side, then of the other one."""
+    def both_sides(self, block: int, side: Side) -> tuple[int, int, int, int]:
+        """(height, owner) of a side, then of the other side."""
         mine, other = int(side), 1 - side
         heights, owners = self._heights, self._owners
         return (
@@ -90,7 +91,7 @@ class Stacks:
             return block, 0, height
         return block, self.block_size - height, self.block_size
 
-    def take(self, side: Side, owner: int, count: int) -> int:
+    def allocate(self, side: Side, owner: int, count: int) -> int:
         """Push `count` tokens on a free block; returns the block.
 
         Raises IndexError if no block is free; ValueError unless 1 <= count <= block_size.
@@ -102,7 +103,7 @@ class Stacks:
         self._heights[side][block] = count
         return block
 
-    def fill(self, side: Side, owner: int, count: int) -> tuple[list[int], array[int]]:
+    def allocate_full(self, side: Side, owner: int, count: int) -> tuple[list[int], array[int]]:
         """Fill `count` >= 1 free blocks; returns them, and their slots in the order of pushing.
 
         Raises ValueError if fewer are free.
@@ -127,7 +128,7 @@ class Stacks:
         """
         height, other = self._heights[side][block], self._heights[1 - side][block]
         if not 1 <= count <= self.block_size - height - other:
-            raise ValueError(f"{count} tokens into {self.room(block)} free slots of {block=}")
+            raise ValueError(f"{count} tokens into {self.free_slots(block)} free slots of {block=}")
         if height == 0:
             if other == 0:
                 raise ValueError(f"{block=} is free, and not for pushing")
@@ -199,7 +200,7 @@ class Node:
 
     key: hash of its tokens and of all before them.
     parent: the node of the block before; None for the first one.
-    block, side: where it is.
+    block, side: where its tokens are.
     depth: number of blocks before it.
     real_time: a real-time request has used it.
     origin: id of the request that computed it first.
@@ -208,8 +209,8 @@ class Node:
     children: number of nodes whose parent it is.
     hits: number of requests that have found it.
     priority: among evictable nodes, the lowest is evicted first.
-    turn: of its valid entry in the heap of evictable nodes, -1 if it has none; an entry stays in
-        the heap while requests hold the node.
+    entry_id: of its valid entry in a heap of evictable nodes, -1 if it has none. An entry stays in
+        its heap while requests hold the node.
     holders: numbers of the requests that hold it.
     """
 
@@ -225,5 +226,5 @@ class Node:
     children: int = 0
     hits: int = 0
     priority: float = 0.0
-    turn: int = -1
+    entry_id: int = -1
     holders: set[int] = field(default_factory=set)

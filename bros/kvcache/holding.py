@@ -1,16 +1,16 @@
-"""The blocks of one request: where its tokens lie, and which of them are missing.
+"""The blocks of one request: where its tokens are, and which of them are missing.
 
     tokens     0 ... 15   16 ... 25   26 ... 31   32 ... 41   42   43
     blocks     2 shared   7 right     3 right     missing     3 right
 
     chain      [node of block 2]                          full blocks from the start, see below
     runs       {7: [[16, 10]], 3: [[26, 6], [42, 2]]}     from the bottom of each stack
-    missing    [(32, 10)]                                 to be restored before it can run
+    missing    [(32, 10)]                                 to be restored before the request runs
     segments   (2, 0, 16) (7, 6, 16) (3, 8, 16)           what kernels read; shared ones in front
 
-The chain begins with the request's shared nodes, `num_shared` of them, whose blocks belong to the
+The chain begins with the `num_shared` shared nodes of the request, whose blocks belong to the
 prefix cache and are in no run; then come its private nodes, whose blocks are in `runs` as well.
-Segments begin with those of the shared nodes in chain order; the others are in no order.
+The segments begin with those of the shared nodes, in chain order; the others are in no order.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ Run = tuple[int, int]
 class Holding:
     """Bookkeeping of one request; Stacks has the slots.
 
-    number: identifies the request as an owner of slots; ids are for the outside.
-    side: on which the request grows.
+    number: identifies the request as an owner of slots, inside kvcache.
+    side: the side on which the request grows.
     num_tokens: computed ones, missing or not.
     num_missing: preempted ones that are not restored yet.
-    tail: the block that was pushed on last, -1 if there is none.
-    alone: number of its blocks that hold no other request's tokens.
+    tail: the block that was pushed on last; -1 if it holds no private block.
+    num_exclusive: number of its blocks that hold no other request's tokens.
     sorted: tokens rise from the bottom to the top of each of its stacks.
     pushed_last: (block, tokens) of the latest append, for `truncate`.
     common, common_as_of: cached result of Sharing.common_parts, and the version it is of.
     """
 
     __slots__ = (
-        "_places",
+        "_segment_index",
         "_top",
         "_up",
-        "alone",
         "chain",
         "common",
         "common_as_of",
         "missing",
+        "num_exclusive",
         "num_missing",
         "num_shared",
         "num_tokens",
@@ -66,11 +66,11 @@ class Holding:
         self.request_id = request_id
         self.number = number
         self.side = side
-        # Which number of a segment is the top of its stack, and how it moves with a token.
+        # Index in a segment of the end at which the stack grows, and its change per token.
         self._top, self._up = (2, 1) if side is Side.LEFT else (1, -1)
         self.num_tokens = 0
         self.tail = -1
-        self.alone = 0
+        self.num_exclusive = 0
         self.chain: list[Node] = []
         self.common: Sequence[tuple[Node, int]] = ()
         self.common_as_of = 0
@@ -81,37 +81,37 @@ class Holding:
         self.num_missing = 0
         self.sorted = True
         self.pushed_last: list[tuple[int, int]] = []
-        self._places: dict[int, int] = {}
+        self._segment_index: dict[int, int] = {}
 
     def push(self, where: tuple[int, int, int], start: int, count: int) -> None:
-        """Tokens [start, start + count) went into a block, where its range is now `where`."""
+        """Record tokens [start, start + count) on top of a block's stack; where: its range now."""
         block = where[0]
         self.tail = block
         self.pushed_last.append((block, count))
         runs = self.runs.get(block)
         if runs is None:
             self.runs[block] = [[start, count]]
-            self._places[block] = len(self.segments)
+            self._segment_index[block] = len(self.segments)
             self.segments.extend(where)
             return
         self._lengthen(runs, start, count)
-        place = self._places[block]
-        self.segments[place + 1 : place + SEGMENT_WIDTH] = array("i", where[1:])
+        index = self._segment_index[block]
+        self.segments[index + 1 : index + SEGMENT_WIDTH] = array("i", where[1:])
 
-    def fill(self, blocks: Sequence[int], start: int, size: int) -> None:
-        """Tokens from `start` on went into new blocks, `size` into each, which are full now."""
-        runs, places, segments = self.runs, self._places, self.segments
+    def push_full(self, blocks: Sequence[int], start: int, size: int) -> None:
+        """Record tokens from `start` on in new blocks, `size` in each, which are full now."""
+        runs, indices, segments = self.runs, self._segment_index, self.segments
         pushed = self.pushed_last
         for block in blocks:
             runs[block] = [[start, size]]
-            places[block] = len(segments)
+            indices[block] = len(segments)
             segments.extend((block, 0, size))
             pushed.append((block, size))
             start += size
         self.tail = blocks[-1]
 
     def grow(self, count: int) -> array[int]:
-        """The next `count` tokens went on top of the tail; returns the segments before that."""
+        """Record the next `count` tokens on top of the tail; returns the segments before that."""
         before = self.segments[:]
         self.pushed_last = [(self.tail, count)]
         runs, last = self.runs[self.tail], self.num_tokens
@@ -119,12 +119,12 @@ class Holding:
             runs[-1][1] += count
         else:
             self._lengthen(runs, last, count)
-        self.segments[self._places[self.tail] + self._top] += self._up * count
+        self.segments[self._segment_index[self.tail] + self._top] += self._up * count
         self.num_tokens = last + count
         return before
 
     def pop(self, where: tuple[int, int, int], count: int) -> list[Run]:
-        """The top `count` tokens of a stack were popped; returns their runs, top first.
+        """Record that `count` tokens of a stack were popped; returns their runs, top first.
 
         where: the range of the stack now.
         """
@@ -140,31 +140,31 @@ class Holding:
             else:
                 runs[-1][1] -= taken
         if low < high:
-            place = self._places[block]
-            self.segments[place + 1] = low
-            self.segments[place + 2] = high
+            index = self._segment_index[block]
+            self.segments[index + 1] = low
+            self.segments[index + 2] = high
             return popped
-        self._leave(block)
-        self._drop_segment(self._places.pop(block))
+        self._forget_block(block)
+        self._drop_segment(self._segment_index.pop(block))
         return popped
 
-    def leave(self, blocks: Sequence[int]) -> None:
-        """All tokens in some blocks were popped; blocks: consecutive ones, the last first."""
+    def drop_blocks(self, blocks: Sequence[int]) -> None:
+        """Record that all tokens of some blocks were popped. blocks: consecutive, last first."""
         for block in blocks:
-            self._leave(block)
-        places = sorted(map(self._places.pop, blocks))
-        if places[0] == len(self.segments) - SEGMENT_WIDTH * len(places):
-            del self.segments[places[0] :]
+            self._forget_block(block)
+        indices = sorted(map(self._segment_index.pop, blocks))
+        if indices[0] == len(self.segments) - SEGMENT_WIDTH * len(indices):
+            del self.segments[indices[0] :]
             return
-        for place in reversed(places):  # so that the last segment is never one of these
-            self._drop_segment(place)
+        for index in reversed(indices):  # so that the last segment is never one still to drop
+            self._drop_segment(index)
 
     def join(self, node: Node, size: int) -> None:
-        """Hold the next node of a shared prefix, a block of `size` tokens."""
+        """Add the next node of a shared prefix, a block of `size` tokens."""
         assert self.num_shared == len(self.chain), "shared nodes come before private ones"
         self.chain.append(node)
         self.num_shared += 1
-        self._places[node.block] = len(self.segments)
+        self._segment_index[node.block] = len(self.segments)
         self.segments.extend((node.block, 0, size))
         self._bring_forward(node.block)
 
@@ -172,12 +172,12 @@ class Holding:
         """Make the first private node a shared one; returns it."""
         node = self.chain[self.num_shared]
         self.num_shared += 1
-        self._leave(node.block)
+        self._forget_block(node.block)
         self._bring_forward(node.block)
         return node
 
     def unshare(self, count: int, size: int) -> list[Node]:
-        """Make the last `count` shared nodes, of `size` tokens each, private again."""
+        """Make the last `count` shared nodes, of `size` tokens each, private; returns them."""
         first = self.num_shared - count
         nodes = self.chain[first : self.num_shared]
         self.num_shared = first
@@ -186,16 +186,16 @@ class Holding:
         self.tail = next(reversed(self.runs)) if self.tail < 0 else self.tail
         return nodes
 
-    def forget_shared(self) -> None:
-        """Hold no shared node any more; there must be no private one."""
+    def drop_shared(self) -> None:
+        """Remove all shared nodes; there must be no private one."""
         assert self.num_shared == len(self.chain)
         for node in self.chain:
-            self._drop_segment(self._places.pop(node.block))
+            self._drop_segment(self._segment_index.pop(node.block))
         self.chain.clear()
         self.num_shared = 0
 
-    def lose(self, run: Run) -> None:
-        """Popped tokens are missing from now on."""
+    def mark_missing(self, run: Run) -> None:
+        """Record that popped tokens are missing from now on."""
         start, count = run
         self.num_missing += count
         if self.missing and self.missing[-1][0] == start + count:
@@ -213,7 +213,7 @@ class Holding:
         return list(itertools.islice(reversed(self.runs), first, end))
 
     def check_integrity(self, size: int) -> None:
-        """Raise AssertionError unless every token is in a shared node, a run or missing, once."""
+        """Raise AssertionError unless every token is in one shared node or run, or missing."""
         runs = [(start, count) for stack in self.runs.values() for start, count in stack]
         end = self.num_shared * size
         for start, count in sorted([*runs, *self.missing]):
@@ -222,9 +222,9 @@ class Holding:
         assert end == self.num_tokens, f"{self.request_id}: {end} of {self.num_tokens} tokens"
         assert self.num_missing == sum(count for _, count in self.missing)
         shared = {node.block: [[0, size]] for node in self.chain[: self.num_shared]}
-        assert self._places.keys() == {*self.runs, *shared}
-        for block, place in self._places.items():
-            found, low, high = self.segments[place : place + SEGMENT_WIDTH]
+        assert self._segment_index.keys() == {*self.runs, *shared}
+        for block, index in self._segment_index.items():
+            found, low, high = self.segments[index : index + SEGMENT_WIDTH]
             stack = shared.get(block) or self.runs[block]
             assert found == block and high - low == sum(count for _, count in stack)
         assert len(self.segments) == SEGMENT_WIDTH * (len(self.runs) + self.num_shared)
@@ -232,10 +232,10 @@ class Holding:
             assert node.depth == index and node.alive and self.number in node.holders
             assert node.shared == (index < self.num_shared)
             assert node.shared or self.runs[node.block] == [[index * size, size]]
-            assert not node.shared or self._places[node.block] == index * SEGMENT_WIDTH
+            assert not node.shared or self._segment_index[node.block] == index * SEGMENT_WIDTH
 
     def _lengthen(self, runs: list[list[int]], start: int, count: int) -> None:
-        """Tokens [start, start + count) went on top of a stack."""
+        """Record tokens [start, start + count) on top of a stack."""
         last = runs[-1]
         if last[0] + last[1] == start:
             last[1] += count
@@ -243,8 +243,8 @@ class Holding:
             self.sorted &= last[0] < start
             runs.append([start, count])
 
-    def _leave(self, block: int) -> None:
-        """Forget a block without private tokens."""
+    def _forget_block(self, block: int) -> None:
+        """Remove a block that holds no private tokens any more."""
         if self.tail != block:
             del self.runs[block]
             return
@@ -257,20 +257,20 @@ class Holding:
         self.tail = next(reversed(self.runs), -1)
 
     def _bring_forward(self, block: int) -> None:
-        """Swap the segment of the last shared node with the one behind the other shared nodes'."""
-        place, front = self._places[block], (self.num_shared - 1) * SEGMENT_WIDTH
-        if place == front:
+        """Move the segment of the last shared node to the end of the shared ones, by a swap."""
+        index, front = self._segment_index[block], (self.num_shared - 1) * SEGMENT_WIDTH
+        if index == front:
             return
         segments = self.segments
         moved = segments[front : front + SEGMENT_WIDTH]
-        segments[front : front + SEGMENT_WIDTH] = segments[place : place + SEGMENT_WIDTH]
-        segments[place : place + SEGMENT_WIDTH] = moved
-        self._places[block], self._places[moved[0]] = front, place
+        segments[front : front + SEGMENT_WIDTH] = segments[index : index + SEGMENT_WIDTH]
+        segments[index : index + SEGMENT_WIDTH] = moved
+        self._segment_index[block], self._segment_index[moved[0]] = front, index
 
-    def _drop_segment(self, place: int) -> None:
-        """Put the last segment into a place: segments of private blocks are in no order."""
+    def _drop_segment(self, index: int) -> None:
+        """Remove a segment: the last one takes its index, since private ones are in no order."""
         last = self.segments[-SEGMENT_WIDTH:]
         del self.segments[-SEGMENT_WIDTH:]
-        if place < len(self.segments):
-            self.segments[place : place + SEGMENT_WIDTH] = last
-            self._places[last[0]] = place
+        if index < len(self.segments):
+            self.segments[index : index + SEGMENT_WIDTH] = last
+            self._segment_index[last[0]] = index

@@ -1,12 +1,13 @@
 """Checkpoints of KV in host memory, by request and token.
 
     request 5, tokens  0 .. 15   16 .. 31   32 .. 47
+    block index        0         1          2
     host block         2         -          0
-    valid              all                  32 .. 40      copied once
-    needed                                  36 .. 40      missing there
+    valid              all                  32 .. 40      copied to the host
+    needed                                  36 .. 40      missing on the device
 
 KV never changes once it is computed, so a copy stays valid when its tokens are restored: if they
-are preempted again, nothing is copied. Copies that are not needed are evicted, oldest first.
+are preempted again, nothing is copied. Blocks without needed tokens are evicted, oldest first.
 """
 
 from __future__ import annotations
@@ -20,29 +21,34 @@ from bros.kvcache.holding import Holding, Run
 
 
 class HostPool:
-    """Hands out host slots; slot s lies in block s // block_size. May have no blocks at all."""
+    """Allocates host slots; slot s is in block s // block_size. num_blocks may be 0.
+
+    Requests are identified by Holding.number, their tokens by block index as above.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))
         self._full = (1 << block_size) - 1
-        self._slots = array("i", range(num_blocks * block_size))  # to cut ranges out of
-        self._blocks: dict[int, dict[int, int]] = {}  # request -> part of its tokens -> block
-        self._valid = [0] * num_blocks  # bit k: slot k
+        self._slots = array("i", range(num_blocks * block_size))  # to slice ranges from
+        self._blocks: dict[int, dict[int, int]] = {}  # request -> block index -> host block
+        self._valid = [0] * num_blocks  # bit k: slot k of the block
         self._needed = [0] * num_blocks
-        self._spare: OrderedDict[int, tuple[int, int]] = OrderedDict()  # none of it needed
-        self._leaving: dict[int, tuple[int, int]] = {}  # the same, but still to be read
+        # Host block -> (request, block index) for blocks without needed tokens. The next step still
+        # reads those that are being restored.
+        self._evictable: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._restoring: dict[int, tuple[int, int]] = {}
 
     @property
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    def keep(self, number: int, run: Run) -> tuple[array[int], list[Run]] | None:
-        """Keep a copy of tokens that are being preempted; None if the host has no room.
+    def checkpoint(self, number: int, run: Run) -> tuple[array[int], list[Run]] | None:
+        """Reserve host slots for a run of preempted tokens; None if the pool has no room.
 
-        Returns what has to be copied because it has no valid copy yet: host slots, and the ranges
-        [low, high) of tokens that go there, counted from the first token of the run.
+        Returns the host slots of tokens that have no valid copy yet, and the ranges [low, high) of
+        these tokens, counted from the first token of the run.
         """
         blocks = self._blocks.get(number)
         if blocks is None:
@@ -53,13 +59,13 @@ class HostPool:
             return None
         slots, ranges = array("i"), []
         low, offset = 0, run[0] - first * size
-        for part in range(first, end):
+        for index in range(first, end):
             count = min(size - offset, run[1] - low)
-            block = blocks.get(part, -1)
+            block = blocks.get(index, -1)
             if block < 0:
-                block = blocks[part] = self._take()
+                block = blocks[index] = self._allocate()
             else:
-                self._spare.pop(block, None)
+                self._evictable.pop(block, None)
             bits = self._full if count == size else ((1 << count) - 1) << offset
             new = bits & ~self._valid[block]
             self._needed[block] |= bits
@@ -78,82 +84,82 @@ class HostPool:
         return slots, ranges
 
     def restore(self, number: int, run: Run) -> array[int]:
-        """The host slots of missing tokens, which are needed until `settle`."""
+        """The host slots of missing tokens; they stay valid at least until `settle`."""
         blocks, size, slots = self._blocks[number], self.block_size, array("i")
         start, count = run
-        part, offset = divmod(start, size)
+        index, offset = divmod(start, size)
         while count:
             length = min(count, size - offset)
-            block = blocks[part]
+            block = blocks[index]
             bits = self._full if length == size else ((1 << length) - 1) << offset
             needed = self._needed[block]
             assert needed & bits == bits, f"{run} of {number} is not missing"
             self._needed[block] = needed & ~bits
             if needed == bits:
-                self._leaving[block] = (number, part)
+                self._restoring[block] = (number, index)
             place = block * size + offset
             slots += self._slots[place : place + length]
-            part, offset, count = part + 1, 0, count - length
+            index, offset, count = index + 1, 0, count - length
         return slots
 
     def settle(self) -> None:
-        """Restored tokens have been read: their copies may be evicted from now on."""
-        for block, owner in self._leaving.items():
+        """Make copies of restored tokens evictable, since only later plans can overwrite them."""
+        for block, owner in self._restoring.items():
             if not self._needed[block]:
-                self._spare[block] = owner
-        self._leaving.clear()
+                self._evictable[block] = owner
+        self._restoring.clear()
 
     def release(self, number: int, first: int) -> None:
-        """Tokens from `first` on will be recomputed: their copies are not needed."""
-        for part, block in self._blocks.get(number, {}).items():
-            below = max(0, min(self.block_size, first - part * self.block_size))
+        """Mark copies of tokens from `first` on as not needed, since they will be recomputed."""
+        for index, block in self._blocks.get(number, {}).items():
+            below = max(0, min(self.block_size, first - index * self.block_size))
             if self._needed[block] >> below:
                 self._needed[block] &= (1 << below) - 1
                 if not self._needed[block]:
-                    self._spare[block] = (number, part)
+                    self._evictable[block] = (number, index)
 
     def forget(self, number: int) -> None:
         """Drop all copies of a request."""
         for block in self._blocks.pop(number, {}).values():
-            self._spare.pop(block, None)
-            self._leaving.pop(block, None)
+            self._evictable.pop(block, None)
+            self._restoring.pop(block, None)
             self._clear(block)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is free or has one owner."""
+        """Raise AssertionError unless every block is free or has one request."""
         owned = [block for blocks in self._blocks.values() for block in blocks.values()]
         assert sorted([*owned, *self._free]) == list(range(self.num_blocks))
         for number, blocks in self._blocks.items():
-            for part, block in blocks.items():
+            for index, block in blocks.items():
                 assert self._needed[block] & ~self._valid[block] == 0, "needed, but no copy"
-                spare = self._spare.get(block) or self._leaving.get(block)
-                assert self._needed[block] or spare == (number, part)
-                assert not (self._needed[block] and block in self._spare)
-        assert self._spare.keys() | self._leaving.keys() <= set(owned)
+                evictable = self._evictable.get(block) or self._restoring.get(block)
+                assert self._needed[block] or evictable == (number, index)
+                assert not (self._needed[block] and block in self._evictable)
+        assert self._evictable.keys() | self._restoring.keys() <= set(owned)
 
     def needed(self, number: int) -> list[int]:
         """Tokens of a request that are missing on the device, for integrity checks."""
         return [
-            part * self.block_size + offset
-            for part, block in sorted(self._blocks.get(number, {}).items())
+            index * self.block_size + offset
+            for index, block in sorted(self._blocks.get(number, {}).items())
             for offset in range(self.block_size)
             if self._needed[block] >> offset & 1
         ]
 
-    def _has_room(self, blocks: dict[int, int], parts: range) -> bool:
-        """Whether all parts get a block; parts that have one are not evicted for the others."""
-        known = [blocks[part] for part in parts if part in blocks]
-        kept = [block for block in known if block in self._spare]
-        if len(parts) - len(known) > len(self._free) + len(self._spare) - len(kept):
+    def _has_room(self, blocks: dict[int, int], indices: range) -> bool:
+        """Whether all block indices can have a host block; those that have one keep it."""
+        known = [blocks[index] for index in indices if index in blocks]
+        kept = [block for block in known if block in self._evictable]
+        if len(indices) - len(known) > len(self._free) + len(self._evictable) - len(kept):
             return False
         for block in kept:
-            del self._spare[block]
+            del self._evictable[block]
         return True
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
         if not self._free:
-            block, (number, part) = self._spare.popitem(last=False)
-            del self._blocks[number][part]
+            block, (number, index) = self._evictable.popitem(last=False)
+            del self._blocks[number][index]
             self._clear(block)
         return self._free.pop()
 
@@ -175,9 +181,9 @@ class Loss:
 
 
 class Checkpoints:
-    """Collects copies, losses and cuts until the next step is planned.
+    """Collects copies, losses and cuts until the scheduler takes them.
 
-    cuts: request id -> its first token that is lost, so that it recomputes from there.
+    cuts: request id -> first token without a checkpoint, from which the request recomputes.
     """
 
     def __init__(self, host: HostPool) -> None:
@@ -187,20 +193,20 @@ class Checkpoints:
         self.cuts: dict[str, int] = {}
 
     def preempt(self, victim: Holding, run: Run, slots: array[int]) -> None:
-        """Tokens of a victim were popped; slots: where they were, in token order."""
-        victim.lose(run)
+        """Record a run of popped tokens of a victim; slots: where they were, in token order."""
+        victim.mark_missing(run)
         loss = self._loss(victim)
         loss.tokens += run[1]
         self._copy(victim, run, slots, loss)
 
     def drop_shared(self, victim: Holding, count: int) -> None:
-        """The first `count` tokens of a victim, which it shared, are lost."""
+        """Record that a victim lost its first `count` tokens, which were in shared blocks."""
         self._loss(victim).tokens += count
         self.cuts[victim.request_id] = 0
-        victim.lose((0, count))
+        victim.mark_missing((0, count))
 
     def restore(self, holding: Holding, run: Run, slots: array[int]) -> None:
-        """Missing tokens of a request are restored into these slots."""
+        """Record that missing tokens of a request are restored into these slots."""
         self._copies.back_host += self._host.restore(holding.number, run)
         self._copies.back_device += slots
 
@@ -230,13 +236,13 @@ class Checkpoints:
         return loss
 
     def _copy(self, victim: Holding, run: Run, slots: array[int], loss: Loss) -> None:
-        """Copy a run to the host as far as it has room, from the front: once a token is lost, all
-        tokens after it have to be recomputed anyway."""
+        """Copy a run to the host as far as there is room, from its first token on: once a token is
+        lost, all tokens after it have to be recomputed anyway."""
         start, end = run[0], run[0] + run[1]
         cut = self.cuts.get(victim.request_id, end)
         if cut <= start:
-            return  # recomputed in any case
-        kept = self._host.keep(victim.number, run)
+            return  # these tokens are recomputed in any case
+        kept = self._host.checkpoint(victim.number, run)
         if kept is not None:
             copies, (host_slots, without) = self._copies, kept
             loss.copied += len(host_slots)

@@ -1,16 +1,15 @@
-"""The only door to KV memory: every slot that a step reads or writes was allocated here.
+"""The KV cache manager: allocates every slot that a step reads or writes.
 
 Real-time requests grow from the left of a block, best-effort requests from the right, so that
-two requests can share a block (blocks.py). allocator.py decides which slots a request gets and
-which tokens of victims are preempted for it.
+two requests can use one block (blocks.py). The allocator decides which slots a request gets and
+which tokens of victims it preempts for them (allocator.py).
 
-A victim misses its preempted tokens from then on. They are checkpointed to host memory
-(host_pool.py) if it has room, and restored with the victim's next step, to any free slots. Without
-room on the host they are lost, and the victim recomputes them. (BROS section 5; the executor makes
-the copies, see KvCopies.)
+Preempted tokens are *missing* until the victim's next step. They are checkpointed to host memory
+if it has room (host_pool.py), and restored to any free slots; else the victim recomputes them. The
+executor makes the copies, see KvCopies. (BROS section 5.)
 
-Full computed blocks are found by the hash of their tokens (prefix_cache.py), so that requests with
-a common prefix share its blocks, and later requests find them.
+Full computed blocks enter the prefix cache under the hash of their tokens (prefix_cache.py), so
+that requests with a common prefix share its blocks.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ from bros.kvcache.sharing import NO_MATCH, CommonPart, Match, Sharing
 class KvCacheManager:
     """KV memory of all requests, in slots.
 
-    A request exists here from its first `append` until `free`. Tokens are immutable once written.
+    The manager knows a request from its first `append` until `free`. KV is immutable once written.
 
-    num_blocks, block_size: of device memory; a block has `block_size` slots.
+    num_blocks: blocks of device memory.
+    block_size: slots per block.
     shared: False lets all requests grow from the left, so that a block has one owner.
     num_host_blocks: host memory for checkpoints, in blocks.
-    literal: the paper's own order of finding blocks, see allocator.py.
+    literal: use the paper's order of finding blocks, see allocator.py.
     prefixes: the prefix cache; None for none.
     """
 
@@ -59,9 +59,9 @@ class KvCacheManager:
         self._next_number = CACHE + 1
         self._checkpoints = Checkpoints(self._host)
         self._sharing = Sharing(self._stacks, self._cache, self._by_number)
-        self._room = Allocator(
+        self._allocator = Allocator(
             self._stacks, self._cache, self._by_number, self._checkpoints,
-            lose=self._lose_all, literal=literal,
+            preempt_all=self._preempt_all, literal=literal,
         )  # fmt: skip
 
     @property
@@ -74,17 +74,17 @@ class KvCacheManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Cached blocks that no request holds."""
+        """Idle blocks: cached, and held by no request."""
         return self._cache.num_idle
 
     @property
-    def num_parked_blocks(self) -> int:
-        """Blocks of pinned prefixes; some may be evicted by now, or in use."""
+    def num_pinned_blocks(self) -> int:
+        """Pinned blocks, whether in use, idle, or evicted since."""
         return self._cache.num_pinned
 
     @property
     def num_shared_blocks(self) -> int:
-        """Blocks of the prefix cache that requests hold."""
+        """Shared blocks: owned by the prefix cache, and held by requests."""
         return self._cache.num_held
 
     @property
@@ -107,47 +107,47 @@ class KvCacheManager:
         return self._stacks.num_blocks - self._stacks.num_free - self._cache.num_idle
 
     def num_available_blocks(self, side: Side, match: Match = NO_MATCH) -> int:
-        """Blocks that requests of a side get without preemption, not counting those of `match`."""
-        return self._room.available(side, match.idle_nodes)
+        """Blocks that requests of a side get without preemption, without idle ones of `match`."""
+        return self._allocator.available(side, match.idle_nodes)
 
     def num_free_slots(self, request_id: str, side: Side, match: Match = NO_MATCH) -> int:
         """Tokens, missing ones included, that a request gets slots for without preemption.
 
-        match: the cached prefix it would begin with, if it is not here yet.
+        match: of a request without KV, the cached prefix that it would begin with.
         """
         holding = self._by_id.get(request_id)
         tail = holding.tail if holding is not None else -1
-        room = self._stacks.room(tail) if tail >= 0 else 0
-        return room + self.num_available_blocks(side, match) * self.block_size
+        in_tail = self._stacks.free_slots(tail) if tail >= 0 else 0
+        return in_tail + self.num_available_blocks(side, match) * self.block_size
 
     def num_evicted_blocks(self, side: Side) -> int:
         """Blocks of the prefix cache that were evicted so far for requests of a side."""
-        return self._room.evicted[side]
+        return self._allocator.evicted[side]
 
     def blocks_of(self, request_id: str) -> int:
-        """Blocks with private tokens of a request; 0 for a request that is not here."""
+        """Blocks with private tokens of a request; 0 for an unknown id."""
         holding = self._by_id.get(request_id)
         return len(holding.runs) if holding else 0
 
     def blocks_without(self, request_ids: Iterable[str]) -> int:
-        """Blocks that no other request holds tokens in: what preempting all of these would free."""
+        """Blocks that would be freed by preempting all of these requests."""
         found = (self._by_id[request_id] for request_id in request_ids)
         victims = {holding.number: holding for holding in found}
-        alone = sum(holding.alone for holding in victims.values())
-        return alone + len(self._room.shared_among(victims))
+        exclusive = sum(holding.num_exclusive for holding in victims.values())
+        return exclusive + len(self._allocator.shared_among(victims))
 
     def num_tokens(self, request_id: str) -> int:
-        """Tokens of a request that were computed, missing or not; 0 if it is not here."""
+        """Computed tokens of a request, missing or not; 0 for an unknown id."""
         holding = self._by_id.get(request_id)
         return holding.num_tokens if holding else 0
 
     def num_missing(self, request_id: str) -> int:
-        """How many of its tokens have to be restored before it can run."""
+        """Tokens of a request that have to be restored before it can run; 0 for an unknown id."""
         holding = self._by_id.get(request_id)
         return holding.num_missing if holding else 0
 
     def num_shared_tokens(self, request_id: str) -> int:
-        """How many of its tokens lie in shared blocks of the prefix cache."""
+        """Tokens of a request in shared blocks; 0 for an unknown id."""
         holding = self._by_id.get(request_id)
         return holding.num_shared * self.block_size if holding else 0
 
@@ -158,14 +158,14 @@ class KvCacheManager:
 
     @property
     def sharing_changes(self) -> int:
-        """A version: it changes whenever `common_parts` of some request may have changed."""
+        """A version that changes whenever `common_parts` of some request may have changed."""
         return self._sharing.changes
 
     def common_parts(self, request_id: str) -> Sequence[CommonPart]:
         """The prefix that a request shares with others, in pieces from its first token on.
 
-        The first element of a pair identifies the prefix up to there: requests with an equal
-        element share all blocks up to it.
+        Each piece is (node of its last block, tokens); requests with an equal node share all blocks
+        up to it.
         """
         holding = self._by_id.get(request_id)
         return self._sharing.common_parts(holding) if holding is not None else ()
@@ -186,12 +186,13 @@ class KvCacheManager:
         victims: Callable[[], Iterable[str]] = tuple,
         match: Match = NO_MATCH,
     ) -> tuple[array[int], array[int]] | None:
-        """Restore what is missing of a request, and allocate slots for `num_tokens` >= 1 more.
+        """Restore the missing tokens of a request, and allocate slots for `num_tokens` >= 1 more.
 
-        side: of its present class; a request grows on the side of its first append.
-        victims: called if there are not enough free slots; the ids of the requests that may be
-            preempted, in that order. None of them may be in the step.
-        match: with its first append, the cached prefix it begins with, which counts as computed.
+        side: of its present class, which decides what it may evict; it grows on the side of its
+            first append.
+        victims: called if there are not enough free slots; returns the ids of the requests that
+            may be preempted, in that order. None of them may be in the step.
+        match: for the first append, the cached prefix of its prompt, which counts as computed.
 
         Returns (segments, slots): int32 (block, lo, hi) triples that cover the tokens before this
         call, and the int32 slots of the new tokens; None, with nothing changed, if they do not fit.
@@ -199,7 +200,7 @@ class KvCacheManager:
         holding = self._by_id.get(request_id)
         if holding is not None and not holding.missing:
             # A decode row with a free slot in its last block: most of the calls.
-            grown = self._room.extend(holding, num_tokens)
+            grown = self._allocator.extend(holding, num_tokens)
             if grown is not None:
                 return grown
         is_new = holding is None
@@ -216,35 +217,35 @@ class KvCacheManager:
         if holding.missing:
             self._restore(holding, side, chosen)
         elif num_tokens == 1 and chosen:
-            grown = self._room.extend_over(holding, chosen)
+            grown = self._allocator.extend_over(holding, chosen)
             if grown is not None:
                 return grown
         before = holding.segments[:]
         holding.pushed_last.clear()
-        slots = self._room.place(holding, side, (holding.num_tokens, num_tokens), chosen)
+        slots = self._allocator.place(holding, side, (holding.num_tokens, num_tokens), chosen)
         holding.num_tokens += num_tokens
         return before, slots
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Undo the latest append of a request, before which it had `num_tokens`.
 
-        Only for tokens that no step has computed. Tokens that the append restored stay.
+        Only for tokens that no step has computed. Tokens that the append restored stay restored.
         """
         holding = self._by_id[request_id]
         for block, count in reversed(holding.pushed_last):
-            self._room.pop(holding, block, count)
+            self._allocator.pop(holding, block, count)
             holding.num_tokens -= count
         holding.pushed_last.clear()
         assert holding.num_tokens == num_tokens, "only the latest append can be undone"
 
     def computed(self, request_id: str, keys: Sequence[bytes], side: Side) -> None:
-        """The latest append of a request was computed: its full blocks enter the prefix cache.
+        """Enter the full blocks of a request's latest append, which is computed, into the cache.
 
         keys: of its full computed blocks so far, see `extend_keys`.
         """
         holding = self._by_id.get(request_id)
         if holding is not None:
-            self._sharing.publish(holding, keys, side, self._room.pop)
+            self._sharing.publish(holding, keys, side, self._allocator.pop)
             holding.pushed_last.clear()
 
     def free(self, request_id: str, *, keep: bool = True) -> None:
@@ -258,7 +259,7 @@ class KvCacheManager:
             return
         self._sharing.end(holding, keep)
         for block in holding.blocks_from_end():
-            self._room.pop(holding, block, self._stacks.height(block, holding.side))
+            self._allocator.pop(holding, block, self._stacks.height(block, holding.side))
         self._sharing.leave(holding)
         self._cache.stop_producing(holding.number)
         self._checkpoints.forget(holding)
@@ -296,7 +297,7 @@ class KvCacheManager:
         return {request_id: count * self.block_size for request_id, count in blocks.items()}
 
     def take_copies(self) -> KvCopies | None:
-        """Copies that the next step has to make first, told once; None if there are none."""
+        """Copies that the next step has to make, once; None if there are none."""
         return self._checkpoints.take_copies()
 
     def take_losses(self) -> dict[str, Loss]:
@@ -304,9 +305,9 @@ class KvCacheManager:
         return self._checkpoints.take_losses()
 
     def take_cuts(self) -> dict[str, int]:
-        """Request -> tokens it has left, for requests that lost tokens without a checkpoint.
+        """Request -> tokens it keeps, for requests that lost tokens without a checkpoint; once.
 
-        Told once. A request recomputes from there; one with no tokens left is not here any more.
+        A request recomputes the tokens after these. One that keeps none is freed.
         """
         cuts, self._checkpoints.cuts = self._checkpoints.cuts, {}
         for request_id in cuts:
@@ -321,14 +322,14 @@ class KvCacheManager:
         held = self._sharing.check_integrity()
         for holding in self._by_id.values():
             holding.check_integrity(self.block_size)
-            alone = 0
+            exclusive = 0
             for block, stack in holding.runs.items():
                 assert self._stacks.owner(block, holding.side) == holding.number
                 height = self._stacks.height(block, holding.side)
                 assert height == sum(count for _, count in stack)
-                alone += self._stacks.height(block, holding.side.other) == 0
+                exclusive += self._stacks.height(block, holding.side.other) == 0
                 held += height
-            assert alone == holding.alone, f"{holding.request_id}: {alone=} {holding.alone=}"
+            assert exclusive == holding.num_exclusive, f"{holding.request_id}: {exclusive=}"
             if holding.request_id not in self._checkpoints.cuts:
                 runs = holding.missing
                 missing = sorted(token for start, n in runs for token in range(start, start + n))
@@ -348,21 +349,21 @@ class KvCacheManager:
         self, holding: Holding, side: Side, wanted: int, victims: Callable[[], Iterable[str]]
     ) -> Victims | None:
         """The shortest list of victims that makes `wanted` slots fit; None if no list does."""
-        if self._room.fits_freely(holding, side, wanted):
+        if self._allocator.fits_freely(holding, side, wanted):
             return {}
         chosen: dict[int, Holding] = {}
-        free = self._room.available(Side.LEFT)
+        free = self._allocator.available(Side.LEFT)
         for victim in map(self._by_id.__getitem__, victims()):
             chosen[victim.number] = victim
-            free += victim.alone
+            free += victim.num_exclusive
             if wanted <= free * self.block_size:
                 return chosen
-        return chosen if self._room.fits(holding, wanted, chosen) else None
+        return chosen if self._allocator.fits(holding, wanted, chosen) else None
 
-    def _lose_all(self, victim: Holding) -> None:
-        """Preempt all tokens of a victim, shared ones included: it starts over."""
+    def _preempt_all(self, victim: Holding) -> None:
+        """Preempt all tokens of a victim, shared ones included, so that it starts over."""
         for block in victim.blocks_from_end():
-            self._room.preempt(victim, block, self._stacks.height(block, victim.side))
+            self._allocator.preempt(victim, block, self._stacks.height(block, victim.side))
         if not victim.num_shared:
             return
         count = victim.num_shared * self.block_size
@@ -374,23 +375,23 @@ class KvCacheManager:
         holding.missing.clear()
         holding.num_missing = 0
         for run in runs:
-            slots = self._room.place(holding, side, run, victims)
+            slots = self._allocator.place(holding, side, run, victims)
             self._checkpoints.restore(holding, run, slots)
 
     def _cut_to(self, holding: Holding, num_tokens: int) -> int:
-        """Keep at most the first `num_tokens` tokens of a request; returns how many are kept."""
+        """Drop the tokens of a request from `num_tokens` on; returns how many it keeps."""
         if num_tokens == 0 or not holding.sorted:
             self.free(holding.request_id)
             return 0
         for block in holding.blocks_from_end():
             while (runs := holding.runs.get(block)) and sum(runs[-1]) > num_tokens:
                 start, count = runs[-1]
-                self._room.pop(holding, block, min(count, start + count - num_tokens))
+                self._allocator.pop(holding, block, min(count, start + count - num_tokens))
         missing, holding.missing, holding.num_missing = holding.missing, [], 0
         self._host.release(holding.number, num_tokens)
         for start, count in missing:
             if start < num_tokens:
-                holding.lose((start, min(count, num_tokens - start)))
+                holding.mark_missing((start, min(count, num_tokens - start)))
         holding.num_tokens = num_tokens
         holding.pushed_last.clear()
         return num_tokens

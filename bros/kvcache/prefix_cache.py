@@ -1,21 +1,22 @@
-"""Full blocks found by the hash of their tokens, so that a prefix is computed and stored once.
+"""The prefix cache: finds full blocks by the hash of their tokens.
 
     prompt    [ 16 tokens ][ 16 tokens ][ 16 tokens ][ 5 ]
     keys        k0           k1 = H(k0, tokens)  k2         (a partial block has no key)
 
-    tree        k0 -- k1 -- k2          one node, and one block, for all prompts that begin so
+    tree        k0 -- k1 -- k2          one node, and one block, for all prompts with this prefix
                         \\-- k2'
 
-A node is *private* while one request holds it, which can be preempted from it token by token;
-*shared* once a second request holds it; *idle* when no request holds it, until it is evicted. A
-request that holds a node holds all nodes before it, so idle nodes form whole branches, which are
-evicted from their leaves.
+A node is *private* while one request holds it, whose tokens can be preempted one by one; *shared*
+once a second request holds it; *idle* when no request holds it, until it is evicted. A request that
+holds a node holds all nodes before it, so idle nodes form whole branches, and leaves are evicted
+first.
 
-Rule "class-aware": best-effort requests evict blocks that real-time requests have used only beyond
-a protected number of them. Among the others, the block that is cheapest to recompute and rarest
-looked up is evicted first (GreedyDual-Size-Frequency: Cherkasova 1998); best-effort requests in
-the waiting queue count as look-ups. Rule "lru": the least recently used block is evicted first,
-of whatever class. With both rules, pinned blocks and the blocks before them are evicted last.
+Rule "class-aware": a best-effort request may evict blocks that real-time requests have used only if
+more than a protected number of these are idle. Among the others, the block is evicted first that is
+cheapest to recompute and least often looked up (GreedyDual-Size-Frequency: Cherkasova 1998);
+best-effort requests in the waiting queue count as look-ups. Rule "lru": the least recently used
+block is evicted first, whatever its class. Under both rules, pinned blocks and the blocks before
+them are evicted last.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Origins:
     are cached, too. So a router can derive the whole tree from (request, number of blocks).
 
     A change says how many blocks of one request are cached now: up to a block that it has computed,
-    or up to one that was evicted. Blocks are evicted from the leaves, so a change is exact when it
-    happens, and changes told in the order of each request's last one are exact together.
+    or up to one that was evicted. Leaves are evicted first, so a change is exact when it happens,
+    and changes in the order of each request's last one are exact together.
 
-    nodes: the cached ones, each after its parent. A request id must stand for one prompt; if an id
-    is used again for another prompt, blocks of the first one are not told any more.
+    nodes: the cached ones, each after its parent. A request id must stand for one prompt; once an
+        id is used again for another prompt, changes of the first prompt's blocks are not reported.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
@@ -54,14 +55,14 @@ class Origins:
         self._changed.clear()
 
     def added(self, node: Node) -> None:
-        """A request has computed a block that was not cached."""
+        """Record a block that a request has computed and that was not cached."""
         origin = node.origin
         known = self._last.get(origin)
         self._last[origin] = (node, known[1] + 1 if known else 1)
         self._change(origin, node.depth + 1)
 
     def lost(self, node: Node) -> None:
-        """A block was evicted or dropped; its parent is still cached."""
+        """Record that a block was evicted or dropped; its parent is still cached."""
         origin = node.origin
         known = self._last.get(origin)
         if known is None:
@@ -79,7 +80,7 @@ class Origins:
         self._last[origin] = (last, count)
 
     def take_changes(self) -> dict[str, int]:
-        """Request -> its cached blocks, for changes since the last call; last change last."""
+        """Request -> its cached blocks, for changes since the last call, in their order."""
         changed, self._changed = self._changed, {}
         return changed
 
@@ -89,7 +90,7 @@ class Origins:
         return {origin: node.depth + 1 for origin, (node, _) in self._last.items()}
 
     def check_integrity(self, nodes: Iterable[Node]) -> None:
-        """Raise AssertionError unless exactly these nodes are counted; for ids of one prompt."""
+        """Raise AssertionError unless exactly these nodes are counted; if no id was used again."""
         counts: dict[str, int] = {}
         depths: dict[str, int] = {}
         for node in nodes:
@@ -118,14 +119,14 @@ def extend_keys(
     private_from: int | None = None,
     private_salt: str = "",
 ) -> None:
-    """Append to `keys` those of the first `num_blocks` full blocks that it lacks.
+    """Append the missing ones of the keys of the first `num_blocks` full blocks to `keys`.
 
-        tokens    [ 0 1 2 3 ][ 4 5 6 7 ][ 8 9 .. ]      private_from = 6
-                  any scope  [ the same private_salt only
+        tokens    [ 0 1 2 3 ][ 4 5 6 7 ][ 8 9 .. ]      block_size = 4, private_from = 6
+                  shared     [ shared only by requests with the same private_salt
 
     salt: requests with different salts share nothing, and cannot find out what others have cached.
-    private_from: first token that only requests with the same `private_salt` share; its whole block
-        is private then. None: no token is.
+    private_from: first token that only requests with the same `private_salt` share, together with
+        its whole block. None: all tokens are shared.
     """
     parent = keys[-1] if keys else _key(salt.encode())
     first_private = None if private_from is None else private_from // block_size
@@ -138,23 +139,27 @@ def extend_keys(
 
 
 def _key(content: bytes, parent: bytes = b"", kind: bytes = b"") -> bytes:
-    """kind: what `content` is, so that no salt can pass for tokens."""
+    """kind: what `content` is, so that a salt never has the key of a block of tokens."""
     return hashlib.blake2b(content, digest_size=_KEY_BYTES, key=parent, person=kind).digest()
 
 
 _REAL_TIME, _PINNED = 1, 2
-"""A tier is a sum of these; idle nodes of a lower tier are evicted first. A node's tier is at most
-its parent's in both, so the lowest tier that is not empty has leaves."""
+"""Bits of a node's tier; idle nodes of a lower tier are evicted first. A node has no bit that its
+parent lacks, so the lowest tier that is not empty contains leaves."""
 
 _NUM_TIERS = 4
 
 
 class PrefixCache:
-    """The nodes, and the order in which idle ones are evicted. allocator.py hands out the blocks.
+    """The nodes, and the order in which idle ones are evicted. allocator.py allocates the blocks.
 
     rule: "class-aware" or "lru".
     protected: number of idle blocks used by real-time requests that best-effort ones may not evict.
-    cost: of recomputing a block, by its depth, in any unit.
+    cost: cost of recomputing a block, by its depth, in any unit.
+
+    origins: None without a subscriber.
+    num_held: shared nodes with a holder.
+    num_idle: nodes without a holder.
     """
 
     def __init__(
@@ -169,33 +174,34 @@ class PrefixCache:
         self._nodes: dict[bytes, Node] = {}
         self._idle = [0] * _NUM_TIERS
         self._evictable: list[list[tuple[float, int, Node]]] = [[] for _ in range(_NUM_TIERS)]
-        self._turn = 0
+        self._last_entry_id = 0
         self._clock = 0.0
         self._uses = 0
         self._expected: Counter[bytes] = Counter()
         self._pinned: set[bytes] = set()
         self._producing: dict[bytes, int] = {}
         self._announced: dict[int, list[bytes]] = {}  # by holder, last key first
-        self.origins: Origins | None = None  # None without a subscriber
-        self.num_held = 0  # shared nodes with a holder
-        self.num_idle = 0  # nodes without a holder
+        self.origins: Origins | None = None
+        self.num_held = 0
+        self.num_idle = 0
 
     @property
     def num_pinned(self) -> int:
         """Pinned keys, whether their blocks are cached or not."""
         return len(self._pinned)
 
-    def num_evictable(self, real_time: bool, but: Sequence[Node] = ()) -> int:
-        """Idle blocks that a request of a class may evict, less `but`, which it will hold."""
-        idle, protected = self.num_idle - len(but), 0
+    def num_evictable(self, real_time: bool, excluding: Sequence[Node] = ()) -> int:
+        """Idle blocks that a request of a class may evict, without `excluding`."""
+        idle, protected = self.num_idle - len(excluding), 0
         if self._by_class and not real_time:
-            protected = min(self._num_real_time - sum(map(self._group, but)), self._protected)
+            used = self._num_real_time - sum(node.real_time for node in excluding)
+            protected = min(used, self._protected)
         return idle - protected
 
     def find(self, keys: Sequence[bytes], known: Sequence[Node] = ()) -> list[Node]:
         """The nodes of the longest cached prefix of `keys`.
 
-        known: the result of an earlier call with the same keys, from which the search goes on.
+        known: the result of an earlier call with the same keys, from which the search continues.
         """
         nodes = list(known) if known and known[-1].alive else [n for n in known if n.alive]
         while len(nodes) < len(keys) and (node := self._nodes.get(keys[len(nodes)])):
@@ -206,7 +212,7 @@ class PrefixCache:
         return self._nodes.get(key)
 
     def subscribe(self) -> None:
-        """Record in `origins` from now on what is cached of which request."""
+        """Record in `origins` from now on how many blocks of each request are cached."""
         self.origins = Origins(sorted(self._nodes.values(), key=lambda node: node.depth))
 
     def add(
@@ -218,7 +224,7 @@ class PrefixCache:
         origin: str,
         real_time: bool,
     ) -> Node:
-        """Enter a block that a request has just computed, as a private node.
+        """Add a block that a request has just computed, as a private node.
 
         place: the block and its side.
         holder, origin: number and id of the request.
@@ -239,7 +245,7 @@ class PrefixCache:
         return node
 
     def hold(self, node: Node, holder: int) -> None:
-        """One more request holds a shared or idle node; parents are held first."""
+        """Add a holder to a shared or idle node; a parent is held before its children."""
         assert node.shared, "a private node has to be shared first"
         if not node.holders:
             self._count_idle(node, -1)
@@ -247,14 +253,14 @@ class PrefixCache:
         node.holders.add(holder)
 
     def release(self, node: Node, holder: int) -> None:
-        """A request does not hold a node any more; the last node of a prefix is released first."""
+        """Remove a holder from a node; children are released before their parent."""
         node.holders.remove(holder)
         if not node.holders:
             self.num_held -= node.shared
             node.shared = True
             self._count_idle(node, 1)
             node.priority = self._priority(node)
-            self._offer(node)
+            self._push_if_leaf(node)
 
     def share(self, node: Node) -> None:
         """Make a private node shared: its block belongs to the cache from now on."""
@@ -268,36 +274,36 @@ class PrefixCache:
         self.num_held -= 1
 
     def drop(self, node: Node) -> None:
-        """Remove a private node whose block gets other content; nodes after it go first."""
+        """Remove a private node whose block gets other content; children are dropped first."""
         assert not node.shared, "others may hold it"
-        self._forget(node)
+        self._remove(node)
 
-    def evict(self, real_time: bool, *, anything: bool = False) -> Node | None:
-        """Remove and return the idle node to evict for a request of a class; None if none may go.
+    def evict(self, real_time: bool, *, protected_too: bool = False) -> Node | None:
+        """Remove and return the idle node to evict for a request of a class; None if there is none.
 
-        anything: protected nodes may go as well.
+        protected_too: protected nodes may be evicted as well.
         """
-        respects = self._by_class and not real_time and not anything
-        protected = respects and self._num_real_time <= self._protected
+        spares_protected = self._by_class and not real_time and not protected_too
+        spares_real_time = spares_protected and self._num_real_time <= self._protected
         for tier, count in enumerate(self._idle):
-            if count and not (protected and tier & _REAL_TIME):
+            if count and not (spares_real_time and tier & _REAL_TIME):
                 node = self._first_evictable(tier)
                 self._clock = max(self._clock, node.priority)
                 self._count_idle(node, -1)
-                self._forget(node)
+                self._remove(node)
                 return node
         return None
 
     def hit(self, nodes: Iterable[Node], real_time: bool) -> None:
-        """A request of a class has found these nodes and holds them now."""
+        """Record that a request of a class has found these nodes, which it holds now."""
         for node in nodes:
             node.hits += 1
             if real_time and not node.real_time and (node.parent is None or node.parent.real_time):
                 node.real_time = True
-                node.turn = -1  # its entry, if any, is in the wrong heap
+                node.entry_id = -1  # its entry, if any, is in the wrong heap
 
     def expect(self, keys: Iterable[bytes]) -> None:
-        """A request in the waiting queue will look these keys up."""
+        """Record that a request in the waiting queue will look these keys up."""
         for key in keys:
             self._expected[key] += 1
             node = self._nodes.get(key)
@@ -305,38 +311,37 @@ class PrefixCache:
                 node.priority = self._priority(node)
 
     def unexpect(self, keys: Iterable[bytes]) -> None:
-        """That request has left the waiting queue."""
+        """Record that such a request has left the waiting queue."""
         for key in keys:
             self._expected[key] -= 1
             if not self._expected[key]:
                 del self._expected[key]
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Evict these blocks last; a prefix is pinned in its order."""
+        """Evict these blocks last; a parent is pinned before its children."""
         for key in keys:
-            self._move(key, pinned=True)
+            self._set_pinned(key, pinned=True)
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Evict these blocks like others again; a prefix is unpinned from its end."""
+        """Evict these blocks like others again; children are unpinned before their parent."""
         for key in keys:
-            self._move(key, pinned=False)
+            self._set_pinned(key, pinned=False)
 
     def begin_producing(self, keys: Sequence[bytes], holder: int) -> None:
-        """A request has begun to compute these blocks, so that others may wait for them."""
+        """Announce that a request is computing these blocks, so that others may wait for them."""
         mine = [key for key in keys if key not in self._nodes and key not in self._producing]
         self._producing.update((key, holder) for key in mine)
         self._announced[holder] = mine[::-1]
 
     def stop_producing(self, holder: int) -> None:
-        """A request has ended or was preempted, and will not compute its announced blocks soon."""
+        """Withdraw the announcement of a request that has ended or was preempted."""
         for key in self._announced.pop(holder, ()):
             if self._producing.get(key) == holder:
                 del self._producing[key]
 
     def producer(self, keys: Sequence[bytes], first: int) -> tuple[int, int]:
-        """(holder, blocks): the request that is computing block `first` of a prompt, and how many
-        blocks from there on; (-1, 0) if no request is.
-        """
+        """(number of the request that is computing block `first` of a prompt, how many blocks it
+        computes from there on); (-1, 0) if no request is."""
         holder = self._producing.get(keys[first], -1) if first < len(keys) else -1
         count = 0
         if holder >= 0:
@@ -345,7 +350,7 @@ class PrefixCache:
         return holder, count
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the counts agree with the nodes, and these form a tree."""
+        """Raise AssertionError unless the counts agree with the nodes, which must form a tree."""
         children: Counter[Node] = Counter()
         idle = [0] * _NUM_TIERS
         for key, node in self._nodes.items():
@@ -366,7 +371,7 @@ class PrefixCache:
         held = sum(node.shared and bool(node.holders) for node in self._nodes.values())
         assert held == self.num_held
         for tier, heap in enumerate(self._evictable):
-            valid = {node.key for _, turn, node in heap if node.turn == turn}
+            valid = {node.key for _, entry_id, node in heap if node.entry_id == entry_id}
             leaves = {
                 node.key
                 for node in self._nodes.values()
@@ -379,12 +384,7 @@ class PrefixCache:
         """All nodes, for integrity checks."""
         return self._nodes.values()
 
-    def _group(self, node: Node) -> bool:
-        """Whether a node counts as real-time; no node does under "lru"."""
-        return node.real_time and self._by_class
-
     def _tier(self, node: Node) -> int:
-        """The tier that a node is evicted with."""
         real_time = _REAL_TIME if node.real_time and self._by_class else 0
         return real_time + _PINNED if node.key in self._pinned else real_time
 
@@ -396,8 +396,8 @@ class PrefixCache:
     def _num_real_time(self) -> int:
         return self._idle[_REAL_TIME] + self._idle[_REAL_TIME + _PINNED]
 
-    def _move(self, key: bytes, pinned: bool) -> None:
-        """Move a key to the pinned tier, or back."""
+    def _set_pinned(self, key: bytes, pinned: bool) -> None:
+        """Pin or unpin a key."""
         node = self._nodes.get(key)
         is_idle = node is not None and not node.holders
         if node is not None and is_idle:
@@ -407,58 +407,57 @@ class PrefixCache:
         else:
             self._pinned.discard(key)
         if node is not None:
-            node.turn = -1  # its entry, if any, is in the wrong heap
+            node.entry_id = -1  # its entry, if any, is in the wrong heap
         if node is not None and is_idle:
             self._count_idle(node, 1)
-            self._offer(node)
+            self._push_if_leaf(node)
 
-    def _offer(self, node: Node) -> None:
-        """Enter an idle node in its tier's heap, if it is a leaf.
+    def _push_if_leaf(self, node: Node) -> None:
+        """Push an idle node on its tier's heap, if it is a leaf without an entry.
 
-        If it has an entry already, its priority has only risen since, and `_first_evictable`
-        moves it.
+        The priority of a node with an entry has only risen since; `_first_evictable` corrects it.
         """
-        if not node.children and node.turn < 0:
+        if not node.children and node.entry_id < 0:
             self._push(node)
 
     def _push(self, node: Node) -> None:
-        self._turn += 1
-        node.turn = self._turn
+        self._last_entry_id += 1
+        node.entry_id = self._last_entry_id
         heap = self._evictable[self._tier(node)]
         if len(heap) > 2 * len(self._nodes) + _MANY_STALE:
-            heap[:] = [entry for entry in heap if entry[2].turn == entry[1]]
+            heap[:] = [entry for entry in heap if entry[2].entry_id == entry[1]]
             heapq.heapify(heap)
-        heapq.heappush(heap, (node.priority, node.turn, node))
+        heapq.heappush(heap, (node.priority, node.entry_id, node))
 
     def _priority(self, node: Node) -> float:
         if not self._by_class:
             self._uses += 1
             return self._uses
-        asked = 1 + node.hits + self._expected.get(node.key, 0)
-        return self._clock + asked * self._cost(node.depth)
+        look_ups = 1 + node.hits + self._expected.get(node.key, 0)
+        return self._clock + look_ups * self._cost(node.depth)
 
     def _first_evictable(self, tier: int) -> Node:
         heap = self._evictable[tier]
         while True:
-            priority, turn, node = heapq.heappop(heap)
-            if node.turn != turn:
+            priority, entry_id, node = heapq.heappop(heap)
+            if node.entry_id != entry_id:
                 continue
-            node.turn = -1
+            node.entry_id = -1
             if node.holders or node.children:
                 continue
             if node.priority <= priority:
                 return node
             self._push(node)
 
-    def _forget(self, node: Node) -> None:
-        assert not node.children, "children are forgotten first"
+    def _remove(self, node: Node) -> None:
+        assert not node.children, "children are removed first"
         del self._nodes[node.key]
         if self.origins is not None:
             self.origins.lost(node)
         node.alive = False
-        node.turn = -1
+        node.entry_id = -1
         if node.parent:
             node.parent.children -= 1
             if not node.parent.holders:
-                self._offer(node.parent)
+                self._push_if_leaf(node.parent)
             node.parent = None  # else a reference to this node would keep all its ancestors alive

@@ -1,6 +1,6 @@
-"""Which requests share which blocks: links holdings with the prefix cache.
+"""Sharing of blocks: connects holdings with the nodes of the prefix cache.
 
-private (one holder, may be preempted by the token)  <->  shared  ->  idle  ->  evicted
+private (one holder, may be preempted token by token)  <->  shared  ->  idle  ->  evicted
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sharing:
 
     holdings: of all requests, by number.
     num_common: blocks that two or more requests hold.
-    changes: rises whenever a request begins or ceases to hold such a block.
+    changes: a version that rises whenever a request starts or stops holding such a block.
     """
 
     def __init__(self, stacks: Stacks, cache: PrefixCache, holdings: Mapping[int, Holding]) -> None:
@@ -78,11 +78,11 @@ class Sharing:
     def join(self, holding: Holding, match: Match) -> None:
         """A new request holds the cached prefix of its prompt."""
         for node in match.nodes:
-            self._take(holding, node)
+            self._hold(holding, node)
             holding.num_tokens += self._size
 
     def begin(self, holding: Holding, match: Match, side: Side) -> None:
-        """A new request has slots for the rest of its prompt, and begins to compute it."""
+        """Count the cache hits of a new request, and announce it as producer of the rest."""
         self._cache.hit(match.nodes, side is Side.LEFT)
         rest = match.keys[len(match.nodes) :]
         if len(rest) >= _MIN_PRODUCED:
@@ -110,15 +110,15 @@ class Sharing:
                 )  # fmt: skip
                 holding.chain.append(node)
             elif index == holding.num_shared:
-                # Another request has computed the same tokens first: its block serves both.
+                # Another request has computed the same tokens first: both use its block.
                 pop(holding, block, size)
-                self._take(holding, node)
+                self._hold(holding, node)
                 self._cache.hit([node], side is Side.LEFT)
             else:
                 return
 
     def end(self, holding: Holding, keep: bool) -> None:
-        """A request's private nodes become idle (`keep`), or leave the cache."""
+        """Make the private nodes of an ending request idle (`keep`), or drop them."""
         for node in reversed(holding.chain[holding.num_shared :]):
             if keep:
                 self._stacks.hand_over(node.block, node.side, CACHE)
@@ -129,13 +129,12 @@ class Sharing:
         del holding.chain[holding.num_shared :]
 
     def leave(self, holding: Holding) -> None:
-        """A request releases all nodes that it shares.
+        """Release all shared nodes of a request.
 
-        A node with one holder left becomes that request's private one again, so that it can be
-        preempted token by token. That needs the tokens to lie as if the holder had written them
-        itself, and no idle node after them.
+        A node with one holder left becomes private again, so that it can be preempted token by
+        token. It must be on the holder's side, and its only child, if any, must be the holder's.
         """
-        alone: dict[int, int] = {}
+        unshared: dict[int, int] = {}  # holder -> nodes that become private
         for node in reversed(holding.chain):
             self._cache.release(node, holding.number)
             count = len(node.holders)
@@ -144,26 +143,26 @@ class Sharing:
                 continue
             self.num_common -= 1
             (number,) = node.holders
-            owner, count = self._holdings[number], alone.get(number, 0)
+            owner, count = self._holdings[number], unshared.get(number, 0)
             last = owner.num_shared - 1 - count
-            goes_on = len(owner.chain) > node.depth + 1
-            is_last = owner.chain[last] is node and node.children == goes_on
+            has_next = len(owner.chain) > node.depth + 1
+            is_last = owner.chain[last] is node and node.children == has_next
             if is_last and node.side is owner.side:
-                alone[number] = count + 1
-        holding.forget_shared()
-        for number, count in alone.items():
+                unshared[number] = count + 1
+        holding.drop_shared()
+        for number, count in unshared.items():
             owner = self._holdings[number]
             for node in owner.unshare(count, self._size):
                 self._stacks.hand_over(node.block, node.side, owner.number)
                 self._cache.unshare(node)
-            owner.alone += count
+            owner.num_exclusive += count
 
-    def _take(self, holding: Holding, node: Node) -> None:
-        """One more request holds a node, which is shared from now on."""
+    def _hold(self, holding: Holding, node: Node) -> None:
+        """Make a request hold a node, which is shared from now on."""
         if not node.shared:
             owner = self._holdings[next(iter(node.holders))]
             assert owner.share() is node, "shared nodes come before private ones"
-            owner.alone -= 1
+            owner.num_exclusive -= 1
             self._stacks.hand_over(node.block, node.side, CACHE)
             self._cache.share(node)
         self._cache.hold(node, holding.number)
@@ -182,13 +181,14 @@ class Sharing:
     def _common_parts(self, holding: Holding) -> Sequence[CommonPart]:
         """Pieces of the prefix by their number of holders.
 
-        Holders of a node hold all nodes before it, so nodes with as many holders have the same.
+        Holders of a node hold all nodes before it, so nodes with equally many holders have the
+        same ones.
         """
         chain, end = holding.chain, holding.num_shared
         parts: list[CommonPart] = []
         first = 0
         while first < end and (count := len(chain[first].holders)) > 1:
-            if len(chain[end - 1].holders) == count:  # mostly
+            if len(chain[end - 1].holders) == count:  # the most frequent case
                 last = end
             else:
                 last = bisect_left(chain, 1 - count, first, end, key=_rising)
@@ -197,7 +197,7 @@ class Sharing:
         return parts
 
     def check_integrity(self) -> int:
-        """Raise AssertionError unless nodes and chains agree; returns the cache's slots."""
+        """Raise AssertionError unless nodes and chains agree; returns the slots of shared nodes."""
         slots = 0
         common = sum(len(node.holders) > 1 for node in self._cache.nodes())
         assert common == self.num_common, f"{common} of {self.num_common} blocks are common"
@@ -212,5 +212,5 @@ class Sharing:
 
 
 def _rising(node: Node) -> int:
-    """A key that rises along a chain, for bisection."""
+    """A key for bisection that never falls along a chain."""
     return -len(node.holders)

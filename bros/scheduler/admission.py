@@ -1,4 +1,4 @@
-"""Whether a new request may queue, and as what."""
+"""Admission: whether a new request may queue, as which class, and with which objectives."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from bros.core.errors import (
 from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.policies import Policy
-from bros.scheduler.state import Queues, RequestState, arrived_s
-
-# ---- What a request may ask for, and how much one step may hold.
+from bros.scheduler.state import Queues, RequestState, arrival_s
 
 
 def objectives(
     request: EngineRequest, service_class: ServiceClass, default: Slo, now: float
 ) -> Slo:
-    """What a request is held to that comes now, if it is served as `service_class`.
+    """The objectives of a request that arrives now, if it is served as `service_class`.
 
-    Best-effort requests are held to nothing but a deadline for the whole; real-time ones to a
-    first token and a pace, see `paced`: the rest of an answer has what is left of the time.
+    A best-effort request has at most a deadline for the whole answer. A real-time request has
+    objectives for TTFT and TPOT as well, which its deadline may tighten (see `paced`); a resumed
+    one has only the rest of the time for the rest of its tokens.
     """
     asked = request.slo
     if service_class is ServiceClass.BE:
         return Slo(deadline_s=asked.deadline_s)
     left_s = asked.deadline_s
     if request.resumed and left_s is not None:
-        left_s += arrived_s(request, now) - now
+        left_s += arrival_s(request, now) - now
     most_tokens = max(1, (request.sampling.max_tokens or 1) - request.resumed)
     found = paced(Slo(asked.ttft_s, asked.tpot_s, left_s), most_tokens, default)
     return Slo(found.ttft_s, found.tpot_s, asked.deadline_s)
 
 
 def paced(asked: Slo, most_tokens: int, default: Slo) -> Slo:
-    """A first token and a pace, asked for or by default, both tightened by one factor if the last
-    of `most_tokens` would be after the deadline otherwise, unless that is lost already."""
+    """The TTFT and TPOT asked for, or the defaults.
+
+    If the last of `most_tokens` would come after the deadline, one factor tightens both, unless the
+    deadline has passed already.
+    """
     ttft_s = asked.ttft_s or default.ttft_s
     tpot_s = asked.tpot_s or default.tpot_s
     due_s = asked.deadline_s
@@ -52,17 +54,18 @@ def paced(asked: Slo, most_tokens: int, default: Slo) -> Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds given by the model, the memory and the operator.
+    """Bounds given by the model, the KV memory and the operator.
 
     max_model_len: most tokens of prompt and output together; never more than KV memory holds.
-    max_num_seqs, max_batch_tokens: bounds of one step.
-    max_queue: waiting requests per class.
+    vocab_size: token ids are in [0, vocab_size).
+    max_num_seqs: most requests that hold KV memory.
+    max_queue: most waiting requests per class.
+    eos_token_ids: end-of-sequence tokens of the model.
     """
 
     max_model_len: int
     vocab_size: int
     max_num_seqs: int
-    max_batch_tokens: int
     max_queue: int
     eos_token_ids: frozenset[int] = frozenset()
 
@@ -97,12 +100,12 @@ class Limits:
 
 
 def _check_resumed(request: EngineRequest) -> None:
-    """Raise InvalidRequestError unless what is resumed is an answer that has not ended."""
+    """Raise InvalidRequestError unless `resumed` can be the start of an unfinished answer."""
     resumed, most = request.resumed, request.sampling.max_tokens
     if not 0 <= resumed < len(request.prompt_token_ids):
         raise InvalidRequestError(
             f"resumed must be in [0, {len(request.prompt_token_ids)}), got {resumed}: "
-            "something has to come before the answer.",
+            "a prompt has to come before the answer.",
             param="resumed",
         )
     if most is not None and resumed >= most:
@@ -111,7 +114,9 @@ def _check_resumed(request: EngineRequest) -> None:
             param="resumed",
         )
     if request.prefill_only and resumed:
-        raise InvalidRequestError("A fill has no answer to resume.", param="resumed")
+        raise InvalidRequestError(
+            "A prefill-only request has no answer to resume.", param="resumed"
+        )
 
 
 class Admission:
@@ -132,13 +137,13 @@ class Admission:
         self._default_slo = default_slo
 
     def check_queue(self, service_class: ServiceClass, now: float) -> None:
-        """Raise QueueFullError if there is no place for one more of a class."""
+        """Raise QueueFullError if the queue of a class is full."""
         waiting = len(self._queues.waiting[service_class])
         if waiting >= self._max_queue:
             raise QueueFullError(waiting, self._counters[service_class].retry_after_s(now))
 
     def classify(self, state: RequestState, begins_s: float, now: float) -> None:
-        """Ask the policy under load whether a real-time request is served as one.
+        """Serve a new request as the class that the policy chooses under the present load.
 
         begins_s: when the next step can begin. Raises OverloadedError or QueueFullError.
         """
@@ -158,14 +163,11 @@ class Admission:
             state.relegate(used, objectives(state.request, used, self._default_slo, now))
 
 
-# ---- What a best-effort request is held to that becomes real-time on its way.
-
-
 def promoted_objectives(state: RequestState, asked: Slo, default: Slo, now: float) -> Slo:
-    """All of them counted from `now`, the defaults filled in as for any real-time request.
+    """The objectives of a best-effort request that becomes real-time, counted from `now`.
 
-    Without a deadline for the whole, the one that it had still holds: what is left of it, which
-    is negative if it is lost already.
+    If `asked` has no deadline for the whole answer, the request keeps its old one: what is left of
+    it, which is negative if it has passed.
     """
     before_s = state.slo.deadline_s
     if asked.deadline_s is None and before_s is not None:

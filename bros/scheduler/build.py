@@ -1,4 +1,4 @@
-"""Puts a scheduler together from its options; no torch, the simulator does the same."""
+"""Builds a scheduler from its options, for engines and for the simulator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bros.scheduler.policies.baselines import (
     RoundRobinPolicy,
 )
 from bros.scheduler.policies.best_effort_order import PrefixGroups
-from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, OverloadGuard, Room
+from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, Capacity, OverloadGuard
 from bros.scheduler.prefixes import look_up
 from bros.scheduler.scheduler import Scheduler
 from bros.scheduler.state import RequestState
@@ -35,7 +35,7 @@ _BROS_ONLY = (
     *("rt_wait", "be_share", "be_order", "be_max_wait", "late", "packing", "batch_growth"),
 )
 _MANY_TOKENS = 1024
-"""A prompt that computes as fast as the device can."""
+"""A prompt of so many tokens is compute-bound."""
 _UNKNOWN_OUTPUT_TOKENS = 128
 """Expected output of a class until a request of it has finished."""
 
@@ -46,7 +46,7 @@ def needs_cost_model(config: EngineConfig) -> bool:
 
 
 def unused_options(config: EngineConfig) -> list[str]:
-    """Flags that were changed and mean nothing to the policy."""
+    """Flags that differ from their defaults but have no effect under the policy."""
     if config.policy == BrosPolicy.name:
         return []
     defaults = EngineConfig()
@@ -55,24 +55,23 @@ def unused_options(config: EngineConfig) -> list[str]:
 
 
 def without_effect(flags: Sequence[str], policy: str) -> str:
-    """What to say about them."""
-    return f"{', '.join(flags)}: without effect, --policy {policy} has no use for it"
+    """A warning about `unused_options`."""
+    return f"{', '.join(flags)}: without effect with --policy {policy}"
 
 
 def build_scheduler(
     config: EngineConfig, info: EngineInfo, model: CostModel | None, *, depth: int = 1
 ) -> Scheduler:
-    """A scheduler for an engine with `info`. depth: steps that it has under way at once, 1 or 2.
+    """A scheduler for an engine with `info`. depth: most steps in flight, 1 or 2.
 
-    Raises ConfigError if options do not go together. `model` may be None unless the policy
-    needs_cost_model.
+    `model` may be None unless the policy `needs_cost_model`. Raises ConfigError if options
+    contradict each other.
     """
     bounds = config.step_bounds(info.device)
     limits = Limits(
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         max_num_seqs=bounds.rows,
-        max_batch_tokens=bounds.tokens,
         max_queue=config.max_queue,
         eos_token_ids=frozenset(info.eos_token_ids),
     )
@@ -97,9 +96,9 @@ def build_scheduler(
 
 
 def _copies_kv(config: EngineConfig, model: CostModel | None) -> bool:
-    """Whether preempted KV is copied to the host and back, or computed again.
+    """Whether preempted KV is copied to the host and back; else it is recomputed.
 
-    Both take time in proportion to the tokens, so which one is faster is a property of the device.
+    Both take time in proportion to the tokens, so the faster one depends only on the device.
     """
     if config.on_pressure == "recompute":
         return False
@@ -121,7 +120,7 @@ def _prefix_cache(
 
     @functools.cache
     def cost(depth: int) -> float:
-        """Computing a block beside others, for which the step's constant part is paid anyway."""
+        """Seconds to recompute a block in a step that runs anyway, so without its constant part."""
         return model.prefill_seconds(size, depth * size) - model.constant_s
 
     return PrefixCache(config.prefix_cache, protected, cost)
@@ -139,7 +138,7 @@ def _policy(
     for kind in _ORDER_POLICIES:
         if kind.name == config.policy:
             if config.overload != "late":
-                raise ConfigError(f"--overload {config.overload}: only --policy bros can do that")
+                raise ConfigError(f"--overload {config.overload} needs --policy bros")
             return kind(Bounds(rows=bounds.rows, tokens=bounds.tokens))
     assert model is not None, "this policy predicts step times"
     grouping = info.grouping if model.unique_context_s else None
@@ -147,10 +146,10 @@ def _policy(
     settings = _settings(config, bounds, depth)
 
     def expected_tokens(state: RequestState, least: float = 0.0) -> int:
-        """Output tokens still to come: what the request says of itself, else the class's recent
-        mean, but never more than can come.
+        """Output tokens still to come, by the request's hint or the recent mean of its class.
 
-        least: share of that which is to come in any case.
+        At least 1, at most what its length limit allows.
+        least: the answer is expected to go on for at least this share of the mean.
         """
         counted = counters[state.service_class]
         mean = state.request.hints.expected_tokens or counted.mean_output_tokens
@@ -160,10 +159,10 @@ def _policy(
         return max(min(to_come, longest), min(longest, 1))
 
     def patient_tokens(state: RequestState) -> int:
-        """For requests that wait for its end: an answer longer than most is not about to end."""
+        """For requests that wait for its end: an answer longer than the mean may go on."""
         return expected_tokens(state, least=0.5)
 
-    guard = OverloadGuard(config.overload, predictor, _room(bounds, kv), patient_tokens)
+    guard = OverloadGuard(config.overload, predictor, _capacity(bounds, kv), patient_tokens)
     order = None
     if config.be_order == "prefix-groups":
         order = PrefixGroups(config.be_max_wait, partial(look_up, kv))
@@ -186,7 +185,7 @@ def _settings(config: EngineConfig, bounds: StepBounds, depth: int) -> BrosSetti
     )
 
 
-def _room(bounds: StepBounds, kv: KvCacheManager) -> Room:
+def _capacity(bounds: StepBounds, kv: KvCacheManager) -> Capacity:
     def shared_tokens(state: RequestState) -> int:
         return kv.num_shared_tokens(state.request_id)
 
@@ -194,4 +193,4 @@ def _room(bounds: StepBounds, kv: KvCacheManager) -> Room:
         return kv.num_shared_blocks * kv.block_size
 
     kv_tokens = kv.num_blocks * kv.block_size
-    return Room(bounds.rows, kv_tokens, shared_tokens, all_shared_tokens)
+    return Capacity(bounds.rows, kv_tokens, shared_tokens, all_shared_tokens)

@@ -1,18 +1,18 @@
-"""How long a step will take, before it runs (spec: BROS 3.1, with chunked prefill).
+"""The cost model: predicts how long a step will take (BROS 3.1, with chunked prefill).
 
     T(step) = constant                              weights are read once, whatever the batch
             + token_s  x padded tokens              matrix products, every token of the step
             + sum of slope x tokens beyond a knot   where products become compute-bound
-            + sample_s x rows that yield a token    the head and sampling
+            + sample_s x rows that sample a token   the head and sampling
             + pair_s   x chunk x context pairs      attention of prompt chunks
             + context_s x context of decode rows    attention of decode rows, with
             + unique_context_s x unique context     shared prefixes read once
-    swap(step) = swap_constant_s + swap_token_s x tokens that are brought back, if any are
-               + swap_out_constant_s + swap_out_token_s x tokens that are copied out, if any are
+    swap(step) = swap_constant_s + swap_token_s x tokens copied to the device, if any
+               + swap_out_constant_s + swap_out_token_s x tokens copied to the host, if any
 
-Swapping is added, or hidden behind the rest (max) where the device can overlap copies.
-A `StepLoad` holds the sums, so adding a candidate costs the same for every batch size.
-Fitting is in fitting.py, stored models in profiles.py.
+swap(step) is added to T(step); where the device overlaps copies with computation, the longer of
+the two counts. A `StepLoad` holds the sums, so adding a candidate costs the same for every batch
+size. fitting.py fits models, profiles.py stores them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from bros.core.interfaces import Grouping, Prices
 
 
 class StepLoad:
-    """What a cost model needs to know of a batch: running sums over its chunks.
+    """The input of a cost model: running sums over the chunks of a step.
 
-    A chunk of one token is a decode row, all others are prompt chunks:
+    A chunk of one token is a decode row, all others are prompt chunks.
 
-        tokens          of all chunks
-        decode_rows     chunks of one token
-        samples         prompt chunks that end their prompt (decode rows always yield a token)
-        pairs           sum of n * context + n * (n + 1) / 2 over prompt chunks of n tokens
-        context         sum of context + 1 over decode rows
-        unique_context  the same without what rows share with rows before them
-        swap_tokens     tokens copied between host and device for this step
-        swap_out_tokens how many of these go to the host
+    tokens: of all chunks.
+    decode_rows: chunks of one token.
+    samples: prompt chunks that end their prompt (decode rows always sample a token).
+    pairs: sum of n * context + n * (n + 1) / 2 over prompt chunks of n tokens.
+    context: sum of context + 1 over decode rows.
+    unique_context: the same, where prefixes that rows share count once.
+    swap_tokens: tokens copied between host and device for this step.
+    swap_out_tokens: how many of these are copied to the host.
     """
 
     __slots__ = (
@@ -60,18 +60,19 @@ class StepLoad:
         self.swap_out_tokens = 0
 
     def copy_out(self, tokens: int) -> None:
-        """So many more tokens are copied to the host; fewer if negative."""
+        """Add tokens that are copied to the host; a negative number takes some back."""
         self.swap_tokens += tokens
         self.swap_out_tokens += tokens
 
     def add(
         self, tokens: int, context: int, sampled: bool, shared: int = 0, swapped: int = 0
     ) -> None:
-        """One more chunk of `tokens` after `context` cached tokens.
+        """Add a chunk of `tokens` after `context` cached tokens.
 
-        shared: how many fewer context tokens are read, as rows of the batch read them together; of
-        its own, and of other rows that could not do so without it.
-        swapped: tokens that have to be brought back to the device for it.
+        sampled: the chunk ends its prompt, so a token is sampled.
+        shared: how many fewer context tokens the step reads because this row shares prefixes; that
+            includes tokens of other rows that share them only with this one.
+        swapped: tokens that are restored to the device for it.
         """
         self._count(1, tokens, context, sampled, shared, swapped)
 
@@ -82,7 +83,7 @@ class StepLoad:
         self._count(-1, tokens, context, sampled, shared, swapped)
 
     def add_row(self, context: int, swapped: int = 0, shared: int = 0) -> None:
-        """`add` for a decode row after `context` cached tokens, which is most of the calls."""
+        """`add` for a decode row after `context` cached tokens: most of the calls."""
         self.swap_tokens += swapped
         self.tokens += 1
         self.decode_rows += 1
@@ -90,8 +91,8 @@ class StepLoad:
         self.unique_context += context + 1 - shared
 
     def add_rows(self, count: int, context: int, shared: int = 0) -> None:
-        """`add_row` for `count` rows after `context` cached tokens together, of which `shared` need
-        not be read; negative numbers take rows back."""
+        """`add_row` for `count` rows with sums of `context` and `shared`; negative numbers take
+        rows back."""
         self.tokens += count
         self.decode_rows += count
         self.context += context + count
@@ -125,9 +126,10 @@ class CostModel:
     hinges: (knot, slope) pairs, each adding slope seconds for every padded token above knot; a
         slope may be negative as long as no sum of token_s and slopes is.
     padding: (limit, multiple) pairs with rising limits: up to `limit` tokens, a step costs as much
-        as the next multiple; above the last limit its multiple goes on.
-    swap_out_*, swap_*: of copies to the host, and back.
-    overlap_swap: they run beside the computation.
+        as the next multiple; above the last limit, its multiple applies.
+    swap_out_constant_s, swap_out_token_s: of copies to the host.
+    swap_constant_s, swap_token_s: of copies to the device.
+    overlap_swap: copies overlap with the computation.
     """
 
     constant_s: float
@@ -150,7 +152,7 @@ class CostModel:
         object.__setattr__(self, "_limits", tuple(limit for limit, _ in self.padding))
 
     def padded(self, tokens: int) -> int:
-        """Tokens that the device computes when asked for `tokens`."""
+        """Tokens that the device computes for `tokens`, with padding."""
         if not self.padding:
             return tokens
         index = min(bisect.bisect_left(self._limits, tokens), len(self.padding) - 1)
@@ -158,7 +160,7 @@ class CostModel:
         return -(-tokens // multiple) * multiple
 
     def seconds(self, load: StepLoad) -> float:
-        """The step as a whole; 0 for an empty one."""
+        """Time of the step; 0 for an empty one."""
         if load.tokens == 0:
             return 0.0
         computing = (
@@ -174,7 +176,7 @@ class CostModel:
         return max(computing, swapping) if self.overlap_swap else computing + swapping
 
     def swap_seconds(self, load: StepLoad) -> float:
-        """The copies of a step alone."""
+        """Time of the step's copies alone."""
         out, seconds = load.swap_out_tokens, 0.0
         if out:
             seconds = self.swap_out_constant_s + self.swap_out_token_s * out
@@ -183,7 +185,7 @@ class CostModel:
         return seconds
 
     def decode_seconds(self, load: StepLoad) -> float:
-        """The step if it held its decode rows alone; 0 if it has none."""
+        """Time of a step of only the decode rows; 0 if there are none."""
         if load.decode_rows == 0:
             return 0.0
         return (
@@ -194,14 +196,17 @@ class CostModel:
         )
 
     def prefill_seconds(self, tokens: int, context: int = 0) -> float:
-        """A prompt of `tokens` after `context` cached ones, in one step of its own."""
+        """Time of a prompt of `tokens` after `context` cached ones, in its own step."""
         load = StepLoad()
         load.add(tokens, context, True)
         return self.seconds(load)
 
     def prices(self, most_tokens: int) -> Prices:
-        """What work costs beside other work. Prompts come in steps of up to `most_tokens`: a token
-        of theirs costs what one more does in steps from half of that on."""
+        """What work costs beside other work, for a router.
+
+        A prompt token costs the mean slope from half of `most_tokens`, the most tokens of a step,
+        to all of them.
+        """
         half = max(1, most_tokens // 2)
         token_s = (self._products(2 * half) - self._products(half)) / half
         return Prices(
@@ -232,16 +237,18 @@ _MAX_SLOWDOWN = 10.0
 
 
 class StepTimePredictor:
-    """A CostModel corrected by what steps really took.
+    """A CostModel corrected online by the measured times of steps.
 
-    Each phase has a factor rho, a moving average of actual / predicted clipped to [0.5, 2]
-    (spec: BROS 3.1); what prompt chunks add to a batch is scaled by the prefill factor, the
-    decode rows alone by the decode factor. An objective is a percentile and not a mean, so
-    `safe` multiplies with a factor that follows the `quantile` of actual / predicted: it goes
-    up a little whenever a step takes longer than it said, and down a little less when not.
-    Another factor follows `rare_quantile`, for what cannot be made up for later.
-    slowdown: a moving average of actual / what the model says without any of these.
-    grouping: which prefixes rows read together, None if the model does not depend on that.
+    Each phase has a factor rho, a moving average of actual / predicted clipped to [0.5, 2] (BROS
+    3.1): rho_decode scales the time of the decode rows alone, rho_prefill what the prompt chunks
+    add to it. An objective is a percentile and not a mean, so `safe_seconds` multiplies with a
+    safety factor that follows the `quantile` of actual / predicted: it rises a little after each
+    step that takes longer, and falls less after each that does not.
+
+    safety_factor: follows `quantile`.
+    rare_factor: follows `rare_quantile`, for deadlines that cannot be made up for later.
+    slowdown: moving average of actual / predicted by the model alone.
+    grouping: which shared prefixes are read once; None if the model does not account for them.
     """
 
     def __init__(
@@ -273,21 +280,21 @@ class StepTimePredictor:
         return self.rho_decode * decode + self.rho_prefill * rest
 
     def safe_seconds(self, load: StepLoad) -> float:
-        """A time that a step exceeds rarely."""
+        """The expected time with safety margin, which a step rarely exceeds."""
         if load.decode_rows == load.tokens and load.swap_tokens == 0:
             return self.safety_factor * self.rho_decode * self.model.decode_seconds(load)
         return self.safety_factor * self.seconds(load)
 
     def prefill_seconds(self, tokens: int, context: int = 0) -> float:
-        """The expected time of a prompt in one step of its own."""
+        """The expected time of a prompt in its own step."""
         return self.rho_prefill * self.model.prefill_seconds(tokens, context)
 
     def added_prefill_seconds(self, tokens: int) -> float:
-        """What `tokens` more add to a step that holds as many of a prompt already."""
+        """The expected time that `tokens` add to a step with as many prompt tokens."""
         return self.prefill_seconds(2 * tokens) - self.prefill_seconds(tokens)
 
     def observe(self, load: StepLoad, actual_s: float) -> None:
-        """Learn from a step that ran. Outliers count as the end of the clipping range."""
+        """Correct the factors by a step that ran. Outliers are clipped."""
         decode, rest = self._phases(load)
         expected = self.rho_decode * decode + self.rho_prefill * rest
         if expected <= 0.0:
@@ -304,7 +311,7 @@ class StepTimePredictor:
         self.rho_prefill = _corrected(self.rho_prefill, ratio, self._alpha * (1.0 - decode))
 
     def _phases(self, load: StepLoad) -> tuple[float, float]:
-        """What the model says of the decode rows alone, and what the others add to that."""
+        """The model's time of the decode rows alone, and what the rest of the step adds."""
         decode = self.model.decode_seconds(load)
         if load.decode_rows == load.tokens and load.swap_tokens == 0:
             return decode, 0.0

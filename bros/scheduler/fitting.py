@@ -1,12 +1,12 @@
-"""From measured steps to a CostModel.
+"""Fits a CostModel to measured steps.
 
 A cost model is linear in its coefficients, so each measured step is one row of a linear system
 whose columns are the model itself with one coefficient set to 1. Rows are divided by the measured
-time: what counts is the relative error, for a decode step of 30 ms as for a prompt of a second.
-No coefficient may come out negative, or adding work could make a step cheaper.
+time, so that the relative error counts, for a decode step of 30 ms as for a prompt of a second.
+No coefficient may be negative, or adding work could make a step cheaper.
 
-The time of the matrix products need not be straight: between knots it may have any slope that is
-not negative. Which knots, at most MAX_KNOTS of KNOTS, is decided by the error that is left.
+The time of the matrix products is piecewise linear in the tokens, with slopes that are not
+negative. Its knots, at most MAX_KNOTS of KNOTS, are those that leave the least error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KNOTS = (4, 8, 16, 32, 64, 128, 256, 512)
 MAX_KNOTS = 2
 
 _WORTHWHILE = 0.97
-"""A further knot has to bring the error below this part of what it was."""
+"""A further knot has to reduce the error to less than this share."""
 
 _FOLDS = 5
 
@@ -36,10 +36,9 @@ Matrix = npt.NDArray[np.float64]
 class ChunkShape(NamedTuple):
     """`tokens` after `context` cached ones.
 
-    sampled: whether a token is chosen after them.
-
-    shared: how many of the context tokens, from the first one on, are those of the first chunk of
-        the step, and are read together with it. 0 for the first chunk itself.
+    sampled: whether a token is sampled after them.
+    shared: how many of its first context tokens are also those of the step's first chunk, so that
+        both read them once. 0 for the first chunk itself.
     """
 
     tokens: int
@@ -53,7 +52,7 @@ StepShape = tuple[ChunkShape, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A step and how long it took."""
+    """A measured step."""
 
     chunks: StepShape
     seconds: float
@@ -61,9 +60,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CopySample:
-    """Copies of KV and the seconds that they took.
+    """Measured copies of KV.
 
-    out: to the host, else back.
+    out: to the host, else to the device.
     """
 
     out: bool
@@ -81,7 +80,7 @@ class FitError:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fitted model and how far off it is: for the steps it was fitted to, and for others."""
+    """A fitted model, with its errors on the steps it was fitted to and on held-out ones."""
 
     model: CostModel
     fitted: FitError
@@ -89,7 +88,7 @@ class Fit:
 
 
 def load_of(chunks: StepShape) -> StepLoad:
-    """What a cost model needs to know of a step."""
+    """The load of a step."""
     load = StepLoad()
     for chunk in chunks:
         load.add(chunk.tokens, chunk.context, chunk.sampled, chunk.shared)
@@ -102,7 +101,7 @@ def relative_errors(model: CostModel, samples: Sequence[Sample]) -> Matrix:
 
 
 def error_of(model: CostModel, samples: Sequence[Sample]) -> FitError:
-    """How far off the model is for `samples`, of which there is at least one."""
+    """The model's error on `samples`, at least one."""
     return _error(relative_errors(model, samples))
 
 
@@ -113,9 +112,10 @@ def fit(
 ) -> Fit:
     """The cost model with the least squared relative error on `samples`, which are not empty.
 
-    padding: how the executor rounds row counts, see CostModel. held_out: steps to judge the
-    model by that it is not fitted to; without any, each sample is predicted by a model that was
-    fitted to four fifths of the others. Raises ValueError if a time is not positive.
+    padding: how the executor rounds token counts, see CostModel.
+    held_out: steps to test the model on; without any, the held-out error is that of a five-fold
+        cross-validation.
+    Raises ValueError if a time is not positive.
     """
     if any(not sample.seconds > 0.0 for sample in samples):
         raise ValueError("the time of a step is not positive")
@@ -132,9 +132,9 @@ def fit(
 def with_copies(
     model: CostModel, samples: Sequence[CopySample], overlap: bool = False
 ) -> CostModel:
-    """The model with the times of copies; none for a direction that there are no samples of.
+    """The model with the times of copies; zero for a direction without samples.
 
-    overlap: they run beside the computation.
+    overlap: copies overlap with the computation.
     """
     out_constant_s, out_token_s = _line([sample for sample in samples if sample.out])
     constant_s, token_s = _line([sample for sample in samples if not sample.out])
@@ -149,9 +149,9 @@ def with_copies(
 
 
 def _line(samples: Sequence[CopySample]) -> tuple[float, float]:
-    """Constant and slope, neither negative.
+    """(constant, slope) of a line through the samples, neither negative.
 
-    What few copies take counts more: it says what the constant is, and varies less.
+    Small copies weigh more: they determine the constant, and their times vary less.
     """
     if not samples:
         return 0.0, 0.0
@@ -181,7 +181,7 @@ class _System:
             self._column(dataclasses.replace(zero, pair_s=1.0)),
             self._column(dataclasses.replace(zero, context_s=1.0)),
         ]
-        # Without rows that have something in common it cannot be told from context_s.
+        # Without shared prefixes, unique_context_s cannot be told from context_s.
         self._shares = any(load.unique_context < load.context for load in self._loads)
         if self._shares:
             self._rest.append(self._column(dataclasses.replace(zero, unique_context_s=1.0)))
@@ -197,7 +197,7 @@ class _System:
         return np.asarray(seconds / self._seconds)
 
     def useful_knots(self) -> list[int]:
-        """Knots with steps on both sides."""
+        """Knots with samples on both sides."""
         return [
             knot
             for knot, above in self._above.items()
@@ -205,7 +205,7 @@ class _System:
         ]
 
     def solve(self, knots: tuple[int, ...], rows: npt.NDArray[np.intp]) -> CostModel:
-        """The best model with these knots for the samples numbered `rows`."""
+        """The best model with these knots for the samples with indices `rows`."""
         solution = nnls(self._matrix(knots)[rows], np.ones(len(rows)))
         values = [float(value) for value in solution]
         constant, sample, pair, context = values[:4]
@@ -223,7 +223,7 @@ class _System:
         )
 
     def error(self, knots: tuple[int, ...]) -> float:
-        """The root mean square of the relative errors that these knots leave."""
+        """The root mean square of the relative errors of the best model with these knots."""
         matrix = self._matrix(knots)
         solution = nnls(matrix, np.ones(len(matrix)))
         return float(np.sqrt(np.mean((matrix @ solution - 1.0) ** 2)))
@@ -233,7 +233,7 @@ class _System:
         return np.asarray(predicted / self._seconds[rows] - 1.0)
 
     def _matrix(self, knots: tuple[int, ...]) -> Matrix:
-        """Tokens are counted per stretch between knots, so that each has its own slope."""
+        """The linear system, with a column of tokens for each interval between knots."""
         beyond = [self._token, *(self._above[knot] for knot in knots)]
         stretches = [low - high for low, high in itertools.pairwise(beyond)]
         return np.stack([*self._rest, *stretches, beyond[-1]], axis=1)
@@ -259,7 +259,7 @@ def _cross_validated(system: _System, knots: tuple[int, ...]) -> Matrix:
     errors = np.zeros(len(system))
     for fold in range(min(_FOLDS, len(system))):
         left_out = numbers % _FOLDS == fold
-        # A single sample has no others to be predicted from.
+        # A single sample has to be predicted from itself.
         model = system.solve(knots, numbers[~left_out] if len(system) > 1 else numbers)
         errors[left_out] = system.relative_errors(model, numbers[left_out])
     return errors
@@ -271,13 +271,12 @@ def _error(errors: Matrix) -> FitError:
 
 
 def nnls(matrix: Matrix, target: Matrix) -> Matrix:
-    """The x >= 0 that minimises |matrix @ x - target|, exactly.
+    """The x >= 0 that minimizes |matrix @ x - target|, exactly.
 
-    Leaving out the columns that are zero in the answer, the answer is an ordinary least-squares
-    solution. So sets of columns are searched from all of them downwards, by branch and bound: a
-    set whose solution is not negative is as good as any of its subsets, and no subset of one that
-    leaves more error than was found already is worth trying. The QR decomposition in front
-    makes the systems tiny.
+    Without the columns that are zero in the answer, the answer is an ordinary least-squares
+    solution. Branch and bound searches the sets of columns from the full set downwards: if a set's
+    solution is not negative, no subset is better, and subsets of a set with a larger error than
+    the best one are skipped. The QR decomposition in front makes the systems tiny.
     """
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0.0] = 1.0

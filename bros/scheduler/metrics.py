@@ -1,24 +1,24 @@
-"""How one request fared: when its tokens came, whether they were on time, why it waited."""
+"""Measurements per request (times, objectives, waits) and per service class (counters)."""
 
 from __future__ import annotations
 
 import bisect
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from bros.core.interfaces import Buckets, ClassStats, RequestTrace
 from bros.core.request import FinishReason, ServiceClass, Slo
 
 _MAX_EVENTS = 64
-"""A request that is interrupted more often than this shows its first events and its end."""
+"""Further events of a request replace the last one."""
 
 
 class BlockedTime:
-    """For each class, how long its queue has stood still so far, by reason.
+    """For each class, the seconds in which its queue has waited so far, by reason.
 
-    A waiting request notes the sums when it joins the queue and takes the difference when it
-    leaves, so that a step costs the same however many requests are waiting.
+    A request records these sums when it is enqueued and takes the difference when it is dequeued,
+    so that the cost of a step does not depend on the number of waiting requests.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,25 @@ class BlockedTime:
 
 
 class RequestRecord:
-    """Times in clock seconds.
+    """Times of one request in clock seconds, and its waits.
 
-    resumed: tokens that another engine gave before it was lost. They are among num_tokens, and
-    there is no first token any more: the next one is due an interval after taken_s, when this
-    engine was asked for the rest, and the pace is that of the whole answer, as if it had been kept
-    until then. So the gap counts, as its reader sees it. A deadline
-    for the whole counts from the arrival, as for any other.
-    due_s: when the next token is due, whatever the policy hopes. left: the request is gone.
-    held_s: since when it is held to its objectives: its arrival, or later. pace_from_s: when its
-    first token came; if it was held to none then, when it should have to be on pace at held_s; if
-    another engine gave it, at taken_s.
+    arrival_s: when it arrived.
+    resumed: output tokens that another engine generated before it was lost. They are among
+        num_tokens, and TTFT does not apply: the next token is due one TPOT after resumed_s. The
+        mean time per token is taken as if the request had been on pace until resumed_s.
+    resumed_s: when this engine was asked for the rest of a resumed request; else arrival_s.
+    objectives_from_s: when its objectives began to hold: at arrival, or when it was promoted.
+    due_s: when the next token is due by the objectives; the policy's deadline may be later.
+    pace_from_s: start of the mean time per token: the first token, or a time such that a request
+        that got objectives later (promoted or resumed) was on pace then.
+    first_token_s: when this engine committed its first token.
+    last_token_s: when this engine committed its latest token.
+    num_tokens: output tokens.
+    late_tokens: output tokens that came after due_s.
+    preemptions: how often it lost KV memory.
+    left: it has ended.
+    waits: reason -> seconds.
+    events: (time, what).
     """
 
     __slots__ = (
@@ -52,29 +60,29 @@ class RequestRecord:
         "due_s",
         "events",
         "first_token_s",
-        "held_s",
         "last_token_s",
         "late_tokens",
         "left",
         "num_tokens",
+        "objectives_from_s",
         "pace_from_s",
         "preemptions",
         "resumed",
-        "taken_s",
+        "resumed_s",
         "waits",
     )
 
     def __init__(
-        self, arrival_s: float, slo: Slo, resumed: int = 0, taken_s: float | None = None
+        self, arrival_s: float, slo: Slo, resumed: int = 0, resumed_s: float | None = None
     ) -> None:
-        """taken_s: of one that is resumed; None if that is when it arrived."""
-        self.arrival_s = self.held_s = arrival_s
-        self.taken_s = taken_s if resumed and taken_s is not None else arrival_s
+        """resumed_s: only for a resumed request; None if that is its arrival."""
+        self.arrival_s = self.objectives_from_s = arrival_s
+        self.resumed_s = resumed_s if resumed and resumed_s is not None else arrival_s
         self.first_token_s: float | None = None
         self.pace_from_s: float | None = None
         self.last_token_s: float | None = None
         self.num_tokens = self.resumed = resumed
-        self.hold_to(slo)
+        self.set_objectives(slo)
         self.late_tokens = 0
         self.preemptions = 0
         self.left = False
@@ -82,18 +90,18 @@ class RequestRecord:
         self.events: list[tuple[float, str]] = []
         self._blocked_before: Mapping[str, float] = {}
 
-    def hold_to(self, slo: Slo) -> None:
-        """Objectives since its arrival, before the first token of its own."""
-        self.held_s = self.arrival_s
-        self._expect(self.taken_s, slo)
+    def set_objectives(self, slo: Slo) -> None:
+        """Set objectives that hold from its arrival; before this engine's first token."""
+        self.objectives_from_s = self.arrival_s
+        self._expect(self.resumed_s, slo)
 
-    def hold_from(self, now: float, slo: Slo) -> None:
-        """Objectives from now on: for the first token, or for the ones after those it has."""
-        self.held_s = now
+    def reset_objectives(self, now: float, slo: Slo) -> None:
+        """Set objectives that hold from now on, for the first token or the next ones."""
+        self.objectives_from_s = now
         self._expect(now, slo)
 
     def _expect(self, now: float, slo: Slo) -> None:
-        """Objectives for the next token and the pace, if no reader waited for it before `now`."""
+        """Set due_s and pace_from_s as if the request had been on pace until `now`."""
         if self.num_tokens == 0:
             self.due_s = now + (slo.ttft_s or math.inf)
             return
@@ -107,19 +115,24 @@ class RequestRecord:
             self.events[-1] = (now, what)
 
     def wait(self, reason: str, seconds: float) -> None:
-        """It could have run for so long, and did not."""
+        """The request could have run for these seconds, and did not."""
         self.waits[reason] = self.waits.get(reason, 0.0) + seconds
 
     def queued(self, blocked: Mapping[str, float]) -> None:
-        """It joins a queue; `blocked` is BlockedTime.so_far of its class."""
+        """The request was enqueued; `blocked` is BlockedTime.so_far of its class."""
         self._blocked_before = blocked
 
     def dequeued(self, blocked: Mapping[str, float]) -> None:
-        """It leaves the queue."""
+        """The request was dequeued."""
+        for reason, waited in self._waited(blocked):
+            self.wait(reason, waited)
+
+    def _waited(self, blocked: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+        """(reason, seconds) since the request was enqueued."""
         for reason, seconds in blocked.items():
             waited = seconds - self._blocked_before.get(reason, 0.0)
             if waited > 0.0:
-                self.wait(reason, waited)
+                yield reason, waited
 
     def token(self, now: float, slo: Slo) -> float:
         """A token was committed; returns its slack, deadline minus now, in seconds."""
@@ -144,18 +157,18 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time between tokens of its own; None before the second one."""
+        """Mean time between this engine's tokens; None before the second one."""
         gaps = self.num_tokens - self.resumed - 1
         if self.first_token_s is None or self.last_token_s is None or gaps < 1:
             return None
         return (self.last_token_s - self.first_token_s) / gaps
 
     def met(self, slo: Slo) -> tuple[bool, bool]:
-        """(first token, pace) of a finished request against its objectives; None is met."""
+        """Whether a finished request met its (TTFT, TPOT) objectives; without one it is met."""
         first_s, last_s, from_s = self.first_token_s, self.last_token_s, self.pace_from_s
         in_time = slo.ttft_s is None or self.resumed > 0
         if slo.ttft_s is not None and first_s is not None and not self.resumed:
-            in_time = first_s - self.held_s <= slo.ttft_s
+            in_time = first_s - self.objectives_from_s <= slo.ttft_s
         on_pace = True
         if slo.tpot_s is not None and self.num_tokens > 1:
             assert from_s is not None and last_s is not None
@@ -163,10 +176,10 @@ class RequestRecord:
         return in_time, on_pace
 
     def met_deadline(self, slo: Slo) -> bool:
-        """Whether the last token of a finished request came in time; None is met."""
+        """Whether the last token of a finished request met its deadline; without one it is met."""
         if slo.deadline_s is None or self.last_token_s is None:
             return slo.deadline_s is None
-        return self.last_token_s - self.held_s <= slo.deadline_s
+        return self.last_token_s - self.objectives_from_s <= slo.deadline_s
 
     def trace(
         self,
@@ -179,12 +192,10 @@ class RequestRecord:
         blocked: Mapping[str, float] | None,
         finish_reason: FinishReason | None,
     ) -> RequestTrace:
-        """What to tell about it. blocked: BlockedTime.so_far if it is waiting right now."""
+        """blocked: BlockedTime.so_far of its class if it is waiting right now."""
         waits = dict(self.waits)
-        for reason, seconds in (blocked or {}).items():
-            waited = seconds - self._blocked_before.get(reason, 0.0)
-            if waited > 0.0:
-                waits[reason] = waits.get(reason, 0.0) + waited
+        for reason, waited in self._waited(blocked or {}):
+            waits[reason] = waits.get(reason, 0.0) + waited
         return RequestTrace(
             request_id=request_id,
             service_class=service_class,
@@ -215,7 +226,7 @@ _LENGTH_ALPHA = 0.05
 
 
 class ClassCounters:
-    """What one class has had so far. Counts only grow."""
+    """Counters of one service class, see ClassStats."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -236,7 +247,7 @@ class ClassCounters:
         self._departures: deque[float] = deque(maxlen=_RECENT)
 
     def note_token(self, slack_s: float) -> None:
-        """A token came with `slack_s` seconds to spare; infinite if it had no deadline."""
+        """A token was committed `slack_s` seconds before its deadline; infinite without one."""
         self.output_tokens += 1
         self._late_tokens += slack_s < 0.0
         if slack_s < math.inf:
@@ -244,7 +255,7 @@ class ClassCounters:
             self._slack_total += slack_s
 
     def note_finish(self, record: RequestRecord, slo: Slo) -> None:
-        """A request got its last token."""
+        """A request got its last token and is complete."""
         self.finished += 1
         ttft_met, tpot_met = record.met(slo)
         self._ttft_met += ttft_met
@@ -258,11 +269,11 @@ class ClassCounters:
         self.mean_output_tokens += _LENGTH_ALPHA * (record.num_tokens - self.mean_output_tokens)
 
     def note_departure(self, now: float) -> None:
-        """A request left, for whatever reason, at `now` seconds."""
+        """A request ended, for any reason."""
         self._departures.append(now)
 
     def retry_after_s(self, now: float) -> float:
-        """Seconds until a place in the queue is likely to be free: recent time per departure."""
+        """Seconds after which a client should retry: the recent mean time between departures."""
         if not self._departures:
             return _MIN_RETRY_S
         interval = (now - self._departures[0]) / len(self._departures)

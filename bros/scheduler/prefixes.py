@@ -1,4 +1,4 @@
-"""What the scheduler tells the KV cache about tokens, so that prompts that begin alike share it."""
+"""How requests use the prefix cache: look up, publish, pin, and announce what will be looked up."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.packing import Packing
 from bros.scheduler.state import RequestState
 
-# ---- Pins: blocks of an ended request stay in the prefix cache for its next turn (Hints.keep_s).
+# ---- Pins: blocks of an ended request stay cached for the next call of its session (Hints.keep_s).
 #
 #     entries     "a" until 7 s    "b" until 9 s       the oldest one is released first
 #                       |                |
 #     keys     k0 - k1 - k2       k0 - k1 - k2' - k3'
-#              `--------`---------`--------`            pinned once, and counted once
+#              `--------`---------`--------`            shared keys are pinned and counted once
 #
 # The cache evicts pinned blocks after all other idle blocks, but before any request is preempted:
 # a pin costs only the other idle blocks that could have stayed in its place.
@@ -60,7 +60,7 @@ class _Entry:
 
     last_key: of the last pinned block; the blocks before it are pinned as well.
     until_s: when the pin expires, in the clock of `now`.
-    number: of entries before it.
+    number: rises with each entry; an id that is pinned again gets a new one.
     """
 
     last_key: bytes
@@ -71,8 +71,9 @@ class _Entry:
 class Pins:
     """Pinned blocks by the id of the request that computed them.
 
-    max_blocks: most different blocks that are pinned at once; the oldest entry goes first.
+    max_blocks: most different blocks that are pinned at once.
     max_entries: most requests whose blocks are pinned at once.
+    Beyond either bound the oldest entry is released.
     """
 
     def __init__(self, cache: PinnedCache, max_blocks: int, max_entries: int = 10_000) -> None:
@@ -81,7 +82,7 @@ class Pins:
         self._max_entries = max_entries
         self._entries: dict[str, _Entry] = {}  # in the order of their numbers
         self._links: dict[bytes, _Link] = {}
-        self._ends: list[tuple[float, int, str]] = []  # (until_s, number, id), with stale ones
+        self._ends: list[tuple[float, int, str]] = []  # heap of (until_s, number, id), some stale
         self._count = 0
 
     def __len__(self) -> int:
@@ -137,7 +138,7 @@ class Pins:
                 self.release(request_id)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every key is used, as often as it says, and bounds hold."""
+        """Raise AssertionError unless the counts of uses are right and the bounds hold."""
         uses = dict.fromkeys(self._links, 0)
         for link in self._links.values():
             if link.parent is not None:
@@ -150,7 +151,7 @@ class Pins:
         assert numbers == sorted(numbers), "the oldest one comes first"
 
     def _forget_stale(self) -> None:
-        """Drop ends of entries that were released; they may be hours away."""
+        """Drop ends of entries that were released: `expire` would reach them hours later."""
         if len(self._ends) > 2 * len(self._entries) + _MANY_STALE:
             self._ends = [
                 (entry.until_s, entry.number, request_id)
@@ -160,25 +161,28 @@ class Pins:
 
 
 def look_up(kv: KvCacheManager, state: RequestState) -> None:
-    """See how much of what a waiting request has to compute is there."""
+    """Update `match` and `num_computed_tokens` of a waiting request from the prefix cache."""
     if kv.finds_prefixes:
         keys = state.keys(kv.block_size, len(state.token_ids) - 1)
         state.match = kv.match(keys, state.match)
-        state.num_cached = state.match.num_tokens
+        state.num_computed_tokens = state.match.num_tokens
 
 
 class Prefixes:
-    """Does nothing if the cache finds no prefixes. The last token of a prompt is never looked up:
-    it has to be computed for the first one of the answer. Of a fill it is computed as well, unless
-    all is there when it comes."""
+    """The scheduler's use of the prefix cache; does nothing if the cache is off.
+
+    The last token of a prompt is never looked up, since the first output token is sampled from its
+    logits. A prefill-only request recomputes its last block for that reason, unless its whole
+    prompt is cached on arrival (`has_cached`).
+    """
 
     def __init__(self, kv: KvCacheManager, counters: Mapping[ServiceClass, ClassCounters]) -> None:
         self._kv = kv
         self._counters = counters
-        self._pins = Pins(kv, kv.num_blocks // 2)
+        self.pins = Pins(kv, kv.num_blocks // 2)
 
     def cached_tokens(self, request: EngineRequest) -> int:
-        """How much of a prompt is there now."""
+        """Tokens of a prompt that are cached now."""
         if not self._kv.finds_prefixes:
             return 0
         prompt, size = array("i", request.prompt_token_ids), self._kv.block_size
@@ -189,63 +193,60 @@ class Prefixes:
         )  # fmt: skip
         return self._kv.match(keys).num_tokens
 
-    def fillable(self, request: EngineRequest) -> EngineRequest:
-        """Without what would not stay in the cache: tokens that fill no block, or all of them."""
+    def whole_blocks_of(self, request: EngineRequest) -> EngineRequest:
+        """A prefill-only request cut to whole blocks, which are all that the cache keeps.
+
+        Without a prefix cache no token is left.
+        """
         size = self._kv.block_size if self._kv.finds_prefixes else len(request.prompt_token_ids) + 1
         whole = len(request.prompt_token_ids) // size * size
         return replace(request, prompt_token_ids=request.prompt_token_ids[:whole])
 
-    def has_all(self, state: RequestState) -> bool:
-        """Whether a fill that has just come need not compute anything."""
+    def has_cached(self, state: RequestState) -> bool:
+        """Whether the whole prompt of a new prefill-only request is cached."""
         keys = state.keys(self._kv.block_size, state.prompt_len)
         if self._kv.match(keys).num_tokens < state.prompt_len:
             return False
         self._note_start(state, state.prompt_len)
         return True
 
-    def look_up(self, state: RequestState) -> None:
-        """See how much of what a waiting request has to compute is there."""
-        look_up(self._kv, state)
-
     def publish(self, packing: Packing[RequestState], failed: Container[str]) -> None:
-        """Full blocks that a step has computed can be found from now on, but for those of failed
-        requests, which may hold anything."""
+        """Enter the full blocks that a step has computed into the prefix cache.
+
+        failed: ids of requests whose KV may be wrong; their blocks are left out.
+        """
         if not self._kv.finds_prefixes:
             return
         size = self._kv.block_size
         for state, num_tokens in packing.selected:
             if state.num_reused is None:
-                self._note_start(state, state.num_cached - num_tokens)
-            # Whether it has filled a block: its last one holds fewer tokens than it computed.
-            filled = state.num_cached % size < num_tokens
+                self._note_start(state, state.num_computed_tokens - num_tokens)
+            # A block was filled if the tokens beyond the last boundary are fewer than the new ones.
+            filled = state.num_computed_tokens % size < num_tokens
             if filled and not state.record.left and state.request_id not in failed:
-                self._kv.computed(state.request_id, state.keys(size, state.num_cached), state.side)
+                self._kv.computed(
+                    state.request_id, state.keys(size, state.num_computed_tokens), state.side
+                )
 
     def _note_start(self, state: RequestState, num_cached: int) -> None:
-        """The first step of a request is over: it need not compute what was cached then."""
+        """Count the prompt tokens that were cached when a request began."""
         state.num_reused = min(num_cached, state.prompt_len)
         self._counters[state.service_class].prefix_tokens += state.num_reused
 
     def keep(self, state: RequestState, now: float) -> None:
-        """Pin what an ended request leaves for the next call of its session."""
+        """Pin the blocks of an ended request for the next call of its session."""
         keep_s = state.request.hints.keep_s
         if keep_s > 0.0 and self._kv.finds_prefixes:
-            keys = state.keys(self._kv.block_size, state.num_known)
-            self._pins.pin(state.request_id, keys, now + keep_s)
+            num_computed = len(state.token_ids) - state.samples  # the last sample never was
+            keys = state.keys(self._kv.block_size, num_computed)
+            self.pins.pin(state.request_id, keys, now + keep_s)
 
-    def release(self, request_id: str) -> None:
-        """Unpin it: no later call needs it."""
-        self._pins.release(request_id)
-
-    def expire(self, now: float) -> None:
-        """Release pins that have expired."""
-        self._pins.expire(now)
-
-    def waits(self, state: RequestState) -> None:
-        """What waiting best-effort requests begin with is worth keeping."""
+    def enqueue(self, state: RequestState) -> None:
+        """A request joins the waiting queue: its prompt's blocks are expected to be looked up."""
         self._expect(state, waits=True)
 
     def dequeue(self, state: RequestState) -> None:
+        """A request leaves the waiting queue."""
         self._expect(state, waits=False)
         state.match = NO_MATCH
 

@@ -1,9 +1,9 @@
-"""Stored step time models: what is written in them and where they lie.
+"""Profiles: stored cost models, their file format and their location.
 
     <folder>/<device>/<model>-<weights>.json     profiles/amd-epyc-2-threads/SmolLM2-135M-fp32.json
 
-A profile holds for one device, model, precision, kernel back end and number of threads, which
-are all in the file; the name only tells people apart what lies beside each other.
+A profile holds for one device, model, precision, kernel back end and number of threads. The file
+contains all of these (`ProfileKey`); its name is only for people.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from bros.scheduler.fitting import FitError
 
 SCHEMA = 1
 KINDS = MEASURED, QUICK, ANALYTIC = ("measured", "quick", "analytic")
-"""Measured at leisure, in the seconds before an engine starts, or derived from data sheets."""
+"""Measured by `bros profile`; measured in the seconds before an engine starts; or derived from data
+sheets."""
 
 _ROUNDING = 1e-9
-_PAIR = re.compile(r"\[\s+([-+.e\d]+),\s+([-+.e\d]+)\s+\]")  # written over four lines
+_PAIR = re.compile(r"\[\s+([-+.e\d]+),\s+([-+.e\d]+)\s+\]")  # as json.dumps indents it
 _CHECKOUT_FILES = ("pyproject.toml", "profiles")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """What a profile holds for.
+    """The configuration that a profile holds for.
 
     device: a slug, see `device_slug`.
-    threads: of each of tp ranks.
+    threads: CPU threads of each rank.
+    tp: number of ranks.
     """
 
     device: str
@@ -57,12 +59,15 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A step time model and where it comes from.
+    """A cost model and its origin.
 
-    date: ISO 8601, UTC; empty for analytic profiles, which do not depend on it.
-    steps, max_step_tokens: how many different steps were measured, and the largest one's tokens.
-    fitted, held_out: None for analytic profiles, which were compared to nothing.
-    kv_capacity_tokens: what the device's memory holds beside the weights, where that is known.
+    kind: one of KINDS.
+    versions: of the software that was measured, see `versions`.
+    date: ISO 8601, UTC; empty for analytic profiles.
+    steps: how many different steps were measured.
+    max_step_tokens: tokens of the largest one.
+    fitted, held_out: see Fit; None for analytic profiles, which were not compared to measurements.
+    kv_capacity_tokens: KV tokens that the device's memory holds beside the weights, if known.
     assumptions: of analytic profiles, name -> value in words.
     """
 
@@ -100,12 +105,12 @@ class Profile:
             "assumptions": dict(self.assumptions),
         }
         if self.key.tp == 1:
-            del content["tp"]  # as in profiles from before there were ranks
+            del content["tp"]  # as in profiles that were written before tensor parallelism
         return _PAIR.sub(r"[\1, \2]", json.dumps(content, indent=2)) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Raises ConfigError saying what is wrong with it."""
+        """Raises ConfigError if `text` is not a valid profile."""
         try:
             content = json.loads(text)
         except ValueError as error:
@@ -121,7 +126,7 @@ class Profile:
 
     @property
     def file_name(self) -> str:
-        """Relative to a folder of profiles."""
+        """Path relative to a folder of profiles."""
         key = self.key
         parts = [_file_part(key.model), key.weights]
         if key.kv_dtype not in ("fp32", key.weights):
@@ -135,10 +140,7 @@ class Profile:
         return f"{key.device}/{'-'.join(parts)}.json"
 
     def save(self, folder: Path) -> Path:
-        """Write it to its place in `folder`, in one piece, and return that.
-
-        Raises OSError if it cannot be written.
-        """
+        """Write the profile below `folder`, atomically; returns its path. Raises OSError."""
         path = folder / self.file_name
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -317,8 +319,8 @@ def find_profile(
 ) -> Profile | None:
     """The best profile for `key`: a measured one before a quick one, then the first folder's.
 
-    Quick ones have to have been measured with steps of up to `step_tokens` tokens. report is
-    told about files that cannot be used, which do no harm otherwise.
+    step_tokens: a quick profile counts only if it was measured with steps of so many tokens.
+    report: called with a message for each file that cannot be used.
     """
     found = []
     for folder in folders:
@@ -335,7 +337,7 @@ def find_profile(
 
 
 def versions() -> dict[str, str]:
-    """Of what step times depend on."""
+    """Versions of the software that step times depend on."""
     return {
         "bros": __version__,
         "torch": metadata.version("torch"),
@@ -349,7 +351,7 @@ def iso_date(clock: Clock) -> str:
 
 
 def device_slug(device: str, cores: int) -> str:
-    """A folder name for what an engine runs on: `cpu` is amd-epyc-9r14-2-threads, say.
+    """A folder name for a device, such as amd-epyc-9r14-2-threads.
 
     device: as in EngineInfo, "cpu" or the name of an accelerator.
     """
@@ -364,7 +366,7 @@ def available_cores() -> int:
 
 
 def cpu_name() -> str:
-    """Of the processor, as its maker writes it."""
+    """Model name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -374,7 +376,7 @@ def cpu_name() -> str:
 
 
 def _slug(text: str) -> str:
-    """Lower-case letters, digits and single hyphens, without what every processor's name has."""
+    """Lower-case letters, digits and single hyphens, without the parts common to all CPU names."""
     text = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@.*?ghz", " ", text.lower())
     return re.sub(r"[^a-z0-9]+", "-", text).strip("-")
 
@@ -384,14 +386,14 @@ def _file_part(model: str) -> str:
 
 
 def checkout_profiles() -> Path | None:
-    """profiles/ of the source tree that bros runs from, None if it is installed."""
+    """profiles/ of the source tree that bros runs from; None if bros is installed elsewhere."""
     root = _package().parent
     is_checkout = all((root / name).exists() for name in _CHECKOUT_FILES)
     return root / "profiles" if is_checkout else None
 
 
 def profile_folders(data_dir: Path) -> tuple[Path, ...]:
-    """Where profiles are looked for: the user's own folder, then what comes with bros."""
+    """The folders that are searched for profiles: the user's, then the one shipped with bros."""
     return data_dir / "profiles", checkout_profiles() or _package() / "_profiles"
 
 

@@ -1,14 +1,12 @@
-"""Which tokens of which requests run next: one packing loop for every policy.
+"""The scheduler: plans steps, applies their results, and owns the requests.
 
     schedule(now) -> StepPlan -> (an executor runs it) -> apply(StepResult, now) -> outputs
                                                        -> abort_step(plan, now), if aborted
 
-While a step runs the one after it may be scheduled (see `foresee`); then it is applied, not
-aborted.
-
-The policy says which requests may run in what order and how much a step may hold; packing.py
-chooses, which takes memory (StepMemory); here the choice is committed: requests change queues and
-have computed what is in the plan. What the step gets is settled when it is packed.
+The policy orders the candidates and bounds the step. `pack` chooses the chunks and allocates their
+KV memory (StepMemory). The scheduler commits the choice: requests move to the running queue, and
+the tokens of the plan count as computed. While a step runs, the scheduler may plan the next one
+(see `assume_done`); a step that has been overtaken like this is applied, never aborted.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from bros.core.errors import InvalidRequestError
 from bros.core.interfaces import EngineReport, EngineStats, Grouping, RequestTrace
@@ -29,132 +27,66 @@ from bros.scheduler.memory import StepMemory
 from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.packing import Packing, pack, shared_prefixes
 from bros.scheduler.policies import Policy, Proposal
-from bros.scheduler.prefixes import Prefixes
+from bros.scheduler.prefixes import Prefixes, look_up
 from bros.scheduler.state import SIDES, Queues, RequestState, due_from_s
 from bros.scheduler.steps import Step, StepLedger
 
-# ---- A step that is planned while the one before it runs.
+# ---- Async scheduling: planning a step while the one before it runs.
 #
-# Plans run in their order, so whatever the running step computes is there for the next one:
+# Plans run in order, so the next step can use whatever the running step computes:
 #
-#     its tokens     count as computed when they were committed, and others may share them already
-#     its samples    are PENDING: not known yet, but there will be one for each
+#     its tokens     count as computed since its commit; other requests may share them already
+#     its samples    are PENDING: unknown, but each chunk that asks for one will get one
 #     its end        is predicted: the next step begins then, and deadlines are judged as of then
 #
-# What turns out otherwise (a stop token, an error, an abort) costs a row that runs for nothing.
+# If a request turns out to have ended (a stop token, an error, an abort), its row in the next step
+# runs for nothing.
 
 
-def can_be_foreseen(step: Step) -> bool:
-    """Whether the next step can do without knowing what this one samples."""
+def can_assume_done(step: Step) -> bool:
+    """Whether the next step can be planned without the tokens that this one samples."""
     selected = step.packing.selected
     return not any(state.needs_history and state.remaining == 0 for state, _ in selected)
 
 
-def foresee(step: Step, prefixes: Prefixes, ends_s: float) -> None:
-    """Let the requests of the running step go on as if it were done, which it will be at `ends_s`.
+def assume_done(step: Step, prefixes: Prefixes, ends_s: float) -> None:
+    """Update the requests of a running step as if it had ended at `ends_s`, its predicted end.
 
-    All tokens that it computes are known by now, though some were not when it was planned: they
-    were sampled by the one before it. So prefixes are published as early as if steps did not
-    overlap; who finds them reads them in a later step. And before the next step takes memory,
-    because from then on a request may have lost some of what it has computed here.
+    Its full blocks enter the prefix cache now: all token ids that it computes are known by now,
+    and a request that finds the blocks reads them in a later step. This must precede the packing
+    of the next step, which may preempt tokens that this step computes.
     """
-    if not step.foreseen:
-        step.foreseen = True
+    if not step.assumed_done:
+        step.assumed_done = True
         prefixes.publish(step.packing, ())
         for state, _ in step.packing.selected:
-            # Also if it has left meanwhile, which is all the same.
+            # For a request that has ended meanwhile this has no effect.
             if state.samples and state.remaining == 0:
                 state.expect_output(ends_s)
 
 
-def proposal_behind(proposal: Proposal) -> Proposal:
-    """The same without those that only wait for their end, for a step behind another one."""
+def without_finishing(proposal: Proposal) -> Proposal:
+    """The proposal without requests that will have no tokens left once the running step ends."""
     urgent, best_effort = (
-        filter(_has_more, proposal.urgent),
-        filter(_has_more, proposal.best_effort),
+        filter(_has_tokens_left, proposal.urgent),
+        filter(_has_tokens_left, proposal.best_effort),
     )
     return dataclasses.replace(proposal, urgent=urgent, best_effort=best_effort)
 
 
-def _has_more(state: RequestState) -> bool:
+def _has_tokens_left(state: RequestState) -> bool:
     return len(state.token_ids) < state.max_length if state.samples else state.remaining > 0
 
 
-# ---- The last outputs of requests that did not get all that they asked for.
-
-
-def failed(state: RequestState, error: str) -> RequestOutput:
-    """Something went wrong with it in a step."""
-    return RequestOutput(request_id=state.request_id, finish_reason=FinishReason.ERROR, error=error)
-
-
-def given_up(state: RequestState, retry_s: float) -> RequestOutput:
-    """It could not be served in time; it may come back after `retry_s`."""
-    return RequestOutput(
-        request_id=state.request_id,
-        finish_reason=FinishReason.ERROR,
-        error="The server was too busy to answer within this request's time objective.",
-        retry_after_s=retry_s,
-    )
-
-
-# ---- What an engine says about itself at one moment.
-
-
-def take_snapshot(
-    steps: StepLedger,
-    policy: Policy,
-    kv: KvCacheManager,
-    queues: Queues,
-    counters: Mapping[ServiceClass, ClassCounters],
-) -> EngineStats:
-    """Steps, queues, memory and counters of a scheduler."""
-    running = {cls: 0 for cls in ServiceClass}
-    kv_blocks = {cls: 0 for cls in ServiceClass}
-    for state in queues.running:
-        running[state.service_class] += 1
-        kv_blocks[state.service_class] += kv.blocks_of(state.request_id)
-    rows, resets = policy.batch_size
-    predictor = policy.predictor
-    return EngineStats(
-        steps=steps.count - steps.aborted,
-        step_s=steps.seconds,
-        predicted_s=steps.predicted_s,
-        step_error_s=steps.error_s,
-        be_tax_s=steps.be_tax_s,
-        abandoned_steps=steps.aborted,
-        abandoned_s=steps.abandoned_s,
-        safety_factor=predictor.safety_factor if predictor else 1.0,
-        batch_size=rows,
-        batch_resets=resets,
-        kv_blocks_used=kv.num_used_blocks,
-        kv_blocks_total=kv.num_blocks,
-        kv_blocks_shared=kv.num_shared_blocks,
-        kv_blocks_cached=kv.num_cached_blocks,
-        kv_blocks_parked=kv.num_parked_blocks,
-        host_kv_blocks_used=kv.num_host_blocks_used,
-        host_kv_blocks_total=kv.num_host_blocks,
-        by_class={
-            cls: each.snapshot(
-                running[cls],
-                len(queues.waiting[cls]),
-                kv_blocks[cls],
-                kv.num_evicted_blocks(SIDES[cls]),
-            )
-            for cls, each in counters.items()
-        },
-    )
-
-
-# ---- Reports for a subscriber: what is cached, and how busy the engine is.
-
-
-_EVERY_S, _DIGEST_S = 0.1, 10.0
-"""Least time between reports while the engine works, and most time between digests."""
+_REPORT_INTERVAL_S, _DIGEST_INTERVAL_S = 0.1, 10.0
+"""Shortest time between two reports of a busy engine; longest time between two digests."""
 
 
 class Reporter:
-    """Costs nothing until a client subscribes. The first report is a digest."""
+    """Makes EngineReports for a subscriber. The first one is a digest.
+
+    Until a client subscribes, the cache records no changes, so that this costs nothing.
+    """
 
     def __init__(
         self, kv: KvCacheManager, queues: Queues, predictor: StepTimePredictor | None
@@ -165,17 +97,19 @@ class Reporter:
         self._subscribed = False
         self._version = 0
         self._load = (0, 0, 0, 0)
-        self._next_s = self._digest_s = 0.0
+        self._next_report_s = self._next_digest_s = 0.0
 
     def subscribe(self) -> None:
-        """Keep account of changes from now on."""
+        """Record changes of the prefix cache from now on."""
         if not self._subscribed:
             self._subscribed = True
             self._kv.subscribe()
 
     def take(self, now: float, full: bool) -> EngineReport | None:
-        """What has changed since the last one, or everything; None if nothing has, or if no client
-        watches."""
+        """What has changed since the last report; None without changes or without a subscriber.
+
+        full: return a digest in any case.
+        """
         if not self._subscribed:
             return None
         full = full or self._version == 0
@@ -184,9 +118,9 @@ class Reporter:
             return None
         self._version += 1
         self._load = load
-        self._next_s = now + _EVERY_S
+        self._next_report_s = now + _REPORT_INTERVAL_S
         if full:
-            self._digest_s = now + _DIGEST_S
+            self._next_digest_s = now + _DIGEST_INTERVAL_S
         running, waiting, used_blocks, cached_blocks = load
         return EngineReport(
             version=self._version,
@@ -199,12 +133,12 @@ class Reporter:
             slowdown=self._predictor.slowdown if self._predictor else 1.0,
         )
 
-    def due(self, now: float, rests: bool) -> EngineReport | None:
-        """The same after a step, if it is time for it. rests: there is nothing more to do."""
+    def due(self, now: float, idle: bool) -> EngineReport | None:
+        """`take` after a step, at most once per interval. idle: no work is left; report at once."""
         if not self._subscribed:
             return None
-        full = now >= self._digest_s
-        return self.take(now, full) if full or rests or now >= self._next_s else None
+        full = now >= self._next_digest_s
+        return self.take(now, full) if full or idle or now >= self._next_report_s else None
 
     def _load_now(self) -> tuple[int, int, int, int]:
         waiting = sum(map(len, self._queues.waiting.values()))
@@ -218,8 +152,9 @@ _MAX_TRACES = 1000
 class Scheduler:
     """Owns every request from `submit` until its last output or `abort`.
 
-    counters: by class; shared with the code that estimates from them. grouping: which prefixes the
-    executor is to read once; None: none. reporter: for a subscriber.
+    counters: by class; the policy reads them for its estimates.
+    grouping: which shared prefixes the executor reads once; None: it reads none once.
+    reporter: makes the reports of this engine.
     """
 
     def __init__(
@@ -246,11 +181,12 @@ class Scheduler:
         self.reporter = Reporter(kv, self._queues, policy.predictor)
         self._arrivals = 0
         self._steps = StepLedger()
-        self._started: set[str] = set()  # in the step that was scheduled last
+        self._started: set[str] = set()  # requests whose first step is the latest one
+        # The shared prefixes of the latest step: for which chunks, at which version of the cache.
         self._shared: tuple[SharedPrefix, ...] = ()
         self._shared_by: list[tuple[RequestState, int]] = []
         self._shared_as_of = 0
-        self._ended: dict[str, RequestOutput] = {}
+        self._ended: dict[str, RequestOutput] = {}  # ended without a step, not yet taken
         self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
 
     @property
@@ -258,7 +194,7 @@ class Scheduler:
         return bool(self._states or self._ended)
 
     def submit(self, request: EngineRequest, now: float) -> ServiceClass:
-        """Queue a request; returns the class it is served as.
+        """Enqueue a request; returns the class that it is served as.
 
         Raises InvalidRequestError, PromptTooLongError, QueueFullError or OverloadedError.
         """
@@ -268,7 +204,7 @@ class Scheduler:
         asked = request.service_class
         self._admission.check_queue(asked, now)
         if request.prefill_only:
-            request = self._prefixes.fillable(request)
+            request = self._prefixes.whole_blocks_of(request)
         seed = request.sampling.seed
         state = RequestState(
             request,
@@ -280,24 +216,24 @@ class Scheduler:
             max_length=self._limits.max_model_len,
             eos_token_ids=self._limits.eos_token_ids,
         )
-        if request.prefill_only and self._prefixes.has_all(state):
-            self._ended[state.request_id] = self._filled(state, now)
+        if request.prefill_only and self._prefixes.has_cached(state):
+            self._ended[state.request_id] = self._finish_prefill_only(state, now)
             return asked
-        self._prefixes.look_up(state)
+        look_up(self._kv, state)
         self._admission.classify(state, self._steps.ends_s(now), now)
         self._policy.place(state, now)
         self._arrivals += 1
         self._states[request.request_id] = state
         state.record.event(now, f"queued as {state.service_class.value}")
         self._queues.enqueue(state)
-        self._prefixes.waits(state)
+        self._prefixes.enqueue(state)
         return state.service_class
 
     def abort(self, request_id: str, now: float) -> RequestOutput | None:
-        """Drop a request and its memory; None if it is not (or no longer) here."""
+        """End a request and free its memory; None if the scheduler does not have it (any more)."""
         state = self._states.get(request_id)
         if state is not None:
-            self._drop(state, FinishReason.ABORT, now)
+            self._finish(state, FinishReason.ABORT, now)
         elif self._ended.pop(request_id, None) is None:
             return None
         return RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
@@ -305,7 +241,7 @@ class Scheduler:
     def promote(self, request_id: str, slo: Slo, now: float) -> None:
         """Serve a best-effort request as real-time from now on; see EngineClient.promote.
 
-        Also between a step and its result. What it has in KV memory stays where it is.
+        Its KV stays where it is. This may be called while a step runs.
         """
         state = self._states.get(request_id)
         if state is None or state.service_class is ServiceClass.RT:
@@ -316,36 +252,35 @@ class Scheduler:
         self._queues.remove(state)
         state.promote(promoted_objectives(state, slo, self._default_slo, now), now)
         if not state.running:
-            self._prefixes.look_up(state)
+            look_up(self._kv, state)
         self._policy.place(state, now)
-        if state.running:  # it has lost nothing: its next token is due as for any other
+        if state.running:  # it need not recompute anything, so the usual deadline holds
             state.late, state.deadline_s = False, state.record.due_s
         self._queues.put_back(state)
         self._counters[ServiceClass.RT].promoted += 1
         state.record.event(now, "promoted")
 
     def release(self, request_id: str) -> None:
-        """What a request has left is kept no longer, see Hints.keep_s; unknown ids are ignored."""
-        self._prefixes.release(request_id)
+        """Unpin the blocks of an ended request, see Hints.keep_s; unknown ids are ignored."""
+        self._prefixes.pins.release(request_id)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Choose the next step and allocate its memory; None if there is nothing to run.
+        """Plan the next step and allocate its memory; None if there is nothing to run.
 
-        While a step runs, this is the one after it, and only if `may_run_ahead`.
+        While a step runs, this plans the step after it; only if `may_run_ahead`.
         """
-        self._prefixes.expire(now)
+        self._prefixes.pins.expire(now)
         running, begins_s = self._steps.latest, self._steps.ends_s(now)
         if running is not None:
-            foresee(running, self._prefixes, begins_s)
+            assume_done(running, self._prefixes, begins_s)
         proposal = self._policy.propose(self._queues, begins_s)
-        for state in proposal.drop:
-            self._give_up(state, now)
+        for state in proposal.shed:
+            self._shed(state, now)
         if running is not None:
-            proposal = proposal_behind(proposal)
+            proposal = without_finishing(proposal)
         predictor, sharing = self._policy.predictor, self._kv.sharing_changes
         memory = StepMemory(
             self._kv,
-            self._prefixes,
             self._queues.running,
             self._states,
             begins_s,
@@ -361,33 +296,36 @@ class Scheduler:
         if not packing.selected:
             return None
         self._policy.chosen(packing)
-        self._rob(memory, now)
+        self._preempt_victims(memory, now)
         chunks = self._commit(packing, memory, now)
         self._steps.begin(packing, predictor, self._queues, self._arrivals, now)
         shared = self._shared_prefixes(packing, chunks, sharing)
         return StepPlan(self._steps.count, chunks, self._kv.take_copies(), shared)
 
     def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
-        """Take in what a step produced; one output per sampled token, and per fill that is done."""
+        """Apply the result of the oldest running step.
+
+        Returns one output per sampled token and per prefill-only request that is done.
+        """
         step, seconds, be_waits = self._steps.end(now, self._policy.predictor, self._queues)
         assert result.step == step.number, "steps end in their order"
         self._policy.settle(step.packing, seconds, be_waits)
-        if not step.foreseen:
+        if not step.assumed_done:
             wrong = {sample.request_id for sample in result.samples if sample.error is not None}
             self._prefixes.publish(step.packing, wrong)
         outputs = [
-            self._filled(state, now)
-            for state in step.filled
+            self._finish_prefill_only(state, now)
+            for state in step.prefilled
             if self._states.get(state.request_id) is state
         ]
         states, take_token = self._states, self._take_token
         for sample in result.samples:
             state = states.get(sample.request_id)
             if state is None or state.arrival_index >= step.new_request:
-                continue  # it has gone while the step ran, and another one may have its name
+                continue  # it ended while the step ran; a new request may have its id
             if sample.error is not None:
-                self._drop(state, FinishReason.ERROR, now)
-                outputs.append(failed(state, sample.error))
+                self._finish(state, FinishReason.ERROR, now)
+                outputs.append(_error_output(state, sample.error))
                 continue
             outputs.append(
                 RequestOutput(
@@ -402,22 +340,22 @@ class Scheduler:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the next step can be scheduled before the running one has been applied."""
+        """Whether the next step can be scheduled before the running one is applied."""
         running = self._steps.latest
-        return running is None or can_be_foreseen(running)
+        return running is None or can_assume_done(running)
 
     @property
     def may_abort(self) -> bool:
-        """Whether `yields` may say yes while the step runs that was scheduled last."""
+        """Whether `yields` may return True for the step that was scheduled last."""
         assert self._steps.latest is not None
         packing = self._steps.latest.packing
         has_best_effort = len(packing.selected) > packing.num_urgent
-        return self._policy.aborts_steps and has_best_effort and not packing.owed
+        return self._policy.aborts_steps and has_best_effort and not packing.spends_credit
 
     def yields(self, new_request: EngineRequest, now: float) -> bool:
-        """Whether the running step is to be aborted for a request that has just arrived.
+        """Whether the running step should be aborted for a request that has just arrived.
 
-        The request is not taken in by this. Only if `may_abort`.
+        Only if `may_abort`. This does not submit the request.
         """
         if new_request.service_class is not ServiceClass.RT or new_request.prefill_only:
             return False
@@ -431,13 +369,13 @@ class Scheduler:
         return self._policy.yields(step.packing, step.began_s, tokens, due_s, now)
 
     def abort_step(self, plan: StepPlan, now: float) -> None:
-        """Take back the step that was scheduled last: none of its tokens has been computed."""
+        """Undo the step that was scheduled last: none of its tokens counts as computed."""
         step, seconds = self._steps.abort_step(now, self._queues)
         self._policy.aborted(step.packing, seconds)
         for chunk in plan.chunks:
             state = self._states.get(chunk.request_id)
             if state is None or state.arrival_index >= step.new_request:
-                continue  # aborted while the step ran, and another one may have its name
+                continue  # it was aborted while the step ran; a new request may have its id
             state.record.wait("yielded", seconds)
             if chunk.request_id in self._started:
                 self._kv.free(chunk.request_id)
@@ -445,20 +383,55 @@ class Scheduler:
                 state.record.event(now, "yielded")
             else:
                 self._kv.truncate(chunk.request_id, chunk.start)
-                state.num_cached = chunk.start
+                state.num_computed_tokens = chunk.start
 
     def take_ended(self) -> list[RequestOutput]:
-        """The last outputs of requests that ended without a step since the last call: they were
-        aborted, or there was nothing to compute."""
+        """The last outputs of requests that ended without a step since the last call: the policy
+        shed them, or their whole prompt was cached."""
         ended, self._ended = self._ended, {}
         return list(ended.values())
 
     def stats(self) -> EngineStats:
-        """A snapshot of queues, memory and counters."""
-        return take_snapshot(self._steps, self._policy, self._kv, self._queues, self._counters)
+        """A snapshot of steps, queues, KV memory and counters."""
+        steps, kv = self._steps, self._kv
+        running = {cls: 0 for cls in ServiceClass}
+        kv_blocks = {cls: 0 for cls in ServiceClass}
+        for state in self._queues.running:
+            running[state.service_class] += 1
+            kv_blocks[state.service_class] += kv.blocks_of(state.request_id)
+        rows, resets = self._policy.batch_size
+        predictor = self._policy.predictor
+        return EngineStats(
+            steps=steps.count - steps.aborted,
+            step_s=steps.seconds,
+            predicted_s=steps.predicted_s,
+            step_error_s=steps.error_s,
+            be_tax_s=steps.be_tax_s,
+            abandoned_steps=steps.aborted,
+            abandoned_s=steps.abandoned_s,
+            safety_factor=predictor.safety_factor if predictor else 1.0,
+            batch_size=rows,
+            batch_resets=resets,
+            kv_blocks_used=kv.num_used_blocks,
+            kv_blocks_total=kv.num_blocks,
+            kv_blocks_shared=kv.num_shared_blocks,
+            kv_blocks_cached=kv.num_cached_blocks,
+            kv_blocks_parked=kv.num_pinned_blocks,
+            host_kv_blocks_used=kv.num_host_blocks_used,
+            host_kv_blocks_total=kv.num_host_blocks,
+            by_class={
+                cls: each.snapshot(
+                    running[cls],
+                    len(self._queues.waiting[cls]),
+                    kv_blocks[cls],
+                    kv.num_evicted_blocks(SIDES[cls]),
+                )
+                for cls, each in self._counters.items()
+            },
+        )
 
-    def trace(self, request_id: str, now: float) -> RequestTrace | None:
-        """What became of a request; None if nothing is known of it (any more)."""
+    def trace(self, request_id: str) -> RequestTrace | None:
+        """The trace of a running, waiting or recent request; None for an unknown id."""
         state = self._states.get(request_id)
         if state is None:
             return self._traces.get(request_id)
@@ -474,7 +447,7 @@ class Scheduler:
         assert sorted(s.request_id for s in self._queues) == sorted(self._states)
         for state in self._queues:
             held = self._kv.num_tokens(state.request_id)
-            assert held == (state.num_cached if state.running else 0)
+            assert held == (state.num_computed_tokens if state.running else 0)
             assert PENDING not in state.token_ids[:-1]
             assert not state.is_pending or self._steps.latest is not None, "waits for nothing"
 
@@ -483,9 +456,9 @@ class Scheduler:
     ) -> tuple[SharedPrefix, ...]:
         """See packing.shared_prefixes. sharing: the cache's `sharing_changes` before packing.
 
-        They are those that were found last if that was for the same chunks, and the cache has
-        shared nothing anew since before those were packed: then the front of each row's segments,
-        where shared blocks are, is the same, too.
+        The result of the last call still holds for the same chunks if no block became shared or
+        private since those were packed: then the shared blocks at the front of each row's segments
+        are the same.
         """
         grouping, common_parts = self._grouping, self._kv.common_parts
         if grouping is None or not self._kv.has_common_parts:
@@ -505,14 +478,14 @@ class Scheduler:
     def _commit(
         self, packing: Packing[RequestState], memory: StepMemory, now: float
     ) -> tuple[Chunk, ...]:
-        """What was packed is going to run: its requests have computed it from now on."""
+        """Make the plan's chunks; their tokens count as computed from now on."""
         self._started.clear()
         granted, chunks = memory.granted, []
         for state, num_tokens in packing.selected:
             if not state.running:
                 self._begin(state, now)
-            start = state.num_cached
-            state.num_cached = end = start + num_tokens
+            start = state.num_computed_tokens
+            state.num_computed_tokens = end = start + num_tokens
             state.num_missing = 0
             tokens, (segments, slots) = state.token_ids, granted[state.request_id]
             sample = state.sample_spec() if end == len(tokens) and state.samples else None
@@ -521,7 +494,7 @@ class Scheduler:
         return tuple(chunks)
 
     def _begin(self, state: RequestState, now: float) -> None:
-        """A request leaves its queue for its first step."""
+        """Move a request from its queue to the running requests."""
         self._started.add(state.request_id)
         self._steps.note_start(state)
         self._queues.start(state)
@@ -536,13 +509,13 @@ class Scheduler:
         reason = state.add_output(token_id, now)
         if reason is not None:
             counters.note_finish(record, state.slo)
-            self._drop(state, reason, now)
+            self._finish(state, reason, now)
         return reason
 
-    def _filled(self, state: RequestState, now: float) -> RequestOutput:
-        """All of its prompt has been computed, which is all that was asked for."""
+    def _finish_prefill_only(self, state: RequestState, now: float) -> RequestOutput:
+        """End a prefill-only request whose prompt is computed."""
         self._counters[state.service_class].prompt_tokens += state.prompt_len
-        self._drop(state, FinishReason.LENGTH, now)
+        self._finish(state, FinishReason.LENGTH, now)
         return RequestOutput(
             request_id=state.request_id,
             finish_reason=FinishReason.LENGTH,
@@ -550,13 +523,13 @@ class Scheduler:
         )
 
     def _wait(self, state: RequestState) -> None:
-        """A request that ran holds no memory any more."""
-        state.num_cached = state.num_missing = 0
+        """Move a request that holds no memory any more back to its queue."""
+        state.num_computed_tokens = state.num_missing = 0
         self._queues.stop(state)
-        self._prefixes.waits(state)
+        self._prefixes.enqueue(state)
 
-    def _rob(self, memory: StepMemory, now: float) -> None:
-        """Victims wait for memory, or compute again what is lost."""
+    def _preempt_victims(self, memory: StepMemory, now: float) -> None:
+        """Update the victims: they wait for memory, and recompute what has no checkpoint."""
         for service_class, tokens in memory.restored.items():
             self._counters[service_class].kv_restored += tokens
         cuts = self._kv.take_cuts()
@@ -565,26 +538,27 @@ class Scheduler:
             counters = self._counters[state.service_class]
             counters.kv_taken += lost.tokens
             counters.kv_copied += lost.copied
-            if state.num_missing == 0:  # else it was interrupted before
+            if state.num_missing == 0:  # else it was preempted before and not restored since
                 counters.preemptions += 1
                 state.record.preemptions += 1
                 state.record.event(now, "preempted")
-            state.num_cached = cuts.get(request_id, state.num_cached)
+            state.num_computed_tokens = cuts.get(request_id, state.num_computed_tokens)
             state.num_missing = self._kv.num_missing(request_id)
-            if state.num_cached == 0:
+            if state.num_computed_tokens == 0:
                 self._policy.place(state, now)
                 self._wait(state)
                 state.record.event(now, "starts over")
 
-    def _give_up(self, state: RequestState, now: float) -> None:
+    def _shed(self, state: RequestState, now: float) -> None:
         counters = self._counters[state.service_class]
         counters.rejected += 1
         retry_s = counters.retry_after_s(now)
-        self._drop(state, FinishReason.ERROR, now)
-        self._ended[state.request_id] = given_up(state, retry_s)
+        self._finish(state, FinishReason.ERROR, now)
+        error = "The server was too busy to answer within this request's time objective."
+        self._ended[state.request_id] = _error_output(state, error, retry_s)
 
-    def _drop(self, state: RequestState, reason: FinishReason, now: float) -> None:
-        if self._states.pop(state.request_id, None) is not None:  # else it ends as it comes
+    def _finish(self, state: RequestState, reason: FinishReason, now: float) -> None:
+        if self._states.pop(state.request_id, None) is not None:  # else it was never enqueued
             self._kv.free(state.request_id, keep=reason is not FinishReason.ERROR)
             if not state.running:
                 self._prefixes.dequeue(state)
@@ -597,3 +571,14 @@ class Scheduler:
         self._traces[state.request_id] = state.trace(None, reason)
         if len(self._traces) > _MAX_TRACES:
             self._traces.popitem(last=False)
+
+
+def _error_output(
+    state: RequestState, error: str, retry_after_s: float | None = None
+) -> RequestOutput:
+    return RequestOutput(
+        request_id=state.request_id,
+        finish_reason=FinishReason.ERROR,
+        error=error,
+        retry_after_s=retry_after_s,
+    )

@@ -1,4 +1,4 @@
-"""What the scheduler remembers about one request."""
+"""The scheduler's state of one request, and the running and waiting queues."""
 
 from __future__ import annotations
 
@@ -23,43 +23,47 @@ Rank = tuple[float, ...]
 SIDES: Mapping[ServiceClass, Side] = MappingProxyType(
     {ServiceClass.RT: Side.LEFT, ServiceClass.BE: Side.RIGHT}
 )
-"""Where requests of a class grow in blocks."""
+"""The side of a block on which requests of a class grow."""
 
 _MAX_GAP = 1.5
-"""Longest time to the next token that is planned for, in objectives; see paced_deadline_s."""
+"""Longest planned time to the next token, in TPOT objectives; see paced_deadline_s."""
 
 
 def due_from_s(request: EngineRequest, now: float) -> float:
-    """From when its next token is due, if it comes now: from when this engine was asked for it."""
-    return now if request.resumed else arrived_s(request, now)
+    """The time from which the TTFT objective counts for a request that is submitted now: `now` if
+    it is resumed, else its arrival."""
+    return now if request.resumed else arrival_s(request, now)
 
 
-def arrived_s(request: EngineRequest, now: float) -> float:
-    """When it arrived, by its own account; now if it gives none, or one in the future."""
+def arrival_s(request: EngineRequest, now: float) -> float:
+    """The request's own arrival time; `now` if it has none, or one in the future."""
     return min(request.arrival_s, now) or now
 
 
 class RequestState:
     """One request from submission to its last token.
 
-    token_ids   [ prompt .................... | output so far ]     also what another engine gave
-    num_cached  [ computed ........... )        while it waits: by others, and still in the cache
-    num_missing   how many of these are not in KV memory, and have to come back first
-    num_reused    how many of the prompt were there when it began; None before
-    remaining                          [ to compute .......... )   then a token is sampled
+        token_ids             [ prompt .................... | output so far ]
+        num_computed_tokens   [ computed ........... )
+        remaining                                    [ to compute .......... )  -> sample
 
-    While a step runs that samples a token for it, and the next one is planned, the last of
-    token_ids is PENDING, and counts as any other.
+    The output includes the tokens of a resumed request that another engine generated. If the next
+    step is planned while a step samples a token for this request, the last of token_ids is PENDING
+    and counts like any other.
 
-    running: it holds KV memory. rank: who keeps that longer; the same while its class is.
-    queue_key: place among the waiting requests of its class. deadline_s: when the token after
-    `remaining` is due, in clock seconds; moved by every token, and by the policy once it is lost
-    (`late`). These three belong to the policy. match: what of its prompt was found in the cache
-    last.
-    needs_history: its tokens are chosen by those before, which have to be known for that.
-    samples: tokens are chosen for it; False if it is prefill-only, when it ends as soon as no token
-    is `remaining`.
-    early: an early prefill, see Hints.
+    num_computed_tokens: computed tokens; of a waiting request, those found in the prefix cache.
+    num_missing: computed tokens that were preempted and must be restored first.
+    num_reused: prompt tokens that were cached when it began; None before that.
+    running: it holds KV memory.
+    rank: requests with a lower rank may preempt it; constant within a class. Set by the policy.
+    queue_key: order among the waiting requests of its class. Set by the policy.
+    deadline_s: when the token after `remaining` is due, in clock seconds. Each token moves it; the
+        policy moves it once it has passed.
+    late: the first deadline of the next token has passed; deadline_s may be a later one.
+    match: result of its last look-up in the prefix cache.
+    needs_history: sampling needs the token ids before, so none of them may be PENDING.
+    samples: False if it is prefill-only: it ends when no token is `remaining`.
+    early: it is an early prefill, see Hints.
     """
 
     __slots__ = (
@@ -70,7 +74,7 @@ class RequestState:
         "match",
         "max_length",
         "needs_history",
-        "num_cached",
+        "num_computed_tokens",
         "num_missing",
         "num_reused",
         "prefix_keys",
@@ -116,16 +120,16 @@ class RequestState:
         self.seed = seed
         self.token_ids = array("i", request.prompt_token_ids)
         self.prompt_len = len(self.token_ids) - request.resumed
-        self.num_cached = 0
+        self.num_computed_tokens = 0
         self.num_missing = 0
         self.num_reused: int | None = None
         self.running = False
         self.match = NO_MATCH
         self.prefix_keys: list[bytes] = []
-        self.rank: Rank = (arrival_index,)  # until a policy has its say
+        self.rank: Rank = (arrival_index,)  # until Policy.place
         self.queue_key: Rank = self.rank
         self.late = False
-        self.record = RequestRecord(arrived_s(request, now), slo, request.resumed, now)
+        self.record = RequestRecord(arrival_s(request, now), slo, request.resumed, now)
         self.deadline_s = self.record.due_s
         most = (params.max_tokens or max_length) if self.samples else 0
         self.max_length = min(self.prompt_len + most, max_length)
@@ -135,7 +139,7 @@ class RequestState:
     @property
     def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 while decoding."""
-        return len(self.token_ids) - self.num_cached
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_outputs(self) -> int:
@@ -143,13 +147,13 @@ class RequestState:
 
     @property
     def is_pending(self) -> bool:
-        """Whether its last token is still to come out of a step that runs."""
+        """Whether a running step samples its last token."""
         return self.token_ids[-1] == PENDING
 
     def keys(self, block_size: int, num_tokens: int) -> list[bytes]:
-        """Of the full blocks among its first `num_tokens` tokens, see kvcache/prefix_cache.py.
+        """Keys of the full blocks among its first `num_tokens` tokens, see kvcache/prefix_cache.py.
 
-        All of these have to be known.
+        None of these tokens may be PENDING.
         """
         count = num_tokens // block_size
         known = self.prefix_keys
@@ -161,28 +165,23 @@ class RequestState:
             )  # fmt: skip
         return known if count == len(known) else known[:count]
 
-    @property
-    def num_known(self) -> int:
-        """Of a request that has ended, how many of its tokens were computed."""
-        return len(self.token_ids) - self.samples
-
     def relegate(self, service_class: ServiceClass, slo: Slo) -> None:
-        """Serve a request that has not been queued yet as another class than it asked for."""
+        """Serve a request, which is not enqueued yet, as another class than it asked for."""
         self.service_class = service_class
         self.side = SIDES[service_class]
         self.slo = slo
-        self.record.hold_to(slo)
+        self.record.set_objectives(slo)
         self.deadline_s = self.record.due_s
 
     def promote(self, slo: Slo, now: float) -> None:
         """Serve a best-effort request as real-time; slo: its objectives from now on.
 
-        The policy has to place it anew. What it holds in KV memory grows where it grew before.
+        The policy has to place it again. Its KV keeps growing on the side where it began.
         """
         self.service_class = ServiceClass.RT
         self.side = SIDES[ServiceClass.RT]
         self.slo = slo
-        self.record.hold_from(now, slo)
+        self.record.reset_objectives(now, slo)
         self.late = False
         self.deadline_s = self.record.due_s
 
@@ -201,7 +200,7 @@ class RequestState:
         )
 
     def sample_spec(self) -> SampleSpec:
-        """How to choose the token after everything computed so far."""
+        """How to sample the token after all computed tokens."""
         params, num_outputs = self.request.sampling, len(self.token_ids) - self.prompt_len
         return SampleSpec(
             params,
@@ -213,20 +212,20 @@ class RequestState:
         )
 
     def expect_output(self, at_s: float) -> None:
-        """A step that runs samples a token for it, which will be there at `at_s`: plan with it."""
-        assert not self.needs_history, "its tokens have to be known first"
+        """Append PENDING for the token that a running step will sample, at `at_s` seconds."""
+        assert not self.needs_history, "sampling needs the token ids before"
         self.token_ids.append(PENDING)
         self.late = False
         self.deadline_s = self.paced_deadline_s(_MAX_GAP, at_s)
 
     def add_output(self, token_id: int, now: float) -> FinishReason | None:
-        """Take in a token sampled at `now`; says why the request is finished, if it is."""
+        """Append a token sampled at `now`; returns why the request is finished, None if not."""
         tokens = self.token_ids
         if tokens[-1] == PENDING:
             tokens[-1] = token_id
         else:
             tokens.append(token_id)
-        if self.running:  # else it has to start over meanwhile, and has a deadline for that
+        if self.running:  # else it lost its memory meanwhile and has a new deadline already
             self.late = False
             self.deadline_s = self.paced_deadline_s(_MAX_GAP)
         if token_id in self.stop_ids:
@@ -234,11 +233,12 @@ class RequestState:
         return FinishReason.LENGTH if len(tokens) >= self.max_length else None
 
     def paced_deadline_s(self, max_gap: float, last_s: float | None = None) -> float:
-        """An interval after the last token, or later if the request is ahead of its mean pace.
+        """Deadline of the next token: a TPOT after the last one, or later if ahead of the pace.
 
-        The objective is the mean time between tokens. A request that is ahead of it may be
-        kept waiting for another's prompt, but never for more than `max_gap` intervals.
-        last_s: when the last token is expected, if it is still to come.
+        TPOT is a mean. A request that is ahead of it may wait for the prompt of another request,
+        but never for more than `max_gap` intervals.
+
+        last_s: when the last token is expected, if a running step samples it.
         """
         interval_s, record = self.slo.tpot_s, self.record
         first_s = record.pace_from_s
@@ -247,89 +247,80 @@ class RequestState:
         elif first_s is None:
             first_s = last_s
         if interval_s is None or first_s is None or last_s is None:
-            return self.deadline_s  # of a first token, of a whole best-effort request, or none
+            return self.deadline_s  # of the first token or of a best-effort request, or infinite
         on_pace_s = first_s + (len(self.token_ids) - self.prompt_len) * interval_s
         return max(last_s + interval_s, min(on_pace_s, last_s + max_gap * interval_s))
 
 
-# ---- Where requests stand: holding KV memory, or waiting for it by class.
-
-
 class Queues:
-    """running: hold KV memory, sorted by rank. waiting: hold none, by class, sorted by queue_key.
+    """The running and the waiting requests. Only the methods change the lists.
 
-    Both keys end with something unique, so that a request is found by bisection.
+    Ranks and queue keys are unique, so that bisection finds a request.
+
+    running: requests that hold KV memory, sorted by rank.
+    waiting: requests that hold none, by class, sorted by queue_key.
+    blocked: for how long each class has waited, by reason.
     """
 
     def __init__(self) -> None:
-        self._running: list[RequestState] = []
-        self._waiting: dict[ServiceClass, list[RequestState]] = {cls: [] for cls in ServiceClass}
+        self.running: list[RequestState] = []
+        self.waiting: Mapping[ServiceClass, list[RequestState]] = {cls: [] for cls in ServiceClass}
         self.blocked = BlockedTime()
 
-    @property
-    def running(self) -> list[RequestState]:
-        """Not a copy: to be read only."""
-        return self._running
-
-    @property
-    def waiting(self) -> Mapping[ServiceClass, list[RequestState]]:
-        """Not copies: to be read only."""
-        return self._waiting
-
     def running_of(self, service_class: ServiceClass) -> list[RequestState]:
-        """Those of one class, sorted by rank."""
-        return [state for state in self._running if state.service_class is service_class]
+        """The running requests of one class, sorted by rank."""
+        return [state for state in self.running if state.service_class is service_class]
 
     def enqueue(self, state: RequestState) -> None:
-        """A request that holds no memory starts to wait."""
-        bisect.insort(self._waiting[state.service_class], state, key=_queue_key)
+        """Add a request that holds no memory to its waiting queue."""
+        bisect.insort(self.waiting[state.service_class], state, key=_queue_key)
         state.record.queued(self.blocked.so_far(state.service_class))
 
     def requeue(self, state: RequestState, key: Rank) -> None:
-        """Move a waiting request to another place in its queue."""
-        queue = self._waiting[state.service_class]
+        """Move a waiting request within its queue."""
+        queue = self.waiting[state.service_class]
         del queue[_index(queue, state, _queue_key)]
         state.queue_key = key
         bisect.insort(queue, state, key=_queue_key)
 
     def start(self, state: RequestState) -> None:
-        """From waiting to running."""
-        queue = self._waiting[state.service_class]
+        """Move a request from waiting to running."""
+        queue = self.waiting[state.service_class]
         del queue[_index(queue, state, _queue_key)]
         state.record.dequeued(self.blocked.so_far(state.service_class))
         state.running = True
-        bisect.insort(self._running, state, key=rank_key)
+        bisect.insort(self.running, state, key=rank_key)
 
     def stop(self, state: RequestState) -> None:
-        """From running back to waiting."""
-        del self._running[_index(self._running, state, rank_key)]
+        """Move a request from running to waiting."""
+        del self.running[_index(self.running, state, rank_key)]
         state.running = False
         self.enqueue(state)
 
     def remove(self, state: RequestState) -> None:
-        """A request leaves for good."""
+        """Remove a request from its queue."""
         if state.running:
-            del self._running[_index(self._running, state, rank_key)]
+            del self.running[_index(self.running, state, rank_key)]
             return
-        queue = self._waiting[state.service_class]
+        queue = self.waiting[state.service_class]
         del queue[_index(queue, state, _queue_key)]
         state.record.dequeued(self.blocked.so_far(state.service_class))
 
     def put_back(self, state: RequestState) -> None:
-        """A request that was removed is back, with another class, rank and queue_key."""
+        """Add a removed request again, after its class, rank and queue_key have changed."""
         if state.running:
-            bisect.insort(self._running, state, key=rank_key)
+            bisect.insort(self.running, state, key=rank_key)
         else:
             self.enqueue(state)
 
     def __iter__(self) -> Iterator[RequestState]:
-        return itertools.chain(self._running, *self._waiting.values())
+        return itertools.chain(self.running, *self.waiting.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless queues are sorted and requests where they belong."""
-        assert all(a.rank < b.rank for a, b in itertools.pairwise(self._running)), "not sorted"
-        assert all(state.running and state.num_cached > 0 for state in self._running)
-        for service_class, queue in self._waiting.items():
+        """Raise AssertionError unless all queues are sorted and every request is in its own."""
+        assert all(a.rank < b.rank for a, b in itertools.pairwise(self.running)), "not sorted"
+        assert all(state.running and state.num_computed_tokens > 0 for state in self.running)
+        for service_class, queue in self.waiting.items():
             assert all(a.queue_key < b.queue_key for a, b in itertools.pairwise(queue))
             assert not any(state.running for state in queue)
             assert all(state.service_class is service_class for state in queue)
@@ -341,7 +332,8 @@ def rank_key(state: RequestState) -> Rank:
 
 
 def section(state: RequestState) -> float:
-    """The part of its waiting queue that a policy has put it in, if its keys begin with one."""
+    """The section of the waiting queue that the policy has put the request in: the first element
+    of its queue_key, under policies that have sections."""
     return state.queue_key[0]
 
 

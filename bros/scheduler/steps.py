@@ -1,4 +1,4 @@
-"""What steps took, what they were expected to take, and who waited meanwhile."""
+"""The running steps: predicted and actual times, and which requests waited during them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from bros.scheduler.state import Queues, RequestState
 
 @dataclass(slots=True)
 class Step:
-    """One that was committed, and what is needed of it when it ends.
+    """A committed step, with what is needed when it ends.
 
-    began_s: when the device began with it; if it runs another one still, when it was planned.
-    expected_s: seconds it should take. new request: arrival_index of the first request that came
-        too late for it.
-    filled: prefill-only requests that are done with it.
-    blocked: classes that wait, and why.
-    idle: requests that hold memory and are not in it.
-    foreseen: its requests plan on as if it were done, see `foresee`.
+    began_s: when the device began it; while the device still runs the step before, when it was
+        planned.
+    expected_s: predicted seconds.
+    new_request: arrival_index of the first request that was submitted after the commit.
+    prefilled: prefill-only requests that are done after it.
+    blocked: (class, reason) for each class with waiting requests.
+    idle: (request, reason) of requests that hold memory but are not in the step.
+    assumed_done: the scheduler has called `assume_done` for it.
     """
 
     number: int
@@ -29,19 +30,17 @@ class Step:
     began_s: float
     expected_s: float
     new_request: int
-    filled: list[RequestState]
+    prefilled: list[RequestState]
     blocked: list[tuple[ServiceClass, str]]
     idle: list[tuple[RequestState, str]]
-    foreseen: bool = False
+    assumed_done: bool = False
 
 
 class StepLedger:
-    """Up to two steps that run, one after the other, and sums over those that have ended.
+    """Up to two steps in flight, and sums in seconds over those that have ended (see EngineStats).
 
-        planned    |1   |2       |3                  a step begins when it is planned, or when
-        device     [ 1 ....... ][ 2 ....... ][ 3     the one before it has ended
-
-    Sums are in seconds; fields as in EngineStats.
+    planned    |1   |2       |3                  a step begins when it is planned, or when
+    device     [ 1 ....... ][ 2 ....... ][ 3     the one before it has ended
     """
 
     def __init__(self) -> None:
@@ -62,8 +61,8 @@ class StepLedger:
         new_request: int,
         now: float,
     ) -> None:
-        """A step was committed. Called with the queues as they are while it runs."""
-        assert len(self._running) < 2, "at most two steps run"
+        """Record a committed step. queues: after the commit."""
+        assert len(self._running) < 2, "at most two steps are in flight"
         self.count += 1
         taken = {state.request_id for state, _ in packing.selected}
         reasons = {state.request_id: reason for state, reason in packing.passed_over}
@@ -73,7 +72,7 @@ class StepLedger:
             began_s=now,
             expected_s=predictor.seconds(packing.load) if predictor else 0.0,
             new_request=new_request,
-            filled=[s for s, _ in packing.selected if not s.samples and s.remaining == 0],
+            prefilled=[s for s, _ in packing.selected if not s.samples and s.remaining == 0],
             blocked=[
                 (service_class, _why_waiting(packing, service_class))
                 for service_class, waiting in queues.waiting.items()
@@ -93,12 +92,15 @@ class StepLedger:
         return self._running[-1] if self._running else None
 
     def ends_s(self, now: float) -> float:
-        """When what runs should be over, and the next step can begin; now if nothing runs."""
+        """When the last running step should end, so that the next can begin; now if none runs."""
         latest = self.latest
         return now if latest is None else max(now, latest.began_s + latest.expected_s)
 
     def note_start(self, state: RequestState) -> None:
-        """A request leaves its queue for the next step: until the one that runs ends, it waits."""
+        """A request leaves its queue for the next step.
+
+        Until the running step ends it still waits, for the reason that holds for its class.
+        """
         latest = self.latest
         if latest is not None and state.arrival_index < latest.new_request:
             latest.idle += [
@@ -108,15 +110,18 @@ class StepLedger:
             ]
 
     def note_promotion(self, state: RequestState) -> None:
-        """It leaves the best-effort queue for the other one: until the step that runs ends it
-        waits as before, unless those it joins do so, too, and it with them."""
+        """A waiting request moves from the best-effort queue to the real-time queue.
+
+        Until the running step ends it still waits as best-effort, unless the real-time queue is
+        blocked during that step: then it waits with that queue.
+        """
         latest = self.latest
         if latest is None or any(cls is ServiceClass.RT for cls, _ in latest.blocked):
             return
         self.note_start(state)
 
     def abort_step(self, now: float, queues: Queues) -> tuple[Step, float]:
-        """The only running step was aborted: (which one, the seconds it took)."""
+        """Record that the only running step was aborted; returns it and the seconds it took."""
         (step,) = self._running
         self._running.clear()
         seconds = now - step.began_s
@@ -128,11 +133,14 @@ class StepLedger:
     def end(
         self, now: float, predictor: StepTimePredictor | None, queues: Queues
     ) -> tuple[Step, float, bool]:
-        """The first step is done: (which one, seconds it took, best-effort work waited)."""
+        """Record the end of the oldest step.
+
+        Returns (the step, the seconds it took, whether best-effort work waited during it).
+        """
         step = self._running.popleft()
         seconds = now - step.began_s
         self.seconds += seconds
-        if self._running:  # it can not have begun before
+        if self._running:  # the next step cannot have begun before this one ended
             self._running[0].began_s = now
         be_waits = _note_waits(step, seconds, queues)
         if predictor is not None:
@@ -144,14 +152,17 @@ class StepLedger:
         self.predicted_s += step.expected_s
         self.error_s += abs(seconds - step.expected_s)
         if packing.num_urgent and packing.seconds:
-            # A row may even save time, by what others can read together with it.
+            # Best-effort rows may even save time, if more rows then share a prefix.
             tax_s = max(packing.seconds - packing.urgent_s, 0.0)
             self.be_tax_s += seconds * tax_s / packing.seconds
         predictor.observe(packing.load, seconds)
 
 
 def _note_waits(step: Step, seconds: float, queues: Queues) -> bool:
-    """Whether best-effort work was among those who waited; what is early waits for nothing."""
+    """Add the step's time to the waits of requests and queues that were not in it.
+
+    Returns whether best-effort work waited; early prefills do not count.
+    """
     be_waits = False
     for state, reason in step.idle:
         if not state.record.left:
@@ -164,7 +175,7 @@ def _note_waits(step: Step, seconds: float, queues: Queues) -> bool:
 
 
 def _why_waiting(packing: Packing[RequestState], service_class: ServiceClass) -> str:
-    """Why those who still wait in a class do: what kept the first one out, or ended its turn."""
+    """Why a class waits: why its first candidate was passed over, or why packing stopped."""
     for state, reason in packing.passed_over:
         if state.service_class is service_class and not state.running:
             return reason

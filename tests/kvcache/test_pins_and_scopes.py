@@ -117,7 +117,7 @@ def test_pinned_blocks_are_evicted_before_any_request_is_preempted() -> None:
     assert kv.append("rt", 8, Side.LEFT, lambda: ["be"]) is not None
     assert kv.num_missing("be") == 0 and kv.match(keys).num_tokens == 0
     kv.check_integrity()
-    assert kv.num_parked_blocks == 2, "pinned again as soon as they are computed again"
+    assert kv.num_pinned_blocks == 2, "pinned again as soon as they are computed again"
 
 
 # Scopes

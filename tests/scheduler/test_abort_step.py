@@ -144,7 +144,7 @@ def test_requests_of_an_aborted_step_record_that_they_yielded() -> None:
     plan = run.scheduler.schedule(0.0)
     assert plan is not None
     run.scheduler.abort_step(plan, 0.05)
-    trace = run.scheduler.trace("be", 0.05)
+    trace = run.scheduler.trace("be")
     assert trace is not None
     assert trace.waits == {"yielded": pytest.approx(0.05)}
     assert [what for _, what in trace.events] == ["queued as be", "scheduled", "yielded"]

@@ -216,7 +216,7 @@ def check_load(
     rows = [item for item, count in packing.selected if count == 1]
     load = packing.load
     assert load.decode_rows == len(rows)
-    assert load.context == sum(row.num_cached + 1 for row in rows)
+    assert load.context == sum(row.num_computed_tokens + 1 for row in rows)
     assert load.context - load.unique_context == saved([known[r.name] for r in rows], rule)
     assert math.isclose(packing.seconds, predictor.safe_seconds(load))
     fresh = load_of(packing.selected, CommonContext(memory, predictor))

@@ -11,8 +11,6 @@ from bros.core.request import ServiceClass, Slo
 from bros.kvcache.blocks import Side
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.memory import StepMemory, peak_tokens
-from bros.scheduler.metrics import ClassCounters
-from bros.scheduler.prefixes import Prefixes
 from bros.scheduler.state import RequestState
 from support.scheduling import request
 
@@ -33,7 +31,7 @@ def state(index: int, service_class: ServiceClass, length: int, cached: int = 0)
         eos_token_ids=frozenset(),
     )
     made.rank = (service_class is BE, index)
-    made.num_cached = cached
+    made.num_computed_tokens = cached
     made.running = cached > 0
     return made
 
@@ -47,13 +45,12 @@ def memory_with(
 ) -> tuple[KvCacheManager, StepMemory]:
     """Of `states`, those with cached tokens hold their blocks."""
     kv = KvCacheManager(blocks, SIZE)
-    running = sorted((s for s in states if s.num_cached), key=lambda s: s.rank)
+    running = sorted((s for s in states if s.num_computed_tokens), key=lambda s: s.rank)
     for holder in running:
-        assert kv.append(holder.request_id, holder.num_cached, side_of(holder)) is not None
+        assert kv.append(holder.request_id, holder.num_computed_tokens, side_of(holder)) is not None
     chosen = {"max_holders": 100, "new_requests_preempt": True, **options}
-    prefixes = Prefixes(kv, {cls: ClassCounters() for cls in ServiceClass})
     by_id = {each.request_id: each for each in states}
-    return kv, StepMemory(kv, prefixes, running, by_id, 0.0, **chosen)  # type: ignore[arg-type]
+    return kv, StepMemory(kv, running, by_id, 0.0, **chosen)  # type: ignore[arg-type]
 
 
 # Expected growth
@@ -105,11 +102,11 @@ def test_copies_are_foreseen_before_they_are_made(
     new_requests = [state(i, RT, n) for i, n in enumerate(asked)]
     states = [*holders, *new_requests]
     kv = KvCacheManager(blocks, SIZE, num_host_blocks=host)
-    if any(kv.append(s.request_id, s.num_cached, Side.RIGHT) is None for s in holders):
+    if any(kv.append(s.request_id, s.num_computed_tokens, Side.RIGHT) is None for s in holders):
         return
     by_id = {each.request_id: each for each in states}
     memory = StepMemory(
-        kv, Prefixes(kv, {cls: ClassCounters() for cls in ServiceClass}), holders, by_id, 0.0,
+        kv, holders, by_id, 0.0,
         max_holders=100, new_requests_preempt=True,
     )  # fmt: skip
     tight, granted = memory.is_tight(len(new_requests), sum(asked)), 0
@@ -224,7 +221,7 @@ def populations(draw: st.DrawFn) -> tuple[list[RequestState], int]:
         length = draw(st.integers(1, 20))
         cached = draw(st.integers(0, length - 1))
         states.append(state(index, draw(st.sampled_from([RT, BE])), length, cached))
-    held = sum(-(-s.num_cached // SIZE) for s in states)
+    held = sum(-(-s.num_computed_tokens // SIZE) for s in states)
     return states, max(1, held + draw(st.integers(0, 6)))
 
 
@@ -244,7 +241,7 @@ def test_any_sequence_keeps_the_books(
             if memory.may_cancel(by_name[name]):
                 memory.cancel(by_name[name])
                 assert name not in memory.granted
-                assert kv.num_tokens(name) == by_name[name].num_cached
+                assert kv.num_tokens(name) == by_name[name].num_computed_tokens
             assert memory.losses == robbed
         asking = untouched.pop(data.draw(st.integers(0, len(untouched) - 1)))
         tokens = data.draw(st.integers(1, asking.remaining))
@@ -255,7 +252,7 @@ def test_any_sequence_keeps_the_books(
             for name in memory.losses.keys() - before:
                 assert by_name[name].rank > asking.rank, "only from those of higher rank"
                 assert name not in granted, "never from one in the step"
-                assert asking.num_cached or preempt
+                assert asking.num_computed_tokens or preempt
         else:
             assert set(memory.losses) == before, "nobody is robbed in vain"
         assert not memory.granted.keys() & memory.losses.keys()
@@ -263,7 +260,7 @@ def test_any_sequence_keeps_the_books(
     cuts = kv.take_cuts()
     assert cuts.keys() == memory.losses.keys(), "without host memory, what is taken is lost"
     for name, left in cuts.items():
-        assert left < by_name[name].num_cached and kv.num_tokens(name) == left
+        assert left < by_name[name].num_computed_tokens and kv.num_tokens(name) == left
     kv.check_integrity()
 
 
@@ -275,15 +272,15 @@ def test_whoever_fits_beside_those_of_lower_rank_gets_memory(
     states, total = population
     for asking in states:
         kv, memory = memory_with(states, total)
-        holders = [s for s in states if s.num_cached and s is not asking]
+        holders = [s for s in states if s.num_computed_tokens and s is not asking]
         above = [s for s in holders if s.rank > asking.rank]
         blocks = kv.num_available_blocks(Side.LEFT) + sum(kv.blocks_of(s.request_id) for s in above)
-        if asking.num_cached == 0:
+        if asking.num_computed_tokens == 0:
             stay = len(holders) - len(above)  # and want to grow
             expected = -(-asking.remaining // SIZE) + stay <= blocks
         else:
             others = (s for s in holders if s not in above and side_of(s) is not side_of(asking))
-            beside = sum(-s.num_cached % SIZE for s in others)
-            room = -asking.num_cached % SIZE + SIZE * blocks + beside
+            beside = sum(-s.num_computed_tokens % SIZE for s in others)
+            room = -asking.num_computed_tokens % SIZE + SIZE * blocks + beside
             expected = asking.remaining <= room
         assert memory.reserve(asking, asking.remaining) is expected

@@ -31,7 +31,7 @@ def test_a_request_that_cannot_be_on_time_is_refused_and_leaves_nothing_behind()
     assert caught.value.retry_after_s == 1.0
     counted = run.scheduler.stats().by_class[RT]
     assert (counted.rejected, counted.waiting) == (1, 20)
-    assert run.scheduler.trace("late", run.now) is None
+    assert run.scheduler.trace("late") is None
     assert run.scheduler.abort("late", run.now) is None
     run.scheduler.check_integrity()
     run.drain()
@@ -46,7 +46,7 @@ def test_or_is_served_as_best_effort() -> None:
     by_class = run.scheduler.stats().by_class
     assert (by_class[BE].relegated, by_class[RT].relegated) == (1, 0)
     assert (by_class[BE].waiting, by_class[RT].waiting) == (1, 20)
-    trace = run.scheduler.trace("late", run.now)
+    trace = run.scheduler.trace("late")
     assert trace is not None
     assert (trace.service_class, trace.requested_class) == (BE, RT)
     assert (trace.slo.ttft_s, trace.slo.tpot_s) == (None, None)
@@ -59,7 +59,7 @@ def test_or_is_served_late() -> None:
     run = loaded("late")
     assert run.submit("late", 300, slo=SLOW) is RT
     run.drain()
-    trace = run.scheduler.trace("late", run.now)
+    trace = run.scheduler.trace("late")
     assert trace is not None and trace.late_tokens >= 1
 
 
@@ -205,7 +205,7 @@ def test_prompts_that_are_due_later_are_not_in_the_way() -> None:
         run.submit(f"patient{number}", 100, slo=Slo(1e6, 10.0), salt=30 * number)
     assert run.submit("urgent", 20) is RT
     run.drain()
-    trace = run.scheduler.trace("urgent", run.now)
+    trace = run.scheduler.trace("urgent")
     assert trace is not None and trace.late_tokens == 0
 
 
@@ -217,5 +217,5 @@ def test_prompts_that_are_late_already_are_not_in_the_way() -> None:
     assert run.waiting(RT) == 19
     assert run.submit("on time", 300, slo=SLOW) is RT
     run.drain()
-    trace = run.scheduler.trace("on time", run.now)
+    trace = run.scheduler.trace("on time")
     assert trace is not None and trace.late_tokens == 0

@@ -34,7 +34,7 @@ def seconds(packing: Packing[Item], copied: int) -> float:
     load = StepLoad()
     for item, count in packing.selected:
         complete = count == item.remaining
-        load.add(count, item.num_cached, complete, swapped=item.num_missing)
+        load.add(count, item.num_computed_tokens, complete, swapped=item.num_missing)
     load.copy_out(copied)
     return SAFETY * COPYING.seconds(load)
 
@@ -60,14 +60,16 @@ def test_a_row_whose_copies_would_make_another_late_stays_out() -> None:
     for others, expected in (((10, 10), ["a"]), ((0, 0), ["a", "b"])):
         memory = Blocks(free=0 if others[0] else 10, others=others)
         # The first one has room in its last block.
-        packing = packed([dataclasses.replace(first, num_cached=6), row("b")], [], memory, BOUNDS)
+        packing = packed(
+            [dataclasses.replace(first, num_computed_tokens=6), row("b")], [], memory, BOUNDS
+        )
         assert [item.name for item, _ in packing.selected] == expected
         assert packing.seconds <= 0.025
 
 
 def test_best_effort_is_cut_to_what_fits_with_its_copies() -> None:
     bounds = dataclasses.replace(BOUNDS, best_effort_s=0.120)
-    urgent = [dataclasses.replace(row("a", due_s=1.0), num_cached=6)]
+    urgent = [dataclasses.replace(row("a", due_s=1.0), num_computed_tokens=6)]
     free, tight = Blocks(), Blocks(free=0, others=(200, 200))
     sizes = []
     for memory in (free, tight):
@@ -88,7 +90,7 @@ items = st.builds(
     Item,
     name=st.uuids().map(str),
     remaining=st.sampled_from([1, 1, 1, 5, 20, 60]),
-    num_cached=st.integers(1, 30),
+    num_computed_tokens=st.integers(1, 30),
     deadline_s=st.sampled_from([0.03, 0.1, 0.3, math.inf]),
     num_missing=st.sampled_from([0, 0, 0, 1]),
 )

@@ -16,7 +16,7 @@ from bros.core.config import EngineConfig
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.scheduler.build import unused_options
 from bros.scheduler.cost_model import StepTimePredictor
-from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, OverloadGuard, Room
+from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, Capacity, OverloadGuard
 from bros.scheduler.state import Queues, RequestState
 from support.scheduling import MODEL, request
 from support.tier import examples
@@ -97,7 +97,7 @@ def test_priority_newcomers_never_preempt_but_growth_does() -> None:
 def policy(rows: int = 100) -> BrosPolicy:
     predictor = StepTimePredictor(MODEL)
     settings = BrosSettings(rows=rows, tokens=256)
-    guard = OverloadGuard("late", predictor, Room(8, 1000), lambda state: 10)
+    guard = OverloadGuard("late", predictor, Capacity(8, 1000), lambda state: 10)
     return BrosPolicy(settings, predictor, guard, lambda state: 10)
 
 
@@ -127,7 +127,7 @@ def test_the_order_of_urgency_is_that_of_a_full_sort(
         queues.enqueue(state)
         if runs:
             queues.start(state)
-            state.num_cached = 3
+            state.num_computed_tokens = 3
         if service_class is RT:
             real_time.append(state)
     found = [(s.deadline_s, s.arrival_index) for s in bros.propose(queues, 0.0).urgent]
@@ -186,7 +186,7 @@ def test_the_tightest_objective_of_the_last_minute_counts() -> None:
     """Not the tightest one ever, and not none as soon as that is forgotten."""
     settings = BrosSettings(rows=8, tokens=64, ttft_s=0.4, tpot_s=0.4, rt_wait=0.5)
     predictor = StepTimePredictor(MODEL)
-    guard = OverloadGuard("late", predictor, Room(8, 1000), lambda state: 10)
+    guard = OverloadGuard("late", predictor, Capacity(8, 1000), lambda state: 10)
     bros = BrosPolicy(settings, predictor, guard, lambda state: 10)
     queues, found = Queues(), []
     for at_s, ttft_s in ((0.0, 0.25), (30.0, 0.3), (50.0, 0.4), (59.0, None), (61.0, None),
@@ -230,7 +230,7 @@ def test_shed_gives_up_what_is_late_and_says_when_to_come_back() -> None:
     assert given_up.error and given_up.token_ids == ()
     assert given_up.retry_after_s is not None and given_up.retry_after_s >= 1.0
     assert run.scheduler.abort("late", run.now) is None, "it is gone"
-    trace = run.scheduler.trace("late", run.now)
+    trace = run.scheduler.trace("late")
     assert trace is not None and trace.finish_reason is FinishReason.ERROR
     run.drain()
     run.scheduler.check_integrity()
@@ -405,7 +405,7 @@ def test_a_deadline_of_a_real_time_request_sets_its_pace(
 ) -> None:
     run = VirtualRun()
     run.submit("rt", 5, slo=slo, max_tokens=max_tokens)
-    trace = run.scheduler.trace("rt", run.now)
+    trace = run.scheduler.trace("rt")
     assert trace is not None
     found = (trace.slo.ttft_s, trace.slo.tpot_s, trace.slo.deadline_s)
     assert found == pytest.approx((held_to.ttft_s, held_to.tpot_s, held_to.deadline_s))

@@ -55,7 +55,7 @@ def test_a_fill_with_nothing_to_compute_ends_without_a_step(prompt: int, cached:
     assert run.scheduler.has_work
     assert run.step() == {}
     assert (run.ends["fill"], run.cached["fill"]) == (FinishReason.LENGTH, cached)
-    trace = run.scheduler.trace("fill", run.now)
+    trace = run.scheduler.trace("fill")
     assert trace is not None and trace.finish_reason is FinishReason.LENGTH
     assert not run.scheduler.has_work
 
@@ -100,7 +100,7 @@ def test_fills_are_no_finished_requests_and_have_no_first_token() -> None:
         assert (each.finished, each.output_tokens, each.ttft_met, each.slack.total) == (0, 0, 0, 0)
     assert (stats[RT].prompt_tokens, stats[RT].prefix_tokens) == (80, 40)
     assert (stats[BE].prompt_tokens, stats[BE].prefix_tokens) == (60, 40)
-    trace = run.scheduler.trace("fill", run.now)
+    trace = run.scheduler.trace("fill")
     assert trace is not None and (trace.ttft_s, trace.late_tokens) == (None, 0)
 
 
@@ -185,7 +185,7 @@ def test_any_mix_of_fills_and_answers_ends_well(data: st.DataObject) -> None:
     stats = run.scheduler.stats()
     assert (stats.kv_blocks_used, stats.host_kv_blocks_used) == (0, 0)
     for name, asked in run.requests.items():
-        trace = run.scheduler.trace(name, run.now)
+        trace = run.scheduler.trace(name)
         assert trace is not None and trace.finish_reason is not None
         if trace.finish_reason is FinishReason.ABORT:
             continue

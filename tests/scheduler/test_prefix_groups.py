@@ -27,7 +27,7 @@ def state_of(index: int, cached: int, at_s: float = 0.0, *, early: bool = False)
         asked, service_class=BE, slo=asked.slo, now=at_s, arrival_index=index, seed=0,
         max_length=200, eos_token_ids=frozenset(),
     )  # fmt: skip
-    state.num_cached, state.early = cached, early
+    state.num_computed_tokens, state.early = cached, early
     return state
 
 
@@ -126,7 +126,7 @@ def test_groups_follow_what_is_cached_now() -> None:
     cached = {f"r{index}": 0 for index in range(40)}
 
     def look_up(state: RequestState) -> None:
-        state.num_cached = cached[state.request_id]
+        state.num_computed_tokens = cached[state.request_id]
 
     order = PrefixGroups(WAIT_S, look_up)
     waiting = [state_of(index, 0) for index in range(40)]

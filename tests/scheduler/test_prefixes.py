@@ -229,7 +229,7 @@ def test_who_waits_goes_on_when_the_other_has_to_make_way() -> None:
     run.submit("rt", range(800, 850), max_tokens=2)
     while not run.answers["rt"]:
         assert run.step().keys() == {"rt"}
-    trace = run.scheduler.trace("first", run.now)
+    trace = run.scheduler.trace("first")
     assert trace is not None and trace.preemptions == 1
     run.drain()
     assert run.answers["first"] == run.answers["second"] == run.answer("first")
@@ -299,7 +299,7 @@ def test_who_loses_everything_begins_with_what_is_left_of_its_prefix() -> None:
     run.submit("rt", range(700, 720), max_tokens=44)
     while run.scheduler.stats().by_class[RT].finished == 0:
         run.step()
-    trace = run.scheduler.trace("be", run.now)
+    trace = run.scheduler.trace("be")
     assert trace is not None and "starts over" in [what for _, what in trace.events]
     start = run.step()["be"].start
     assert 0 < start < 32, "what is evicted first is the end of it"
@@ -357,7 +357,7 @@ def test_cached_tokens_are_those_that_were_not_computed(data: st.DataObject) -> 
                 run.step()
     run.drain()
     for name, asked in run.requests.items():
-        trace = run.scheduler.trace(name, run.now)
+        trace = run.scheduler.trace(name)
         assert trace is not None
         assert run.answers[name] == run.answer(name)
         assert run.cached[name] % SIZE == 0

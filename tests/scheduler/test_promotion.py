@@ -25,7 +25,7 @@ SOON = Slo(ttft_s=0.4, tpot_s=0.1)
 
 
 def events(run: VirtualRun, name: str) -> list[str]:
-    trace = run.scheduler.trace(name, run.now)
+    trace = run.scheduler.trace(name)
     assert trace is not None
     return [what for _, what in trace.events]
 
@@ -50,7 +50,7 @@ def test_who_waits_overtakes_all_best_effort_requests_and_is_on_time() -> None:
     assert list(run.first_run)[:3] == ["be0", "be1", "be11"]
     assert run.token_times["be11"][0] - began <= 0.4
     assert events(run, "be11")[:3] == ["queued as be", "promoted", "scheduled"]
-    trace = run.scheduler.trace("be11", run.now)
+    trace = run.scheduler.trace("be11")
     assert trace is not None
     assert (trace.requested_class, trace.service_class, trace.slo) == (BE, RT, SOON)
 
@@ -76,7 +76,7 @@ def test_it_is_counted_as_what_it_is_now(policy: str) -> None:
 def test_without_objectives_it_has_the_usual_ones() -> None:
     run = queue_of(3)
     run.scheduler.promote("be2", Slo(), run.now)
-    trace = run.scheduler.trace("be2", run.now)
+    trace = run.scheduler.trace("be2")
     assert trace is not None and trace.slo == Slo(0.4, 0.2)
 
 
@@ -97,7 +97,7 @@ def test_a_deadline_counts_from_the_promotion_and_an_older_one_still_holds(
     run.submit("waits", 10, BE, slo=whole, max_tokens=100, ignore_eos=True)
     run.now = 4.0
     run.scheduler.promote("waits", asked, run.now)
-    trace = run.scheduler.trace("waits", run.now)
+    trace = run.scheduler.trace("waits")
     assert trace is not None
     if asked.deadline_s is None:  # 6 s are left for a hundred tokens
         assert trace.slo.deadline_s == pytest.approx(6.0)
@@ -218,7 +218,7 @@ def test_nobody_who_came_later_takes_its_memory(host_blocks: int) -> None:
             run.scheduler.promote("be", Slo(9.0, 9.0), run.now)
         run.submit("rt", 60, salt=100, max_tokens=3)
         run.drain()
-        trace = run.scheduler.trace("be", run.now)
+        trace = run.scheduler.trace("be")
         assert trace is not None and len(run.token_times["be"]) == 30
         preempted[promoted] = trace.preemptions
         run.scheduler.check_integrity()
@@ -235,7 +235,7 @@ def test_of_its_tokens_those_since_then_are_held_to_the_pace() -> None:
     counted = run.scheduler.stats().by_class[RT]
     assert (counted.finished, counted.both_met, counted.tokens_on_time) == (1, 1, 17)
     assert counted.output_tokens == 17
-    trace = run.scheduler.trace("be", run.now)
+    trace = run.scheduler.trace("be")
     assert trace is not None and trace.late_tokens == 0 and trace.tpot_s is not None
     assert trace.tpot_s > 5.0, "as it was, all in all"
 
@@ -259,7 +259,7 @@ def test_objectives_since_a_promotion_are_those_of_a_request_that_came_then(
     for number, gap in enumerate(gaps):
         if number == at:
             now = promoted_s = now + wait
-            record.hold_from(now, slo)
+            record.reset_objectives(now, slo)
         now += gap
         slack.append(record.token(now, slo if number >= at else Slo()))
         came.append(now)
@@ -285,9 +285,9 @@ def test_real_time_requests_and_unknown_ids_are_ignored(name: str) -> None:
     run.submit("gone", 5, BE, max_tokens=1)
     run.drain()
     run.submit("rt", 5, slo=Slo(0.3, 0.1))
-    before = run.scheduler.stats(), run.scheduler.trace(name, run.now)
+    before = run.scheduler.stats(), run.scheduler.trace(name)
     run.scheduler.promote(name, SOON, run.now)
-    assert (run.scheduler.stats(), run.scheduler.trace(name, run.now)) == before
+    assert (run.scheduler.stats(), run.scheduler.trace(name)) == before
 
 
 def test_a_second_promotion_changes_nothing() -> None:
@@ -295,7 +295,7 @@ def test_a_second_promotion_changes_nothing() -> None:
     for ttft_s in (0.4, 0.1):
         run.scheduler.promote("be2", Slo(ttft_s, 0.1), run.now)
     assert run.scheduler.stats().by_class[RT].promoted == 1
-    trace = run.scheduler.trace("be2", run.now)
+    trace = run.scheduler.trace("be2")
     assert trace is not None and trace.slo == SOON
 
 

@@ -56,11 +56,11 @@ def test_any_sequence_of_moves_leaves_both_queues_sorted_and_complete(
             queues.requeue(chosen, (data.draw(st.sampled_from([0.5, 1.5])), chosen.arrival_index))
         elif move == "start":
             queues.start(chosen)
-            chosen.num_cached = 3
+            chosen.num_computed_tokens = 3
             waiting.remove(chosen)
             running.append(chosen)
         elif move == "stop":
-            chosen.num_cached = 0
+            chosen.num_computed_tokens = 0
             queues.stop(chosen)
             running.remove(chosen)
             waiting.append(chosen)

@@ -27,7 +27,7 @@ random_runs = st.builds(
 
 
 def trace_of(run: VirtualRun, name: str) -> RequestTrace:
-    trace = run.scheduler.trace(name, run.now)
+    trace = run.scheduler.trace(name)
     assert trace is not None
     return trace
 

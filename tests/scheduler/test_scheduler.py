@@ -286,7 +286,7 @@ def test_what_is_refused() -> None:
             scheduler.submit(request("a", **params), now=0.0)  # type: ignore[arg-type]
         assert caught.value.param == field
     tiny = Limits(
-        max_model_len=9, vocab_size=3, max_num_seqs=1, max_batch_tokens=1, max_queue=1,
+        max_model_len=9, vocab_size=3, max_num_seqs=1, max_queue=1,
         eos_token_ids=frozenset({0}),
     )  # fmt: skip
     tiny.check(request("a", [1], stop_token_ids=(1, 2)))

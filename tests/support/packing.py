@@ -23,7 +23,7 @@ class Item:
 
     name: str
     remaining: int = 1
-    num_cached: int = 0
+    num_computed_tokens: int = 0
     deadline_s: float = math.inf
     late: bool = False
     num_missing: int = 0
@@ -32,7 +32,7 @@ class Item:
 
     @property
     def running(self) -> bool:
-        return self.num_cached > 0
+        return self.num_computed_tokens > 0
 
 
 Chosen = Sequence[tuple[Item, int]]
@@ -45,8 +45,8 @@ def row(name: str, due_s: float = math.inf, context: int = 8) -> Item:
 
 def blocks_for(item: Item, num_tokens: int) -> int:
     """New blocks that the next `num_tokens` tokens need."""
-    held = -(-item.num_cached // BLOCK_SIZE)
-    return -(-(item.num_cached + num_tokens) // BLOCK_SIZE) - held
+    held = -(-item.num_computed_tokens // BLOCK_SIZE)
+    return -(-(item.num_computed_tokens + num_tokens) // BLOCK_SIZE) - held
 
 
 class Blocks:
@@ -105,7 +105,7 @@ class Blocks:
 
     def free_slots(self, item: Item) -> int:
         """In its last block and in free ones."""
-        return -item.num_cached % BLOCK_SIZE + self.free * BLOCK_SIZE
+        return -item.num_computed_tokens % BLOCK_SIZE + self.free * BLOCK_SIZE
 
     def common_parts(self, item: Item) -> Sequence[tuple[Hashable, int]]:
         return ()
@@ -129,9 +129,9 @@ def seconds(chosen: Chosen) -> float:
     for item, count in chosen:
         total += MODEL.token_s * count
         if count == 1:
-            total += MODEL.sample_s + MODEL.context_s * (item.num_cached + 1)
+            total += MODEL.sample_s + MODEL.context_s * (item.num_computed_tokens + 1)
         else:
-            total += MODEL.pair_s * (item.num_cached * count + count * (count + 1) / 2)
+            total += MODEL.pair_s * (item.num_computed_tokens * count + count * (count + 1) / 2)
             total += MODEL.sample_s * (count == item.remaining)
     return SAFETY * total
 
@@ -141,7 +141,7 @@ def rest_seconds(item: Item, count: int) -> float:
     rest = item.remaining - count
     if rest == 0:
         return 0.0
-    after = Item(item.name, rest, item.num_cached + count)
+    after = Item(item.name, rest, item.num_computed_tokens + count)
     return seconds([(after, rest)]) / SAFETY
 
 

@@ -121,7 +121,7 @@ class Run:
                 self.ends[name] = output.finish_reason
 
     def prefix_wait_s(self, name: str) -> float | None:
-        trace = self.scheduler.trace(name, self.now)
+        trace = self.scheduler.trace(name)
         assert trace is not None
         return trace.waits.get("prefix")
 

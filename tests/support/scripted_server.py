@@ -118,7 +118,6 @@ class ScriptedEngine:
             max_model_len=MAX_MODEL_LEN,
             vocab_size=tokenizer.vocab_size,
             max_num_seqs=8,
-            max_batch_tokens=64,
             max_queue=8,
         )
 

@@ -1,4 +1,4 @@
-"""The seam between the packing loop and a policy."""
+"""The interface between the scheduler and a policy."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ class Proposal:
     best_effort: candidates for the time that is left, in this order.
     bounds: of the step.
     exclusive: best-effort candidates run only if no urgent one can.
-    drop: waiting requests that end now with an error instead.
+    shed: waiting requests that end now with an error.
     """
 
     urgent: Iterable[RequestState]
     best_effort: Iterable[RequestState] = ()
     bounds: Bounds
     exclusive: bool = False
-    drop: Sequence[RequestState] = ()
+    shed: Sequence[RequestState] = ()
 
 
 class Policy(Protocol):
     """Orders requests and bounds steps; never allocates.
 
-    predictor: how long steps take, if the policy minds. newcomers_preempt: requests that hold
-    no KV memory may take it from others of higher rank. expected_tokens: how many more tokens a
-    request is likely to produce, if admission of best-effort work shall look ahead.
+    predictor: predicts step times; None if the policy does not use them.
+    new_requests_preempt: whether requests that hold no KV memory may preempt others.
+    expected_tokens: how many more tokens a request is likely to generate; None if best-effort
+        requests are admitted without regard to expected growth.
     """
 
     @property
@@ -52,7 +53,7 @@ class Policy(Protocol):
 
     @property
     def batch_size(self) -> tuple[int, int]:
-        """(rows that the next step may have, how often that was reset)"""
+        """(most rows of the next step, how often that was reset)"""
         ...
 
     def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
@@ -60,64 +61,60 @@ class Policy(Protocol):
         ...
 
     def place(self, state: RequestState, now: float) -> None:
-        """A request starts to wait, or changes its class: give it a queue_key, and its rank, always
-        the same one in a class.
+        """Set the queue_key and the rank of a request that starts to wait or changes its class.
 
-        No two requests share either.
+        Both are unique, and the rank is always the same within a class.
         """
         ...
 
     def propose(self, queues: Queues, now: float) -> Proposal:
-        """What may run next. May move waiting requests and set deadlines that are lost anew."""
+        """What may run next. May move waiting requests, and renew deadlines that are lost."""
         ...
 
     @property
     def aborts_steps(self) -> bool:
-        """Whether `yields` ever says yes."""
+        """Whether `yields` may ever return True."""
         ...
 
     def yields(
         self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
     ) -> bool:
-        """Whether to abort the running step, which holds best-effort work and began at `began_s`.
+        """Whether to abort the running step for a real-time request that has just arrived.
 
-        For a real-time request that has just arrived with a prompt of `tokens`, and whose first
-        token is due at `due_s`.
+        packing: the running step, with best-effort work.
+        began_s: when it began.
+        tokens: prompt tokens of the new request that are not cached.
+        due_s: when its first token is due.
         """
         ...
 
     def chosen(self, packing: Packing[RequestState]) -> None:
-        """The step after `turn` is going to run."""
-        return
+        """A step is going to run."""
+        ...
 
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
-        """A step took `seconds`; be_waits: there was best-effort work that it left out.
+        """A step took `seconds`; be_waits: best-effort work waited during it.
 
-        With steps that overlap, the turn of the one after it has been taken already.
+        With async scheduling, the next step may be planned already.
         """
         ...
 
     def aborted(self, packing: Packing[RequestState], seconds: float) -> None:
-        """A step was aborted after so many seconds, and nothing of it counts."""
+        """A step was aborted after `seconds`; none of its tokens counts."""
         ...
 
 
 class OrderPolicy:
-    """Base of the policies that only order: no predictions, no classes but in the order."""
+    """Base of the policies that only order requests, without predicted step times."""
 
     name = "base"
     new_requests_preempt = True
+    aborts_steps = False
+    predictor: StepTimePredictor | None = None
+    expected_tokens: Callable[[RequestState], int] | None = None
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-
-    @property
-    def predictor(self) -> StepTimePredictor | None:
-        return None
-
-    @property
-    def expected_tokens(self) -> Callable[[RequestState], int] | None:
-        return None
 
     @property
     def batch_size(self) -> tuple[int, int]:
@@ -125,10 +122,6 @@ class OrderPolicy:
 
     def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
         return state.service_class
-
-    @property
-    def aborts_steps(self) -> bool:
-        return False
 
     def yields(
         self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
@@ -143,3 +136,8 @@ class OrderPolicy:
 
     def aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         raise AssertionError("this policy never aborts a step")
+
+    def _first_waiting(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
+        """The first waiting requests of a class: one more than fit, so that it has a reason to
+        wait."""
+        return queues.waiting[service_class][: self._bounds.rows + 1]

@@ -1,4 +1,4 @@
-"""First come, first served, blind to classes: the baseline."""
+"""Baseline policies: fcfs, priority, edf and rr."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from bros.scheduler.state import Queues, RequestState, by_deadline, deadline_key
 
 
 class FcfsPolicy(OrderPolicy):
+    """First come, first served, whatever the class."""
+
     name = "fcfs"
 
     def place(self, state: RequestState, now: float) -> None:
         state.rank = state.queue_key = (state.arrival_index,)
 
     def propose(self, queues: Queues, now: float) -> Proposal:
-        some = self._bounds.rows + 1  # one more, which then says why it waits
-        waiting = [queues.waiting[cls][:some] for cls in ServiceClass]
+        waiting = [self._first_waiting(queues, cls) for cls in ServiceClass]
         order = heapq.merge(queues.running[:], *waiting, key=rank_key)
         return Proposal(urgent=order, bounds=self._bounds)
 
 
-# ---- Priority as vLLM has it: it orders the queue, and the victims when memory runs out.
-
-
 class PriorityPolicy(OrderPolicy):
-    """Requests that run go on before any new one is admitted, whatever its class.
+    """Priority scheduling as in vLLM: the class orders the waiting queue and the victims.
 
-    A new real-time request is first in the queue, but has to wait until rows, tokens and memory are
-    left over.
+    Running requests are scheduled before new ones, whatever their class. A new real-time request is
+    first in the queue, but waits until running requests leave rows, tokens and memory.
     """
 
     name = "priority"
@@ -41,20 +39,19 @@ class PriorityPolicy(OrderPolicy):
         state.rank = state.queue_key = (best_effort, state.arrival_index)
 
     def propose(self, queues: Queues, now: float) -> Proposal:
-        some = self._bounds.rows + 1  # one more, which then says why it waits
         order = queues.running[:]
         for service_class in (ServiceClass.RT, ServiceClass.BE):
-            order += queues.waiting[service_class][:some]
+            order += self._first_waiting(queues, service_class)
         return Proposal(urgent=order, bounds=self._bounds)
 
 
-# ---- Earliest deadline first, over both classes and without regard to what a step takes.
-#
-# A best-effort request without a deadline comes after everything that has one, in order of
-# arrival. What is late comes first, as it is the earliest: under overload everything is late.
-
-
 class EdfPolicy(OrderPolicy):
+    """Earliest deadline first over both classes, whatever the time of a step.
+
+    Requests without a deadline come last, in order of arrival. Late requests come first, since
+    their deadlines are the earliest: under overload all requests become late.
+    """
+
     name = "edf"
 
     def place(self, state: RequestState, now: float) -> None:
@@ -64,18 +61,17 @@ class EdfPolicy(OrderPolicy):
         state.queue_key = (state.deadline_s, *state.rank)
 
     def propose(self, queues: Queues, now: float) -> Proposal:
-        some = self._bounds.rows + 1  # one more, which then says why it waits
-        waiting = [queues.waiting[cls][:some] for cls in ServiceClass]
+        waiting = [self._first_waiting(queues, cls) for cls in ServiceClass]
         order = heapq.merge(by_deadline(queues.running), *waiting, key=deadline_key)
         return Proposal(urgent=order, bounds=self._bounds)
 
 
-# ---- Iteration round-robin: a step of real-time work, a step of best-effort work, and so on.
-#
-# The baseline "RR" of the BROS paper (section 6.1): two first-come-first-served queues.
-
-
 class RoundRobinPolicy(OrderPolicy):
+    """Alternates between real-time and best-effort steps, each class first come, first served.
+
+    The baseline "RR" of the BROS paper (section 6.1).
+    """
+
     name = "rr"
 
     def __init__(self, bounds: Bounds) -> None:
@@ -100,7 +96,7 @@ class RoundRobinPolicy(OrderPolicy):
 
     def _order(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
         running = queues.running_of(service_class)
-        waiting = queues.waiting[service_class][: self._bounds.rows + 1]
+        waiting = self._first_waiting(queues, service_class)
         return list(heapq.merge(running, waiting, key=rank_key))
 
 

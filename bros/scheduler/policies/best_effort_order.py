@@ -1,18 +1,19 @@
-"""In what order best-effort requests start that have no deadline to meet.
+"""The order in which best-effort requests start, unless a deadline is pressing.
 
-By arrival, where some count as if they had come earlier (times in units of `max_wait_s`):
+By arrival, where some requests count as if they had arrived earlier (times in units of
+`max_wait_s`):
 
     -1/2                    0                     1/2                     1
       |  <-- half -- group  |----- joined by ----->|                      |
-      |                     |  program or prefix, joined by requests that come until then
-      a group starts here   first one came
+      |                     |  program or prefix, joined by requests that arrive until then
+      a group starts here   the first request arrived
 
-whose program has begun     with the first one of it, so that what was begun is finished
-who begins alike            with the first one, if they are of no program: KV may be shared
-a grouped request           with its group, and half of max_wait_s before that
+    requests of one program     as the first of them, so that programs that have begun are finished
+    requests with one prefix    as the first of them, if they are of no program: they may share KV
+    requests of a task group    as the first of the group, and half of max_wait_s before that
 
-No request is ranked more than max_wait_s before its arrival. So requests that arrive later than
-that do not overtake a waiting one, however many they are, and ordering needs no ageing.
+No request counts as more than max_wait_s earlier than its arrival. So requests that arrive later
+than that never overtake a waiting one, however many they are, and no aging is needed.
 """
 
 from __future__ import annotations
@@ -26,61 +27,60 @@ from typing import Protocol
 from bros.scheduler.state import Rank, RequestState
 
 _PREFIX_TOKENS = 64
-"""Requests with the same first tokens begin alike."""
+"""Requests with so many equal first tokens are taken to share a prefix."""
 
 _MAX_KNOWN = 10_000
 
 _Group = tuple[str, str, bytes, int]
-"""Tenant, program, first tokens of the prompt if there is no program, depth if it is grouped."""
+"""(tenant, program, first tokens of the prompt if there is no program, depth of a task group or -1)
+"""
 
-_First = tuple[float, int]
-"""When the first one of some arrived, and its arrival_index."""
+_Arrival = tuple[float, int]
+"""(arrival_s, arrival_index) of a request."""
 
 
 class StartOrder(Protocol):
-    """In what order best-effort requests start that are not pressing."""
+    """The order in which best-effort requests start that are not pressing."""
 
     def key(self, state: RequestState, now: float) -> Rank:
-        """Place in the queue; different for all requests."""
+        """Position in the queue; unique."""
         ...
 
     def first(
         self, waiting: Sequence[RequestState], start: int, count: int, now: float
     ) -> Sequence[RequestState]:
-        """The next `count` of those that wait, sorted by key, from place `start` on; early fills
-        after all others."""
+        """The next `count` requests to start; early prefills come last.
+
+        waiting: sorted by key; only requests from index `start` on count.
+        """
         ...
 
     def started(self, states: Iterable[RequestState]) -> None:
-        """These have begun."""
+        """These requests have started."""
         ...
 
 
 class BestEffortOrder:
-    """Implements StartOrder: keys say it all. Remembers the first request of each group, for
-    `max_wait_s`."""
+    """Implements StartOrder by keys alone; remembers the first request of each group for
+    `max_wait_s` seconds."""
 
     def __init__(self, max_wait_s: float) -> None:
         self._max_wait_s = max_wait_s
-        self._firsts: OrderedDict[_Group, _First] = OrderedDict()
+        self._starts: OrderedDict[_Group, _Arrival] = OrderedDict()
 
     def key(self, state: RequestState, now: float) -> Rank:
-        """Lower starts first; different for all requests.
-
-        Those of one program or group are next to each other: grouped ones, then others, and
-        those that have more calls behind them first.
-        """
+        """Requests of one program are adjacent: those of task groups first, then the deepest."""
         self._forget(now)
         hints, tenant = state.request.hints, state.request.tenant
         prompt = state.token_ids[: min(state.prompt_len, _PREFIX_TOKENS)]
-        alike = b"" if hints.program else prompt.tobytes()
-        place = self._first((tenant, hints.program, alike, -1), state, self._max_wait_s)
+        prefix = b"" if hints.program else prompt.tobytes()
+        start = self._group_start((tenant, hints.program, prefix, -1), state, self._max_wait_s)
         if hints.grouped:
             half_s = self._max_wait_s / 2
-            group = (tenant, hints.program, alike, hints.depth)
-            came_s, first = self._first(group, state, half_s)
-            place = min(place, (came_s - half_s, first))
-        return (*place, not hints.grouped, -hints.depth, state.arrival_index)
+            group = (tenant, hints.program, prefix, hints.depth)
+            group_s, first = self._group_start(group, state, half_s)
+            start = min(start, (group_s - half_s, first))
+        return (*start, not hints.grouped, -hints.depth, state.arrival_index)
 
     def first(
         self, waiting: Sequence[RequestState], start: int, count: int, now: float
@@ -90,53 +90,52 @@ class BestEffortOrder:
     def started(self, states: Iterable[RequestState]) -> None:
         pass
 
-    def _first(self, group: _Group, state: RequestState, follow_s: float) -> _First:
-        """The first one of a group that came no longer than follow_s before this one."""
+    def _group_start(self, group: _Group, state: RequestState, window_s: float) -> _Arrival:
+        """The first arrival of a group if at most window_s before this one, else this one."""
         own = (state.record.arrival_s, state.arrival_index)
-        first = self._firsts.get(group)
-        if first is None or own[0] - first[0] > follow_s:
-            self._firsts[group] = first = own
-            self._firsts.move_to_end(group)
+        first = self._starts.get(group)
+        if first is None or own[0] - first[0] > window_s:
+            self._starts[group] = first = own
+            self._starts.move_to_end(group)
         return min(first, own)
 
     def _forget(self, now: float) -> None:
-        firsts = self._firsts
-        while firsts and (
-            next(iter(firsts.values()))[0] < now - self._max_wait_s or len(firsts) >= _MAX_KNOWN
+        starts = self._starts
+        while starts and (
+            next(iter(starts.values()))[0] < now - self._max_wait_s or len(starts) >= _MAX_KNOWN
         ):
-            firsts.popitem(last=False)
+            starts.popitem(last=False)
 
 
-# ---- Best-effort requests in groups by how much of their prompt is cached (Preble, section 3.3).
+# ---- Best-effort requests in groups by the cached share of their prompt (Preble, section 3.3).
 #
 #     cached     0 .. 10 %   ..   60 .. 70 %   ..   90 .. 100 %
 #     group          1       ..        7       ..        10        each by arrival
 #     a round    1 of it     ..     7 of it    ..     10 of it     the highest group first
 #
-# What is cached is used before it is evicted, and requests that have nothing cached get a share as
-# well. A round goes on from step to step, however few of its requests fit into one. A request's
-# group is that of its prefix that is cached now; it is looked up again for a few requests at each
-# step, in turn, and by packing. A request that has waited for `max_wait_s` goes before all groups.
+# So cached prefixes are used before they are evicted, and requests without one get a share as well.
+# A round may take several steps. A request that has waited for `max_wait_s` goes before all groups.
+# The group of a request follows what is cached now: each step looks up the prompts of a few waiting
+# requests, in turn, and packing looks up those that it considers.
 
 
 NUM_GROUPS = 10
 
 _WINDOW = 256
-"""So many of those that came first are put in groups; the others wait for a place among them."""
+"""So many of the first arrivals are put in groups; later ones wait until they are among these."""
 
 _LOOKED_UP = 8
 """Waiting requests whose prompt is looked up again at each step."""
 
 
 class PrefixGroups:
-    """Implements StartOrder. look_up: sees what is cached of a waiting request's prompt now, and
-    moves its `num_cached`."""
+    """Implements StartOrder. look_up: updates `num_computed_tokens` of a waiting request."""
 
     def __init__(self, max_wait_s: float, look_up: Callable[[RequestState], None]) -> None:
         self._max_wait_s = max_wait_s
         self._look_up = look_up
-        self._next = 0  # to be looked up, as a place in the window
-        self._left = _a_round()
+        self._next = 0  # index in the window of the next request to look up
+        self._round_left = _new_round()  # group -> how many more may start in this round
 
     def key(self, state: RequestState, now: float) -> Rank:
         return (state.record.arrival_s, state.arrival_index)
@@ -152,17 +151,17 @@ class PrefixGroups:
         )
         groups: list[list[RequestState]] = [[] for _ in range(NUM_GROUPS + 1)]
         for state in window[aged:usual]:
-            # Most of the time of a step goes here, so requests without cached tokens cost no call.
-            groups[group_of(state) if state.num_cached else 1].append(state)
-        order = itertools.chain(window[:aged], self._in_turns(groups), window[usual:])
+            # The hot loop of a step: requests without cached tokens cost no call.
+            groups[group_of(state) if state.num_computed_tokens else 1].append(state)
+        order = itertools.chain(window[:aged], self._round_robin(groups), window[usual:])
         return list(itertools.islice(order, count))
 
     def started(self, states: Iterable[RequestState]) -> None:
         for state in states:
             group = group_of(state)
-            if not self._left[group]:
-                self._left = _a_round()
-            self._left[group] -= 1
+            if not self._round_left[group]:
+                self._round_left = _new_round()
+            self._round_left[group] -= 1
 
     def _look_up_some(self, window: Sequence[RequestState]) -> None:
         if self._next >= len(window):
@@ -171,9 +170,9 @@ class PrefixGroups:
             self._look_up(state)
         self._next += _LOOKED_UP
 
-    def _in_turns(self, groups: Sequence[list[RequestState]]) -> Iterator[RequestState]:
-        """What is left of the round, then whole ones, until no request is left."""
-        left, at = self._left, [0] * len(groups)
+    def _round_robin(self, groups: Sequence[list[RequestState]]) -> Iterator[RequestState]:
+        """The rest of the current round, then whole rounds, until no request is left."""
+        left, at = self._round_left, [0] * len(groups)
         order = [group for group in range(NUM_GROUPS, 0, -1) if groups[group]]
         while len(order) > 1:
             for group in order:
@@ -181,16 +180,16 @@ class PrefixGroups:
                 yield from groups[group][at[group] : until]
                 at[group] = until
             order = [group for group in order if at[group] < len(groups[group])]
-            left = _a_round()
+            left = _new_round()
         for group in order:  # only these are left
             yield from groups[group][at[group] :]
 
 
 def group_of(state: RequestState) -> int:
-    """From 1 to NUM_GROUPS, by the share of its tokens that are cached."""
-    return max(1, -(-NUM_GROUPS * state.num_cached // len(state.token_ids)))
+    """1 to NUM_GROUPS, by the share of its tokens that are cached."""
+    return max(1, -(-NUM_GROUPS * state.num_computed_tokens // len(state.token_ids)))
 
 
-def _a_round() -> dict[int, int]:
-    """How many each group may begin."""
+def _new_round() -> dict[int, int]:
+    """Group -> how many of it may start in a round."""
     return {group: group for group in range(1, NUM_GROUPS + 1)}

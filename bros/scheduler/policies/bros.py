@@ -1,8 +1,8 @@
-"""Real-time requests by deadline, best-effort requests in the time that is left.
+"""The policy `bros`: real-time requests by deadline, best-effort requests in the time that is left.
 
-Source: BROS sections 3.1-3.4 (Algorithm 1 is packing.py). Beyond the paper: steps are bounded
-by predicted seconds instead of rows alone, late tokens get a new deadline, and best-effort work
-has deadlines of its own and a guaranteed share.
+Source: BROS sections 3.1-3.4 (Algorithm 1 is packing.py). Beyond the paper: predicted seconds bound
+a step, not only rows; late tokens get a new deadline; best-effort work has deadlines of its own and
+a guaranteed share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.packing import Bounds, Packing, Rules
-from bros.scheduler.policies.base import Policy, Proposal
+from bros.scheduler.policies.base import Proposal
 from bros.scheduler.policies.best_effort_order import BestEffortOrder, StartOrder
 from bros.scheduler.state import (
     Queues,
@@ -31,50 +31,53 @@ from bros.scheduler.state import (
     section,
 )
 
-# ---- In what order real-time requests run, and what becomes of a token whose deadline is lost.
+# ---- The order of real-time requests, and their deadlines once these are lost.
 #
-#     waiting   on time | begun | late        sections of the queue, each by deadline
-#     order     on time, begun and all that run, by deadline; then late
-#     turns     one step in _TURN begins with the request that is late for longest, one with the
-#               oldest begun
+#     waiting   on time | interrupted | late      sections of the queue, each by deadline
+#     order     on time, interrupted and running, by deadline; then late
+#     turns     one step in _TURN_STEPS begins with the request that has been late for longest, one
+#               with the oldest interrupted request
 #
-# Late first tokens wait behind those that can still be on time. A user who has a part of the
-# answer
-# already is reading it: when it was interrupted it gets a new deadline, and one more each time that
-# is lost. But a request whose pace cannot be met is always due before it, so it has turns,
-# too.
+# A request whose first token is late waits behind those that can still be on time. If a request
+# was preempted after its first token, a user is reading its answer: it gets a new deadline, and
+# another one each time that passes. Requests that cannot keep their pace would always be due before
+# it, so that it needs turns as well.
 
 
-_ON_TIME, _BEGUN, _LATE = 0.0, 1.0, 2.0
-"""Sections of the waiting real-time requests: begun are those that were interrupted, and have lost
-the deadline that they got for that."""
+_ON_TIME, _INTERRUPTED, _LATE = 0.0, 1.0, 2.0
+"""Sections of the waiting real-time requests. Interrupted ones lost all their KV after their first
+token, and have missed the deadline that they got for starting over."""
 
-_TURN = 8
-"""Every so many steps, the request that has been late for longest goes before all others; and half
-of that later the oldest of those that have begun."""
+_TURN_STEPS = 8
+"""Every so many steps, the request that has been late for longest goes before all others; and so
+does, half of that later, the oldest interrupted request."""
 
 
 class UrgentOrder:
-    """mode: renew (a lost deadline is followed by a new one), edf (it stays), or shed (drop
-    requests whose first token is late). rows: most that run at once."""
+    """Orders real-time requests.
+
+    mode: what happens after a lost deadline: renew (a new one follows), edf (it stays), or shed
+        (waiting requests whose first token is late end with an error).
+    rows: most requests that run at once.
+    """
 
     def __init__(self, mode: str, predictor: StepTimePredictor, rows: int) -> None:
         self._mode = mode
         self._predictor = predictor
-        self._most = rows + 1  # one more, which then says why it waits
+        self._most = rows + 1  # one more, so that the queue gets a wait reason
 
     def key(self, state: RequestState, now: float) -> Rank:
-        """Place in the queue of a request that starts, or starts over."""
+        """The queue_key of a request that is new or starts over."""
         if state.num_outputs and self._mode != "edf":
-            self._give_time(state, now)  # it has lost its memory, and has to start over
+            self._set_restart_deadline(state, now)
         return (_ON_TIME, state.deadline_s, state.arrival_index)
 
     def renew(self, running: Sequence[RequestState], queues: Queues, now: float) -> None:
-        """Find tokens whose deadline is lost; give them a new one, or mark them as late.
+        """Renew lost deadlines, and move waiting requests that have lost theirs to their section.
 
-        The published algorithm ("edf") keeps the old deadline, so that under overload the
-        latest token comes first and everybody is late. A first token that is late waits behind
-        those that can still be on time; a running request gets a full interval anew.
+        A running request gets a full interval from now; a waiting one is late if its prompt cannot
+        be computed in time. The published algorithm ("edf") keeps the old deadline, so that under
+        overload the latest token comes first and all become late.
         """
         if self._mode == "edf":
             return
@@ -84,66 +87,67 @@ class UrgentOrder:
                 state.deadline_s = now + (interval_s or 0.0)
                 state.late = True
         waiting = queues.waiting[ServiceClass.RT]
-        for place in (_ON_TIME, _BEGUN):
-            at = _start_of(place, waiting)
-            while at < len(waiting) and section(waiting[at]) == place:
+        for part in (_ON_TIME, _INTERRUPTED):
+            at = _start_of(part, waiting)
+            while at < len(waiting) and section(waiting[at]) == part:
                 state = waiting[at]
                 if state.deadline_s >= now + self._predictor.prefill_seconds(state.remaining):
                     break
                 state.late = True
                 if state.num_outputs:
-                    self._give_time(state, now)
-                goes_to = _BEGUN if state.num_outputs else _LATE
+                    self._set_restart_deadline(state, now)
+                goes_to = _INTERRUPTED if state.num_outputs else _LATE
                 queues.requeue(state, (goes_to, state.deadline_s, state.arrival_index))
 
-    def given_up(self, queues: Queues) -> Sequence[RequestState]:
-        """Requests that are dropped; none whose answer has begun."""
+    def to_shed(self, queues: Queues) -> Sequence[RequestState]:
+        """Waiting requests that end with an error; none that has output tokens."""
         waiting = queues.waiting[ServiceClass.RT]
         return waiting[_start_of(_LATE, waiting) :] if self._mode == "shed" else ()
 
-    def of(
+    def order(
         self, running: Sequence[RequestState], queues: Queues, step: int
     ) -> Iterable[RequestState]:
-        """step: how many there have been."""
+        """The candidates of the next step. step: number of steps so far."""
         waiting = queues.waiting[ServiceClass.RT]
-        begins, ends = _start_of(_BEGUN, waiting), _start_of(_LATE, waiting)
+        begins, ends = _start_of(_INTERRUPTED, waiting), _start_of(_LATE, waiting)
         on_time = waiting[: min(begins, self._most)]
-        begun, late = waiting[begins:ends], waiting[ends:]
+        interrupted, late = waiting[begins:ends], waiting[ends:]
         if self._mode == "shed":
             late = []
         first: list[RequestState] = []
-        if late and step % _TURN == 0:
+        if late and step % _TURN_STEPS == 0:
             first = [late.pop(0)]
-        elif begun and step % _TURN == _TURN // 2:
-            first = [min(begun, key=rank_key)]
-            begun.remove(first[0])
+        elif interrupted and step % _TURN_STEPS == _TURN_STEPS // 2:
+            first = [min(interrupted, key=rank_key)]
+            interrupted.remove(first[0])
         order: Iterable[RequestState] = by_deadline(running)
-        if on_time or begun:
-            order = heapq.merge(order, on_time, begun, key=deadline_key)
+        if on_time or interrupted:
+            order = heapq.merge(order, on_time, interrupted, key=deadline_key)
         return itertools.chain(first, order, late[: self._most]) if first or late else order
 
-    def _give_time(self, state: RequestState, now: float) -> None:
-        """A new deadline for a request that was interrupted: a user is reading its answer.
+    def _set_restart_deadline(self, state: RequestState, now: float) -> None:
+        """Renew the deadline of a request that starts over after its first token.
 
-        It has to compute its prompt again, so it gets what that takes at the least.
+        It gets at least twice the time of recomputing its tokens.
         """
         least_s = 2.0 * self._predictor.prefill_seconds(state.remaining)
         state.deadline_s = now + max(state.slo.ttft_s or 0.0, least_s)
         state.late = True
 
 
-def _start_of(place: float, waiting: Sequence[RequestState]) -> int:
-    return bisect.bisect_left(waiting, place, key=section)
+def _start_of(part: float, waiting: Sequence[RequestState]) -> int:
+    """Index of the first request of a section, or where it would be."""
+    return bisect.bisect_left(waiting, part, key=section)
 
 
-# ---- Whether a real-time request can be on time, asked once, when it arrives.
+# ---- Overload: whether a real-time request can be on time, estimated once when it arrives.
 #
-# backlog   prompts of real-time requests that wait and are still on time
+# backlog   time of the prompts of real-time requests that wait and are still on time
 # share     part of a step that decode rows of real-time requests leave to prompts
-# place     when enough real-time requests have ended to leave a seat and KV memory for the backlog
-#           and this one; best-effort requests do not count, they are preempted
+# start     when enough real-time requests have ended to leave rows and KV memory for the backlog
+#           and this one; best-effort requests do not count, since they can be preempted
 #
-# time to first token  ~  the later of (backlog + own prompt) / share and place + own prompt
+# time to first token  ~  max((backlog + own prompt) / share, start + own prompt)
 
 
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 120.0
@@ -152,72 +156,75 @@ _REFERENCE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What requests in progress share: seats in the batch, and tokens of KV memory.
+class Capacity:
+    """The capacity of the engine for running requests.
 
-    shared_tokens: of one request, that lie in blocks of the prefix cache.
-    all_shared_tokens: in all such blocks.
+    rows: most requests that run at once.
+    kv_tokens: tokens of KV memory.
+    shared_tokens: of one request, tokens in shared blocks.
+    all_shared_tokens: tokens in all shared blocks.
     """
 
-    seats: int
+    rows: int
     kv_tokens: int
     shared_tokens: Callable[[RequestState], int] = lambda state: 0
     all_shared_tokens: Callable[[], int] = lambda: 0
 
     def held_by(self, states: Sequence[RequestState]) -> int:
-        """KV tokens of these requests, where what they share counts once."""
+        """KV tokens of these requests, where shared blocks count once."""
         shared = sum(map(self.shared_tokens, states))
-        own = sum(state.num_cached for state in states) - shared
+        own = sum(state.num_computed_tokens for state in states) - shared
         return own + min(shared, self.all_shared_tokens())
 
 
 class OverloadGuard:
-    """mode: late (serve it anyway), relegate (serve it as best-effort), reject (refuse it).
+    """Decides what happens to a real-time request that cannot meet its objectives.
 
-    expected_tokens: how many more tokens a request is likely to produce.
+    mode: late (serve it anyway), relegate (serve it as best-effort), reject (refuse it).
+    expected_tokens: how many more tokens a request is likely to generate.
     """
 
     def __init__(
         self,
         mode: str,
         predictor: StepTimePredictor,
-        room: Room,
+        capacity: Capacity,
         expected_tokens: Callable[[RequestState], int],
     ) -> None:
         self._mode = mode
         self._predictor = predictor
-        self.room = room
+        self.capacity = capacity
         self._expected_tokens = expected_tokens
 
     def classify(
         self, state: RequestState, queues: Queues, step_s: float, now: float
     ) -> ServiceClass:
-        """The class to serve a new request as. step_s: usual time of a step.
+        """The class to serve a new request as. step_s: mean time of a step.
 
-        Of a resumed request a user has read a part already: it keeps its class.
+        A resumed request keeps its class, since a user has read a part of its answer.
         Raises OverloadedError in mode "reject" if its objectives cannot be met.
         """
         if self._mode == "late" or state.service_class is ServiceClass.BE or state.num_outputs:
             return state.service_class
-        missing_s = self._missing_s(state, queues, step_s, now)
-        if missing_s <= 0.0:
+        overrun_s = self._overrun_s(state, queues, step_s, now)
+        if overrun_s <= 0.0:
             return ServiceClass.RT
         if self._mode == "relegate":
             return ServiceClass.BE
-        retry_s = min(max(math.ceil(missing_s), _MIN_RETRY_S), _MAX_RETRY_S)
+        retry_s = min(max(math.ceil(overrun_s), _MIN_RETRY_S), _MAX_RETRY_S)
         raise OverloadedError(
             "The server is too busy to meet this request's time objectives; "
             f"retry in {retry_s:.0f} s, or use service_tier 'flex' to wait for a gap.",
             retry_s,
         )
 
-    def _missing_s(self, state: RequestState, queues: Queues, step_s: float, now: float) -> float:
-        """By how much the objectives would be missed; not positive if they would be met."""
+    def _overrun_s(self, state: RequestState, queues: Queues, step_s: float, now: float) -> float:
+        """Seconds by which it would miss its objectives; not positive if it would meet them."""
         predictor, slo = self._predictor, state.slo
         decode = StepLoad()
         running = queues.running_of(ServiceClass.RT)
         for other in running:
-            decode.add_row(other.num_cached)
+            decode.add_row(other.num_computed_tokens)
         decode_s = predictor.safe_seconds(decode)
         if slo.tpot_s is not None:
             decode.add_row(state.prompt_len)
@@ -233,49 +240,49 @@ class OverloadGuard:
         ]
         tokens = sum(other.remaining for other in ahead)
         tokens += sum(other.remaining for other in running if other.remaining > 1)
-        own_s = predictor.prefill_seconds(state.remaining, state.num_cached)
+        own_s = predictor.prefill_seconds(state.remaining, state.num_computed_tokens)
         work_s = (self._prompts_s(tokens) + own_s) / share
-        place_s = self._place_s([*ahead, state], running, max(step_s, decode_s))
+        start_s = self._start_wait_s([*ahead, state], running, max(step_s, decode_s))
         waited_s = now - state.record.arrival_s
-        return waited_s + max(work_s, place_s + own_s) - slo.ttft_s
+        return waited_s + max(work_s, start_s + own_s) - slo.ttft_s
 
-    def _place_s(
+    def _start_wait_s(
         self, new_requests: Sequence[RequestState], running: Sequence[RequestState], step_s: float
     ) -> float:
-        """When the last of the new requests has a row and memory, if they get both in their order.
+        """Seconds until the last of the new requests has a row and memory, if they start in order.
 
-        Requests end when they have as many tokens as is usual; no other request arrives meanwhile.
+        Assumes that requests end at their expected length, and that no other request arrives.
         """
-        seats = self.room.seats - len(running)
-        room = self.room
-        tokens = room.kv_tokens - room.held_by(running) - sum(s.remaining for s in running)
+        capacity = self.capacity
+        rows = capacity.rows - len(running)
+        tokens = capacity.kv_tokens - capacity.held_by(running) - sum(s.remaining for s in running)
         ends = [
-            (self._expected_tokens(s) * step_s, len(s.token_ids) - room.shared_tokens(s))
+            (self._expected_tokens(s) * step_s, len(s.token_ids) - capacity.shared_tokens(s))
             for s in running
         ]
         heapq.heapify(ends)
-        place_s = 0.0
+        start_s = 0.0
         for state in new_requests:
-            needed = state.remaining  # what is cached of it is there already
-            while ends and (seats < 1 or tokens < needed):
-                place_s, freed = heapq.heappop(ends)
-                seats, tokens = seats + 1, tokens + freed
-            seats, tokens = seats - 1, tokens - needed
-            end_s = place_s + self._expected_tokens(state) * step_s
+            needed = state.remaining  # cached tokens need no memory
+            while ends and (rows < 1 or tokens < needed):
+                start_s, freed = heapq.heappop(ends)
+                rows, tokens = rows + 1, tokens + freed
+            rows, tokens = rows - 1, tokens - needed
+            end_s = start_s + self._expected_tokens(state) * step_s
             heapq.heappush(ends, (end_s, needed))
-        return place_s
+        return start_s
 
     def _prompts_s(self, tokens: int) -> float:
-        """Time for prompts that are computed together with others."""
+        """Time of prompt tokens that are computed in steps with others."""
         added_s = self._predictor.added_prefill_seconds(_REFERENCE_TOKENS)
         return tokens * added_s / _REFERENCE_TOKENS
 
 
-# ---- How many rows the next step may have: TCP's congestion control, with steps for round trips.
+# ---- Adaptive batch size: TCP's congestion control, with steps for round trips.
 #
 #     rows
-#       |               x          x  violation: a decode row is late because of the others.
-#       |             _/|        _/|  The batch is halved (multiplicative decrease).
+#       |               x          x  violation: a decode row is late because of the others;
+#       |             _/|        _/|  the batch size is halved (multiplicative decrease)
 #       |           _/  |      _/  |
 #       |         _/    |    _/    |  congestion avoidance: one more row per step
 #       |        | first|___/      |_
@@ -284,15 +291,15 @@ class OverloadGuard:
 #    B0 |____|
 #       +------------------------------- steps that were full
 #
-# Source: BROS section 3.4, where growth is one row per step throughout and a violation starts over
-# at B0 ("additive"). B grows only when it was what ended the batch, else it would drift up while
-# there is little to do. What a step can hold is first of all decided by its predicted time; B
-# bounds the damage where the prediction is off. Starting over at B0 does more harm than that: with
-# 260 requests running it makes most of them late, which is the next violation.
+# Source: BROS section 3.4, where growth is always one row per step and a violation resets the batch
+# size to B0 ("additive"). B grows only when it limited the batch, else it would drift up while load
+# is low. The predicted time is the main bound of a step; B limits the damage where the prediction
+# is wrong. A reset to B0 does more harm than that: with 260 running requests it makes most of them
+# late, which is the next violation.
 
 
 class AdaptiveBatchSize:
-    """`rows` is what the next step may hold: B0 <= rows <= most."""
+    """rows: bound of the next step, B0 <= rows <= most. resets: number of violations."""
 
     def __init__(self, initial: int, most: int, growth: str = "tcp") -> None:
         """initial: B0. growth: "tcp" or "additive"."""
@@ -304,7 +311,7 @@ class AdaptiveBatchSize:
         self.resets = 0
 
     def settle(self, *, violated: bool, was_full: bool) -> None:
-        """Take in what became of a step."""
+        """Adapt `rows` after a step."""
         if violated:
             self._slow_start = False
             self.rows = max(self.rows // 2, self._initial) if self._halves else self._initial
@@ -317,38 +324,39 @@ _PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
 """Sections of the waiting best-effort requests; the last one holds early prefills."""
 
 _MAX_GAP, _MAX_GAP_BEHIND = 2.5, 1.5
-"""Longest time between two tokens, in objectives, if a step is aborted for another request's first
-token: of a request that is ahead of its mean pace, and of one that is not."""
+"""Longest time between two tokens, in TPOT objectives, when a step is aborted for another request's
+first token: of a request that is ahead of its mean pace, and of one that is not."""
 
 _ABANDONED_SHARE, _MAX_ABANDONED_S = 0.03, 1.0
-"""Most time that may go into aborted steps: share of all, and saved up."""
+"""Bounds of the time spent in aborted steps: its share of all time, and the most that adds up."""
 
 _MIN_GAIN = 0.2
-"""Share of a step that must be left for it to be aborted."""
+"""A step is aborted only if more than this share of it is left."""
 
-_RECENT, _USUAL, _LUCK = 64, 0.9, 1.25
-"""Filler leaves time for a prompt that is longer than this share of the latest ones."""
+_RECENT_PROMPTS, _QUANTILE, _ARRIVAL_FACTOR = 64, 0.9, 1.25
+"""Steps with best-effort work leave time for a new prompt of this quantile of the recent lengths.
+The factor allows for arrivals in the middle of a step; see `_wait_for_prompt_s`."""
 
 _TBAR_ALPHA = 0.2
 _TIGHT_FOR_S = 60.0
+"""For so long after a request with a tight TTFT objective, others like it are expected."""
 _INITIAL_ROWS = 8
 _MAX_CREDIT_S = 2.0
 _MAX_STALE = 64
 _CROWDED_FROM, _CROWDED_TO = 0.6, 0.9
-"""Share of KV memory with real-time requests in it, from which on best-effort work gets less time,
-and at which it gets none: the longer their steps take, the longer they stay, and new requests
-find no memory."""
+"""Shares of KV memory held by real-time requests: best-effort work gets less time beyond the first,
+and none beyond the second, since longer steps make these requests hold their memory for longer."""
 
 _LAXITY = 1.5
-"""A best-effort deadline is pressing when so many times the estimated work is left."""
+"""A best-effort request is pressing once the time left is so many times its estimated work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrosSettings:
     """The policy's options, see EngineConfig.
 
-    ttft_s, tpot_s: objectives of usual requests.
-    depth: steps in flight at once, which a new request has to wait for.
+    ttft_s, tpot_s: default objectives.
+    depth: most steps in flight, which a new request has to wait for.
     """
 
     rows: int
@@ -365,11 +373,13 @@ class BrosSettings:
 
     @property
     def usual_best_effort_s(self) -> float:
-        """Longest step with best-effort work in it while objectives are the usual ones."""
+        """Longest step with best-effort work under the default objectives."""
         return self.rt_wait * self.ttft_s
 
 
-class BrosPolicy(Policy):
+class BrosPolicy:
+    """See the top of this file; implements Policy."""
+
     name = "bros"
     new_requests_preempt = True
 
@@ -382,9 +392,10 @@ class BrosPolicy(Policy):
         order: StartOrder | None = None,
     ) -> None:
         self._settings = settings
-        self._predictor = predictor
+        self.aborts_steps = settings.rules.aborts_steps
+        self.predictor = predictor
         self._guard = guard
-        self._expected_tokens = expected_tokens
+        self.expected_tokens = expected_tokens
         self._batch = AdaptiveBatchSize(_INITIAL_ROWS, settings.rows, settings.growth)
         self._tbar_s = 0.0
         self._credit_s = 0.0
@@ -392,20 +403,13 @@ class BrosPolicy(Policy):
         self._steps = 0
         self._allowed_rows = self._batch.rows
         self._tight: deque[tuple[float, float]] = deque()  # (until, objective), both rising
-        self._prompts: deque[int] = deque(maxlen=_RECENT)
+        self._prompts: deque[int] = deque(maxlen=_RECENT_PROMPTS)
         self._usual_prompt = 1
-        self._known_deadlines = 0  # after the last clean-up
+        self._known_deadlines = 0  # length of _deadlines after the last clean-up
+        # Heap of best-effort deadlines: (latest start, arrival_index, state).
         self._deadlines: list[tuple[float, int, RequestState]] = []
         self._urgent = UrgentOrder(settings.late, predictor, settings.rows)
         self._order = order or BestEffortOrder(settings.be_max_wait_s)
-
-    @property
-    def predictor(self) -> StepTimePredictor:
-        return self._predictor
-
-    @property
-    def expected_tokens(self) -> Callable[[RequestState], int]:
-        return self._expected_tokens
 
     @property
     def batch_size(self) -> tuple[int, int]:
@@ -415,18 +419,18 @@ class BrosPolicy(Policy):
         return self._guard.classify(state, queues, self._tbar_s, now)
 
     def place(self, state: RequestState, now: float) -> None:
-        """Real-time by deadline, best-effort as its StartOrder has it."""
+        """Order real-time requests by deadline, best-effort ones by the StartOrder."""
         best_effort = state.service_class is ServiceClass.BE
         state.rank = (best_effort, state.arrival_index)
         if not best_effort:
-            self._heed(state, now)
+            self._note_arrival(state, now)
             state.queue_key = self._urgent.key(state, now)
             return
         state.queue_key = (_EARLY if state.early else _OTHERS, *self._order.key(state, now))
         if state.slo.deadline_s is not None:
             due_s = state.record.arrival_s + state.slo.deadline_s
             start_s = due_s - _LAXITY * self._work_s(state)
-            if start_s >= state.record.arrival_s:  # else it was lost before it began
+            if start_s >= state.record.arrival_s:  # else it could never be met
                 heapq.heappush(self._deadlines, (start_s, state.arrival_index, state))
             if len(self._deadlines) > _MAX_STALE + 2 * self._known_deadlines:
                 self._forget_ended()
@@ -434,10 +438,10 @@ class BrosPolicy(Policy):
     def propose(self, queues: Queues, now: float) -> Proposal:
         running = queues.running_of(ServiceClass.RT)
         self._urgent.renew(running, queues, now)
-        self._press(queues, now)
+        self._move_pressing(queues, now)
         self._allowed_rows = self._rows(len(running))
         return Proposal(
-            urgent=self._urgent.of(running, queues, self._steps),
+            urgent=self._urgent.order(running, queues, self._steps),
             best_effort=self._best_effort(queues, now),
             bounds=Bounds(
                 rows=self._allowed_rows,
@@ -448,44 +452,44 @@ class BrosPolicy(Policy):
                 tbar_s=self._tbar_s,
                 rules=self._settings.rules,
             ),
-            drop=self._urgent.given_up(queues),
+            shed=self._urgent.to_shed(queues),
         )
 
     def _rows(self, running: int) -> int:
-        """The batch size bounds best-effort work and new requests, never answers that users read.
+        """The batch size, raised to at least the running real-time requests and some new ones.
 
         With fewer rows than running real-time requests most of these would be late, each would be
-        a violation, and the batch would never grow again.
+        a violation, and the batch size would never grow again.
         """
         rows, settings = self._batch.rows, self._settings
         if settings.rules.strict_rows:
             return rows
         return min(max(rows, running + _INITIAL_ROWS), settings.rows)
 
-    @property
-    def aborts_steps(self) -> bool:
-        return self._settings.rules.aborts_steps
-
     def yields(
         self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
     ) -> bool:
-        """If the first token would be late after this step, would not be in a step that starts
-        now, and no token that was to come from this step gets late by that; if there is
-        something to gain, and not too often."""
+        """See Policy.yields. A step is aborted if all of this holds:
+
+        - the new request's first token would be late after this step, but on time in a step that
+          begins now;
+        - no token that this step would give on time becomes late;
+        - enough of the step is left, and not too much time went into aborted steps.
+        """
         ends_s = max(began_s + packing.seconds, now)
         gain_s, loss_s = ends_s - now, now - began_s
         if gain_s < _MIN_GAIN * packing.seconds or loss_s > self._allowance_s:
             return False
-        predictor = self._predictor
+        predictor = self.predictor
         load = StepLoad()
         urgent = packing.selected[: packing.num_urgent]
         for state, num_tokens in urgent:
             sampled = state.samples and state.remaining == 0
-            load.add(num_tokens, state.num_cached - num_tokens, sampled)
+            load.add(num_tokens, state.num_computed_tokens - num_tokens, sampled)
         load.add(tokens, 0, True)
         if ends_s + predictor.safe_seconds(load) <= due_s:
             return False
-        # A request that is late in any case, as its objective cannot be met, does not count.
+        # Requests that are late already do not count.
         others = (_latest_s(state) for state, _ in urgent if not state.late)
         bounds = [due_s, *(latest_s for latest_s in others if latest_s >= ends_s)]
         return now + predictor.seconds(load) <= min(bounds)
@@ -512,18 +516,18 @@ class BrosPolicy(Policy):
 
     # Real-time
 
-    def _heed(self, state: RequestState, now: float) -> None:
-        """Note a prompt, and an objective that is tighter than usual: the next are not far.
+    def _note_arrival(self, state: RequestState, now: float) -> None:
+        """Record the prompt length and the TTFT objective of a real-time request.
 
-        Unless it cannot be met in any case.
+        Objectives that cannot be met in any case are ignored.
         """
         ttft_s = state.slo.ttft_s
-        prefill_s = self._predictor.prefill_seconds(state.remaining)
+        prefill_s = self.predictor.prefill_seconds(state.remaining)
         if ttft_s is None or ttft_s < prefill_s:
             return
         if ttft_s <= self._settings.ttft_s and not state.num_outputs:
             self._prompts.append(state.remaining)
-            self._usual_prompt = sorted(self._prompts)[int(_USUAL * (len(self._prompts) - 1))]
+            self._usual_prompt = sorted(self._prompts)[int(_QUANTILE * (len(self._prompts) - 1))]
         if ttft_s < prefill_s + self._tbar_s:
             return
         while self._tight and self._tight[-1][1] >= ttft_s:
@@ -531,12 +535,12 @@ class BrosPolicy(Policy):
         self._tight.append((now + _TIGHT_FOR_S, ttft_s))
 
     def _best_effort_s(self, running: Sequence[RequestState], now: float) -> float:
-        """Longest step with best-effort work in it.
+        """Longest step with best-effort work.
 
-        No request waits longer for a token than the interval asked for, even if all are ahead of
-        their pace: that lead is for first tokens. Follows the tightest recent objectives, and
-        what prompts take on this machine, down to half of what is usual, so that no request can
-        stop best-effort work by asking for the impossible.
+        It follows the tightest recent TTFT objective and the time of usual prompts, down to half
+        of the default, so that no request can stop best-effort work with an impossible objective.
+        It is also bounded by the TPOT objectives of running requests, even if all are ahead of
+        their pace: that lead is for first tokens.
         """
         settings = self._settings
         while self._tight and self._tight[0][0] < now:
@@ -550,22 +554,25 @@ class BrosPolicy(Policy):
         return min(wait_s, max(min(intervals, default=wait_s), settings.tpot_s / 2))
 
     def _wait_for_prompt_s(self, running: Sequence[RequestState]) -> float:
-        """Longest step that leaves enough of the usual objective for a new request's own step; a
-        quarter more, as few arrive right at its beginning, and then it may be aborted."""
+        """Longest step that leaves enough of the default TTFT for a new request's own step.
+
+        A quarter more, since few requests arrive right at the beginning of a step, and for those
+        it may be aborted.
+        """
         load = StepLoad()
         load.add(self._usual_prompt, 0, True)
-        contexts = [state.num_cached for state in running if state.remaining == 1]
+        contexts = [state.num_computed_tokens for state in running if state.remaining == 1]
         load.add_rows(len(contexts), sum(contexts))
-        return _LUCK * (self._settings.ttft_s - self._predictor.safe_seconds(load))
+        return _ARRIVAL_FACTOR * (self._settings.ttft_s - self.predictor.safe_seconds(load))
 
     def _best_effort_share(self, running: Sequence[RequestState]) -> float:
-        """How much of that best-effort work may use.
+        """The share of `_best_effort_s` that best-effort work may use.
 
-        When real-time requests fill the memory, new ones wait for their ends, and best-effort work
-        puts these off.
+        When real-time requests fill the memory, new ones wait until they end, and best-effort work
+        delays that.
         """
-        room = self._guard.room
-        used = room.held_by(running) / room.kv_tokens
+        capacity = self._guard.capacity
+        used = capacity.held_by(running) / capacity.kv_tokens
         return min(max((_CROWDED_TO - used) / (_CROWDED_TO - _CROWDED_FROM), 0.0), 1.0)
 
     # Best-effort
@@ -575,7 +582,7 @@ class BrosPolicy(Policy):
         self._order.started(s for s, _ in best_effort if not s.running and section(s) == _OTHERS)
 
     def _best_effort(self, queues: Queues, now: float) -> Iterator[RequestState]:
-        """Decode rows, then what must start now, prompts that are nearly done, new requests."""
+        """Decode rows, then pressing requests, running prompts (shortest first), new requests."""
         running = queues.running_of(ServiceClass.BE)
         rows = [s for s in running if s.remaining == 1]
         rows.sort(key=lambda s: s.num_missing)  # requests that must be restored come later
@@ -585,8 +592,8 @@ class BrosPolicy(Policy):
         rest = self._order.first(waiting, pressing, most - pressing, now)
         return itertools.chain(rows, waiting[:pressing], prompts, rest)
 
-    def _press(self, queues: Queues, now: float) -> None:
-        """Move best-effort requests to the front that must start now to meet their deadline."""
+    def _move_pressing(self, queues: Queues, now: float) -> None:
+        """Move best-effort requests to the front that must start now to meet their deadlines."""
         while self._deadlines and self._deadlines[0][0] <= now:
             start_s, _, state = heapq.heappop(self._deadlines)
             waits = not state.running and _has_deadline(state)
@@ -594,24 +601,24 @@ class BrosPolicy(Policy):
                 queues.requeue(state, (_PRESSING, start_s, state.arrival_index))
 
     def _forget_ended(self) -> None:
-        """Drop deadlines that nothing is to be done about any more; they may be days away."""
+        """Drop deadlines of requests that have ended or were promoted; they may be days away."""
         self._deadlines = [entry for entry in self._deadlines if _has_deadline(entry[2])]
         heapq.heapify(self._deadlines)
         self._known_deadlines = len(self._deadlines)
 
     def _work_s(self, state: RequestState) -> float:
-        """Time that a best-effort request is going to take, in steps of the longest kind."""
+        """Estimated time of a best-effort request in steps of the longest kind."""
         step_s = max(self._tbar_s, self._settings.usual_best_effort_s)
-        prompt_s = self._predictor.prefill_seconds(state.remaining)
-        return prompt_s + self._expected_tokens(state) * step_s
+        prompt_s = self.predictor.prefill_seconds(state.remaining)
+        return prompt_s + self.expected_tokens(state) * step_s
 
     def _due_credit_s(self) -> float:
-        """What best-effort work is owed, once that pays for a piece of a prompt.
+        """Seconds that best-effort work may take in any case; 0 until they cover a chunk.
 
-        Paid in steps that are no longer than usual, however much has added up; unless a usual
-        one has no room for a piece beside some rows, as with a small --rt-wait.
+        At most the longest usual step, however much credit has added up; or two chunks, if those
+        take longer, as with a small --rt-wait.
         """
-        piece_s = self._predictor.added_prefill_seconds(self._settings.rules.min_chunk)
+        piece_s = self.predictor.added_prefill_seconds(self._settings.rules.min_chunk)
         if self._credit_s < piece_s:
             return 0.0
         most_s = max(self._settings.usual_best_effort_s, 2.0 * piece_s)
@@ -619,7 +626,7 @@ class BrosPolicy(Policy):
 
 
 def _latest_s(state: RequestState) -> float:
-    """When the token of an interrupted step is due at the latest."""
+    """When a row's token is due at the latest if its step is aborted."""
     last_s, interval_s = state.record.last_token_s, state.slo.tpot_s
     if last_s is None or interval_s is None:
         return state.deadline_s
@@ -628,5 +635,5 @@ def _latest_s(state: RequestState) -> float:
 
 
 def _has_deadline(state: RequestState) -> bool:
-    """Whether a request that had one as a best-effort one still is one."""
+    """Whether a request with a best-effort deadline is still here and best-effort."""
     return not state.record.left and state.service_class is ServiceClass.BE
