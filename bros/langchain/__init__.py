@@ -1,8 +1,8 @@
-"""LangChain and bros: chat models that join a session, and prompts that are sent unrendered.
+"""LangChain integration: a chat model that can join a session, and prompts sent unrendered.
 
-Needs `pip install bros[langchain]`. What LangChain renders arrives as plain text, one request at a
-time; `SemanticPrompt` hands over the template and its variables instead, so the server sees the
-whole chain before it begins (section 6 of the Parrot paper).
+Requires `pip install bros[langchain]`. LangChain renders each prompt and sends it as plain text,
+one request at a time. `SemanticPrompt` sends the template and its variables instead, so the server
+knows the whole chain before it starts (Parrot, section 6).
 """
 
 from __future__ import annotations

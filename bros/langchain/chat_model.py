@@ -1,4 +1,4 @@
-"""Requests of LangChain to /v1/chat/completions, one by one."""
+"""LangChain's chat model over /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pydantic import SecretStr
 
 from bros.core.errors import BrosError
 from bros.core.sse import EventReader, read_events
-from bros.semantic.client.http_backend import read_error, read_refusal
+from bros.semantic.client.http_backend import read_error, read_error_response
 from bros.semantic.errors import ServerUnreachableError
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -33,14 +33,13 @@ _CONNECT_TIMEOUT_S = 10.0
 class BrosChat(BaseChatModel):
     """A chat model behind /v1/chat/completions of a bros server.
 
-    url: with or without /v1.
-    session: id of a session (or a name of your own, which comes into being) whose graph and
-        schedule the requests become part of.
-    node: what they are called there.
-    service_tier: "flex" for best-effort work.
+    url: URL of the server, with or without /v1.
+    session: id of the session that records the requests; an id of your own opens a new session.
+    node: name of the requests in the session's graph.
+    service_tier: "flex" for best-effort requests.
     slo: objectives such as {"ttft_ms": 300}.
-    timeout: seconds of silence after which a request fails.
-    extra_body: further fields.
+    timeout: seconds without received data after which a request fails.
+    extra_body: further fields of the request body.
     """
 
     url: str = "http://localhost:8000"
@@ -103,7 +102,7 @@ class BrosChat(BaseChatModel):
         ):
             if not answer.is_success:
                 answer.read()
-                raise read_refusal(answer)
+                raise read_error_response(answer)
             events = EventReader()
             received = (event for piece in answer.iter_bytes() for event in events.feed(piece))
             for event in received:
@@ -127,7 +126,7 @@ class BrosChat(BaseChatModel):
             ):
                 if not answer.is_success:
                     await answer.aread()
-                    raise read_refusal(answer)
+                    raise read_error_response(answer)
                 async for data in read_events(answer.aiter_bytes()):
                     if (chunk := _chunk(data)) is not None:
                         if run_manager is not None:
@@ -136,7 +135,7 @@ class BrosChat(BaseChatModel):
 
     @cached_property
     def _ssl(self) -> ssl.SSLContext:
-        """Made once: it reads all certificates there are."""
+        """Cached, because creating it loads all CA certificates."""
         return ssl.create_default_context()
 
     def _client_options(self) -> dict[str, Any]:
@@ -175,7 +174,7 @@ class BrosChat(BaseChatModel):
 
 def _result(answer: httpx.Response) -> ChatResult:
     if not answer.is_success:
-        raise read_refusal(answer)
+        raise read_error_response(answer)
     body = answer.json()
     choice = body["choices"][0]
     usage = body.get("usage") or {}
@@ -196,7 +195,7 @@ def _usage(usage: Mapping[str, int]) -> UsageMetadata:
 
 
 def _chunk(data: bytes) -> ChatGenerationChunk | None:
-    """None of an event without text. Raises what the server says went wrong."""
+    """The chunk of an event; None if it has no text. Raises the error that an event reports."""
     if data == b"[DONE]":
         return None
     event = json.loads(data)

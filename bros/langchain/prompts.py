@@ -1,4 +1,4 @@
-"""LangChain's prompt templates as functions of a session."""
+"""LangChain's prompt templates as semantic functions."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from langchain_core.messages import BaseMessage, convert_to_openai_messages
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import Runnable, RunnableConfig
 
-from bros.semantic.client.program import Form, SemanticVariable, agather, gather, make_call
+from bros.semantic.client.program import FunctionSpec, SemanticVariable, agather, gather, make_call
 from bros.semantic.core.template import Piece, Placeholder, Text
 from bros.semantic.schema import Perf, Role
 
 _MUSTACHE = re.compile(r"\{\{\s*([^\W\d]\w*)\s*\}\}")
 
 Part = tuple[str | None, tuple[Piece, ...]]
-"""A role of the conversation and what it says; no role: plain text."""
+"""A message role and its pieces; a plain-text prompt has no role."""
 
 
 class SemanticPrompt(Runnable[Any, SemanticVariable]):
-    """A prompt template as a function of the current session (`with Session(...)`).
+    """A prompt template as a semantic function of the current session (`with Session(...)`).
 
     Invoked with its variables, strings or SemanticVariables, it returns the SemanticVariable of the
-    answer at once; nothing is rendered, and nothing runs before a value is wanted (`Value`). A
-    template with one variable also takes that alone, so prompts compose with `|`.
+    answer at once. It does not render the template, and nothing runs until a value is requested
+    (`Value`). A template with one variable also accepts its bare value, so prompts compose with
+    `|`.
 
-    prompt: a PromptTemplate, continued as it stands, or a ChatPromptTemplate. output: name of the
-    answer. name, sampling, transforms: as those of `semantic_function`.
+    prompt: a ChatPromptTemplate, or a PromptTemplate whose text the model continues.
+    name: as of `semantic_function`.
+    output: name of the answer.
+    sampling: as of `semantic_function`.
+    transforms: as of `semantic_function`.
     Raises ValueError for templates that cannot be sent unrendered: jinja2, formats such as {x:>3}.
     """
 
@@ -70,17 +74,17 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
         parts: list[Part] = []
         for part in self._parts:
             if isinstance(part, MessagesPlaceholder):
-                parts += _said(arguments.pop(part.variable_name, None) or [], part)
+                parts += _history_parts(arguments.pop(part.variable_name, None) or [], part)
             else:
                 parts.append(part)
-        form = Form(
+        function = FunctionSpec(
             name=self.name or "prompt",
             outputs=(self._output,),
-            parts=_answered(parts, self._output),
+            parts=_with_answer(parts, self._output),
             sampling=self._sampling,
             transforms=self._transforms,
         )
-        return make_call(form, arguments, {}).outputs[self._output]
+        return make_call(function, arguments, {}).outputs[self._output]
 
     def _arguments(self, given: Any) -> dict[str, Any]:
         if not isinstance(given, Mapping):
@@ -112,9 +116,10 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
 
 
 class Value(Runnable[Any, Any]):
-    """Waits for a SemanticVariable, or for all in a list or mapping; streams a single one.
+    """Waits for a SemanticVariable, or for all in a list or mapping; can stream a single one.
 
     perf: as of SemanticVariable.get.
+    timeout: as of SemanticVariable.get.
     """
 
     def __init__(self, perf: Perf | str | None = None, *, timeout: float | None = None) -> None:
@@ -145,16 +150,16 @@ class Value(Runnable[Any, Any]):
             yield await self.ainvoke(input, config)
 
     def _get(self, given: Any) -> Any:
-        variables, shape = _flat(given)
+        variables, shape = _flatten(given)
         return shape(gather(*variables, perf=self._perf, timeout=self._timeout_s))
 
     async def _aget(self, given: Any) -> Any:
-        variables, shape = _flat(given)
+        variables, shape = _flatten(given)
         return shape(await agather(*variables, perf=self._perf, timeout=self._timeout_s))
 
 
-def _flat(given: Any) -> tuple[list[SemanticVariable], Callable[[list[str]], Any]]:
-    """The variables in it, and what makes the same of their values."""
+def _flatten(given: Any) -> tuple[list[SemanticVariable], Callable[[list[str]], Any]]:
+    """The variables in an input, and a function that puts their values into the same structure."""
     if isinstance(given, SemanticVariable):
         return [given], lambda values: values[0]
     if isinstance(given, Mapping):
@@ -174,20 +179,20 @@ def _part(message: Any) -> Part | MessagesPlaceholder:
     prompt = getattr(message, "prompt", None)
     if not isinstance(prompt, PromptTemplate):
         raise ValueError(f"{type(message).__name__} cannot be sent unrendered; only text can")
-    # What a message of this template is like says its role.
+    # Formatting an example message is the only way to get the role of every message template.
     example = message.format(**dict.fromkeys(prompt.input_variables, ""))
     return _role_of(example), _pieces(prompt)
 
 
-def _said(messages: Sequence[Any], place: MessagesPlaceholder) -> list[Part]:
+def _history_parts(messages: Sequence[Any], place: MessagesPlaceholder) -> list[Part]:
     if not all(isinstance(message, BaseMessage) for message in messages):
         raise TypeError(f"{place.variable_name} is a list of messages")
     latest = messages if place.n_messages is None else messages[-place.n_messages :]
     return [(_role_of(message), (Text(_content(message)),)) for message in latest]
 
 
-def _answered(parts: Sequence[Part], output: str) -> tuple[Part, ...]:
-    """The parts with the answer after them; a message of the assistant is continued."""
+def _with_answer(parts: Sequence[Part], output: str) -> tuple[Part, ...]:
+    """Append the answer: to a last assistant message or a plain text, else as a new message."""
     answer = Placeholder(output, Role.OUTPUT)
     role, pieces = parts[-1]
     if role is None or role == "assistant":
@@ -207,13 +212,13 @@ def _content(message: BaseMessage) -> str:
 
 def _pieces(prompt: PromptTemplate) -> tuple[Piece, ...]:
     if prompt.template_format == "f-string":
-        return tuple(_of_format(prompt.template))
+        return tuple(_format_pieces(prompt.template))
     if prompt.template_format == "mustache":
-        return tuple(_of_mustache(prompt.template))
+        return tuple(_mustache_pieces(prompt.template))
     raise ValueError(f"{prompt.template_format} templates cannot be sent unrendered")
 
 
-def _of_format(source: str) -> Iterator[Piece]:
+def _format_pieces(source: str) -> Iterator[Piece]:
     text = ""
     for literal, name, spec, conversion in Formatter().parse(source):
         text += literal
@@ -229,7 +234,7 @@ def _of_format(source: str) -> Iterator[Piece]:
         yield Text(text)
 
 
-def _of_mustache(source: str) -> Iterator[Piece]:
+def _mustache_pieces(source: str) -> Iterator[Piece]:
     *pairs, rest = _MUSTACHE.split(source)
     for text in (*pairs[::2], rest):
         if "{{" in text:

@@ -1,6 +1,6 @@
-"""Programs of many calls: semantic variables, the graph, objectives, and the front end.
+"""Parrot's semantic variables and sessions: the public API of the front end.
 
-What is listed here is for programs that use bros:
+Example:
 
     import bros.semantic as P
 
@@ -31,7 +31,7 @@ from bros.semantic.errors import (
 from bros.semantic.schema import Criteria, Perf
 
 SemanticFunction = semantic_function
-"""As the paper spells it."""
+"""The Parrot paper's spelling."""
 
 LATENCY = Perf.LATENCY
 THROUGHPUT = Perf.THROUGHPUT

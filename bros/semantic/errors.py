@@ -1,12 +1,12 @@
-"""What can go wrong with sessions in the caller's terms.
+"""The errors that sessions raise.
 
 BrosError
-├── ConflictError            a variable is set twice, or calls wait for each other   (HTTP 409)
-├── SessionGoneError         the session has been deleted or has expired            (HTTP 410)
-├── UpstreamError            a call that the value needs has failed                 (HTTP 424)
-├── SessionLimitError        too many sessions, calls, variables or waiting         (HTTP 429)
-├── GetTimeoutError          the value was not there in time                        (HTTP 504)
-└── ServerUnreachableError   the client got no answer, or none of a server like this
+├── ConflictError            a variable is set twice, or calls form a cycle         (HTTP 409)
+├── SessionGoneError         the session was deleted or has expired                 (HTTP 410)
+├── UpstreamError            a call that the value depends on failed                (HTTP 424)
+├── SessionLimitError        too many sessions, calls, variables or waiting gets    (HTTP 429)
+├── GetTimeoutError          the value was not ready within the timeout             (HTTP 504)
+└── ServerUnreachableError   the client got no response, or not one of a bros server
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from bros.core.errors import BrosError
 class FailedStage(enum.StrEnum):
     """Where a call failed."""
 
-    FILL = "fill"  # its prompt: an input, its transform, or too long
-    GENERATE = "generate"  # its answer: the engine refused it, or gave it up
-    ENGINE = "engine"  # the engine died, did not come back, or had no room for too long
-    TRANSFORM = "transform"  # of an output
-    NATIVE = "native"  # a function of the client
+    FILL = "fill"  # building the prompt: an input transform failed, or the prompt is too long
+    GENERATE = "generate"  # the engine rejected or aborted the request
+    ENGINE = "engine"  # the engine died and did not recover, or was overloaded for too long
+    TRANSFORM = "transform"  # an output transform failed
+    NATIVE = "native"  # a native function on the client failed
     CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The first failure, of which all others follow.
+    """The root failure that made other calls and variables fail.
 
-    variable: its id, if it is about one.
-    name: of the call's function, if it has one.
+    request_id: id of the call that failed.
+    variable: id of the variable that it concerns, if any.
+    name: function name of the call; empty if it has none.
     """
 
     request_id: str
@@ -44,8 +45,10 @@ class Cause:
 
 
 class ConflictError(BrosError):
-    """Something is there already, or would wait for itself. code: already_set, already_produced,
-    cyclic, already_exists, key_reused."""
+    """The request conflicts with the state of the session.
+
+    code: already_set, already_produced, cyclic, already_exists or key_reused.
+    """
 
     def __init__(self, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -54,11 +57,11 @@ class ConflictError(BrosError):
 
 
 class SessionGoneError(BrosError):
-    """The session was there, and is not any more."""
+    """The session existed, but was deleted or has expired."""
 
 
 class UpstreamError(BrosError):
-    """The value will never be there: `cause` says what failed first."""
+    """The value will never be set; `cause` is the root failure."""
 
     def __init__(self, cause: Cause) -> None:
         cancelled = cause.stage is FailedStage.CANCELLED
@@ -69,12 +72,12 @@ class UpstreamError(BrosError):
 
 
 class SessionLimitError(BrosError):
-    """There is no room for more of it here; the message says of what."""
+    """A limit of the session or the server is reached; the message names it."""
 
 
 class GetTimeoutError(BrosError):
-    """The value was not there in time; asking again is fine."""
+    """The value was not ready within the timeout; the client may retry the get."""
 
 
 class ServerUnreachableError(BrosError):
-    """Raised on the client: the server does not answer, or not in its own words."""
+    """Raised by the client: no response, or a response that no bros server sends."""

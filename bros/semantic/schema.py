@@ -1,11 +1,11 @@
-"""What clients of sessions send and get: one set of records for Python and for the wire.
+"""Requests and responses of the session API: one set of records for Python and for the wire.
 
-The server derives the models from these records that check bodies and describe the API (see
-bros/server/sessions/wire.py); the client writes bodies with `to_json` and reads answers with
-`from_json`. In annotations, `ValueBounds` says what the server accepts; a string describes a field.
-`wire` says where the JSON differs from the field.
+The server derives the models that validate bodies and generate OpenAPI from these records (see
+bros/server/sessions/wire.py). The client writes bodies with `to_json` and reads responses with
+`from_json`. In annotations, `ValueBounds` restricts the values that the server accepts, and a
+string is the field's description. `wire` declares how the JSON differs from the field.
 
-Times end in _s, seconds. In views they count from the creation of the session.
+Times are in seconds and end in _s. In views they count from the creation of the session.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ T = TypeVar("T")
 MAX_WAIT_S = 600.0
 MAX_NAME_CHARS = 128
 _MAX_S = 1e9
-"""Longest time that can be asked for."""
+"""Longest time that a client can request."""
 
 _MS_DIGITS = 6
 
 
-# How records become JSON
+# ---- Conversion between records and JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueBounds:
-    """What the server accepts of a value from outside; the names are those of JSON Schema's
-    keywords in pydantic.
+    """Bounds of a value that the server accepts. The fields except one_of are pydantic's.
 
-    one_of: the only strings.
+    one_of: the accepted strings.
     """
 
     pattern: str | None = None
@@ -56,10 +55,10 @@ class ValueBounds:
 class WireForm:
     """How a field is written as JSON.
 
-    name: its name there; None: that of the field.
-    scale: the number there is so many times the value.
-    hidden: it is not there.
-    shown_from: a list with fewer parts is empty there.
+    name: its JSON name; None: the field's name.
+    scale: factor from the value to the JSON number.
+    hidden: whether JSON omits the field.
+    shown_from: a list with fewer items is written as an empty list.
     """
 
     name: str | None = None
@@ -68,31 +67,31 @@ class WireForm:
     shown_from: int = 0
 
 
-AS_IT_IS = WireForm()
+DEFAULT_FORM = WireForm()
 
 
 def wire(**form: Any) -> Mapping[str, WireForm]:
-    """Metadata of a field; the arguments are the fields of WireForm."""
+    """Metadata for a field; the arguments are the fields of WireForm."""
     return MappingProxyType({"wire": WireForm(**form)})
 
 
 def wire_form(spec: dataclasses.Field[Any]) -> tuple[str, WireForm]:
-    """The name of a field as JSON, and how it is written."""
-    form: WireForm = spec.metadata.get("wire", AS_IT_IS)
+    """The JSON name of a field, and its form."""
+    form: WireForm = spec.metadata.get("wire", DEFAULT_FORM)
     return form.name or spec.name, form
 
 
 def to_json(value: Any, *, defaults: bool = True) -> Any:
-    """A record, or what is in one, as JSON values.
+    """A record, or a value in one, as JSON values.
 
-    defaults: with fields that equal their default, and with None in mappings. Without them it is
-    what a client sends.
+    defaults: whether to include fields that equal their default, and None in mappings. Clients
+    send bodies without them.
     """
     return _Writer(defaults).write(value)
 
 
 class _Writer:
-    """Writes one value; looks at the fields of each kind of record once."""
+    """Writes one value; inspects the fields of each record type once."""
 
     def __init__(self, defaults: bool) -> None:
         self._defaults = defaults
@@ -122,10 +121,10 @@ class _Writer:
         return found
 
     def _specs_of(self, kind: type) -> list[tuple[str, str, WireForm | None, Any]]:
-        """Attribute, name as JSON, form if it has a special one, and default."""
+        """Attribute, JSON name, form if it is not the default, and default value of each field."""
         if kind not in self._specs:
             self._specs[kind] = [
-                (spec.name, name, None if form is AS_IT_IS else form, _default(spec))
+                (spec.name, name, None if form is DEFAULT_FORM else form, _default(spec))
                 for spec in dataclasses.fields(kind)
                 for name, form in [wire_form(spec)]
                 if not form.hidden
@@ -134,13 +133,13 @@ class _Writer:
 
 
 _WRITTEN = frozenset({str, int, float, bool, type(None)})
-"""Types whose values are JSON already."""
+"""Types whose values are JSON values."""
 
 
 def from_json(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """A record of this kind from what `to_json` makes of one; other fields are left out.
+    """The inverse of `to_json` for a record of this type; unknown fields are ignored.
 
-    Raises KeyError, TypeError or ValueError if it is no such record.
+    Raises KeyError, TypeError or ValueError if the JSON does not match the type.
     """
     hints = typing.get_type_hints(kind)
     values = {}
@@ -179,7 +178,7 @@ def _default(spec: dataclasses.Field[Any]) -> Any:
 
 
 Id = Annotated[str, ValueBounds(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@~-]{0,127}$")]
-"""What stands in a path as it is."""
+"""An id that needs no escapes in a URL path."""
 
 Name = Annotated[str, ValueBounds(max_length=MAX_NAME_CHARS)]
 PlaceholderName = Annotated[str, ValueBounds(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -189,26 +188,26 @@ Objective = Annotated[float, ValueBounds(gt=0, le=1e12)]
 """The bounds are those of the milliseconds on the wire."""
 
 Sampling = Mapping[str, Any]
-"""Fields of SamplingParams that are given."""
+"""Some fields of SamplingParams by name."""
 
 
-# What clients send
+# ---- Requests
 
 
 class Role(enum.StrEnum):
-    """What a placeholder stands for."""
+    """Role of a placeholder."""
 
     INPUT = "input"
     OUTPUT = "output"
 
 
 class Perf(enum.StrEnum):
-    """The criterion of a value: what matters about its time.
+    """Performance criterion of a value.
 
-    LATENCY: when it is complete.
-    TTFT: when it begins; it is read while it grows.
-    TPOT: how fast it goes on; it is read while it grows.
-    THROUGHPUT: how many such values are complete in a long time; it may wait.
+    LATENCY: time until it is complete.
+    TTFT: time to first token of a streamed value.
+    TPOT: time per output token of a streamed value.
+    THROUGHPUT: completed values per time; the value may wait.
     """
 
     LATENCY = "latency"
@@ -219,24 +218,24 @@ class Perf(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criteria:
-    """How soon a value is wanted: the name of a criterion, or an object with these fields."""
+    """Performance criteria of a value: the name of a criterion, or an object with these fields."""
 
     perf: Perf = Perf.LATENCY
-    ttft_s: Annotated[Objective | None, "Until its first token; null: the server's default"] = (
-        field(default=None, metadata=wire(name="ttft_ms", scale=1000))
+    ttft_s: Annotated[Objective | None, "Time to first token; null: the server's default"] = field(
+        default=None, metadata=wire(name="ttft_ms", scale=1000)
     )
-    tpot_s: Annotated[Objective | None, "Between its tokens; null: the server's default"] = field(
-        default=None, metadata=wire(name="tpot_ms", scale=1000)
+    tpot_s: Annotated[Objective | None, "Time per output token; null: the server's default"] = (
+        field(default=None, metadata=wire(name="tpot_ms", scale=1000))
     )
-    deadline_s: Annotated[Objective | None, "Until the value is complete, from now on"] = field(
+    deadline_s: Annotated[Objective | None, "Time from now until the value is complete"] = field(
         default=None, metadata=wire(name="deadline_ms", scale=1000)
     )
 
 
 def checked_seconds(name: str, value: float | None, *, zero: bool = False) -> float | None:
-    """Return `value` if it is a time that can be asked for.
+    """Return `value` if it is a valid time in seconds, or None.
 
-    zero: 0 is one, too. Raises ValueError that names the argument `name`.
+    zero: whether 0 is valid. Raises ValueError that names the argument `name`.
     """
     if value is None:
         return None
@@ -250,20 +249,20 @@ def checked_seconds(name: str, value: float | None, *, zero: bool = False) -> fl
 class CreateSession:
     """POST /v1/sessions"""
 
-    criteria: Annotated[
-        Criteria | None, "How soon its values are wanted where nothing else is said"
-    ] = None
-    ttl_s: Annotated[Lifetime | None, "Seconds without any activity after which it ends"] = None
+    criteria: Annotated[Criteria | None, "Default criteria of requested values"] = None
+    ttl_s: Annotated[Lifetime | None, "Seconds of inactivity after which the session expires"] = (
+        None
+    )
     tenant: Annotated[
         str,
         ValueBounds(max_length=512),
-        "Whose it is among those who use one key: only sessions of one tenant share what has been "
-        "computed of their prompts",
+        "Subdivides the users of one API key: only sessions with the same tenant share the KV of "
+        "values",
     ] = ""
-    sampling: Annotated[Sampling | None, "Of outputs, where nothing else is said"] = None
-    id: Annotated[Id | None, "Not one that begins with sess-; left out: the server makes one"] = (
-        None
-    )
+    sampling: Annotated[Sampling | None, "Default sampling parameters of outputs"] = None
+    id: Annotated[
+        Id | None, "Must not begin with sess-; if omitted, the server generates an id"
+    ] = None
     metadata: Mapping[str, str] | None = None
 
 
@@ -272,19 +271,23 @@ class Parameter:
     """One placeholder of a call."""
 
     name: PlaceholderName
-    role: Annotated[Role | None, "Left out: as the template says"] = None
+    role: Annotated[Role | None, "If omitted: as in the template"] = None
     variable: Annotated[
-        Id | None, "Id of its variable, made if it is not there. Left out: a new one"
+        Id | None, "Id of its variable, which is created if unknown; if omitted: a new variable"
     ] = None
-    value: Annotated[str | None, "Of an input, instead of a variable"] = None
-    transforms: Annotated[str | None, "Such as: strip | lower"] = None
-    sampling: Annotated[Sampling | None, "Of an output: what differs from the call's"] = None
-    criteria: Annotated[Criteria | None, "Of an output: it is wanted at once"] = None
+    value: Annotated[str | None, "Value of an input, instead of a variable"] = None
+    transforms: Annotated[str | None, "Transforms such as: strip | lower"] = None
+    sampling: Annotated[
+        Sampling | None, "For an output: sampling parameters that override the call's"
+    ] = None
+    criteria: Annotated[
+        Criteria | None, "For an output: request its value at once with these criteria"
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A message whose content is a template."""
+    """A chat message whose content is a template."""
 
     role: Annotated[str, ValueBounds(one_of=("developer", "system", "user", "assistant", "tool"))]
     content: str
@@ -292,37 +295,45 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSpec:
-    """One call: a template, or messages, or a function of the client's own (native)."""
+    """One call: a template, or messages, or a native function of the client."""
 
-    name: Annotated[Name, "Of the function; calls of one are expected to be alike in length"] = ""
-    template: Annotated[str | None, "A text with {{input:x}} and {{output:y}} in it"] = None
+    name: Annotated[
+        Name, "Function name; the server predicts output lengths from earlier calls of that name"
+    ] = ""
+    template: Annotated[str | None, "Text with placeholders {{input:x}} and {{output:y}}"] = None
     messages: Annotated[
         Annotated[Sequence[Message], ValueBounds(min_length=1)] | None,
-        "A conversation whose contents are templates; without an output the answer to it is an "
-        "output with the name output",
+        "A conversation whose contents are templates; without an output, its answer is an output "
+        "named output",
     ] = None
-    chat: Annotated[bool, "Make a conversation of the template: each output is an answer"] = False
+    chat: Annotated[
+        bool, "Convert the template to a conversation in which each output is an assistant message"
+    ] = False
     native: Annotated[
-        bool, "The client runs it; the parameters alone say what it reads and sets"
+        bool, "The client runs the call; only parameters declare its inputs and outputs"
     ] = False
     parameters: Sequence[Parameter] = ()
-    sampling: Annotated[Sampling, "Of all outputs"] = field(default_factory=dict)
+    sampling: Annotated[Sampling, "Sampling parameters of all outputs"] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitCall(CallSpec):
     """POST /v1/sessions/{sid}/requests with one call"""
 
-    wait: Annotated[bool, "Answer when the values of the outputs are there"] = False
-    timeout_s: Annotated[Wait | None, "With wait, for how long"] = None
+    wait: Annotated[bool, "Respond when the outputs have their values"] = False
+    timeout_s: Annotated[Wait | None, "With wait: longest wait"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitProgram:
-    """POST /v1/sessions/{sid}/requests with a whole program: all of it is taken, or nothing"""
+    """POST /v1/sessions/{sid}/requests with a program, which is added whole or not at all"""
 
     requests: Annotated[Sequence[CallSpec], ValueBounds(min_length=1)]
-    key: Annotated[Id | None, "Sent again with the same one, the program is not taken again"] = None
+    key: Annotated[
+        Id | None, "Idempotency key: a program sent again with the same key is not added again"
+    ] = None
     wait: bool = False
     timeout_s: Wait | None = None
 
@@ -359,7 +370,7 @@ class WantVariable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperPlaceholder:
-    """in_out: true is an output."""
+    """in_out: true for an output."""
 
     name: PlaceholderName
     in_out: bool
@@ -376,7 +387,7 @@ class PaperSubmit:
     session_id: Id
 
     def to_call(self) -> CallSpec:
-        """The same call in our fields."""
+        """The same call as a CallSpec."""
         return CallSpec(
             template=self.prompt,
             parameters=[
@@ -396,16 +407,18 @@ class PaperGet:
     """POST /v1/get, the body of the Parrot paper"""
 
     semantic_var_id: Id
-    criteria: Annotated[Perf | None, "Its name in any case; empty: as the session has it"] = None
+    criteria: Annotated[
+        Perf | None, "Name of a criterion in any case; empty: the session's criteria"
+    ] = None
     session_id: Id
     timeout_s: Annotated[Wait | None, "Not in the paper"] = None
 
 
-# What clients get
+# ---- Responses
 
 
 class VariableState(enum.StrEnum):
-    """PENDING until it has its value, or until it is certain that it never will."""
+    """PENDING until it has its value, has failed or was cancelled."""
 
     PENDING = "pending"
     READY = "ready"
@@ -414,39 +427,39 @@ class VariableState(enum.StrEnum):
 
 
 class CallState(enum.StrEnum):
-    """How far an LLM call is."""
+    """State of an LLM call, or of a call."""
 
-    WAITING = "waiting"  # for inputs, for the LLM call before it, or until its output is wanted
-    READY = "ready"  # in the engine's queue; a native one: the client can run it
-    RUNNING = "running"  # its first token is there
+    WAITING = "waiting"  # for inputs, for the previous LLM call, or for a request of its output
+    READY = "ready"  # submitted to the engine; for a native call: the client can run it
+    RUNNING = "running"  # the engine has generated its first token
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
 
 class CallKind(enum.StrEnum):
-    """Who runs a call."""
+    """How a call is run."""
 
-    LLM = "llm"  # the engine
-    NATIVE = "native"  # the client, which sets the outputs
-    PLAIN = "plain"  # the engine, for a plain OpenAI client; the session only records it
+    LLM = "llm"  # the session runs it on the engine
+    NATIVE = "native"  # the client runs it and sets the outputs
+    PLAIN = "plain"  # an OpenAI client runs it on the engine; the session only records it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedCall:
-    """Answer to one CallSpec."""
+    """Response to one CallSpec."""
 
     request_id: str = field(metadata=wire(name="id"))
-    variables: Annotated[Mapping[str, str], "placeholder -> id of its variable"]
+    variables: Annotated[Mapping[str, str], "placeholder -> variable id"]
     values: Annotated[
         Mapping[str, str] | None,
-        "With wait: placeholder -> value, of the outputs that were waited for",
+        "With wait: placeholder -> value of each output",
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedProgram:
-    """Answer to POST /v1/sessions/{sid}/requests"""
+    """Response to POST /v1/sessions/{sid}/requests"""
 
     requests: Sequence[SubmittedCall]
 
@@ -460,15 +473,15 @@ class VariableView:
     name: str
     state: VariableState
     value: Annotated[str | None, "With state ready"] = None
-    producer: Annotated[str | None, "The request it comes from"] = None
-    consumers: Annotated[tuple[str, ...], "The requests that read it"] = ()
-    perf: Annotated[str | None, "The strictest criterion it was asked for with"] = None
-    error: Annotated[Cause | None, "With states failed and cancelled: what failed first"] = None
+    producer: Annotated[str | None, "Id of the request that sets it"] = None
+    consumers: Annotated[tuple[str, ...], "Ids of the requests that read it"] = ()
+    perf: Annotated[str | None, "The strictest criterion that clients requested it with"] = None
+    error: Annotated[Cause | None, "With states failed and cancelled: the root failure"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableList:
-    """Answer to GET /v1/sessions/{sid}/variables"""
+    """Response to GET /v1/sessions/{sid}/variables"""
 
     object: Literal["list"] = "list"
     data: Sequence[VariableView]
@@ -476,34 +489,36 @@ class VariableList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixView:
-    """A place where prompts may part. Equal hashes mean equal tokens before it, of the same model
-    and for those who may share them."""
+    """Parrot's PrefixHash: a prefix of a prompt up to the end of a piece.
 
-    offset: Annotated[int, "Tokens before it"]
-    hash: Annotated[str, "Of these tokens"]
-    after: Annotated[str | None, "Id of the variable that ends there; null: a text"]
+    Equal hashes mean equal tokens of the same model, whose KV may be shared.
+    """
+
+    offset: Annotated[int, "Length of the prefix in tokens"]
+    hash: Annotated[str, "Hash of the prefix"]
+    after: Annotated[str | None, "Id of the variable that ends there; null: constant text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmCallView:
-    """One output of a call, and the inputs that are new in it: what is scheduled.
+    """The part of a call up to one output: the unit of scheduling.
 
-    attempts: how often it was submitted to the engine.
-    prefilled_tokens: computed while an input was still being generated.
+    attempts: number of submissions to the engine.
+    prefilled_tokens: prompt tokens prefilled while an input was still being generated.
     """
 
     state: CallState
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    level: Annotated[str | None, "rt, group or throughput; null while it is not wanted"] = None
+    level: Annotated[str | None, "rt, group or throughput; null until it is wanted"] = None
     service_class: Annotated[
-        ServiceClass | None, "What the engine serves it as; null while it is not wanted"
+        ServiceClass | None, "Service class in the engine; null until it is wanted"
     ] = None
-    stage: Annotated[int | None, "Requests between it and the end of the program"] = None
-    depth: Annotated[int, "Requests before it"] = 0
-    group: Annotated[str | None, "Those that a later request waits for together"] = None
+    stage: Annotated[int | None, "Distance in requests to the nearest requested variable"] = None
+    depth: Annotated[int, "Number of requests on the longest path to it"] = 0
+    group: Annotated[str | None, "Id of its task group"] = None
     deadline_s: float | None = None
-    queued_s: Annotated[float | None, "When all that it needs was there"] = None
+    queued_s: Annotated[float | None, "When its last input was set"] = None
     first_token_s: float | None = None
     end_s: float | None = None
     prompt_tokens: int = 0
@@ -517,9 +532,9 @@ class LlmCallView:
 class CallView:
     """A request of a session: one call.
 
-    state, level, service_class, stage, group and deadline_s are those of its current LLM call;
-    prompt_tokens is that of the last LLM call that was started; cached_tokens and output_tokens are
-    sums.
+    state, level, service_class, stage, group and deadline_s are those of its current LLM call.
+    prompt_tokens is that of the last LLM call that was started. cached_tokens and output_tokens
+    are sums over its LLM calls.
     """
 
     id: str
@@ -527,16 +542,18 @@ class CallView:
     name: str
     kind: CallKind
     state: CallState
-    service_class: Annotated[ServiceClass | None, "What the engine serves it as"]
-    level: Annotated[str | None, "rt, group or throughput; null while it is not wanted"]
-    stage: Annotated[int | None, "Requests between it and the end of the program"]
-    depth: Annotated[int, "Requests before it"]
-    group: Annotated[str | None, "Those that a later request waits for together"]
+    service_class: Annotated[
+        ServiceClass | None, "Service class in the engine; null until it is wanted"
+    ]
+    level: Annotated[str | None, "rt, group or throughput; null until it is wanted"]
+    stage: Annotated[int | None, "Distance in requests to the nearest requested variable"]
+    depth: Annotated[int, "Number of requests on the longest path to it"]
+    group: Annotated[str | None, "Id of its task group"]
     deadline_s: float | None
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     submitted_s: float
-    queued_s: Annotated[float | None, "When all that it needs was there"]
+    queued_s: Annotated[float | None, "When its last input was set"]
     first_token_s: float | None
     end_s: float | None
     prompt_tokens: int
@@ -574,7 +591,7 @@ class SessionView(SessionSummary):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionList:
-    """Answer to GET /v1/sessions"""
+    """Response to GET /v1/sessions"""
 
     object: Literal["list"] = "list"
     data: Sequence[SessionSummary]
@@ -582,7 +599,7 @@ class SessionList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeletedSession:
-    """Answer to DELETE /v1/sessions/{sid}"""
+    """Response to DELETE /v1/sessions/{sid}"""
 
     id: str
     object: Literal["session"] = "session"
@@ -591,7 +608,7 @@ class DeletedSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelledRequest:
-    """It has been cancelled, unless it had ended before."""
+    """Response to DELETE /v1/sessions/{sid}/requests/{rid}: cancelled, unless it had ended."""
 
     id: str
     object: Literal["session.request"] = "session.request"
@@ -600,7 +617,7 @@ class CancelledRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRequest:
-    """It has failed, as the client said."""
+    """Response to POST /v1/sessions/{sid}/requests/{rid}/fail"""
 
     id: str
     object: Literal["session.request"] = "session.request"
@@ -609,14 +626,14 @@ class FailedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperSubmitted:
-    """Answer to POST /v1/submit"""
+    """Response to POST /v1/submit"""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperValue:
-    """Answer to POST /v1/get"""
+    """Response to POST /v1/get"""
 
     semantic_var_id: str
     content: str
@@ -624,7 +641,7 @@ class PaperValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamErrorDetail:
-    """The error of status 424."""
+    """The error in a response with status 424."""
 
     message: str
     type: str
@@ -635,21 +652,21 @@ class UpstreamErrorDetail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamErrorEnvelope:
-    """The body of an answer with status 424."""
+    """The body of a response with status 424."""
 
     error: UpstreamErrorDetail
 
 
-# Not on the wire
+# ---- Not on the wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFigures:
-    """Counters since the start of the service, for metrics.
+    """Figures of the service for metrics.
 
-    sessions: those that are open now.
-    calls: how many have ended, by (state, service class; empty for those without one).
-    prefills: beginnings of prompts that were computed before the rest was known.
+    sessions: open sessions.
+    calls: calls ended since the start, by (state, service class or "").
+    prefills: prompt prefixes prefilled ahead since the start.
     """
 
     sessions: int = 0

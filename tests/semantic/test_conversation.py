@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.errors import InvalidRequestError
-from bros.semantic.core.submission import ANSWER, ChatFormat, lay_out
-from bros.semantic.core.template import Piece, Placeholder, Text, escape
+from bros.semantic.core.submission import ANSWER, ChatFormat, prompt_pieces
+from bros.semantic.core.template import Piece, Placeholder, Text, render_template
 from bros.semantic.schema import CallSpec, Message, Parameter, Role
 from support.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
@@ -59,9 +59,10 @@ def test_a_call_reads_what_its_conversation_would(
         hole, value = (f"{{{{v{i}}}}}", values[i]) if has_input else ("", "")
         # A text before a placeholder may end with a backslash, which would be an escape.
         before = before.rstrip("\\{")
-        messages.append(Message(role=roles[i], content=escape(before) + hole + escape(after)))
+        content = render_template([Text(before)]) + hole + render_template([Text(after)])
+        messages.append(Message(role=roles[i], content=content))
         plain.append({"role": roles[i], "content": before + value + after})
-    pieces = lay_out(CallSpec(messages=messages), chat)
+    pieces = prompt_pieces(CallSpec(messages=messages), chat)
     assert pieces[-1] == ANSWER
     assert filled(pieces[:-1], given_values) == chat.render_chat(plain)
 
@@ -76,7 +77,7 @@ def test_several_outputs_read_what_the_whole_conversation_would(template: str) -
         Message(role="assistant", content="{{output:c}} and so on"),
         Message(role="user", content="{{pruned}}"),
     ]
-    pieces = lay_out(CallSpec(messages=messages), chat)
+    pieces = prompt_pieces(CallSpec(messages=messages), chat)
     assert names(pieces) == ["q", "q", "a", "b", "t", "r", "c"]
     values = {"q": "Q", "a": "A", "b": "B", "t": "T", "r": "R"}
     plain = [
@@ -91,7 +92,7 @@ def test_several_outputs_read_what_the_whole_conversation_would(template: str) -
 
 def test_each_llm_call_begins_with_what_the_format_writes_before_an_answer() -> None:
     """Although this format writes past answers without it."""
-    pieces = lay_out(
+    pieces = prompt_pieces(
         CallSpec(template="Do {{x}} {{output:a}} then {{output:b}}", chat=True),
         tiny_tokenizer(THINKING),
     )
@@ -113,12 +114,12 @@ def test_a_chat_template_makes_llm_calls_of_the_outputs() -> None:
     ]
     for template in (TEMPLATE, SYSTEM, TRIMMED):
         chat = tiny_tokenizer(template)
-        assert lay_out(spec, chat) == lay_out(CallSpec(messages=messages), chat)
+        assert prompt_pieces(spec, chat) == prompt_pieces(CallSpec(messages=messages), chat)
 
 
 def test_a_format_that_trims_keeps_the_placeholders() -> None:
     messages = [Message(role="user", content="\n {{x}} and\n{{y}} \n")]
-    pieces = lay_out(CallSpec(messages=messages), tiny_tokenizer(TRIMMED))
+    pieces = prompt_pieces(CallSpec(messages=messages), tiny_tokenizer(TRIMMED))
     assert pieces[:4] == (
         Text("[user]"),
         Placeholder("x", Role.INPUT),
@@ -132,7 +133,7 @@ def test_a_template_without_chat_is_as_it_stands_up_to_its_last_output() -> None
         template=" {{x}} is {{output:y}} after {{x}}",
         parameters=[Parameter(name="x", value="1"), Parameter(name="y", role=Role.OUTPUT)],
     )
-    assert lay_out(spec, tiny_tokenizer(None)) == (
+    assert prompt_pieces(spec, tiny_tokenizer(None)) == (
         Text(" "),
         Placeholder("x", Role.INPUT),
         Text(" is "),
@@ -156,11 +157,11 @@ ASSISTANT = Message(role="assistant", content="{{output:a}}")
             "template",
             "101 outputs, more than 100",
         ),
-        (CallSpec(template="{{output:a}}", chat=True), "template", "Nothing is said before"),
+        (CallSpec(template="{{output:a}}", chat=True), "template", "There is no text before"),
         (
             CallSpec(template="a {{output:a}} \n {{output:b}}", chat=True),
             "template",
-            "Nothing is said before the output 'b'",
+            "There is no text before the output 'b'",
         ),
         (CallSpec(messages=[USER, Message(role="user", content="{{x")]), "messages[1].content", ""),
         (
@@ -181,7 +182,7 @@ ASSISTANT = Message(role="assistant", content="{{output:a}}")
         (
             CallSpec(template="{{output:a}}", parameters=[Parameter(name="a")] * 2),
             "parameters[1].name",
-            "another parameter",
+            "is a parameter twice",
         ),
         (
             CallSpec(template="{{output:a}}", parameters=[Parameter(name="a", role=Role.INPUT)]),
@@ -202,7 +203,7 @@ ASSISTANT = Message(role="assistant", content="{{output:a}}")
 )
 def test_what_is_wrong_with_a_call_is_said(spec: CallSpec, param: str, message: str) -> None:
     with pytest.raises(InvalidRequestError) as raised:
-        lay_out(spec, tiny_tokenizer())
+        prompt_pieces(spec, tiny_tokenizer())
     assert raised.value.param == param
     assert message in str(raised.value)
 
@@ -235,7 +236,7 @@ class Format:
 def test_a_format_that_loses_placeholders_is_refused(chat: ChatFormat, message: str) -> None:
     spec = CallSpec(template="1 {{x}} {{output:a}} 2 {{y}} {{output:b}}", chat=True)
     with pytest.raises(InvalidRequestError) as raised:
-        lay_out(spec, chat)
+        prompt_pieces(spec, chat)
     assert message in str(raised.value)
     assert raised.value.param == "template"
 
@@ -243,25 +244,27 @@ def test_a_format_that_loses_placeholders_is_refused(chat: ChatFormat, message: 
 def test_outputs_with_nothing_between_them_are_refused() -> None:
     messages = [USER, ASSISTANT, Message(role="assistant", content="{{output:b}}")]
     with pytest.raises(InvalidRequestError, match="nothing between two of the outputs"):
-        lay_out(CallSpec(messages=messages), Format("".join))
+        prompt_pieces(CallSpec(messages=messages), Format("".join))
 
 
 def test_inputs_may_change_places_before_an_output() -> None:
     """Some formats write the system message into the last user message."""
     chat = Format(lambda contents: "|".join(reversed(contents)))
     messages = [Message(role="system", content="{{s}}"), Message(role="user", content="{{u}}")]
-    assert names(lay_out(CallSpec(messages=messages), chat)) == ["u", "s", "output"]
+    assert names(prompt_pieces(CallSpec(messages=messages), chat)) == ["u", "s", "output"]
 
 
 def test_a_refusal_of_the_format_goes_through() -> None:
     strict = tiny_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
-        lay_out(CallSpec(messages=[USER]), strict)
+        prompt_pieces(CallSpec(messages=[USER]), strict)
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        lay_out(CallSpec(template="x {{output:a}}", chat=True), tiny_tokenizer(None))
+        prompt_pieces(CallSpec(template="x {{output:a}}", chat=True), tiny_tokenizer(None))
 
 
 def test_a_text_of_all_the_marks_is_not_mistaken() -> None:
     text = "".join(f"\ue000{number}:0\ue001" for number in range(3000))
-    pieces = lay_out(CallSpec(template=text + "{{x}}{{output:y}}", chat=True), Format("".join))
+    pieces = prompt_pieces(
+        CallSpec(template=text + "{{x}}{{output:y}}", chat=True), Format("".join)
+    )
     assert pieces[0] == Text(text) and names(pieces) == ["x", "y"]

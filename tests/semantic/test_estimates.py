@@ -58,7 +58,7 @@ def test_functions_unheard_of_for_long_are_forgotten() -> None:
 
 
 def group() -> TaskGroup:
-    return TaskGroup(Variable("v", ""), 1, (), None, left=1)
+    return TaskGroup(Variable("v", ""), 1, (), None, num_unfinished=1)
 
 
 @given(

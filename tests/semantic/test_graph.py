@@ -31,21 +31,27 @@ def snapshot(graph: Graph) -> object:
             v.id: (v.state, v.text, v.depth, v.producer, list(v.consumers))
             for v in graph.variables.values()
         },
-        {llm_call_id(t): (t.missing, t.depth) for c in graph.calls.values() for t in c.llm_calls},
+        {
+            llm_call_id(t): (t.num_missing, t.depth)
+            for c in graph.calls.values()
+            for t in c.llm_calls
+        },
     )
 
 
 def test_producer_and_consumers_are_linked_through_the_variable() -> None:
     graph = Graph()
     graph.add([llm("code", ("task", "code")), llm("test", ("task code", "test"))], 0.0)
-    producer = graph.producer("code")
+    producer = graph.variables["code"].producer
     assert producer is not None and llm_call_id(producer) == ("code", 0)
-    assert graph.producer("task") is None
-    assert [llm_call_id(llm_call) for llm_call in graph.consumers("task")] == [
+    assert graph.variables["task"].producer is None
+    assert [llm_call_id(llm_call) for llm_call in graph.variables["task"].consumers] == [
         ("code", 0),
         ("test", 0),
     ]
-    assert [llm_call_id(llm_call) for llm_call in graph.consumers("code")] == [("test", 0)]
+    assert [llm_call_id(llm_call) for llm_call in graph.variables["code"].consumers] == [
+        ("test", 0)
+    ]
 
 
 def test_outputs_of_one_call_are_llm_calls_in_a_row() -> None:
@@ -65,7 +71,7 @@ def test_constants_are_there_at_once() -> None:
     [added] = graph.add([call], 0.0)
     assert graph.variables["k"].state is VariableState.READY
     assert graph.variables["k"].text == "7"
-    assert added.llm_calls[0].missing == 0
+    assert added.llm_calls[0].num_missing == 0
 
 
 @given(programs(), st.randoms(use_true_random=False))
@@ -85,7 +91,7 @@ def test_edges_depths_and_ancestors_are_those_of_the_program(
         for llm_call in call.llm_calls:
             assert llm_call.depth == naive.depth(naive.llm_calls[llm_call_id(llm_call)])
     for name in variables(calls):
-        made_by = graph.producer(name)
+        made_by = graph.variables[name].producer
         expected = naive.producer.get(name)
         assert (made_by and llm_call_id(made_by)) == (expected and expected.id)
         found = open_ancestors(graph.variables[name])

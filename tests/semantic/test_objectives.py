@@ -306,7 +306,7 @@ def test_incremental_is_from_scratch_in_any_order(
         core.check_integrity()
         now = {llm_call: t.label for llm_call, t in llm_calls(core).items()}
         assert all(
-            label.joined(now[llm_call]) == now[llm_call] for llm_call, label in before.items()
+            label.merged(now[llm_call]) == now[llm_call] for llm_call, label in before.items()
         )
         before = now
 
@@ -388,7 +388,7 @@ def test_nobody_watches_the_deadline_of_what_is_settled() -> None:
 DEFAULT = Slo(ttft_s=0.4, tpot_s=0.2)
 
 
-def labelled(label: Label, stage: int) -> LlmCall:
+def labeled(label: Label, stage: int) -> LlmCall:
     core = core_of(llm("c", ("x", "out")))
     llm_call = llm_calls(core)["c", 0]
     llm_call.label = label
@@ -425,7 +425,7 @@ def rt(**times: float) -> Label:
     ],
 )
 def test_what_a_label_means_for_the_engine(label: Label, stage: int, expected: EngineTerms) -> None:
-    found = terms(labelled(label, stage), 10.0, 100.0, DEFAULT)
+    found = terms(labeled(label, stage), 10.0, 100.0, DEFAULT)
     assert found.service_class is expected.service_class
     assert found.grouped is expected.grouped
     for name in ("ttft_s", "tpot_s", "deadline_s"):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
-from bros.semantic.core.prompt import Begun, PieceEncoder, Prompt, PromptSharing
+from bros.semantic.core.prompt import PieceEncoder, Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.service.prompting import off_loop
 from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.tiny_tokenizer import byte_level_backend, sentencepiece_backend, tiny_tokenizer
@@ -138,16 +138,16 @@ def test_texts_begin_with_bos_if_the_model_wants_one() -> None:
 
 def test_remembered_texts_are_found_and_old_ones_make_way() -> None:
     encoder = PieceEncoder(tiny_tokenizer())
-    encoder.remember("dog", (1, 2), first=True)
-    assert encoder.known("dog", first=True) == (1, 2)
-    assert encoder.known("dog", first=False) is None
+    encoder.cache("dog", (1, 2), first=True)
+    assert encoder.cached("dog", first=True) == (1, 2)
+    assert encoder.cached("dog", first=False) is None
 
     for number in range(9):
-        encoder.remember(str(number) * 500_000, (number,), first=False)
-        encoder.known("1" * 500_000, first=False)  # this one is in use
-    assert encoder.known("dog", first=True) is None
-    assert encoder.known("1" * 500_000, first=False) == (1,)
-    assert encoder.known("8" * 500_000, first=False) == (8,)
+        encoder.cache(str(number) * 500_000, (number,), first=False)
+        encoder.cached("1" * 500_000, first=False)  # this one is in use
+    assert encoder.cached("dog", first=True) is None
+    assert encoder.cached("1" * 500_000, first=False) == (1,)
+    assert encoder.cached("8" * 500_000, first=False) == (8,)
 
 
 @given(
@@ -158,16 +158,16 @@ def test_remembered_texts_are_found_and_old_ones_make_way() -> None:
 def test_what_was_begun_is_the_longest_common_beginning_in_blocks(
     asked: list[list[int]], prompt: list[int], block: int
 ) -> None:
-    begun = Begun(block)
+    requested = RequestedPrefixes(block)
     for token_ids in asked:
-        begun.add(token_ids)
+        requested.add(token_ids)
 
     longest = 0
     for token_ids in asked:
         for end in range(block, len(token_ids) + 1, block):
             if token_ids[:end] == prompt[:end]:
                 longest = max(longest, end)
-    assert begun.num_tokens(prompt) == longest
+    assert requested.num_tokens(prompt) == longest
 
 
 async def test_what_takes_more_than_a_moment_is_done_on_a_thread() -> None:
@@ -177,10 +177,10 @@ async def test_what_takes_more_than_a_moment_is_done_on_a_thread() -> None:
 
 
 def test_only_the_latest_beginnings_are_remembered() -> None:
-    begun = Begun(2, max_blocks=3)
-    begun.add([1, 2, 3, 4])
-    begun.add([5, 6])
-    assert begun.num_tokens([1, 2, 3, 4]) == 4
-    begun.add([7, 8])
-    assert begun.num_tokens([1, 2, 3, 4]) == 0
-    assert begun.num_tokens([7, 8]) == 2
+    requested = RequestedPrefixes(2, max_blocks=3)
+    requested.add([1, 2, 3, 4])
+    requested.add([5, 6])
+    assert requested.num_tokens([1, 2, 3, 4]) == 4
+    requested.add([7, 8])
+    assert requested.num_tokens([1, 2, 3, 4]) == 0
+    assert requested.num_tokens([7, 8]) == 2

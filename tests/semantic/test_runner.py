@@ -131,7 +131,7 @@ async def test_several_outputs_of_a_call_are_one_sequence() -> None:
 
 @virtually
 async def test_kv_is_kept_between_llm_calls_and_given_back() -> None:
-    desk = Desk(park_s=33.0)
+    desk = Desk(pin_s=33.0)
     desk.submit(call("A {{output:x}} B {{output:y}}"))
     await desk.value("x")
     (first,) = desk.engine.llm_calls()

@@ -83,7 +83,7 @@ async def test_gone_is_told_from_never_there(operation: str) -> None:
 @virtually
 async def test_idle_sessions_expire_and_what_they_keep_is_given_back() -> None:
     engine = ProgramEngine()
-    service = make_service(engine, ttl_s=100.0, park_s=1e6)
+    service = make_service(engine, ttl_s=100.0, pin_s=1e6)
     async with running(service):
         session = service.create(TENANT).id
         service.submit(TENANT, session, [call("A {{output:a}} B {{late}}{{output:b}}")])
@@ -391,7 +391,7 @@ async def test_plain_requests_that_fail_or_leave() -> None:
 async def test_sessions_of_plain_clients_make_way_when_they_are_idle() -> None:
     """Those of the same tenant first, of them the one that has been idle the longest."""
     engine = ProgramEngine()
-    service = make_service(engine, max_sessions=5, park_s=1e6)
+    service = make_service(engine, max_sessions=5, pin_s=1e6)
     made = service.create("a").id
     for tenant, name in (("b", "theirs"), ("a", "first"), ("a", "second"), ("a", "third")):
         joined = service.join(tenant, name)
@@ -431,7 +431,7 @@ def desk_program(service: SessionService, session_id: str) -> str:
 
 @virtually
 async def test_a_program_of_which_every_value_is_wanted_runs() -> None:
-    """All of a long chain is behind each, more than may be labelled."""
+    """All of a long chain is behind each, more than may be labeled."""
     desk = Desk(max_labels=300)
     names = [f"v{i}" for i in range(40)]
     chain = [

@@ -359,7 +359,7 @@ class SessionMachine(RuleBasedStateMachine):
             assert "pending" not in self.model.variables.values()
         now = {key: llm_call.label for key, llm_call in llm_calls(self.core).items()}
         for key in now.keys() & self.labels.keys():
-            assert self.labels[key].joined(now[key]) == now[key], "labels only rise"
+            assert self.labels[key].merged(now[key]) == now[key], "labels only rise"
         self.labels = now
 
 

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bros.core.errors import InvalidRequestError
-from bros.semantic.core.submission import Submitter
+from bros.semantic.core.submission import SubmissionReader
 from bros.semantic.schema import CallSpec, Message, Parameter, Role
 from support.program_engine import TOKENIZER
 
@@ -26,9 +26,9 @@ class CountingChat:
         return TOKENIZER.render_chat(messages, **template_kwargs)
 
 
-def submitter(chat: CountingChat) -> Submitter:
+def submitter(chat: CountingChat) -> SubmissionReader:
     numbers = itertools.count()
-    return Submitter(chat, lambda prefix: f"{prefix}-{next(numbers)}", max_tokens=9)
+    return SubmissionReader(chat, lambda prefix: f"{prefix}-{next(numbers)}", max_tokens=9)
 
 
 # Alike enough to be taken for one another, and some of them are wrong.

@@ -136,7 +136,7 @@ async def test_w05_programs_larger_than_the_kv_memory_run_and_all_of_it_is_used(
 @virtually
 async def test_w06_what_is_kept_for_later_makes_way_at_once() -> None:
     async with toy_engine(blocks=24) as engine:
-        desk = Desk(engine, park_s=1e5)
+        desk = Desk(engine, pin_s=1e5)
         desk.submit(
             *(
                 call(

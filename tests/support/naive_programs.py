@@ -202,7 +202,7 @@ class NaiveObjectives:
                 self._raise(llm_call, Label(level=Level.GROUP, deadline_s=deadline_s))
 
     def _raise(self, llm_call: TurnId, label: Label) -> None:
-        self.labels[llm_call] = self.labels[llm_call].joined(label)
+        self.labels[llm_call] = self.labels[llm_call].merged(label)
 
     def _stage(
         self, graph: NaiveGraph, llm_call: PlainTurn, sink: str, region: set[PlainTurn]

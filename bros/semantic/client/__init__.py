@@ -1,1 +1,1 @@
-"""The front end: functions whose bodies are prompts, semantic variables, and sessions."""
+"""The front end: semantic functions, semantic variables, and sessions."""

@@ -7,7 +7,6 @@ import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from bros.core.loop_thread import LoopThread
@@ -15,9 +14,9 @@ from bros.semantic.schema import CallSpec, Criteria, SubmittedCall
 
 
 class Backend(Protocol):
-    """The operations of SessionService, which says what they mean, for one tenant.
+    """The operations of SessionService for one tenant; see there.
 
-    All raise what it raises, and ServerUnreachableError.
+    They raise the same errors, and ServerUnreachableError.
     """
 
     async def create(
@@ -55,7 +54,7 @@ class Backend(Protocol):
     async def cancel(self, session_id: str, request_id: str) -> None: ...
 
     async def inspect(self, session_id: str) -> Mapping[str, Any]:
-        """The session with its calls and variables, as GET /v1/sessions/{id} answers."""
+        """The session with its calls and variables, as GET /v1/sessions/{id} returns it."""
         ...
 
     async def delete(self, session_id: str) -> None: ...
@@ -65,13 +64,13 @@ T = TypeVar("T")
 
 
 class Connection:
-    """A backend, opened when it is first needed. Thread-safe; several sessions can share one.
+    """A backend with its own event loop, opened on first use. Thread-safe; sessions can share it.
 
         with connect("http://localhost:8000") as connection:
             with Session(connection=connection): ...
             with Session(connection=connection): ...
 
-    opening: makes the context in which the backend works.
+    opening: creates the context manager that opens the backend.
     """
 
     def __init__(self, opening: Callable[[], AbstractAsyncContextManager[Backend]]) -> None:
@@ -87,21 +86,22 @@ class Connection:
         return self._closed
 
     async def backend(self) -> Backend:
-        """Open it, the first time; only on the connection's own loop.
+        """The backend, opened on the first call. Only for the connection's own loop.
 
-        Raises ModelError or ConfigError of an engine in this process.
+        Raises ModelError or ConfigError if an engine in this process cannot start.
         """
         if self._backend is None:
-            # A task of its own: cancelling one caller does not cancel it for the others.
+            # A separate task: cancelling one caller does not cancel it for the others.
             opening = self._exit.enter_async_context(self._opening())
             self._backend = asyncio.create_task(opening)
         return await asyncio.shield(self._backend)
 
     def run(self, coroutine: Coroutine[Any, Any, T], instead: str) -> T:
-        """Run on the connection's loop and wait.
+        """Run a coroutine on the connection's loop and wait for it.
 
-        Raises RuntimeError on a running event loop, which it would block; `instead`: what to call
-        there. If the connection is closed, too.
+        instead: the method to call on an event loop, for the message.
+        Raises RuntimeError on a running event loop, which it would block, and if the connection is
+        closed.
         """
         try:
             refuse_running_loop(instead)
@@ -111,11 +111,11 @@ class Connection:
         return self._loop_thread(coroutine).run(coroutine)
 
     async def arun(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run on the connection's loop; cancelling this cancels it there."""
+        """`run` for coroutines; cancelling it cancels the coroutine on the connection's loop."""
         return await asyncio.wrap_future(self._loop_thread(coroutine).start(coroutine))
 
     def close(self) -> None:
-        """End it. Calling it twice is fine."""
+        """Close the backend and end the loop. Idempotent."""
         if (thread := self._ended_thread()) is not None:
             thread.run(self._leave())
             thread.close()
@@ -129,23 +129,13 @@ class Connection:
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Connection:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def _loop_thread(self, coroutine: Coroutine[Any, Any, Any]) -> LoopThread:
@@ -158,7 +148,7 @@ class Connection:
             return self._thread
 
     def _ended_thread(self) -> LoopThread | None:
-        """The thread, if there is one to be ended; no other work gets in any more."""
+        """Mark the connection closed, and return its thread if it has one."""
         with self._lock:
             thread, self._thread, self._closed = self._thread, None, True
         return thread
@@ -170,9 +160,9 @@ class Connection:
 
 
 def refuse_running_loop(instead: str) -> None:
-    """Raise RuntimeError where waiting would block an event loop. instead: what to call there."""
+    """Raise RuntimeError on a running event loop. instead: the method to call there."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise RuntimeError(f"This would block the running event loop; here it is `{instead}` instead.")
+    raise RuntimeError(f"This call would block the running event loop: use `{instead}` instead.")

@@ -1,4 +1,4 @@
-"""Functions whose bodies are prompts, and functions of the client between them."""
+"""The decorators for semantic functions, whose docstrings are prompts, and native functions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
-from bros.core.errors import InvalidRequestError
 from bros.core.request import SamplingParams
-from bros.semantic.client.program import Form, SemanticVariable, make_call
-from bros.semantic.core.template import Piece, Placeholder, dedent, parse_template, with_roles
+from bros.semantic.client.program import FunctionSpec, SemanticVariable, make_call
+from bros.semantic.core.template import Piece, Placeholder, parse_template, with_roles
 from bros.semantic.schema import Role
 
 _SAMPLING = frozenset(spec.name for spec in dataclasses.fields(SamplingParams)) - {"n", "logprobs"}
@@ -21,40 +20,43 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class SemanticCallable:
-    """What `semantic_function` and `native_function` make. A call returns at once: a variable,
-    or a named tuple of them if there are several outputs."""
+    """A semantic or native function. A call returns at once: a variable, or a named tuple of
+    variables if there are several outputs.
+
+    read: converts an argument for the call; raises TypeError.
+    """
 
     def __init__(
-        self, function: Callable[..., Any], form: Form, read: Callable[[Any], Any]
+        self, function: Callable[..., Any], spec: FunctionSpec, read: Callable[[Any], Any]
     ) -> None:
         functools.update_wrapper(self, function)
-        self._form = form
+        self._spec = spec
         self._signature = inspect.signature(function)
         self._read = read
-        self._several = _tuple_type(form) if len(form.outputs) > 1 else None
+        self._several = _tuple_type(spec) if len(spec.outputs) > 1 else None
 
     def __repr__(self) -> str:
-        return f"<semantic function {self._form.name} -> {', '.join(self._form.outputs)}>"
+        return f"<semantic function {self._spec.name} -> {', '.join(self._spec.outputs)}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments by position or keyword; variables for outputs by keyword.
+        """Make a call. Keyword arguments with the name of an output give its variable.
 
-        Raises TypeError as a call of any function does, ValueError for a variable of another
-        session that has no value yet.
+        Raises TypeError for wrong arguments, ValueError for a variable of another session that has
+        no value yet.
         """
-        given = {name: kwargs.pop(name) for name in self._form.outputs if name in kwargs}
+        given = {name: kwargs.pop(name) for name in self._spec.outputs if name in kwargs}
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self._form.name}(): {error}") from None
+            raise TypeError(f"{self._spec.name}(): {error}") from None
         bound.apply_defaults()
         arguments = {}
         for name, value in bound.arguments.items():
             try:
                 arguments[name] = self._read(value)
             except TypeError as error:
-                raise TypeError(f"{self._form.name}(): {name} {error}") from None
-        call = make_call(self._form, arguments, given)
+                raise TypeError(f"{self._spec.name}(): {name} {error}") from None
+        call = make_call(self._spec, arguments, given)
         outputs = list(call.outputs.values())
         return outputs[0] if self._several is None else self._several(*outputs)
 
@@ -88,7 +90,7 @@ def semantic_function(
     name: str | None = None,
     dedent: bool = True,
 ) -> Any:
-    """Make a function of a prompt, which is its docstring (the paper's section 4.1).
+    """Decorate a function whose docstring is a prompt template (Parrot, section 4.1).
 
         @semantic_function
         def write_code(task: SemanticVariable):
@@ -96,19 +98,20 @@ def semantic_function(
 
         code = write_code("a snake game")
 
-    Its parameters are the inputs, its outputs are in the template alone. An argument may be a
-    variable, a string, a list of these (written with `separator` between them), or anything else,
-    of which str() is taken.
+    The parameters of the function are the inputs; only the template declares the outputs. An
+    argument is a variable, a string, a list of these (joined with `separator`), or any other
+    object, which is converted with str().
 
-    chat: make a conversation of it by the model's chat template: what stands before an output is
-    what the user says, the output is the answer. system: and this comes first.
-    sampling: fields of SamplingParams, of all outputs; of {{output:code:precise}} it is what the
-    name "precise" stands for here, on top of these: {"temperature": 1, "precise": {"seed": 3}}.
-    transforms: by input or output, such as {"code": "code_block(python) | strip"}.
-    name: for graphs and for expecting how long answers are; that of the function otherwise.
-    dedent: without the indentation of the docstring.
+    chat: format the template with the model's chat template: text before an output is a user
+        message, the output is the assistant message.
+    system: system message of the conversation; requires chat.
+    sampling: fields of SamplingParams for all outputs. {{output:code:precise}} overrides them with
+        the fields of the name "precise": {"temperature": 1, "precise": {"seed": 3}}.
+    transforms: input or output name -> transforms: {"code": "code_block(python) | strip"}.
+    name: name in graphs, and for predicting output lengths; default: the function's name.
+    dedent: remove the indentation of the docstring.
 
-    Raises ValueError with the function's name if the template does not fit it.
+    Raises ValueError with the function's name if the template does not match the function.
     """
     settings = _Settings(chat, system, sampling or {}, transforms or {}, separator, name, dedent)
     if function is None:
@@ -123,17 +126,18 @@ def native_function(
     outputs: Sequence[str] = ("output",),
     name: str | None = None,
 ) -> Any:
-    """Make a function of the client part of programs: it runs here once its inputs are there.
+    """Decorate a Python function that the client runs as a call of a program.
 
         @native_function
         def clip(text: SemanticVariable) -> SemanticVariable:
             return text[:100]
 
-    Called with variables, also in lists, it returns a variable, or a named tuple if there are
-    several `outputs`. The body gets strings in their place, and everything else as it is; what it
-    returns is the value, or a tuple of them. Lists and mappings become JSON, the rest str().
-    It runs on a thread, or on the connection's event loop if it is a coroutine function, and only
-    if one of its outputs is wanted. What it raises is why the value failed, at stage native.
+    A call with variables, also in lists, returns a variable, or a named tuple if there are several
+    `outputs`. The function runs once its inputs are set and one of its outputs is requested: on a
+    thread, or on the connection's event loop if it is a coroutine function. It gets the values in
+    place of the variables, and other arguments unchanged. It returns the value of its output, or a
+    tuple of values. Lists and dicts are converted to JSON, other objects with str(). An exception
+    fails its outputs at stage native.
     """
     if function is None:
         return lambda decorated: native_function(decorated, outputs=outputs, name=name)
@@ -142,11 +146,11 @@ def native_function(
         raise ValueError(f"{title}: outputs are one or more different names")
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (*_VARIADIC, inspect.Parameter.POSITIONAL_ONLY):
-            raise ValueError(f"{title}: {parameter} must be a parameter with a name")
+            raise ValueError(f"{title}: {parameter} must be an ordinary named parameter")
         if parameter.name in outputs:
             raise ValueError(f"{title}: {parameter.name} is a parameter and an output")
-    form = Form(name=title, outputs=tuple(outputs), native=function)
-    return SemanticCallable(function, form, lambda value: value)
+    spec = FunctionSpec(name=title, outputs=tuple(outputs), native=function)
+    return SemanticCallable(function, spec, lambda value: value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,18 +169,16 @@ class _Settings:
 def _make(function: Callable[..., Any], settings: _Settings) -> SemanticCallable:
     title = settings.name or function.__name__
     try:
-        return SemanticCallable(function, _form(function, title, settings), _argument)
-    except InvalidRequestError as error:
-        raise ValueError(f"{title}: {error.message}") from None
+        return SemanticCallable(function, _spec(function, title, settings), _argument)
     except ValueError as error:
         raise ValueError(f"{title}: {error}") from None
 
 
-def _form(function: Callable[..., Any], title: str, settings: _Settings) -> Form:
+def _spec(function: Callable[..., Any], title: str, settings: _Settings) -> FunctionSpec:
     source = function.__doc__
     if not source or not source.strip():
         raise ValueError("its docstring is the template, and there is none")
-    pieces = parse_template(dedent(source) if settings.dedent else source)
+    pieces = parse_template(inspect.cleandoc(source) if settings.dedent else source)
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         if parameter.kind in _VARIADIC:
@@ -194,7 +196,7 @@ def _form(function: Callable[..., Any], title: str, settings: _Settings) -> Form
     _check_transforms(settings.transforms, {*inputs, *names})
     common, own = _sampling(settings.sampling, outputs)
     plain = tuple(replace(p, sampling=None) if isinstance(p, Placeholder) else p for p in pieces)
-    return Form(
+    return FunctionSpec(
         name=title,
         outputs=names,
         parts=_parts(plain, settings),
@@ -226,13 +228,13 @@ def _parts(
             said = []
         else:
             said.append(piece)
-    return tuple(parts)  # no output depends on what follows the last answer
+    return tuple(parts)  # text after the last output is dropped: no output depends on it
 
 
 def _sampling(
     sampling: Mapping[str, Any], outputs: Sequence[Placeholder]
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
-    """What holds for all outputs, and by output what is on top of that."""
+    """The sampling fields of all outputs, and by output those that override them."""
     references = {output.sampling for output in outputs} - {None}
     for name in sorted(references - sampling.keys(), key=str):
         raise ValueError(f"the template names the sampling {name!r}, which is not given")
@@ -256,27 +258,27 @@ def _check_transforms(transforms: Mapping[str, str], names: set[str]) -> None:
     for name, source in transforms.items():
         if name not in names:
             raise ValueError(f"transforms: {name!r} does not occur in the template")
-        # Late: few programs use them, and they bring in parsers.
+        # A late import: few programs use transforms, which import parsers.
         from bros.semantic.transforms import parse_transforms
 
         parse_transforms(source, f"transforms of {name}")
 
 
 def _argument(value: Any) -> Any:
-    """What stands for an input: a variable, a text, or several of these."""
+    """An argument as an input: a variable, a text, or a tuple of these. Raises TypeError."""
     if isinstance(value, SemanticVariable | str):
         return value
     if value is None:
-        raise TypeError("is None; an input is a variable or something to be written")
+        raise TypeError("is None; an input is a variable or an object with a text")
     if isinstance(value, list | tuple):
         if all(isinstance(part, SemanticVariable | str) for part in value):
             return tuple(value) if value else ""
         if any(isinstance(part, SemanticVariable) for part in value):
-            raise TypeError("has variables among other things than strings")
+            raise TypeError("has variables among other things than strings; call str() on those")
     return str(value)
 
 
-def _tuple_type(form: Form) -> Callable[..., tuple[SemanticVariable, ...]]:
-    """Fields are named as the outputs, but for names that fields cannot have."""
-    title = form.name if form.name.isidentifier() else "Outputs"
-    return collections.namedtuple(title, form.outputs, rename=True)
+def _tuple_type(spec: FunctionSpec) -> Callable[..., tuple[SemanticVariable, ...]]:
+    """A named tuple type with the outputs as fields; invalid field names are replaced."""
+    title = spec.name if spec.name.isidentifier() else "Outputs"
+    return collections.namedtuple(title, spec.outputs, rename=True)

@@ -1,4 +1,4 @@
-"""The front end's way to a server, over HTTP."""
+"""The backend for a server over HTTP."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from bros.semantic.schema import (
 
 _CONNECT_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 60.0
-"""For what needs no waiting on the server's side, and on top of what does."""
+"""Response timeout, in addition to the time that a request waits on the server."""
 
 
 class HttpBackend:
@@ -68,53 +68,53 @@ class HttpBackend:
         body = CreateSession(
             criteria=criteria, ttl_s=ttl_s, tenant=tenant, metadata=metadata or None
         )
-        answer = await self._ask("POST", "sessions", _body(body))
+        answer = await self._request("POST", "sessions", body)
         return from_json(SessionSummary, answer).id
 
     async def submit(
         self, session_id: str, calls: Sequence[CallSpec], key: str
     ) -> Sequence[SubmittedCall]:
         body = SubmitProgram(requests=calls, key=key)
-        answer = await self._ask("POST", f"sessions/{session_id}/requests", _body(body))
+        answer = await self._request("POST", f"sessions/{session_id}/requests", body)
         return from_json(SubmittedProgram, answer).requests
 
     async def declare(
         self, session_id: str, variable_id: str, name: str, value: str | None
     ) -> None:
         body = CreateVariable(id=variable_id, name=name, value=value)
-        await self._ask("POST", f"sessions/{session_id}/variables", _body(body))
+        await self._request("POST", f"sessions/{session_id}/variables", body)
 
     async def set(self, session_id: str, variable_id: str, value: str) -> None:
-        await self._ask("PUT", _variable(session_id, variable_id), _body(SetVariable(value=value)))
+        await self._request("PUT", _variable(session_id, variable_id), SetVariable(value=value))
 
     async def fail(self, session_id: str, request_id: str, message: str) -> None:
         path = f"sessions/{session_id}/requests/{quote(request_id, safe='')}/fail"
-        await self._ask("POST", path, _body(FailCall(message=message)))
+        await self._request("POST", path, FailCall(message=message))
 
     async def want(self, session_id: str, variable_id: str, criteria: Criteria) -> None:
         body = WantVariable(criteria=criteria)
-        await self._ask("PATCH", _variable(session_id, variable_id), _body(body))
+        await self._request("PATCH", _variable(session_id, variable_id), body)
 
     async def get(
         self, session_id: str, variable_id: str, criteria: Criteria, timeout_s: float
     ) -> str:
         query = {"wait": "true", "timeout": f"{timeout_s:.3f}", **_query(criteria)}
         path = _variable(session_id, variable_id)
-        answer = await self._ask("GET", path, query=query, waits_s=timeout_s)
+        answer = await self._request("GET", path, query=query, wait_s=timeout_s)
         return str(answer["value"])
 
     async def stream(
         self, session_id: str, variable_id: str, criteria: Criteria
     ) -> AsyncGenerator[str, None]:
         query = {"stream": "true", **_query(criteria)}
-        # Between pieces the server says every now and then that it is still there.
+        # The server sends heartbeats between pieces, so this is a timeout for silence.
         timeout = httpx.Timeout(_ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
         with self._readable_errors():
             path = _variable(session_id, variable_id)
             async with self._http.stream("GET", path, params=query, timeout=timeout) as answer:
                 if not answer.is_success:
                     await answer.aread()
-                    raise read_refusal(answer)
+                    raise read_error_response(answer)
                 async for data in read_events(answer.aiter_bytes()):
                     if data == b"[DONE]":
                         return
@@ -127,36 +127,37 @@ class HttpBackend:
 
     async def cancel(self, session_id: str, request_id: str) -> None:
         path = f"sessions/{session_id}/requests/{quote(request_id, safe='')}"
-        await self._ask("DELETE", path)
+        await self._request("DELETE", path)
 
     async def inspect(self, session_id: str) -> Mapping[str, Any]:
-        return await self._ask("GET", f"sessions/{session_id}")
+        return await self._request("GET", f"sessions/{session_id}")
 
     async def delete(self, session_id: str) -> None:
-        await self._ask("DELETE", f"sessions/{session_id}")
+        await self._request("DELETE", f"sessions/{session_id}")
 
     @property
     def _server(self) -> str:
         return str(self._http.base_url).removesuffix("/v1/")
 
-    async def _ask(
+    async def _request(
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None = None,
+        record: Any = None,
         *,
         query: Mapping[str, str] | None = None,
-        waits_s: float = 0.0,
+        wait_s: float = 0.0,
     ) -> Mapping[str, Any]:
         timeout = httpx.Timeout(
-            _ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S, read=_ANSWER_TIMEOUT_S + waits_s
+            _ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S, read=_ANSWER_TIMEOUT_S + wait_s
         )
+        body = None if record is None else to_json(record, defaults=False)
         with self._readable_errors():
             answer = await self._http.request(
                 method, path, json=body, params=query, timeout=timeout
             )
             if not answer.is_success:
-                raise read_refusal(answer)
+                raise read_error_response(answer)
             found: Mapping[str, Any] = answer.json()
             return found
 
@@ -168,7 +169,7 @@ class HttpBackend:
             reason = str(error) or type(error).__name__
             raise ServerUnreachableError(f"{self._server} does not answer: {reason}") from error
         except (InvalidRequestError, ConfigError):
-            raise  # these are ValueErrors, too
+            raise  # these are subclasses of ValueError
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             message = f"{self._server} does not have semantic sessions: {error!r}"
             raise ServerUnreachableError(message) from error
@@ -177,9 +178,9 @@ class HttpBackend:
 def open_http(
     url: str, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
 ) -> Callable[[], AbstractAsyncContextManager[Backend]]:
-    """What opens a backend at `url`, with or without /v1.
+    """A factory of context managers that open a backend at `url`, with or without /v1.
 
-    Raises ConfigError for something that is no URL.
+    Raises ConfigError if the URL or the key is invalid.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url: {url!r} must start with http:// or https://")
@@ -193,7 +194,7 @@ def open_http(
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[Backend]:
-        # Each value that is waited for holds a connection.
+        # Each waiting get holds a connection.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
         client = httpx.AsyncClient(
             base_url=base, headers=headers, limits=limits, transport=transport
@@ -202,11 +203,6 @@ def open_http(
             yield HttpBackend(http)
 
     return opening
-
-
-def _body(record: Any) -> Mapping[str, Any]:
-    fields: Mapping[str, Any] = to_json(record, defaults=False)
-    return fields
 
 
 def _query(criteria: Criteria) -> dict[str, str]:
@@ -219,22 +215,22 @@ def _variable(session_id: str, variable_id: str) -> str:
     return f"sessions/{session_id}/variables/{quote(variable_id, safe='')}"
 
 
-def read_refusal(answer: httpx.Response) -> BrosError:
-    """What the server said instead of an answer, as what it raised."""
+def read_error_response(answer: httpx.Response) -> BrosError:
+    """An error response as the exception that the server raised."""
     try:
         error = answer.json()["error"]
         retry_after_s = float(answer.headers.get("retry-after", 1.0))
         return read_error(answer.status_code, error, retry_after_s)
     except (ValueError, KeyError, TypeError, AttributeError):
         return ServerUnreachableError(
-            f"{answer.url} answered {answer.status_code}, and not as a server of bros does."
+            f"{answer.url} answered {answer.status_code} without an error object of bros."
         )
 
 
 def read_error(
     status: int | None, error: Mapping[str, Any], retry_after_s: float | None
 ) -> BrosError:
-    """An error in a reply as what the server raised; status: None in the middle of a stream."""
+    """An error object as the exception that the server raised. status: None within a stream."""
     message, code, param = str(error["message"]), error.get("code"), error.get("param")
     cause = error.get("cause")
     if cause is not None:

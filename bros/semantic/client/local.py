@@ -1,4 +1,4 @@
-"""The front end's way to an engine in this process: no server, no socket."""
+"""The backend for an engine in this process, without a server."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class LocalBackend:
 
 @contextlib.asynccontextmanager
 async def serve_locally(service: SessionService) -> AsyncIterator[Backend]:
-    """A backend of this service, which does its work until the block is left."""
+    """A backend of this service, which runs until the block ends."""
     running = asyncio.create_task(service.run())
     try:
         yield LocalBackend(service)
@@ -101,9 +101,10 @@ async def serve_locally(service: SessionService) -> AsyncIterator[Backend]:
 def open_engine(
     model: str | None, data_dir: str | Path | None, options: Mapping[str, Any]
 ) -> Callable[[], AbstractAsyncContextManager[Backend]]:
-    """What loads a model and runs its engine. options: fields of EngineConfig.
+    """A factory of context managers that load a model and run its engine.
 
-    Raises ConfigError for wrong ones, TypeError for names that are none.
+    options: fields of EngineConfig. Raises ConfigError for wrong values, TypeError for unknown
+    names.
     """
     config = EngineConfig(model=model, **options)
     cache_dir = Path(data_dir) if data_dir else default_cache_dir()

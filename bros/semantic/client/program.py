@@ -1,12 +1,12 @@
-"""A program as it is written: semantic variables, and the calls between them.
+"""Programs on the client: semantic variables, the calls between them, and unsent calls.
 
 ```
- SemanticVariable ──input──▶ Call ──output──▶ SemanticVariable        a Program holds Calls that
-                                                                       are not sent yet
+ SemanticVariable ──input──▶ ProgramCall ──output──▶ SemanticVariable
+                             a Program holds the ProgramCalls that are not sent yet
 ```
 
-Variables and calls refer to each other, so they are one module. What they need of a session is
-`SessionInterface`; bros.semantic.client.session implements it and imports this module.
+Variables and calls refer to each other, so they are in one module. They use a session through
+`SessionInterface`, which bros.semantic.client.session implements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from bros.semantic.core.template import Piece, Placeholder, Text, render_template
+from bros.semantic.core.template import Piece, Placeholder, Text, join_texts, render_template
 from bros.semantic.errors import ConflictError
 from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, Role
 
@@ -35,7 +35,7 @@ _SHOWN_CHARS = 40
 
 
 class AsyncSessionInterface(Protocol):
-    """What a session does for variables, on the event loop of its connection."""
+    """The operations of a session for variables, on the event loop of its connection."""
 
     async def fetch(
         self, variable: SemanticVariable, criteria: Criteria, timeout_s: float | None
@@ -47,7 +47,7 @@ class AsyncSessionInterface(Protocol):
 
     async def want(self, variable: SemanticVariable, criteria: Criteria) -> None: ...
 
-    def stream(self, variable: SemanticVariable, criteria: Criteria) -> Pieces: ...
+    def stream(self, variable: SemanticVariable, criteria: Criteria) -> PieceStream: ...
 
     async def send_value(self, variable: SemanticVariable, text: str) -> None: ...
 
@@ -55,7 +55,7 @@ class AsyncSessionInterface(Protocol):
 
 
 class SessionInterface(Protocol):
-    """What variables and calls need of the session that they belong to."""
+    """The part of a session that its variables and calls use."""
 
     @property
     def async_session(self) -> AsyncSessionInterface: ...
@@ -69,17 +69,17 @@ class SessionInterface(Protocol):
     def closed(self) -> bool: ...
 
     def run(self, coroutine: Coroutine[Any, Any, T], instead: str) -> T:
-        """Run on the connection's loop and wait. instead: what to call on an event loop."""
+        """Run on the connection's loop and wait. instead: the method to call on an event loop."""
         ...
 
     async def arun(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
 
     def new_id(self, name: str) -> str:
-        """An id for a variable, which nothing else in the session has."""
+        """A new variable id, unique in the session."""
         ...
 
     def announce(self, variable: SemanticVariable) -> str:
-        """The id of a variable, which is declared to the server with the next calls."""
+        """The id of a variable; the session declares it to the server with the next calls."""
         ...
 
     def criteria_for(
@@ -89,18 +89,17 @@ class SessionInterface(Protocol):
         ttft: float | None = None,
         tpot: float | None = None,
     ) -> Criteria:
-        """What is asked for, on top of the session's own criteria. Raises ValueError."""
+        """Criteria with the session's as defaults. Raises ValueError."""
         ...
 
 
 CURRENT: ContextVar[SessionInterface | None] = ContextVar("bros_semantic_session", default=None)
-"""The session of the `with` block. It is the only state outside objects: values are asked for
-without naming a session, as in the Parrot paper's example. Each thread and each task has its own.
-Only `Session` changes it."""
+"""The session of the current `with` block, for each thread and task. It is the only global state:
+programs request values without naming a session, as in the Parrot paper. Only `Session` sets it."""
 
 
-class Pieces:
-    """A stream that is read from another thread, one piece at a time."""
+class PieceStream:
+    """A stream of text that another thread reads piece by piece."""
 
     def __init__(self, pieces: AsyncGenerator[str, None]) -> None:
         self._pieces = pieces
@@ -118,30 +117,34 @@ class Pieces:
             raise
 
     async def aclose(self) -> None:
-        """Stop reading."""
+        """End the stream."""
         self.ended = True
         await self._pieces.aclose()
 
 
 class SemanticVariable:
-    """A text that calls read or produce; its value may be there already, or come later.
+    """A text that calls read or produce: Parrot's Semantic Variable.
 
-    value: of a constant; None for one that `set` or a call gives its value. name: for messages and
-    pictures. session: that it is for, if it is not the current one.
+    value: value of a constant; None if `set` or a call sets it.
+    name: name in messages and graphs.
+    session: its session; None: the current session when it is first used.
 
-    What waits has a form for threads (`get`) and one for coroutines (`aget`); the former raises
-    RuntimeError on a running event loop, which it would block. Both raise
+    Waiting methods have a version for threads (`get`) and one for coroutines (`aget`). The former
+    raises RuntimeError on a running event loop, which it would block. Both raise
 
-    - UpstreamError if the call that produces it, or one that this needs, has failed,
+    - UpstreamError if a call that the value depends on has failed,
     - GetTimeoutError, SessionGoneError, ServerUnreachableError,
-    - InvalidRequestError or ConflictError if the server refused the program,
-    - RuntimeError if there is no session, ValueError if what they are given makes no sense; then
-      nothing was sent.
+    - InvalidRequestError or ConflictError if the server rejected the program,
+    - RuntimeError without a session, and ValueError for invalid arguments, before anything is sent.
 
-    perf says what matters (LATENCY, THROUGHPUT, TTFT, TPOT); None: what the session says, or else
-    LATENCY. ttft, tpot: objectives in seconds. deadline: seconds from now in which it should be
-    complete; it is late after that but comes all the same. timeout: seconds after which to raise
-    GetTimeoutError; the work goes on, and asking again is fine.
+    Their arguments:
+
+    perf: criterion LATENCY, THROUGHPUT, TTFT or TPOT; None: the session's, by default LATENCY.
+    ttft: objective in seconds.
+    tpot: objective in seconds.
+    deadline: seconds from now until the value should be complete; a late value still arrives.
+    timeout: seconds after which GetTimeoutError is raised. The calls go on, and the caller may
+        retry.
     """
 
     __slots__ = ("__weakref__", "_id", "_lock", "_name", "_producer", "_program", "_value")
@@ -174,32 +177,32 @@ class SemanticVariable:
 
     @property
     def value(self) -> str | None:
-        """The text, if it is known here; the server is not asked."""
+        """The text if the client knows it, else None. It sends no request."""
         return self._value
 
     @property
     def id(self) -> str:
-        """Its id in its session. Raises RuntimeError if it has none."""
-        session = self._session_now()
+        """Its id in its session. Raises RuntimeError without a session."""
+        session = self._resolve_session()
         if self._program is None:
             self._program = session.program
         return session.announce(self)
 
     @property
     def session(self) -> SessionInterface | None:
-        """Whose it is; None of a constant, and of what no session has been asked for yet."""
+        """Its session; None for a constant, and until it is first used in a session."""
         return None if self._program is None else self._program.session
 
     def set(self, text: str) -> None:
-        """Give it its value. Raises ConflictError if it has one, or a call gives it one."""
-        if self._take(text):
-            session = self._session_now()
+        """Set its value. Raises ConflictError if it has a value or a producer."""
+        if self._set_locally(text):
+            session = self._resolve_session()
             session.run(session.async_session.send_value(self, text), "aset")
 
     async def aset(self, text: str) -> None:
         """`set` for coroutines."""
-        if self._take(text):
-            session = self._session_now()
+        if self._set_locally(text):
+            session = self._resolve_session()
             await session.arun(session.async_session.send_value(self, text))
 
     def get(
@@ -214,8 +217,7 @@ class SemanticVariable:
         """Wait for the value."""
         if self._value is not None:
             return self._value
-        session = self._session_now()
-        criteria = session.criteria_for(perf, deadline, ttft, tpot)
+        session, criteria = self._session_and_criteria(perf, deadline, ttft, tpot)
         return session.run(session.async_session.fetch(self, criteria, timeout), "aget")
 
     async def aget(
@@ -230,22 +232,19 @@ class SemanticVariable:
         """`get` for coroutines."""
         if self._value is not None:
             return self._value
-        session = self._session_now()
-        criteria = session.criteria_for(perf, deadline, ttft, tpot)
+        session, criteria = self._session_and_criteria(perf, deadline, ttft, tpot)
         return await session.arun(session.async_session.fetch(self, criteria, timeout))
 
     def want(self, perf: Perf | str | None = None, *, deadline: float | None = None) -> None:
-        """Have it made, or hurry it up, without waiting for it."""
+        """Request the value without waiting for it."""
         if self._value is None:
-            session = self._session_now()
-            criteria = session.criteria_for(perf, deadline)
+            session, criteria = self._session_and_criteria(perf, deadline)
             session.run(session.async_session.want(self, criteria), "awant")
 
     async def awant(self, perf: Perf | str | None = None, *, deadline: float | None = None) -> None:
         """`want` for coroutines."""
         if self._value is None:
-            session = self._session_now()
-            criteria = session.criteria_for(perf, deadline)
+            session, criteria = self._session_and_criteria(perf, deadline)
             await session.arun(session.async_session.want(self, criteria))
 
     def stream(
@@ -256,14 +255,12 @@ class SemanticVariable:
         ttft: float | None = None,
         tpot: float | None = None,
     ) -> Iterator[str]:
-        """The value in pieces as they come: perf None is TTFT here."""
+        """Stream the value in pieces. The default of perf is TTFT here."""
         if self._value is not None:
             yield self._value
             return
-        session = self._session_now()
-        pieces = session.async_session.stream(
-            self, self._streaming(session, perf, deadline, ttft, tpot)
-        )
+        session, criteria = self._session_and_criteria(perf or Perf.TTFT, deadline, ttft, tpot)
+        pieces = session.async_session.stream(self, criteria)
         try:
             while (piece := session.run(pieces.next(), "astream")) is not None:
                 yield piece
@@ -283,10 +280,8 @@ class SemanticVariable:
         if self._value is not None:
             yield self._value
             return
-        session = self._session_now()
-        pieces = session.async_session.stream(
-            self, self._streaming(session, perf, deadline, ttft, tpot)
-        )
+        session, criteria = self._session_and_criteria(perf or Perf.TTFT, deadline, ttft, tpot)
+        pieces = session.async_session.stream(self, criteria)
         try:
             while (piece := await session.arun(pieces.next())) is not None:
                 yield piece
@@ -295,20 +290,20 @@ class SemanticVariable:
                 await session.arun(pieces.aclose())
 
     def cancel(self) -> None:
-        """Stop the call that produces it; what needs its outputs fails with UpstreamError."""
+        """Cancel the call that produces it; its dependents fail with UpstreamError."""
         if self._producer is not None:
-            session = self._session_now()
+            session = self._resolve_session()
             session.run(session.async_session.cancel(self._producer), "acancel")
 
     async def acancel(self) -> None:
         """`cancel` for coroutines."""
         if self._producer is not None:
-            session = self._session_now()
+            session = self._resolve_session()
             await session.arun(session.async_session.cancel(self._producer))
 
     @property
     def program(self) -> Program | None:
-        """Among whose calls it is; None of a constant."""
+        """The program of its calls; None for a constant."""
         return self._program
 
     @property
@@ -317,7 +312,7 @@ class SemanticVariable:
 
     @property
     def is_open(self) -> bool:
-        """A call may still be made its producer."""
+        """Whether it has neither a value nor a producer."""
         return self._value is None and self._producer is None
 
     def belong_to(self, program: Program) -> None:
@@ -326,27 +321,27 @@ class SemanticVariable:
     def produced_by(self, call: ProgramCall) -> None:
         self._producer = call
 
-    def arrive(self, value: str) -> None:
-        """The value has come from the session."""
+    def receive_value(self, value: str) -> None:
+        """Store the value that the session has received."""
         self._value = value
 
-    def name_in(self, session: SessionInterface) -> tuple[str, bool]:
-        """Its id in the session whose it is, and whether it has only now been given one."""
+    def id_in(self, session: SessionInterface) -> tuple[str, bool]:
+        """Its id in its session, and whether this call has assigned it."""
         with self._lock:
             is_new = self._id is None
             if self._id is None:
                 self._id = session.new_id(self._name)
             return self._id, is_new
 
-    def name_or_value(self, session: SessionInterface) -> tuple[str | None, str | None]:
-        """The id, or the value instead if the session has never heard of the variable."""
+    def id_or_value(self, session: SessionInterface) -> tuple[str | None, str | None]:
+        """(id, None), or (None, value) for a constant that has no id yet."""
         with self._lock:
             if self._id is None and self._producer is None and self._value is not None:
                 return None, self._value
-        return self.name_in(session)[0], None
+        return self.id_in(session)[0], None
 
-    def _take(self, text: str) -> bool:
-        """Take the value; whether the session has to be told."""
+    def _set_locally(self, text: str) -> bool:
+        """Store the value. Returns whether the server knows the variable and needs the value."""
         if not isinstance(text, str):
             raise TypeError(f"the value of a variable is a string, not {type(text).__name__}")
         with self._lock:
@@ -358,37 +353,35 @@ class SemanticVariable:
             self._value = text
             return self._id is not None
 
-    def _session_now(self) -> SessionInterface:
-        """Its session; if it has none, that is the current one from now on."""
+    def _resolve_session(self) -> SessionInterface:
+        """Its session; without one it joins the current session. Raises RuntimeError."""
         session = self.session
         if session is not None:
             return session
         session = CURRENT.get()
         if session is None:
-            raise RuntimeError(
-                f"There is no session to make {self._name!r} in: use `with Session(...):`."
-            )
+            raise RuntimeError(f"There is no session for {self._name!r}: use `with Session(...):`.")
         if self._program is None:
             self._program = session.program
         else:
             session.program.absorb(self._program)
         return session
 
-    def _streaming(
+    def _session_and_criteria(
         self,
-        session: SessionInterface,
         perf: Perf | str | None,
         deadline: float | None,
-        ttft: float | None,
-        tpot: float | None,
-    ) -> Criteria:
-        return session.criteria_for(perf or Perf.TTFT, deadline, ttft, tpot)
+        ttft: float | None = None,
+        tpot: float | None = None,
+    ) -> tuple[SessionInterface, Criteria]:
+        session = self._resolve_session()
+        return session, session.criteria_for(perf, deadline, ttft, tpot)
 
 
 def gather(
     *variables: SemanticVariable, perf: Perf | str | None = None, timeout: float | None = None
 ) -> list[str]:
-    """The values of all, asked for at once and in one program; raises as `get` does."""
+    """Request all values at once in one program, and wait for them. Raises the errors of `get`."""
     session = _common_session(variables)
     if session is None:
         return [variable.get() for variable in variables]
@@ -408,31 +401,32 @@ async def agather(
 
 
 def _common_session(variables: tuple[SemanticVariable, ...]) -> SessionInterface | None:
-    """That of all whose values are not known; None if all are. Raises ValueError for several."""
-    sessions = {variable._session_now() for variable in variables if variable.value is None}
+    """The session of all variables without a value; None if there are none. Raises ValueError for
+    several sessions."""
+    sessions = {variable._resolve_session() for variable in variables if variable.value is None}
     if len(sessions) > 1:
         raise ValueError("these variables belong to several sessions; get them one by one")
     return sessions.pop() if sessions else None
 
 
 Argument = str | SemanticVariable | Sequence[str | SemanticVariable]
-"""What stands for an input. Several are written one after the other."""
+"""The argument for an input. The parts of a sequence are joined."""
 
 Wanted = Mapping[SemanticVariable, Criteria]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What all calls of one function have in common.
+class FunctionSpec:
+    """The definition of a function, shared by all its calls.
 
-    outputs: their names.
-    parts: the template: roles of a conversation and their pieces; one part without a role is a
-    plain template.
-    native: a function of the client instead of a template; it gets texts in place of variables.
-    sampling: of all outputs.
-    output_sampling: by output, what differs from `sampling`.
-    transforms: by placeholder.
-    separator: between the texts of one argument that is a sequence.
+    outputs: names of the outputs.
+    parts: the template as (message role, pieces); a plain template is one part without a role.
+    chat: whether a plain template becomes a conversation.
+    native: the Python function of a native function, instead of a template.
+    sampling: sampling parameters of all outputs.
+    output_sampling: output name -> sampling parameters that override `sampling`.
+    transforms: placeholder name -> transforms.
+    separator: text between the parts of an argument that is a sequence.
     """
 
     name: str
@@ -447,16 +441,16 @@ class Form:
 
 
 class Program:
-    """Calls that are made and not sent yet, in their order: of one session, or of none so far.
+    """Unsent calls in order, of one session or of no session yet.
 
-    Calls made outside a session belong together if they share variables, so a call that reads
-    variables of two programs merges these. A program without a session gets one when the first of
-    its values is asked for: the program of that session absorbs it.
+    Calls made outside a session form one program if they share variables: a call that reads
+    variables of two programs merges these. When the first value of a program without a session is
+    requested, the program of the current session absorbs it.
 
-    An absorbed program forwards to the one that absorbed it, so its variables need not be told
-    (`find` follows the links, as in a union-find structure). A session's program is never absorbed.
+    An absorbed program forwards to the one that absorbed it (`find` follows the links, as in a
+    union-find structure), so its variables need no update. A session's program is never absorbed.
 
-    Thread-safe. The lock guards both fields `_calls` and `_absorbed_by`; the latter is set once.
+    Thread-safe. The lock guards `_calls` and `_absorbed_by`; the latter is set at most once.
     """
 
     def __init__(self, session: SessionInterface | None = None) -> None:
@@ -470,7 +464,7 @@ class Program:
         return self.find()._session
 
     def find(self) -> Program:
-        """The program that this one is part of by now."""
+        """This program, or the one that has absorbed it."""
         program = self
         while program._absorbed_by is not None:
             program = program._absorbed_by
@@ -486,10 +480,10 @@ class Program:
                     return
 
     def absorb(self, other: Program) -> None:
-        """Take over the calls of a program without a session; they come after those of this one.
+        """Append the calls of a program without a session, and link it to this one.
 
-        Both locks are held, in the order of id(), so that two threads that merge the same programs
-        the other way round neither deadlock nor link them in a circle.
+        It takes both locks in the order of id(), so that two threads that absorb the same programs
+        in opposite directions neither deadlock nor create a cycle.
         """
         while True:
             target, source = self.find(), other.find()
@@ -505,13 +499,13 @@ class Program:
                     return
 
     def take(self) -> list[ProgramCall]:
-        """Take out all calls."""
+        """Remove and return all calls."""
         with self._lock:
             calls, self._calls = self._calls, []
         return calls
 
     def put_back(self, calls: Sequence[ProgramCall]) -> None:
-        """Calls that could not be sent now are the first ones again."""
+        """Put calls that could not be sent back in front."""
         with self._lock:
             self._calls[:0] = calls
 
@@ -520,12 +514,14 @@ class Program:
 class ProgramCall:
     """One call of a function.
 
-    request_id: set when it has been sent.
-    error: why it never will be sent.
-    running: one of its outputs has been asked for; a native function has been started then.
+    arguments: input name -> argument.
+    outputs: output name -> variable.
+    request_id: its id at the server; None until it is sent.
+    error: why it will never be sent.
+    running: whether one of its outputs was requested; a native function has been started then.
     """
 
-    form: Form
+    function: FunctionSpec
     arguments: Mapping[str, Any]
     outputs: Mapping[str, SemanticVariable]
     request_id: str | None = None
@@ -540,8 +536,8 @@ class ProgramCall:
                     yield part
 
     def to_spec(self, session: SessionInterface, wanted: Wanted) -> CallSpec:
-        """As it is sent in `session`. wanted: criteria of outputs that are asked for already."""
-        form = self.form
+        """The call as sent to the server. wanted: criteria of variables requested with it."""
+        function = self.function
         parameters: list[Parameter] = []
         expanded: dict[str, tuple[str, ...]] = {}
         for name, argument in self.arguments.items():
@@ -551,34 +547,34 @@ class ProgramCall:
             else:
                 named = [(name, argument)]
             for part_name, part in named:
-                if form.native is None or isinstance(part, SemanticVariable):
-                    transforms = form.transforms.get(name)
+                if function.native is None or isinstance(part, SemanticVariable):
+                    transforms = function.transforms.get(name)
                     parameters.append(_input(part_name, part, transforms, session))
         for name, variable in self.outputs.items():
             parameters.append(
                 Parameter(
                     name=name,
                     role=Role.OUTPUT,
-                    variable=variable.name_in(session)[0],
-                    transforms=form.transforms.get(name),
-                    sampling=form.output_sampling.get(name),
+                    variable=variable.id_in(session)[0],
+                    transforms=function.transforms.get(name),
+                    sampling=function.output_sampling.get(name),
                     criteria=wanted.get(variable),
                 )
             )
-        spec = CallSpec(name=form.name, parameters=parameters, sampling=form.sampling)
-        if form.native is not None:
+        spec = CallSpec(name=function.name, parameters=parameters, sampling=function.sampling)
+        if function.native is not None:
             return replace(spec, native=True)
         contents = [
-            (role, render_template(_expand(pieces, expanded, form.separator)))
-            for role, pieces in form.parts
+            (role, render_template(_expand(pieces, expanded, function.separator)))
+            for role, pieces in function.parts
         ]
         if contents[0][0] is None:
-            return replace(spec, template=contents[0][1], chat=form.chat)
+            return replace(spec, template=contents[0][1], chat=function.chat)
         messages = [Message(role=role or "user", content=content) for role, content in contents]
         return replace(spec, messages=messages)
 
     def _names_within(self, name: str, count: int) -> tuple[str, ...]:
-        """Names for the parts of one argument, none of which is taken."""
+        """Unused placeholder names for the parts of a sequence argument."""
         stem = name + "_"
         taken = {*self.arguments, *self.outputs}
         while any(other.startswith(stem) for other in taken):
@@ -587,24 +583,27 @@ class ProgramCall:
 
 
 def make_call(
-    form: Form, arguments: Mapping[str, Any], given: Mapping[str, SemanticVariable]
+    function: FunctionSpec, arguments: Mapping[str, Any], given: Mapping[str, SemanticVariable]
 ) -> ProgramCall:
-    """Make a call, in the session of its variables, or else the current one, or else none yet.
+    """Add a call to the current session, or else that of its variables, or else to an unbound
+    program.
 
-    given: variables for outputs; the others get new ones.
-    Raises TypeError if one of these has a value or a producer already, ValueError for variables
-    of another session whose values are not known.
+    given: output name -> variable; other outputs get new variables.
+    Raises TypeError if a given variable has a value or a producer, ValueError if a variable of
+    another session has no value.
     """
     for name, variable in given.items():
         if not isinstance(variable, SemanticVariable):
             kind = type(variable).__name__
-            raise TypeError(f"{form.name}(): the output {name} must be a variable, not {kind}")
+            raise TypeError(f"{function.name}(): the output {name} must be a variable, not {kind}")
         if not variable.is_open:
-            raise TypeError(f"{form.name}(): the output {name} has a value or a producer already")
+            raise TypeError(
+                f"{function.name}(): the output {name} has a value or a producer already"
+            )
     if len(set(given.values())) < len(given):
-        raise TypeError(f"{form.name}(): one variable cannot be two outputs")
-    outputs = {name: given.get(name) or SemanticVariable(name=name) for name in form.outputs}
-    call = ProgramCall(form, arguments, outputs)
+        raise TypeError(f"{function.name}(): one variable cannot be two outputs")
+    outputs = {name: given.get(name) or SemanticVariable(name=name) for name in function.outputs}
+    call = ProgramCall(function, arguments, outputs)
     program = _program_for(call, [*call.inputs(), *given.values()])
     for variable in [*call.inputs(), *outputs.values()]:
         if variable.value is None and variable.session is None:
@@ -616,29 +615,29 @@ def make_call(
 
 
 def _program_for(call: ProgramCall, variables: Sequence[SemanticVariable]) -> Program:
-    """The program that the call belongs to, with all that its variables belong to absorbed."""
+    """The program for the call, after it has absorbed the unbound programs of its variables."""
     current = CURRENT.get()
     session = current
-    drafts: list[Program] = []
+    unbound: list[Program] = []
     for variable in variables:
         if variable.program is None:
             continue
         owner = variable.session
         if owner is None:
-            drafts.append(variable.program.find())
+            unbound.append(variable.program.find())
         elif session is None:
             session = owner if variable.value is None or not owner.closed else None
         elif owner is not session and variable.value is None:
             raise ValueError(
-                f"{call.form.name}(): the variable {variable.name!r} belongs to another session; "
-                "pass its value (get) instead"
+                f"{call.function.name}(): the variable {variable.name!r} belongs to another "
+                "session; pass its value (get) instead"
             )
     if session is not None:
         program = session.program
     else:
-        program = drafts[0] if drafts else Program()
-    for draft in drafts:
-        program.absorb(draft)
+        program = unbound[0] if unbound else Program()
+    for program_without_session in unbound:
+        program.absorb(program_without_session)
     return program
 
 
@@ -649,17 +648,17 @@ def _input(
     if isinstance(part, str):
         return replace(parameter, value=part)
     if part.session is not session or part.program is None:
-        # A constant, or known by now from elsewhere.
+        # A constant, or a variable of another session whose value is known.
         assert part.value is not None
         return replace(parameter, value=part.value)
-    variable_id, value = part.name_or_value(session)
+    variable_id, value = part.id_or_value(session)
     return replace(parameter, variable=variable_id, value=value)
 
 
 def _expand(
     pieces: Sequence[Piece], expanded: Mapping[str, tuple[str, ...]], separator: str
-) -> list[Piece]:
-    """The pieces with a placeholder for each part of arguments that are sequences."""
+) -> tuple[Piece, ...]:
+    """The pieces with one placeholder for each part of a sequence argument."""
     result: list[Piece] = []
     for piece in pieces:
         names = expanded.get(piece.name) if isinstance(piece, Placeholder) else None
@@ -670,15 +669,4 @@ def _expand(
             if number and separator:
                 result.append(Text(separator))
             result.append(Placeholder(name, Role.INPUT))
-    return _merged(result)
-
-
-def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same without Texts that follow one another."""
-    result: list[Piece] = []
-    for piece in pieces:
-        if result and isinstance(piece, Text) and isinstance(result[-1], Text):
-            result[-1] = Text(result[-1].text + piece.text)
-        else:
-            result.append(piece)
-    return result
+    return join_texts(result)

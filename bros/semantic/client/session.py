@@ -1,10 +1,10 @@
-"""A session as a program sees it, and its part that works on the connection's event loop.
+"""A session of the front end, and its part that runs on the connection's event loop.
 
 ```
- Session           called from any thread, or from coroutines of any event loop
+ Session           used from any thread, or from coroutines of any event loop
     │ run, arun
  AsyncSession      on the loop of the Connection: sends calls, waits for values, and runs native
-    │              functions once their inputs are there
+    │              functions once their inputs are set
  Backend           a server over HTTP, or an engine in this process
 ```
 """
@@ -24,8 +24,6 @@ import threading
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
-    Callable,
     Coroutine,
     Iterator,
     Mapping,
@@ -34,14 +32,13 @@ from collections.abc import (
 from contextvars import Token
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from bros.core.errors import BrosError, OverloadedError, QueueFullError
 from bros.semantic.client.connection import Backend, Connection, refuse_running_loop
 from bros.semantic.client.program import (
     CURRENT,
-    Pieces,
+    PieceStream,
     Program,
     ProgramCall,
     SemanticVariable,
@@ -68,7 +65,7 @@ _NOT_OF_IDS = re.compile(r"[^A-Za-z0-9_]")
 _NAME_CHARS = 80
 _MESSAGE_CHARS = 2000
 _POLL_S = 50.0
-"""Longest single wait. Proxies between client and server may cut longer ones."""
+"""Longest single request. Proxies between client and server may cut longer ones."""
 
 _REFUSED = (QueueFullError, OverloadedError, SessionLimitError)
 _TRY_AGAIN = (*_REFUSED, ServerUnreachableError)
@@ -82,13 +79,15 @@ def connect(
     data_dir: str | Path | None = None,
     **options: Any,
 ) -> Connection:
-    """A server at `url` (with or without /v1), or an engine in this process without one.
+    """Connect to a server at `url` (with or without /v1), or to an engine in this process.
 
-    api_key: of the server. model, data_dir, options: of the engine, the fields of EngineConfig
-    (the flags of `bros serve` with underscores).
-    Raises ConfigError for something that is no URL, and for options that are wrong.
+    api_key: API key of the server.
+    model: model of an engine in this process.
+    data_dir: cache directory of that engine.
+    options: further fields of EngineConfig (the flags of `bros serve` with underscores).
+    Raises ConfigError for an invalid URL or invalid options, TypeError for options with a URL.
     """
-    # Late: these bring in an HTTP client, or torch and the model's code.
+    # Late imports: an HTTP client, or torch and the model code.
     if url is not None:
         if model is not None or data_dir is not None or options:
             given = ["model"] * (model is not None) + ["data_dir"] * (data_dir is not None)
@@ -103,23 +102,22 @@ def connect(
 
 
 class Session:
-    """Where calls are made: what is called inside its `with` block belongs to it.
+    """A session: calls inside its `with` block (`async with` on an event loop) belong to it.
 
-    url: of a server; without one a model is run in this process, and `model`, `data_dir` and
-    `options` say which and how, as those of `connect`.
-    connection: an open one, instead of all these.
-    criteria: for values that are asked for without criteria.
-    ttl: seconds without any activity after which the server ends it.
-    tenant: sessions of one tenant share what is computed of their prompts.
-    metadata: shown by the server.
+    url: URL of a server; None: an engine in this process.
+    connection: an open connection to share, instead of `url` and `options`.
+    criteria: default criteria of requested values.
+    ttl: seconds of inactivity after which the session expires.
+    tenant: sessions of one tenant share the KV of values.
+    metadata: labels that the server shows with the session.
+    options: further arguments of `connect`.
 
-    Calls are collected, and sent as one program when a value is asked for. The session ends with
-    the block, and what still runs in it is stopped; `use` makes it current without that, in
-    threads for example, which do not inherit the current session.
-    On a running event loop it is `async with`.
+    Calls are collected, and sent as one program when a value is requested. The session ends with
+    the block, which cancels running calls. `use` makes the session current without ending it, for
+    example in threads, which do not inherit the current session.
 
-    Raises, on entry, what opening it raises: ServerUnreachableError, AuthenticationError,
-    SessionLimitError, ModelError, ConfigError.
+    Entering the block raises ServerUnreachableError, AuthenticationError, SessionLimitError,
+    ModelError, ConfigError.
     """
 
     def __init__(
@@ -149,17 +147,17 @@ class Session:
 
     @property
     def id(self) -> str:
-        """Its id at the server. Opens it if it is not open yet."""
+        """Its id at the server. Opens the session if it is not open yet."""
         return self.run(self._async_session.open(), "async with")
 
     @property
     def async_session(self) -> AsyncSession:
-        """The part that runs on the event loop of its connection."""
+        """The part of the session on the connection's event loop."""
         return self._async_session
 
     @property
     def program(self) -> Program:
-        """Calls that have not been sent yet."""
+        """The unsent calls."""
         return self._program
 
     @property
@@ -167,9 +165,9 @@ class Session:
         return self._closed
 
     def flush(self) -> None:
-        """Send what has been called so far, without asking for any value.
+        """Send the collected calls without requesting a value.
 
-        Raises what the server says if it refuses it.
+        Raises the error of the server if it rejects them.
         """
         self.run(self._async_session.send({}), "aflush")
 
@@ -178,7 +176,7 @@ class Session:
         await self.arun(self._async_session.send({}))
 
     def inspect(self) -> Mapping[str, Any]:
-        """The session with its calls and variables as the server sees them now."""
+        """The session with its calls and variables, as GET /v1/sessions/{id} returns it."""
         return self.run(self._async_session.inspect(), "ainspect")
 
     async def ainspect(self) -> Mapping[str, Any]:
@@ -187,7 +185,7 @@ class Session:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Session]:
-        """Make it the current session for a block, at whose end it goes on."""
+        """Make it the current session for a block, without ending it."""
         token = CURRENT.set(self)
         try:
             yield self
@@ -195,16 +193,16 @@ class Session:
             CURRENT.reset(token)
 
     def close(self) -> None:
-        """End it; native functions that wait or run are cancelled. Calling it twice is fine."""
+        """End the session and cancel its native functions. Idempotent."""
         refuse_running_loop("aclose")
-        if self._end():
+        if self._mark_closed():
             self._connection.run(self._async_session.close(), "aclose")
             if self._owns_connection:
                 self._connection.close()
 
     async def aclose(self) -> None:
         """`close` for coroutines."""
-        if self._end():
+        if self._mark_closed():
             await self._connection.arun(self._async_session.close())
             if self._owns_connection:
                 await self._connection.aclose()
@@ -213,17 +211,12 @@ class Session:
         try:
             self.run(self._async_session.open(), "async with")
         except BaseException:
-            self._abandon()
+            self._close_unopened()
             raise
         self._tokens.append(CURRENT.set(self))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         CURRENT.reset(self._tokens.pop())
         self.close()
 
@@ -231,24 +224,19 @@ class Session:
         try:
             await self.arun(self._async_session.open())
         except BaseException:
-            await asyncio.to_thread(self._abandon)
+            await asyncio.to_thread(self._close_unopened)
             raise
         self._tokens.append(CURRENT.set(self))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         CURRENT.reset(self._tokens.pop())
         await self.aclose()
 
     def run(self, coroutine: Coroutine[Any, Any, T], instead: str) -> T:
-        """Run on the connection's loop and wait; see `Connection.run`.
+        """Run a coroutine on the connection's loop and wait; see `Connection.run`.
 
-        Raises SessionGoneError if the session is closed, also while this waits.
+        Raises SessionGoneError if the session is closed, also while it waits.
         """
         self._check_open(coroutine)
         try:
@@ -269,12 +257,12 @@ class Session:
             raise
 
     def new_id(self, name: str) -> str:
-        """An id for a variable, which nothing else in this session has."""
+        """A new variable id, unique in this session."""
         return f"{_NOT_OF_IDS.sub('_', name)[:_NAME_CHARS]}-{next(self._numbers)}"
 
     def announce(self, variable: SemanticVariable) -> str:
-        """The id of a variable, of which the server will hear with the next calls."""
-        variable_id, is_new = variable.name_in(self)
+        """The id of a variable; the session declares it to the server with the next calls."""
+        variable_id, is_new = variable.id_in(self)
         if is_new and variable.producer is None:
             self._async_session.announce(variable)
         return variable_id
@@ -286,7 +274,7 @@ class Session:
         ttft: float | None = None,
         tpot: float | None = None,
     ) -> Criteria:
-        """What is asked for, on top of the session's own. Raises ValueError."""
+        """Criteria with the session's as defaults. Raises ValueError."""
         asked = {
             "perf": None if perf is None else _perf(perf),
             "deadline_s": checked_seconds("deadline", deadline),
@@ -296,15 +284,15 @@ class Session:
         given = {name: value for name, value in asked.items() if value is not None}
         return dataclasses.replace(self._criteria or Criteria(), **given)  # type: ignore[arg-type]
 
-    def _end(self) -> bool:
-        """Whether it was open until now."""
+    def _mark_closed(self) -> bool:
+        """Mark the session closed. Returns whether it was open."""
         with self._lock:
             was_open, self._closed = not self._closed, True
         return was_open
 
-    def _abandon(self) -> None:
-        """It could not be opened."""
-        if self._end() and self._owns_connection:
+    def _close_unopened(self) -> None:
+        """Close the session after opening it has failed."""
+        if self._mark_closed() and self._owns_connection:
             self._connection.close()
 
     def _check_open(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -318,7 +306,7 @@ class Session:
 
 
 def _perf(value: Perf | str) -> Perf:
-    """In any case, as the paper has LATENCY."""
+    """The criterion of that name, in upper or lower case. Raises ValueError."""
     try:
         return Perf(value.lower())
     except (ValueError, AttributeError):
@@ -333,10 +321,10 @@ def _criteria(value: Criteria | Perf | str | None) -> Criteria | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _ProgramRequest:
     """Calls that are sent together.
 
-    key: makes sending them again idempotent.
+    key: idempotency key.
     """
 
     key: str
@@ -345,10 +333,10 @@ class _Batch:
 
 
 class AsyncSession:
-    """Sends calls, waits for values, runs functions of the client.
+    """Sends calls, waits for values, runs native functions.
 
-    All methods but `announce` run on the connection's loop. criteria, ttl_s, tenant, metadata: the
-    arguments of `Backend.create`.
+    All methods except `announce` run on the connection's loop. criteria, ttl_s, tenant and metadata
+    are the arguments of `Backend.create`.
     """
 
     def __init__(
@@ -367,14 +355,14 @@ class AsyncSession:
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._undeclared: deque[SemanticVariable] = deque()
-        self._unanswered: _Batch | None = None
+        self._unanswered: _ProgramRequest | None = None
 
     def announce(self, variable: SemanticVariable) -> None:
-        """It has an id that the server has not heard of. From any thread."""
+        """Declare the variable to the server with the next calls. From any thread."""
         self._undeclared.append(variable)
 
     async def open(self) -> str:
-        """Returns the session's id at the server, where it is made the first time."""
+        """The session's id at the server; the first call creates the session there."""
         task = self._created
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._created = self._start(self._create())
@@ -391,22 +379,23 @@ class AsyncSession:
         try:
             backend = await self._connection.backend()
             await backend.delete(self._created.result())
-        except BrosError as error:  # it has ended already, or will expire
+        except BrosError as error:  # the session has ended already, or will expire
             logger.info("the session cannot be deleted: %s", error)
 
     async def send(self, wanted: Wanted) -> None:
-        """Send all calls that have been collected, as one program, in their order.
+        """Send all collected calls as one program, in order.
 
-        Raises what the server says. If it may take them later they are kept; otherwise every one
-        of them has failed with that error.
+        wanted: criteria of variables that are requested with them.
+        Raises the error of the server. If a retry may succeed, the calls are kept; otherwise all
+        of them fail with that error.
         """
-        # A task of its own: cancelling one caller does not cancel it for the others.
+        # A separate task: cancelling one caller does not cancel it for the others.
         await asyncio.shield(self._start(self._send(wanted)))
 
     async def fetch(
         self, variable: SemanticVariable, criteria: Criteria, timeout_s: float | None
     ) -> str:
-        """Send what is not sent and wait for a value."""
+        """Send the collected calls and wait for a value."""
         checked_seconds("timeout", timeout_s, zero=True)
         await self._prepare([variable], criteria)
         return await self._wait(variable, criteria, timeout_s)
@@ -414,7 +403,7 @@ class AsyncSession:
     async def fetch_all(
         self, variables: Sequence[SemanticVariable], criteria: Criteria, timeout_s: float | None
     ) -> list[str]:
-        """The same for several, all wanted before the first is waited for."""
+        """`fetch` for several values: all are requested before the first wait."""
         checked_seconds("timeout", timeout_s, zero=True)
         await self._prepare(variables, criteria)
         try:
@@ -428,93 +417,93 @@ class AsyncSession:
         return [wait.result() for wait in waits]
 
     async def want(self, variable: SemanticVariable, criteria: Criteria) -> None:
-        """Send what is not sent and have it made, without waiting."""
+        """Send the collected calls and request a value without waiting."""
         await self._prepare([variable], criteria)
-        session_id, backend = await self._there()
+        session_id, backend = await self._opened()
         await backend.want(session_id, await self._declared(variable), criteria)
 
-    def stream(self, variable: SemanticVariable, criteria: Criteria) -> Pieces:
-        """The value as it comes."""
-        return Pieces(self._pieces(variable, criteria))
+    def stream(self, variable: SemanticVariable, criteria: Criteria) -> PieceStream:
+        """Stream a value."""
+        return PieceStream(self._pieces(variable, criteria))
 
     async def send_value(self, variable: SemanticVariable, text: str) -> None:
-        """Tell the server a value that has been set here."""
+        """Send the server a value that the client has set."""
         async with self._sending:
             if variable in self._undeclared:
-                return  # it goes along with the declaration
+                return  # the declaration will include the value
             await self._send_again()
-            session_id, backend = await self._there()
-            await backend.set(session_id, variable.name_in(self._session)[0], text)
+            session_id, backend = await self._opened()
+            await backend.set(session_id, variable.id_in(self._session)[0], text)
 
     async def cancel(self, call: ProgramCall) -> None:
-        """Stop a call, or never send it."""
+        """Cancel a call; an unsent one will not be sent."""
         async with self._sending:
             await self._send_again()
             if call.request_id is None:
-                message = f"{call.form.name}() was cancelled before it was sent."
+                message = f"{call.function.name}() was cancelled before it was sent."
                 call.error = UpstreamError(Cause("(not sent)", FailedStage.CANCELLED, message))
                 return
-            session_id, backend = await self._there()
+            session_id, backend = await self._opened()
             await backend.cancel(session_id, call.request_id)
 
     async def inspect(self) -> Mapping[str, Any]:
         await self.send({})
-        session_id, backend = await self._there()
+        session_id, backend = await self._opened()
         return await backend.inspect(session_id)
 
     async def _create(self) -> str:
         backend = await self._connection.backend()
         return await backend.create(*self._create_arguments)
 
-    async def _there(self) -> tuple[str, Backend]:
+    async def _opened(self) -> tuple[str, Backend]:
         return await self.open(), await self._connection.backend()
 
     async def _send(self, wanted: Wanted) -> None:
         async with self._sending:
             await self._declare()
             await self._send_again()
-            calls = _sound(self._session.program.take())
+            calls = _sendable(self._session.program.take())
             if calls:
-                with _failing(calls):
+                with _recording_errors(calls):
                     specs = [call.to_spec(self._session, wanted) for call in calls]
-                await self._submit(_Batch(self._session.new_id("program"), calls, specs))
+                await self._submit(_ProgramRequest(self._session.new_id("program"), calls, specs))
 
     async def _send_again(self) -> None:
-        """What may have got lost on the way, or only the answer to it, just as it was."""
+        """Send calls again whose response was lost; the key makes that idempotent."""
         if self._unanswered is not None:
             await self._submit(self._unanswered)
 
-    async def _submit(self, batch: _Batch) -> None:
-        self._unanswered = batch
+    async def _submit(self, request: _ProgramRequest) -> None:
+        self._unanswered = request
         try:
-            session_id, backend = await self._there()
-            with _failing(batch.calls):
-                answers = await backend.submit(session_id, batch.specs, batch.key)
+            session_id, backend = await self._opened()
+            with _recording_errors(request.calls):
+                answers = await backend.submit(session_id, request.specs, request.key)
         except ServerUnreachableError:
-            raise  # it is unknown whether the server has taken them
+            raise  # the server may have received them: `_send_again` will send the same request
         except _REFUSED:
             self._unanswered = None
-            self._session.program.put_back(batch.calls)
+            self._session.program.put_back(request.calls)
             raise
         except Exception:
             self._unanswered = None
             raise
         self._unanswered = None
-        for call, answer in zip(batch.calls, answers, strict=True):
+        for call, answer in zip(request.calls, answers, strict=True):
             call.request_id = answer.request_id
 
     async def _declare(self) -> None:
-        """Tell the server of all variables that it has not heard of."""
-        session_id, backend = await self._there()
+        """Declare all variables to the server that it does not know."""
+        session_id, backend = await self._opened()
         while self._undeclared:
             variable = self._undeclared[0]
-            variable_id, _ = variable.name_in(self._session)
+            variable_id, _ = variable.id_in(self._session)
             value = variable.value
             try:
                 try:
                     await backend.declare(session_id, variable_id, variable.name, value)
                 except ConflictError as error:
-                    # Ids are made up here, so it has come the time before, without the answer.
+                    # The client generates the ids, so an earlier attempt lost only its response.
                     if error.code != "already_exists":
                         raise
                     if value is not None:
@@ -527,21 +516,21 @@ class AsyncSession:
             self._undeclared.popleft()
 
     async def _prepare(self, variables: Sequence[SemanticVariable], criteria: Criteria) -> None:
-        """Send what these need, and begin the functions of the client among that."""
+        """Send the collected calls, and start the native functions that these depend on."""
         try:
             await self.send(dict.fromkeys(variables, criteria))
         except Exception:
-            # Something else has been refused if they had been sent before.
+            # If these variables were sent before, the server has rejected other calls.
             if any(_is_unsent(variable) for variable in variables):
                 raise
         for variable in variables:
             if variable.producer is not None and variable.producer.error is not None:
                 raise variable.producer.error
         for variable in variables:
-            self._begin_natives(variable)
+            self._start_natives(variable)
 
-    def _begin_natives(self, sink: SemanticVariable) -> None:
-        """All functions of the client that the value of `sink` needs; not twice."""
+    def _start_natives(self, sink: SemanticVariable) -> None:
+        """Start all native functions that `sink` depends on, each once."""
         waiting = [sink]
         while waiting:
             variable = waiting.pop()
@@ -550,26 +539,51 @@ class AsyncSession:
                 continue
             call.running = True
             waiting.extend(call.inputs())
-            if call.form.native is not None:
+            if call.function.native is not None:
                 self._start(self._run_native(call))
 
     async def _run_native(self, call: ProgramCall) -> None:
-        session_id, backend = await self._there()
+        """Wait for the inputs, run the function, and set its outputs or report its failure. It
+        raises no error."""
+        session_id, backend = await self._opened()
+        assert call.request_id is not None
+        try:
+            try:
+                values = await self._native_outputs(call)
+            except (UpstreamError, SessionGoneError):
+                return  # the server knows, and has failed the call
+            except Exception as error:
+                await backend.fail(session_id, call.request_id, _describe(error))
+                return
+            for name, value in values.items():
+                await backend.set(session_id, call.outputs[name].id, value)
+        except BrosError as error:
+            # The call was cancelled meanwhile, or the session or the server is gone.
+            logger.info("the result of %s() is discarded: %s", call.function.name, error)
 
-        async def fetch(variable: SemanticVariable) -> str:
-            # What needs it has been asked for with its criteria already; these raise nothing.
-            if variable.value is not None:
-                return variable.value
-            return await self._wait(variable, Criteria(perf=Perf.THROUGHPUT), None)
-
-        await run_native(call, fetch, backend, session_id)
+    async def _native_outputs(self, call: ProgramCall) -> Mapping[str, str]:
+        """Run the function, on a thread unless it is a coroutine function. Returns output name ->
+        text."""
+        variables = list(call.inputs())
+        # A client requested the outputs with the real criteria; THROUGHPUT raises no level.
+        criteria = Criteria(perf=Perf.THROUGHPUT)
+        values = await asyncio.gather(*(self._wait(v, criteria, None) for v in variables))
+        texts = dict(zip(variables, values, strict=True))
+        arguments = {name: _substitute(value, texts) for name, value in call.arguments.items()}
+        function = call.function.native
+        assert function is not None
+        if inspect.iscoroutinefunction(function):
+            returned = await function(**arguments)
+        else:
+            returned = await asyncio.to_thread(function, **arguments)
+        return _outputs(call, returned)
 
     async def _wait(
         self, variable: SemanticVariable, criteria: Criteria, timeout_s: float | None
     ) -> str:
         if variable.value is not None:
             return variable.value
-        session_id, backend = await self._there()
+        session_id, backend = await self._opened()
         variable_id = await self._declared(variable)
         now = asyncio.get_running_loop().time
         end_s = None if timeout_s is None else now() + timeout_s
@@ -580,13 +594,13 @@ class AsyncSession:
             except GetTimeoutError as error:
                 if end_s is not None and now() >= end_s:
                     message = f"{variable.name!r} was not there within {timeout_s:g} s."
-                    raise GetTimeoutError(message) from error  # which says what is missing
+                    raise GetTimeoutError(message) from error  # its message lists unset variables
             else:
-                variable.arrive(value)
+                variable.receive_value(value)
                 return value
 
     async def _declared(self, variable: SemanticVariable) -> str:
-        """Its id, which the server has heard of."""
+        """Its id at the server, after declaring the variable if necessary."""
         variable_id = self._session.announce(variable)
         if variable in self._undeclared:
             async with self._sending:
@@ -597,7 +611,7 @@ class AsyncSession:
         self, variable: SemanticVariable, criteria: Criteria
     ) -> AsyncGenerator[str, None]:
         await self._prepare([variable], criteria)
-        session_id, backend = await self._there()
+        session_id, backend = await self._opened()
         variable_id = await self._declared(variable)
         whole: list[str] = []
         stream = backend.stream(session_id, variable_id, criteria)
@@ -605,7 +619,7 @@ class AsyncSession:
             async for piece in pieces:
                 whole.append(piece)
                 yield piece
-        variable.arrive("".join(whole))
+        variable.receive_value("".join(whole))
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(coroutine)
@@ -615,8 +629,8 @@ class AsyncSession:
 
 
 @contextlib.contextmanager
-def _failing(calls: Sequence[ProgramCall]) -> Iterator[None]:
-    """What is raised here is why these calls never will be sent, unless they may be later."""
+def _recording_errors(calls: Sequence[ProgramCall]) -> Iterator[None]:
+    """Record an error in the block as the calls' final error, unless a retry may succeed."""
     try:
         yield
     except _TRY_AGAIN:
@@ -628,7 +642,7 @@ def _failing(calls: Sequence[ProgramCall]) -> Iterator[None]:
 
 
 async def _set_once(backend: Backend, session_id: str, variable_id: str, value: str) -> None:
-    """Set it if it is not set; no other client gives it another value."""
+    """Set a variable unless it is set: no other client sets it to another value."""
     try:
         await backend.set(session_id, variable_id, value)
     except ConflictError as error:
@@ -636,16 +650,13 @@ async def _set_once(backend: Backend, session_id: str, variable_id: str, value: 
             raise
 
 
-def _sound(calls: Sequence[ProgramCall]) -> list[ProgramCall]:
-    """Those that can be sent: not cancelled, and all they read has been or will be."""
-    sound: list[ProgramCall] = []
+def _sendable(calls: Sequence[ProgramCall]) -> list[ProgramCall]:
+    """The calls without an error. A call inherits the error of a call whose output it reads."""
     for call in calls:
         for variable in call.inputs():
             if variable.value is None and variable.producer is not None and call.error is None:
                 call.error = variable.producer.error
-        if call.error is None:
-            sound.append(call)
-    return sound
+    return [call for call in calls if call.error is None]
 
 
 def _is_unsent(variable: SemanticVariable) -> bool:
@@ -653,59 +664,18 @@ def _is_unsent(variable: SemanticVariable) -> bool:
     return call is not None and call.request_id is None and call.error is None
 
 
-async def run_native(
-    call: ProgramCall,
-    fetch: Callable[[SemanticVariable], Awaitable[str]],
-    backend: Backend,
-    session_id: str,
-) -> None:
-    """Wait for the inputs, run the function on a thread (or here if it is a coroutine function),
-    and set its outputs; or say that it failed. Raises nothing."""
-    assert call.request_id is not None
-    try:
-        try:
-            values = await _result(call, fetch)
-        except (UpstreamError, SessionGoneError):
-            return  # the server knows that, and what follows from it
-        except Exception as error:
-            await backend.fail(session_id, call.request_id, _describe(error))
-            return
-        for name, value in values.items():
-            await backend.set(session_id, call.outputs[name].id, value)
-    except BrosError as error:
-        # Its outputs were cancelled meanwhile, or there is no session or server any more.
-        logger.info("what %s() has to say is not wanted: %s", call.form.name, error)
-
-
-async def _result(
-    call: ProgramCall, fetch: Callable[[SemanticVariable], Awaitable[str]]
-) -> Mapping[str, str]:
-    """Output -> its text."""
-    variables = list(call.inputs())
-    values = await asyncio.gather(*(fetch(variable) for variable in variables))
-    texts = dict(zip(variables, values, strict=True))
-    arguments = {name: _filled(argument, texts) for name, argument in call.arguments.items()}
-    function = call.form.native
-    assert function is not None
-    if inspect.iscoroutinefunction(function):
-        returned = await function(**arguments)
-    else:
-        returned = await asyncio.to_thread(function, **arguments)
-    return _outputs(call, returned)
-
-
-def _filled(argument: Any, texts: Mapping[SemanticVariable, str]) -> Any:
-    """The argument with texts in place of variables."""
+def _substitute(argument: Any, texts: Mapping[SemanticVariable, str]) -> Any:
+    """The argument with the texts in place of its variables."""
     if isinstance(argument, SemanticVariable):
         return texts[argument]
     if isinstance(argument, list | tuple):
-        parts = [_filled(part, texts) for part in argument]
+        parts = [_substitute(part, texts) for part in argument]
         return parts if isinstance(argument, list) else tuple(parts)
     return argument
 
 
 def _outputs(call: ProgramCall, returned: Any) -> dict[str, str]:
-    names = call.form.outputs
+    names = call.function.outputs
     if len(names) == 1:
         return {names[0]: _text(returned)}
     if not isinstance(returned, list | tuple) or len(returned) != len(names):
@@ -714,11 +684,11 @@ def _outputs(call: ProgramCall, returned: Any) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Lists and mappings as JSON, like the results of transforms; None is no value."""
+    """A returned object as text: lists, tuples and dicts as JSON. Raises TypeError for None."""
     if isinstance(value, str):
         return value
     if value is None:
-        raise TypeError("it returned None; what it makes must be returned")
+        raise TypeError("it returned None; it must return the value of its output")
     if isinstance(value, list | tuple | dict):
         return json.dumps(value, ensure_ascii=False)
     return str(value)

@@ -1,1 +1,1 @@
-"""The pure part of sessions: no input, no output, no clock. Imports neither service nor client."""
+"""The pure session logic: no I/O, no clock. Imports neither `service` nor `client`."""

@@ -1,4 +1,4 @@
-"""The graph of a session: calls are added all or none, never so that they wait for each other."""
+"""The acyclic graph of a session's calls and variables. A program is added whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,36 +11,28 @@ from bros.semantic.schema import CallKind, CallState, VariableState
 
 
 class Graph:
-    """Calls and variables by their ids, in the order in which they came."""
+    """Calls and variables by id, in order of their creation.
+
+    added: number of calls added so far, forgotten ones included.
+    """
 
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
         self.variables: dict[str, Variable] = {}
-        self.added = 0  # calls so far, also those that are forgotten
-
-    def producer(self, variable_id: str) -> LlmCall | None:
-        """GetProducer of the Parrot paper: who sets it; None if that is not (or no longer) known.
-
-        Raises KeyError for an unknown variable, as `consumers` does.
-        """
-        return self.variables[variable_id].producer
-
-    def consumers(self, variable_id: str) -> Sequence[LlmCall]:
-        """GetConsumers of the Parrot paper: LLM calls that read it."""
-        return tuple(self.variables[variable_id].consumers)
+        self.added = 0
 
     def declare(self, variable_id: str, name: str = "") -> Variable:
-        """A new variable. Raises ConflictError (already_exists)."""
+        """Create a variable. Raises ConflictError (already_exists)."""
         if variable_id in self.variables:
             raise ConflictError(f"There is a variable {variable_id} already.", "already_exists")
         self.variables[variable_id] = variable = Variable(variable_id, name)
         return variable
 
     def add(self, new: Sequence[NewCall], now: float) -> list[Call]:
-        """Adds all of these calls, or none of them.
+        """Add all of these calls, or none of them.
 
-        Raises ConflictError: a variable is set already (already_set) or by another call
-        (already_produced), an id is taken (already_exists), or calls would wait for each other
+        Raises ConflictError: an output has a value (already_set) or another producer
+        (already_produced), an id is taken (already_exists), or the calls would form a cycle
         (cyclic, with the path in the message).
         """
         draft = _Draft(self)
@@ -55,13 +47,13 @@ class Graph:
                 variable.consumers[llm_call] = None
             for variable in llm_call.outputs:
                 variable.producer = llm_call
-            llm_call.missing = sum(v.pending for v in llm_call.inputs) + (llm_call.index > 0)
+            llm_call.num_missing = sum(v.pending for v in llm_call.inputs) + (llm_call.index > 0)
         for llm_call in order:
             _set_depth(llm_call)
         return calls
 
     def forget(self, call: Call) -> None:
-        """Takes out a call that is over; its variables stay."""
+        """Remove an ended call; its variables stay."""
         del self.calls[call.id]
         for llm_call in call.llm_calls:
             for variable in llm_call.inputs:
@@ -70,7 +62,7 @@ class Graph:
                 variable.producer = None
 
     def check_integrity(self) -> None:
-        """Asserts that both ends of every edge know each other, and that there is no cycle."""
+        """Assert that both ends of every edge refer to each other, and that there is no cycle."""
         llm_calls = [llm_call for call in self.calls.values() for llm_call in call.llm_calls]
         known = set(llm_calls)
         for variable in self.variables.values():
@@ -88,7 +80,7 @@ class Graph:
             before = llm_call.previous
             if llm_call.open:
                 waits = before is not None and before.state is not CallState.FINISHED
-                assert llm_call.missing == sum(v.pending for v in llm_call.inputs) + waits
+                assert llm_call.num_missing == sum(v.pending for v in llm_call.inputs) + waits
                 depth = llm_call.depth
                 _set_depth(llm_call)
                 assert llm_call.depth == depth
@@ -96,7 +88,7 @@ class Graph:
 
 
 def already_set(variable: Variable) -> ConflictError:
-    """A variable that is not pending cannot be given a value."""
+    """The error for setting a variable that is not pending."""
     fate = {
         VariableState.READY: "has its value",
         VariableState.FAILED: "has failed",
@@ -107,7 +99,7 @@ def already_set(variable: Variable) -> ConflictError:
 
 
 def _set_depth(llm_call: LlmCall) -> None:
-    """Set the depth: LLM calls on the longest path from a source; native ones do not count."""
+    """Set the depth: number of LLM calls on the longest path to it; native calls do not count."""
     before = llm_call.previous
     llm_call.depth = max((variable.depth for variable in llm_call.inputs), default=0)
     if before is not None:
@@ -117,13 +109,13 @@ def _set_depth(llm_call: LlmCall) -> None:
 
 
 class _Draft:
-    """Calls that may yet LLM call out to be wrong: nothing that is in the graph is changed."""
+    """New calls and variables while they are checked; the graph is not changed."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self.variables: dict[str, Variable] = {}
         self._calls: set[str] = set()
-        self._makers: dict[Variable, Call] = {}
+        self._producers: dict[Variable, Call] = {}
         self._consumers: dict[Variable, list[LlmCall]] = {}
 
     def call(self, new: NewCall, now: float) -> Call:
@@ -181,19 +173,19 @@ class _Draft:
 
     def _output(self, piece: OutputPiece, call: Call) -> Variable:
         variable = self._variable(piece)
-        maker = self._makers.get(variable)
+        producer = self._producers.get(variable)
         if variable.producer is not None:
-            maker = variable.producer.call
-        if maker is not None:
-            message = f"The variable {variable.id} is an output of {self._title(maker)} already."
+            producer = variable.producer.call
+        if producer is not None:
+            message = f"The variable {variable.id} is an output of {self._title(producer)} already."
             raise ConflictError(message, "already_produced")
         if not variable.pending:
             raise already_set(variable)
-        self._makers[variable] = call
+        self._producers[variable] = call
         return variable
 
     def producers_first(self, llm_calls: Iterable[LlmCall]) -> list[LlmCall]:
-        """These and all that wait for them, topologically. Raises ConflictError (cyclic)."""
+        """These and their dependents in topological order. Raises ConflictError (cyclic)."""
         waiting_for: dict[LlmCall, int] = dict.fromkeys(llm_calls, 0)
         stack = list(waiting_for)
         while stack:
@@ -203,7 +195,7 @@ class _Draft:
                     stack.append(follower)
                 waiting_for[follower] += 1
         order = [llm_call for llm_call, count in waiting_for.items() if not count]
-        for llm_call in order:  # it grows on the way
+        for llm_call in order:  # the loop appends to `order`
             for follower in self._followers(llm_call):
                 waiting_for[follower] -= 1
                 if not waiting_for[follower]:
@@ -213,7 +205,7 @@ class _Draft:
         return order
 
     def _followers(self, llm_call: LlmCall) -> Iterator[LlmCall]:
-        """LLM calls that wait for this one; those that are over do not wait any more."""
+        """Open LLM calls that wait for this one."""
         if llm_call.next is not None and llm_call.next.open:
             yield llm_call.next
         for variable in llm_call.outputs:
@@ -221,7 +213,7 @@ class _Draft:
             yield from self._consumers.get(variable, ())
 
     def _cycle(self, stuck: Sequence[LlmCall]) -> str:
-        """The path of a cycle. Each of `stuck` waits for another one of them."""
+        """The message with the path of a cycle. Each of `stuck` waits for another one of them."""
         waits_for = {later: llm_call for llm_call in stuck for later in self._followers(llm_call)}
         llm_call = stuck[0]
         path: dict[LlmCall, None] = {}
@@ -237,7 +229,7 @@ class _Draft:
         return f"Requests wait for each other: {', '.join(steps)}."
 
     def _title(self, call: Call) -> str:
-        """In words of the client's own, which has not been told the ids of calls to be refused."""
+        """How messages refer to a call: the client does not know the ids of rejected calls."""
         if call.id in self._graph.calls:
             return call.title
         return call.name or f"requests[{call.number - self._graph.added}]"

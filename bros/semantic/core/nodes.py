@@ -1,15 +1,15 @@
-"""The calls of a session, the variables between them, and the labels that calls get.
+"""The nodes of a session's graph (calls, LLM calls, variables) and their labels.
 
 ```
  variable ──▶ LlmCall ──▶ variable ──▶ LlmCall ...     LlmCall 0 ──▶ LlmCall 1     of one Call
-   input      of a Call    output                      they share one sequence of tokens
+   input      of a Call    output                      they share one token sequence
 ```
 
-An *LLM call* is what is scheduled: the part of a call up to one output. A call with k outputs has
-k LLM calls, which run one after another. A native call, a function of the client, has one with all
-outputs of the function; the client runs it instead of the model.
+An *LLM call* is the unit of scheduling: the part of a call up to one output. A call with k outputs
+has k LLM calls, which run one after another. A native call (a function that the client runs) has
+one LLM call with all outputs of the function; the engine does not run it.
 
-Times with a deadline are absolute, in seconds of the session's clock; None is no deadline.
+Deadlines are absolute times in seconds on the session's clock; None means no deadline.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from bros.semantic.schema import CallKind, CallState, Criteria, Perf, VariableSt
 
 
 class Level(enum.IntEnum):
-    """How urgent a request is, from the least on."""
+    """Urgency of an LLM call, in ascending order."""
 
-    THROUGHPUT = 0  # some time
-    GROUP = 1  # when all of its group are done is what counts
-    RT = 2  # its value is waited for
+    THROUGHPUT = 0  # best-effort
+    GROUP = 1  # best-effort; only the completion time of its whole task group counts
+    RT = 2  # real-time: a client or a single later call waits for it
 
 
 def earliest(a: float | None, b: float | None) -> float | None:
-    """The smaller one, where None is no bound."""
+    """The smaller time; None means no bound."""
     if a is None or b is None:
         return b if a is None else a
     return min(a, b)
@@ -41,12 +41,13 @@ def earliest(a: float | None, b: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """What one request must achieve.
+    """The scheduling objective of one LLM call.
 
-    objectives: of the values that it is for. LATENCY also means that all of it is complete, which
-        is what matters about a request that other requests wait for.
-    ttft_s, tpot_s: as in Criteria.
-    deadline_s: when it must be complete at the latest.
+    objectives: criteria of the values that depend on it. LATENCY is also the objective of a call
+        that only other calls wait for.
+    ttft_s: as in Criteria.
+    tpot_s: as in Criteria.
+    deadline_s: latest finish time.
     """
 
     level: Level = Level.THROUGHPUT
@@ -55,8 +56,8 @@ class Label:
     tpot_s: float | None = None
     deadline_s: float | None = None
 
-    def joined(self, other: Label) -> Label:
-        """What meets both: the higher level, all objectives, the earlier times."""
+    def merged(self, other: Label) -> Label:
+        """The label that satisfies both: higher level, all objectives, earlier times."""
         return Label(
             level=max(self.level, other.level),
             objectives=self.objectives | other.objectives,
@@ -68,18 +69,19 @@ class Label:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
-    """All that has been asked of one variable so far.
+    """All criteria that clients have requested for one variable so far.
 
-    label: what its producer must achieve if anything but THROUGHPUT was asked for, else None.
-    batch: whether THROUGHPUT was, and batch_deadline_s until when.
+    label: label of its producer from all criteria except THROUGHPUT; None if there are none.
+    batch: whether a client requested THROUGHPUT.
+    batch_deadline_s: earliest deadline among the THROUGHPUT criteria.
     """
 
     label: Label | None = None
     batch: bool = False
     batch_deadline_s: float | None = None
 
-    def joined(self, criteria: Criteria, deadline_s: float | None) -> Want:
-        """With one more question. deadline_s: criteria.deadline_s as a time of the clock."""
+    def with_criteria(self, criteria: Criteria, deadline_s: float | None) -> Want:
+        """Add one client's criteria. deadline_s: `criteria.deadline_s` as an absolute time."""
         if criteria.perf is Perf.THROUGHPUT:
             deadline_s = earliest(self.batch_deadline_s, deadline_s)
             return replace(self, batch=True, batch_deadline_s=deadline_s)
@@ -90,7 +92,7 @@ class Want:
             tpot_s=criteria.tpot_s,
             deadline_s=deadline_s,
         )
-        return replace(self, label=asked if self.label is None else self.label.joined(asked))
+        return replace(self, label=asked if self.label is None else self.label.merged(asked))
 
 
 DEFAULT_SAMPLING = SamplingParams()
@@ -104,7 +106,7 @@ STARTED_STATES = frozenset({CallState.READY, CallState.RUNNING})
 class InputPiece:
     """The value of a variable as part of a prompt.
 
-    name: of the placeholder.
+    name: placeholder name.
     """
 
     name: str
@@ -114,7 +116,7 @@ class InputPiece:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """What the model generates here becomes the value of a variable."""
+    """The text that the model generates here becomes the value of a variable."""
 
     name: str
     variable_id: str
@@ -127,10 +129,10 @@ Piece = Text | InputPiece | OutputPiece
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewCall:
-    """A call to be added to a graph. Variables that are not there come into being.
+    """A call to be added to a graph. The graph creates variables that it does not know.
 
-    pieces: they end with an output; of a native call just its inputs and outputs, in any order.
-    values: variable id -> text of variables that are new and have their value at once.
+    pieces: the last one is an output. A native call has only inputs and outputs, in any order.
+    values: variable id -> text, for new variables that are constants.
     """
 
     id: str
@@ -142,16 +144,17 @@ class NewCall:
 
 @dataclass(eq=False, slots=True, repr=False)
 class Variable:
-    """A value that is set once.
+    """A semantic variable: a value that is set once.
 
-    token_ids: of the text, only if they are exactly what was generated.
+    token_ids: the generated tokens of the text; None unless they encode exactly this text.
     cause: why it failed or was cancelled.
-    producer: what sets it.
-    consumers: what reads it.
-    want: what was asked of it.
-    depth: LLM calls on the longest path to it; native ones do not count.
-    groups: task groups among the LLM calls that it needs, and stages whose deadline is watched.
-    region: how many LLM calls it needed when they were labelled.
+    producer: the LLM call that sets it (Parrot's GetProducer); None after the graph has forgotten
+        that call.
+    consumers: the LLM calls that read it (Parrot's GetConsumers).
+    want: the criteria that clients requested for it.
+    depth: number of LLM calls on the longest path to it; native calls do not count.
+    groups: task groups among its open ancestors, and the stages whose deadlines are watched.
+    num_labels: number of its open ancestors when they were last labeled.
     """
 
     id: str
@@ -165,7 +168,7 @@ class Variable:
     want: Want | None = None
     depth: int = 0
     groups: list[TaskGroup] = field(default_factory=list)
-    region: int = 0
+    num_labels: int = 0
 
     @property
     def pending(self) -> bool:
@@ -173,17 +176,17 @@ class Variable:
 
     @property
     def wanted(self) -> bool:
-        """Whether it was asked for, or an LLM call that is to run needs it."""
+        """Whether a client requested it, or an activated LLM call reads it."""
         return self.want is not None or any(t.open and t.wanted for t in self.consumers)
 
 
 @dataclass(eq=False, slots=True, repr=False)
 class Call:
-    """One function call.
+    """One call of a semantic or native function.
 
-    number: how many calls came before it.
-    cause: what failed first, of a call that failed or was cancelled.
-    created_s: when it was submitted.
+    number: number of calls that were submitted before it.
+    cause: root failure of a call that failed or was cancelled.
+    created_s: time of its submission.
     """
 
     id: str
@@ -201,24 +204,29 @@ class Call:
 
     @property
     def title(self) -> str:
-        """For messages."""
+        """How messages refer to the call."""
         return f"{self.name} ({self.id})" if self.name else self.id
 
 
 @dataclass(eq=False, slots=True, repr=False)
 class LlmCall:
-    """Part of a call up to an output.
+    """The part of a call up to one output: the unit of scheduling.
 
-    prompt_end: its prompt is call.pieces[:prompt_end], its output is the piece after that.
-    inputs: variables of the prompt that no earlier LLM call of the same call reads.
-    missing: inputs that are pending, plus one if the previous LLM call of the call is not over.
-    depth: LLM calls on the longest path to it.
-    label: what it must achieve.
-    stages: wanted variable that needs it -> number of requests from here to that variable.
+        call.pieces   [0 ............ prompt_end)  [prompt_end]
+                       prompt                       output
+
+    inputs: variables in the prompt that no earlier LLM call of the same call reads.
+    wanted: whether a requested value depends on it, so that it may run.
+    num_missing: number of pending inputs, plus one while the previous LLM call is unfinished.
+    depth: number of LLM calls on the longest path to it.
+    label: its scheduling objective.
+    stages: requested variable that depends on it -> number of calls between the two.
     groups: task groups that it is a member of.
-    known: leading pieces of the prompt whose values were set at the last look.
-    prefilled: leading pieces that were sent to be prefilled.
-    ready_s, first_token_s, end_s: on the session's clock; None before.
+    num_known_pieces: leading prompt pieces whose values were set at the last check.
+    num_prefilled_pieces: leading prompt pieces that a Prefill action was issued for.
+    ready_s: time when its last input was set, on the session's clock; None before.
+    first_token_s: time of its first token; None before.
+    end_s: time of its end; None before.
     """
 
     call: Call
@@ -228,20 +236,20 @@ class LlmCall:
     outputs: tuple[Variable, ...]
     state: CallState = CallState.WAITING
     wanted: bool = False
-    missing: int = 0
+    num_missing: int = 0
     depth: int = 0
     label: Label = Label()
     stages: dict[Variable, int] = field(default_factory=dict)
     groups: dict[TaskGroup, None] = field(default_factory=dict)
-    known: int = 0
-    prefilled: int = 0
+    num_known_pieces: int = 0
+    num_prefilled_pieces: int = 0
     ready_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None
 
     @property
     def output(self) -> Variable:
-        """What it generates, of an LLM call of the model."""
+        """The only output of an LLM call that is not native."""
         return self.outputs[0]
 
     @property
@@ -258,7 +266,7 @@ class LlmCall:
 
     @property
     def stage(self) -> int | None:
-        """Requests between here and the nearest wanted variable; None if it is for none."""
+        """Distance in calls to the nearest requested variable; None without one."""
         return min(self.stages.values(), default=None)
 
     @property
@@ -271,7 +279,7 @@ class LlmCall:
         return llm_calls[self.index + 1] if self.index + 1 < len(llm_calls) else None
 
     def open_predecessors(self) -> Iterator[LlmCall]:
-        """LLM calls that this one waits for; one that produces k of its inputs comes k times."""
+        """LLM calls that this one waits for; a producer of k of its inputs is yielded k times."""
         previous = self.previous
         if previous is not None and previous.open:
             yield previous
@@ -280,40 +288,45 @@ class LlmCall:
             if variable.pending and producer is not None and producer.open:
                 yield producer
 
-    def known_ahead(self, variables: Mapping[str, Variable]) -> int:
-        """Leading pieces of the call that are known, if what follows them is being generated;
-        0 if not, or if the LLM call before this one is not over."""
+    def num_prefillable_pieces(self, variables: Mapping[str, Variable]) -> int:
+        """Number of leading prompt pieces with known values, if the next piece is being generated.
+
+        0 otherwise, and while the previous LLM call of the same call is open.
+        """
         if self.previous is not None and self.previous.open:
             return 0
-        while self.known < self.prompt_end:
-            piece = self.call.pieces[self.known]
+        while self.num_known_pieces < self.prompt_end:
+            piece = self.call.pieces[self.num_known_pieces]
             if not isinstance(piece, Text):
                 variable = variables[piece.variable_id]
                 if variable.pending:
                     producer = variable.producer
                     running = producer is not None and producer.state is CallState.RUNNING
-                    return self.known if running else 0
-            self.known += 1
+                    return self.num_known_pieces if running else 0
+            self.num_known_pieces += 1
         return 0
 
 
 @dataclass(eq=False, slots=True, repr=False)
 class TaskGroup:
-    """LLM calls at one stage before a wanted variable, of which only the last one's end counts.
+    """Parrot's task group: the LLM calls at one stage before a requested variable.
 
-    left: how many members have not finished.
-    deadline_s: when all members must have finished.
-    active: False once the variable is settled or the group has been replaced.
-    down_to_stragglers: the remaining members are all that the next stage waits for.
+    Only the time when the last member finishes counts.
+
+    sink: the requested variable.
+    deadline_s: latest finish time of all members.
+    num_unfinished: number of members that have not finished.
+    active: False once the sink is settled or the group has been replaced.
+    stragglers_reported: whether `stragglers` has returned the last members.
     """
 
     sink: Variable
     stage: int
     members: tuple[LlmCall, ...]
     deadline_s: float | None
-    left: int
+    num_unfinished: int
     active: bool = True
-    down_to_stragglers: bool = False
+    stragglers_reported: bool = False
 
     @property
     def id(self) -> str:
@@ -321,9 +334,9 @@ class TaskGroup:
 
 
 def open_ancestors(variable: Variable) -> list[LlmCall]:
-    """LLM calls that are not over and that the variable needs, each one before those that it needs.
+    """Open LLM calls that the variable depends on, consumers before producers.
 
-    LLM calls that are over need nothing, so the work does not grow with the history of a session.
+    The search stops at ended LLM calls, so its cost does not grow with the session's history.
     """
     root = variable.producer
     if root is None or not root.open:

@@ -1,20 +1,21 @@
-"""From what is asked of a value to what each request behind it must achieve (Parrot, section 5.2).
+"""Deduces the objective of each LLM call from the criteria of values (Parrot, section 5.2).
 
 ```
  stage 2        stage 1       stage 0
  map 1 ─┐
- map 2 ─┼─▶  merge (RT)  ─▶  answer (RT, as asked)  ─▶  the variable that is wanted
+ map 2 ─┼─▶  merge (RT)  ─▶  answer (RT, requested criteria)  ─▶  requested variable (sink)
  map 3 ─┘
- a task group
+ task group
 ```
 
-A stage is the longest distance in requests to the one that makes the variable. A request alone at
-its stage gates all behind it, and is real-time; of several only the time until all are done counts,
-so they are a task group and run as a large batch. Native functions and further LLM calls of one
-call add no distance. The latest finish time of a request is the latest start of what follows it.
+The stage of an LLM call is its longest distance in calls to the producer of the sink. An LLM call
+that is alone at its stage delays everything after it, so it is real-time. Of several at one stage
+only the completion of the last one counts, so they form a task group and run as a large batch.
+Native functions and further LLM calls of one call add no distance. The latest finish time of an
+LLM call is the latest start time of its consumers.
 
-`deduce` labels the requests behind one value. `Labeller` does that for all values of a session, a
-bounded number of requests at a time, so that a long chain of which every value is asked for does
+`deduce` labels the ancestors of one variable. `Labeler` does that for all variables of a session,
+a bounded number of LLM calls at a time, so that a long chain whose values are all requested does
 not block the event loop. `DeadlineWatch` finds groups whose deadlines are at risk. `Estimates`
 learns how long calls take.
 """
@@ -40,27 +41,27 @@ from bros.semantic.core.nodes import (
 from bros.semantic.schema import Perf
 
 Estimate = Callable[[LlmCall], float]
-"""Seconds that an LLM call will take."""
+"""Predicts the seconds that an LLM call takes."""
 
-RT_BETWEEN = Label(level=Level.RT, objectives=frozenset({Perf.LATENCY}))
-"""Of a request that other requests wait for, and no client."""
+RT_INTERMEDIATE = Label(level=Level.RT, objectives=frozenset({Perf.LATENCY}))
+"""Label of an LLM call that other calls wait for, but no client."""
 
 STRAGGLERS = 0.1
-"""Share of a task group that is left when the rest is no longer worth a large batch."""
+"""Unfinished share of a task group below which its members are promoted to real-time."""
 
 LAXITY_MARGIN_S = 0.25
-"""A deadline is at risk when there is so little time left beyond what the work takes."""
+"""A deadline is at risk when its slack is at most this."""
 
 SLOWEST, FASTEST = 2.0, 0.5
-"""Objectives that follow from a deadline stay between so many times the defaults."""
+"""Bounds of objectives deduced from a deadline, as multiples of the default objectives."""
 
 
 class Deduced(NamedTuple):
-    """What `deduce` found.
+    """Result of `deduce`.
 
     changed: LLM calls with a new label.
-    watched: groups whose deadline is to be watched.
-    steps: cost, in LLM calls and inputs that were visited.
+    watched: groups whose deadlines are to be watched.
+    steps: number of LLM calls and inputs visited.
     """
 
     changed: list[LlmCall]
@@ -69,15 +70,15 @@ class Deduced(NamedTuple):
 
 
 def deduce(sink: Variable, estimate: Estimate) -> Deduced:
-    """Labels all that the variable still needs, for what has been asked of it (sink.want).
+    """Label all open ancestors of the variable for the criteria requested for it (`sink.want`).
 
-    To be called again whenever more is asked, or calls are added that it needs. Labels only rise;
-    the groups of the variable are made anew.
+    The caller repeats this whenever `sink.want` changes or calls are added that the variable
+    depends on. Labels only rise; the task groups of the variable are replaced.
     """
     drop_groups(sink)
     want = sink.want
     order = open_ancestors(sink)
-    sink.region = len(order)
+    sink.num_labels = len(order)
     if want is None or not order:
         return Deduced([], [])
     stages = _stages(order)
@@ -100,8 +101,10 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
 
 
 def label_producer(sink: Variable) -> Sequence[LlmCall]:
-    """Labels only what makes the variable, which costs next to nothing: what `deduce` would give
-    it. Returns it if its label has changed."""
+    """Label only the producer of the variable, in constant time, as `deduce` would.
+
+    Returns the producer if its label has changed.
+    """
     want, llm_call = sink.want, sink.producer
     if (
         want is None
@@ -113,12 +116,12 @@ def label_producer(sink: Variable) -> Sequence[LlmCall]:
         return ()
     llm_call.stages[sink] = 0
     deduced = Deduced([], [])
-    _raise(llm_call, want.label, deduced)
+    _raise_label(llm_call, want.label, deduced)
     return deduced.changed
 
 
-def wanted_behind(llm_calls: Sequence[LlmCall]) -> list[Variable]:
-    """Wanted variables that need these LLM calls."""
+def wanted_dependents(llm_calls: Sequence[LlmCall]) -> list[Variable]:
+    """Requested pending variables that depend on these LLM calls."""
     seen = set(llm_calls)
     stack = list(llm_calls)
     found: dict[Variable, None] = {}
@@ -137,7 +140,7 @@ def wanted_behind(llm_calls: Sequence[LlmCall]) -> list[Variable]:
 
 
 def drop_groups(sink: Variable) -> None:
-    """The groups before this variable are none any more; labels stay."""
+    """Dissolve the task groups of this variable; labels stay."""
     for group in sink.groups:
         group.active = False
         for llm_call in group.members:
@@ -146,29 +149,29 @@ def drop_groups(sink: Variable) -> None:
 
 
 def _stages(order: Sequence[LlmCall]) -> dict[LlmCall, int]:
-    """Stages of the LLM calls of the model among these, of which the first one makes the sink.
+    """Stages of these LLM calls except native ones. order[0] produces the sink.
 
-    behind[t]: stage of what feeds t. A native function has no stage of its own and passes on what
-    is behind it, unless it makes the sink itself, where it stands at stage 0.
+    A native call adds no distance: its producers get the stage that it would have. Only a native
+    call that produces the sink counts, as stage 0.
     """
     stages: dict[LlmCall, int] = dict.fromkeys(order, 0)
     for llm_call in order:
         at_sink = llm_call is order[0]
-        behind = stages[llm_call] + (at_sink or not llm_call.native)
+        producer_stage = stages[llm_call] + (at_sink or not llm_call.native)
         previous = llm_call.previous
         if previous is not None and previous.open:
             stages[previous] = max(stages[previous], stages[llm_call])
         for variable in llm_call.inputs:
             producer = variable.producer
             if variable.pending and producer is not None:
-                stages[producer] = max(stages[producer], behind)
+                stages[producer] = max(stages[producer], producer_stage)
     return {llm_call: stage for llm_call, stage in stages.items() if not llm_call.native}
 
 
 def _latest_finish(
     order: Sequence[LlmCall], deadline_s: float | None, estimate: Estimate
 ) -> Mapping[LlmCall, float]:
-    """When each has to be over; empty without a deadline."""
+    """Latest finish time of each LLM call in seconds; empty without a deadline."""
     if deadline_s is None:
         return {}
     latest = {order[0]: deadline_s}
@@ -192,17 +195,17 @@ def _label_stage(
         deadline_s = (
             min((latest[llm_call] for llm_call in members), default=None) if latest else None
         )
-        group = TaskGroup(sink, stage, tuple(members), deadline_s, left=len(members))
+        group = TaskGroup(sink, stage, tuple(members), deadline_s, num_unfinished=len(members))
         sink.groups.append(group)
         if deadline_s is not None:
             deduced.watched.append(group)
         for llm_call in members:
             llm_call.groups[group] = None
-            _raise(llm_call, Label(level=Level.GROUP, deadline_s=deadline_s), deduced)
+            _raise_label(llm_call, Label(level=Level.GROUP, deadline_s=deadline_s), deduced)
         return
-    base = RT_BETWEEN if stage else sink.want.label
+    base = RT_INTERMEDIATE if stage else sink.want.label
     for llm_call in members:
-        _raise(llm_call, base.joined(Label(deadline_s=latest.get(llm_call))), deduced)
+        _raise_label(llm_call, base.merged(Label(deadline_s=latest.get(llm_call))), deduced)
 
 
 def _label_batch(
@@ -212,40 +215,40 @@ def _label_batch(
     latest: Mapping[LlmCall, float],
     deduced: Deduced,
 ) -> None:
-    """THROUGHPUT. A stage with a deadline is watched like a group, but is no group."""
+    """Label a stage for THROUGHPUT. With a deadline it is watched, but is not a task group."""
     for llm_call in members:
         label = Label(objectives=frozenset({Perf.THROUGHPUT}), deadline_s=latest.get(llm_call))
-        _raise(llm_call, label, deduced)
+        _raise_label(llm_call, label, deduced)
     if latest:
         deadline_s = min(latest[llm_call] for llm_call in members)
-        watched = TaskGroup(sink, stage, tuple(members), deadline_s, left=len(members))
+        watched = TaskGroup(sink, stage, tuple(members), deadline_s, num_unfinished=len(members))
         sink.groups.append(watched)
         deduced.watched.append(watched)
 
 
-def _raise(llm_call: LlmCall, label: Label, deduced: Deduced) -> None:
-    risen = llm_call.label.joined(label)
+def _raise_label(llm_call: LlmCall, label: Label, deduced: Deduced) -> None:
+    risen = llm_call.label.merged(label)
     if risen != llm_call.label:
         llm_call.label = risen
         deduced.changed.append(llm_call)
 
 
 def stragglers(group: TaskGroup) -> Sequence[LlmCall]:
-    """Members that are not over, once they are so few that everything behind waits for them alone.
+    """The open members of a group when at most a share of STRAGGLERS, or one, is unfinished.
 
-    They are told once. A group of two or three is down to its stragglers when one is left: that
-    one gates everything behind it, as a request alone at its stage does. A group is never smaller
-    than that, so at least one of it has finished in any case.
+    They are returned once; otherwise the result is empty. Everything after the group waits for
+    them, as for an LLM call that is alone at its stage. A group has at least two members, so at
+    least one has finished by then.
     """
-    few = 0 < group.left <= max(1, int(STRAGGLERS * len(group.members)))
-    if not few or group.down_to_stragglers or not group.active:
+    few = 0 < group.num_unfinished <= max(1, int(STRAGGLERS * len(group.members)))
+    if not few or group.stragglers_reported or not group.active:
         return ()
-    group.down_to_stragglers = True
+    group.stragglers_reported = True
     return [llm_call for llm_call in group.members if llm_call.open]
 
 
 def at_risk_s(group: TaskGroup, estimate: Estimate) -> float:
-    """When its deadline is at risk: not earlier than its longest member takes, and a margin."""
+    """Time when its deadline is at risk: the deadline less its longest open member and a margin."""
     assert group.deadline_s is not None
     longest_s = max(
         (estimate(llm_call) for llm_call in group.members if llm_call.open), default=0.0
@@ -254,7 +257,7 @@ def at_risk_s(group: TaskGroup, estimate: Estimate) -> float:
 
 
 class EngineTerms(NamedTuple):
-    """What a label means for the engine.
+    """A label as parameters of an engine request.
 
     grouped: see Hints.
     """
@@ -265,9 +268,10 @@ class EngineTerms(NamedTuple):
 
 
 def terms(llm_call: LlmCall, now: float, expected_tokens: float, default_slo: Slo) -> EngineTerms:
-    """On which terms an LLM call is handed to the engine at `now`. None in the result: the default.
+    """The engine parameters of an LLM call submitted at `now`; None in them means the default.
 
-    A deadline that has passed is dropped: there is nothing left to gain from it.
+    expected_tokens: predicted output tokens. A deadline that has passed is dropped, because it
+    can no longer be met.
     """
     label = llm_call.label
     left_s = None if label.deadline_s is None else label.deadline_s - now
@@ -278,14 +282,14 @@ def terms(llm_call: LlmCall, now: float, expected_tokens: float, default_slo: Sl
     if llm_call.stage == 0:
         return EngineTerms(ServiceClass.RT, Slo(label.ttft_s, label.tpot_s, deadline_s), False)
     return EngineTerms(
-        ServiceClass.RT, _paced(left_s, deadline_s, expected_tokens, default_slo), False
+        ServiceClass.RT, _deadline_slo(left_s, deadline_s, expected_tokens, default_slo), False
     )
 
 
-def _paced(
+def _deadline_slo(
     left_s: float | None, deadline_s: float | None, expected_tokens: float, default_slo: Slo
 ) -> Slo:
-    """Objectives that just meet the latest finish: no client reads the text while it grows."""
+    """TTFT and TPOT that just meet the latest finish time: no client streams this text."""
     if left_s is None or default_slo.tpot_s is None or default_slo.ttft_s is None:
         return Slo(deadline_s=deadline_s)
     tpot_s = _clamp(left_s / max(1.0, expected_tokens), default_slo.tpot_s)
@@ -301,7 +305,7 @@ COMPACT_FROM = 64
 
 
 class DeadlineWatch:
-    """A heap whose entries are skipped once their group is not active any more."""
+    """A heap of watched groups by the time when they are at risk; inactive groups are skipped."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, TaskGroup]] = []
@@ -320,43 +324,45 @@ class DeadlineWatch:
             self._compact_at = max(COMPACT_FROM, 2 * len(self._heap))
 
     def next_s(self) -> float | None:
-        """When the first deadline is at risk; None if none will be."""
+        """Time when the first deadline is at risk; None without a watched group."""
         while self._heap and not self._heap[0][2].active:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def take(self, now: float) -> Iterator[TaskGroup]:
-        """Groups at risk by now; they are not watched any more."""
+        """Remove the groups that are at risk by now, and yield them."""
         while (at_s := self.next_s()) is not None and at_s <= now:
             yield heapq.heappop(self._heap)[2]
 
 
 LABEL_EVERY_S = 0.1
-"""Period after which `max_steps` more steps may be made."""
+"""Period after which the step budget of a Labeler is refilled."""
 
 
-class Labeller:
-    """Labels what wanted values need: a bounded part at once, the rest later.
+class Labeler:
+    """Labels the ancestors of requested variables with a bounded rate.
 
-    max_steps: LLM calls and inputs that are visited every LABEL_EVERY_S; the value that reaches the
-    bound is finished.
-    max_labels: most labels at a time; further values are labelled when some of these are settled.
-    labels: how many there are, summed over the values: the LLM calls that each of them needs.
+    max_steps: step budget (LLM calls and inputs visited) per LABEL_EVERY_S. The variable that
+        exceeds it is completed.
+    max_labels: bound on `labels`. Further variables are labeled when labeled ones are settled.
+    labels: sum of `num_labels` over all variables.
     """
 
     def __init__(self, estimate: Estimate, max_steps: int, max_labels: int) -> None:
         self._estimate = estimate
         self._max_steps = max_steps
         self._max_labels = max_labels
-        self._steps = max_steps
-        self._more_s = -math.inf
+        self._budget = max_steps
+        self._refill_s = -math.inf
         self._waiting: dict[Variable, None] = {}
         self._watch = DeadlineWatch()
         self.labels = 0
 
     def add(self, sinks: Iterable[Variable]) -> list[LlmCall]:
-        """More is asked of these, or they need more. Returns LLM calls with a new label: only those
-        that make them; see `run` for what is behind."""
+        """Queue variables with new criteria or new ancestors, and label their producers at once.
+
+        Returns the producers with a new label; `run` labels the other ancestors.
+        """
         changed: list[LlmCall] = []
         for sink in sinks:
             self._waiting[sink] = None
@@ -364,55 +370,56 @@ class Labeller:
         return changed
 
     def run(self, now: float) -> list[LlmCall]:
-        """Label as much as may be done by now. Returns LLM calls with a new label."""
-        if now >= self._more_s:
-            self._steps = self._max_steps
-            self._more_s = now + LABEL_EVERY_S
+        """Label as much as the budget allows. Returns LLM calls with a new label."""
+        if now >= self._refill_s:
+            self._budget = self._max_steps
+            self._refill_s = now + LABEL_EVERY_S
         changed: list[LlmCall] = []
-        while self._can_go_on and self._steps > 0:
+        while self._can_label and self._budget > 0:
             sink = next(iter(self._waiting))
             del self._waiting[sink]
-            self.labels -= sink.region
+            self.labels -= sink.num_labels
             deduced = deduce(sink, self._estimate)
-            self.labels += sink.region
-            self._steps -= deduced.steps
+            self.labels += sink.num_labels
+            self._budget -= deduced.steps
             for group in deduced.watched:
                 self._watch.add(group, at_risk_s(group, self._estimate))
             changed += deduced.changed
         return changed
 
     def at_risk(self, now: float) -> Iterator[TaskGroup]:
-        """Whose deadline would be missed otherwise. Each is told once."""
+        """Groups that would miss their deadline as best-effort. Each is yielded once."""
         return self._watch.take(now)
 
     def due(self) -> float | None:
-        """When there is something to do for `run`, or `at_risk` of something."""
-        return earliest(self._watch.next_s(), self._more_s if self._can_go_on else None)
+        """Next time when `run` or `at_risk` has work; None without any."""
+        return earliest(self._watch.next_s(), self._refill_s if self._can_label else None)
 
     def settled(self, variable: Variable) -> None:
-        """The variable is settled, so nothing is labelled for it any more."""
+        """The variable is settled: stop labeling for it."""
         self._waiting.pop(variable, None)
         drop_groups(variable)
-        self.labels -= variable.region
-        variable.region = 0
+        self.labels -= variable.num_labels
+        variable.num_labels = 0
 
     @property
-    def _can_go_on(self) -> bool:
+    def _can_label(self) -> bool:
         return bool(self._waiting) and self.labels < self._max_labels
 
 
 MAX_NAMES = 10_000
-"""Functions that are remembered; those unheard of for the longest are forgotten."""
+"""Functions whose output lengths are remembered; the least recently observed are forgotten."""
 
 FIRST_GUESS_TOKENS = 128.0
-"""Tokens that a call generates that may generate more, as long as nothing is known."""
+"""Expected output tokens of a function before its first observation."""
 
 
 class Estimates:
-    """Moving averages: of output tokens for every function, of seconds for each token.
+    """Moving averages of the output tokens per function and the seconds per token.
 
-    weight: how much the latest observation counts. The first one of a kind counts fully, so that
-    the guesses given here are soon forgotten.
+    prompt_token_s: initial guess of the seconds per uncached prompt token.
+    output_token_s: initial guess of the seconds per output token after the first.
+    weight: weight of the latest observation. The first observation replaces the initial guess.
     """
 
     def __init__(
@@ -430,16 +437,16 @@ class Estimates:
         self._outputs = 0
 
     def expected_tokens(self, name: str, max_tokens: int | None) -> float:
-        """Tokens that a call of this function generates; at least 1, at most max_tokens."""
+        """Expected output tokens of this function; at least 1, at most max_tokens."""
         expected = self._tokens.get(name, FIRST_GUESS_TOKENS)
         return max(1.0, expected if max_tokens is None else min(expected, float(max_tokens)))
 
     def seconds(self, prompt_tokens: float, output_tokens: float) -> float:
-        """From the start of a call to its end. prompt_tokens: those that are not cached."""
+        """Predicted duration of a call. prompt_tokens: uncached ones."""
         return prompt_tokens * self._prompt_token_s + output_tokens * self._output_token_s
 
     def observe_tokens(self, name: str, output_tokens: int) -> None:
-        """A call of this function was run to its end."""
+        """A call of this function generated so many tokens."""
         known = self._tokens.get(name, float(output_tokens))
         self._tokens[name] = known + self._weight * (output_tokens - known)
         self._tokens.move_to_end(name)
@@ -447,14 +454,14 @@ class Estimates:
             self._tokens.popitem(last=False)
 
     def observe_prompt(self, tokens: int, seconds: float) -> None:
-        """So many tokens that were not cached took so long, waiting included."""
+        """A prompt with so many uncached tokens had this TTFT, queueing included."""
         if tokens > 0:
             weight = self._weight if self._prompts else 1.0
             self._prompt_token_s += weight * (seconds / tokens - self._prompt_token_s)
             self._prompts += 1
 
     def observe_output(self, tokens: int, seconds: float) -> None:
-        """So many tokens after the first took so long."""
+        """So many output tokens after the first took so long."""
         if tokens > 0:
             weight = self._weight if self._outputs else 1.0
             self._output_token_s += weight * (seconds / tokens - self._output_token_s)

@@ -1,12 +1,12 @@
-"""From the pieces of a call to tokens, piece by piece, so that prefixes end where variables do.
+"""Encodes a call piece by piece, so that prefixes end at the boundaries of variables.
 
     pieces    "Review "       {{code}}             " as "        {{role}}       ": " {{output:r}}
     tokens    BOS 71 902     | ids as generated   | 33          | encoded      | 8
     prefixes             h1 ─┘                h2 ─┘          h3 ─┘          h4 ─┘
               shared by all ─┘ └─ shared within the session, or its scope
 
-A text has the same tokens whatever stands around it, so calls that begin with the same pieces
-begin with the same tokens. h1, h2, ... are Parrot's PrefixHash: each is made of the one before and
+The tokens of a piece do not depend on its neighbors, so calls with the same leading pieces have
+the same leading tokens. h1, h2, ... are Parrot's PrefixHash: each one hashes the previous one and
 the tokens of a piece.
 """
 
@@ -27,7 +27,7 @@ _HASH_BYTES = 16
 
 
 class TextEncoder(Protocol):
-    """engine.tokenizer.Tokenizer is one."""
+    """The part of bros.text.tokenizer.Tokenizer that PieceEncoder uses."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -38,14 +38,14 @@ class TextEncoder(Protocol):
 
 
 class PieceEncoder:
-    """Token ids of pieces of text. Remembers those of constant texts, the latest ones.
+    """Encodes pieces of text, with an LRU cache for constant texts.
 
-    `encode` may be called from several threads, the others may not.
+    Only `encode` may be called from several threads.
     """
 
     def __init__(self, encoder: TextEncoder) -> None:
         self._encoder = encoder
-        self._constants: OrderedDict[tuple[str, bool], tuple[int, ...]] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, bool], tuple[int, ...]] = OrderedDict()
         self._num_chars = 0
         bos, empty = encoder.bos_token_id, encoder.encode("")
         self._beginning = (bos,) if bos is not None and empty[:1] == [bos] else ()
@@ -55,35 +55,35 @@ class PieceEncoder:
 
     @property
     def beginning(self) -> tuple[int, ...]:
-        """What a text begins with if it is not a conversation: BOS if the model wants one."""
+        """The tokens before the first piece of a plain-text prompt: BOS if the model wants one."""
         return self._beginning
 
     def encode(self, text: str, *, first: bool) -> tuple[int, ...]:
-        """first: nothing stands before it in its prompt."""
+        """Encode a piece. first: whether it is the first one of its prompt."""
         if self._adds_space and not first:
             inside = self._after_anchor(text)
             if inside is not None:
                 return tuple(inside)
         return tuple(self._encoder.encode(text, add_special_tokens=False))
 
-    def known(self, text: str, *, first: bool) -> tuple[int, ...] | None:
-        """The tokens of a text that is remembered."""
-        token_ids = self._constants.get((text, first))
+    def cached(self, text: str, *, first: bool) -> tuple[int, ...] | None:
+        """The cached tokens of a text; None if it is not cached."""
+        token_ids = self._cached.get((text, first))
         if token_ids is not None:
-            self._constants.move_to_end((text, first))
+            self._cached.move_to_end((text, first))
         return token_ids
 
-    def remember(self, text: str, token_ids: tuple[int, ...], *, first: bool) -> None:
-        """The text is likely to come again."""
-        if (text, first) not in self._constants:
+    def cache(self, text: str, token_ids: tuple[int, ...], *, first: bool) -> None:
+        """Cache the tokens of a text that is likely to recur."""
+        if (text, first) not in self._cached:
             self._num_chars += len(text)
-        self._constants[text, first] = token_ids
+        self._cached[text, first] = token_ids
         while self._num_chars > _CACHED_CHARS:
-            (oldest, _), _ = self._constants.popitem(last=False)
+            (oldest, _), _ = self._cached.popitem(last=False)
             self._num_chars -= len(oldest)
 
     def _after_anchor(self, text: str) -> list[int] | None:
-        """The tokens of `text` when something stands before it; None if they cannot be told."""
+        """The tokens of `text` inside a prompt; None if the anchor merges with it."""
         both = self._encoder.encode(_ANCHOR + text, add_special_tokens=False)
         size = len(self._anchor)
         return both[size:] if both[:size] == self._anchor else None
@@ -91,11 +91,11 @@ class PieceEncoder:
 
 @dataclass(frozen=True, slots=True)
 class PromptSharing:
-    """Who may share what is computed of prompts.
+    """Determines which requests may share the KV of a prompt.
 
-    model: of whose tokens these are.
-    cache_salt: of everything.
-    private_salt: of everything that comes after the constant beginning.
+    model: name of the model.
+    cache_salt: salt of the whole prompt.
+    private_salt: salt of everything after the constant prefix.
     """
 
     model: str
@@ -104,10 +104,10 @@ class PromptSharing:
 
 
 class Prompt:
-    """The tokens of one call so far. It only ever grows, LLM call by LLM call."""
+    """The tokens of one call so far: append-only, across all LLM calls of the call."""
 
     def __init__(self, sharing: PromptSharing, beginning: Sequence[int] = ()) -> None:
-        """beginning: what stands before the first piece."""
+        """beginning: the tokens before the first piece."""
         self._token_ids = list(beginning)
         self._salt = sharing.private_salt
         self._hash = _digest(repr((sharing.model, sharing.cache_salt)).encode(), beginning)
@@ -121,34 +121,33 @@ class Prompt:
 
     @property
     def private_from(self) -> int:
-        """Where its constant beginning ends: the texts before the first variable."""
+        """Number of tokens in the constant prefix: the texts before the first variable."""
         return len(self._token_ids) if self._private_from is None else self._private_from
 
     @property
     def prefixes(self) -> tuple[PrefixView, ...]:
-        """One for each piece so far, Parrot's PrefixHash."""
+        """Parrot's PrefixHash at the end of each piece so far."""
         return tuple(self._prefixes)
 
     def token_ids(self) -> tuple[int, ...]:
-        """All of them."""
         return tuple(self._token_ids)
 
     def add(self, token_ids: Sequence[int], variable: str | None = None) -> None:
-        """The next piece. variable: id of the one whose value it is; None: a constant text."""
+        """Append a piece. variable: id of the variable whose value it is; None: constant text."""
         if variable is not None and self._private_from is None:
             self._private_from = len(self._token_ids)
             self._hash = _digest(self._hash + self._salt.encode(), ())
         self._token_ids += token_ids
         self._hash = _digest(self._hash, token_ids)
-        place = PrefixView(offset=len(self._token_ids), hash=self._hash.hex(), after=variable)
-        self._prefixes.append(place)
+        prefix = PrefixView(offset=len(self._token_ids), hash=self._hash.hex(), after=variable)
+        self._prefixes.append(prefix)
         self.num_pieces += 1
 
 
-class Begun:
-    """Which beginnings of prompts the engine has been asked for, in whole blocks.
+class RequestedPrefixes:
+    """The prompt prefixes that a session has submitted to the engine, in whole blocks.
 
-    The latest ones: what was computed long ago is no longer there anyway.
+    Only the latest `max_blocks` are kept: the engine evicts older prefixes anyway.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 50_000) -> None:
@@ -157,7 +156,7 @@ class Begun:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """The engine computes all of these."""
+        """Record that these tokens were submitted."""
         for key in self._keys(token_ids):
             self._blocks[key] = None
             self._blocks.move_to_end(key)
@@ -165,7 +164,7 @@ class Begun:
             self._blocks.popitem(last=False)
 
     def num_tokens(self, token_ids: Sequence[int]) -> int:
-        """How many tokens from the start on it has been asked for."""
+        """Length of the longest submitted prefix of these tokens."""
         count = 0
         for key in self._keys(token_ids):
             if key not in self._blocks:
@@ -174,7 +173,7 @@ class Begun:
         return count
 
     def _keys(self, token_ids: Sequence[int]) -> list[int]:
-        """One for each whole block, of it and all blocks before."""
+        """A key for each whole block, which hashes it and all blocks before it."""
         keys, key = [], 0
         for end in range(self._block_size, len(token_ids) + 1, self._block_size):
             key = hash((key, *token_ids[end - self._block_size : end]))

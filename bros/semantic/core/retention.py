@@ -1,4 +1,4 @@
-"""How much of its past a session remembers, and how much it holds at most."""
+"""Limits of a session, and which ended calls and unreferenced variables it drops to keep them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from bros.semantic.errors import SessionLimitError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Most that one session holds.
+    """Limits of one session.
 
-    max_calls: calls that are not over.
-    kept_calls: calls that are over and remembered. The oldest are forgotten first; all may be
-        forgotten to make room for values.
-    max_variables: in total. Beyond it the oldest loose variables are dropped.
-    max_value_chars: of all values. Beyond it the oldest loose variables are dropped.
-    max_labels, label_steps: see Labeller; they bound what a program costs whose values are all
-        asked for.
+    max_calls: open calls.
+    kept_calls: ended calls that are kept. The oldest are forgotten first; all may be forgotten to
+        make room for values.
+    max_variables: variables. The oldest unreferenced ones are dropped to keep the limit.
+    max_value_chars: characters of all values. Unreferenced variables are dropped likewise.
+    max_labels: see Labeler.
+    label_steps: `max_steps` of Labeler.
     """
 
     max_calls: int = 10_000
@@ -33,11 +33,12 @@ class SessionLimits:
 
 
 class Retention:
-    """Keeps count, forgets calls that are over, and says what there is no room for.
+    """Enforces the limits: forgets ended calls and drops unreferenced variables.
 
-    A variable is *loose* once all calls around it are forgotten and no client waits for it. A
-    variable that no call has used yet is not loose: its client is about to use it. Loose variables
-    can still be read, set and used until room is needed.
+    A variable becomes *unreferenced* when the graph has forgotten all calls that read or produce
+    it and no client waits for it. A variable that no call has used yet is not unreferenced: its
+    client is about to use it. Clients can read, set and use an unreferenced variable until it is
+    dropped.
     """
 
     def __init__(self, graph: Graph, limits: SessionLimits) -> None:
@@ -45,12 +46,12 @@ class Retention:
         self._limits = limits
         self.open_calls = 0
         self._chars = 0
-        self._over: deque[Call] = deque()
-        self._loose: dict[Variable, None] = {}
-        self._loose_chars = 0
+        self._ended: deque[Call] = deque()
+        self._unreferenced: dict[Variable, None] = {}
+        self._unreferenced_chars = 0
 
     def check_calls(self, new: Sequence[NewCall]) -> None:
-        """Raises SessionLimitError if these cannot be added. May forget calls, like all checks."""
+        """Raises SessionLimitError if these do not fit. Like all checks, it may forget calls."""
         if self.open_calls + len(new) > self._limits.max_calls:
             raise SessionLimitError(
                 f"The session has {self.open_calls} requests that are not done; with "
@@ -69,22 +70,25 @@ class Retention:
         self._check(len(named) - len(known), chars, known)
 
     def check_variable(self, chars: int) -> None:
-        """Raises SessionLimitError if there is no room for one more with a value that long."""
+        """Raises SessionLimitError if a variable with a value of that length does not fit."""
         self._check(1, chars)
 
     def check_value(self, text: str) -> None:
-        """Raises SessionLimitError if there is no room for this value."""
+        """Raises SessionLimitError if this value does not fit."""
         self._check(0, len(text))
 
     def _check(self, variables: int, chars: int, used: Set[Variable] = frozenset()) -> None:
-        """For so many more. What is in use counts, and what `used` holds; calls that are over are
-        forgotten, the oldest first, before anything is refused."""
+        """Check that so many more variables and characters fit beside the referenced ones.
+
+        used: variables that count as referenced. Ended calls are forgotten, the oldest first,
+        before the check fails.
+        """
         limits = self._limits
-        in_use = [variable for variable in used if variable in self._loose]
-        variables += len(self._graph.variables) - len(self._loose) + len(in_use)
-        chars += self._chars - self._loose_chars + sum(map(_chars, in_use))
-        while self._over and (variables > limits.max_variables or chars > limits.max_value_chars):
-            freed = [v for v in self._forget(self._over.popleft()) if v not in used]
+        in_use = [variable for variable in used if variable in self._unreferenced]
+        variables += len(self._graph.variables) - len(self._unreferenced) + len(in_use)
+        chars += self._chars - self._unreferenced_chars + sum(map(_chars, in_use))
+        while self._ended and (variables > limits.max_variables or chars > limits.max_value_chars):
+            freed = [v for v in self._forget(self._ended.popleft()) if v not in used]
             variables -= len(freed)
             chars -= sum(map(_chars, freed))
         if variables > limits.max_variables:
@@ -96,79 +100,81 @@ class Retention:
                 "characters."
             )
 
-    def added(self, calls: Sequence[Call], new: Sequence[NewCall]) -> None:
-        """These calls are in the graph now."""
+    def calls_added(self, calls: Sequence[Call], new: Sequence[NewCall]) -> None:
+        """Record that the graph has added these calls."""
         self.open_calls += len(calls)
         self._chars += sum(len(text) for call in new for text in call.values.values())
         for call in calls:
             for llm_call in call.llm_calls:
                 for variable in (*llm_call.inputs, *llm_call.outputs):
-                    self._keep(variable)
-        self.make_room()
+                    self._mark_used(variable)
+        self.drop_unreferenced()
 
-    def wanted(self, variable: Variable) -> None:
-        """A client waits for it."""
-        self._keep(variable)
+    def awaited(self, variable: Variable) -> None:
+        """Record that a client waits for the variable."""
+        self._mark_used(variable)
 
-    def _keep(self, variable: Variable) -> None:
-        if variable in self._loose:
-            del self._loose[variable]
-            self._loose_chars -= _chars(variable)
+    def _mark_used(self, variable: Variable) -> None:
+        if variable in self._unreferenced:
+            del self._unreferenced[variable]
+            self._unreferenced_chars -= _chars(variable)
 
-    def valued(self, variable: Variable) -> None:
-        """The variable has its value now."""
+    def value_set(self, variable: Variable) -> None:
+        """Record that the variable has got its value."""
         self._chars += _chars(variable)
-        if variable in self._loose:
-            self._loose_chars += _chars(variable)
-        self.make_room()
+        if variable in self._unreferenced:
+            self._unreferenced_chars += _chars(variable)
+        self.drop_unreferenced()
 
-    def over(self, call: Call) -> None:
-        """The last LLM call of the call is over."""
+    def call_ended(self, call: Call) -> None:
+        """Record that the last LLM call of the call has ended."""
         self.open_calls -= 1
-        self._over.append(call)
-        while len(self._over) > self._limits.kept_calls:
-            self._forget(self._over.popleft())
+        self._ended.append(call)
+        while len(self._ended) > self._limits.kept_calls:
+            self._forget(self._ended.popleft())
 
     def _forget(self, call: Call) -> list[Variable]:
-        """Returns what is loose from now on."""
+        """Forget the call. Returns the variables that become unreferenced."""
         self._graph.forget(call)
         freed = []
         for llm_call in call.llm_calls:
             for variable in (*llm_call.inputs, *llm_call.outputs):
-                if _unconnected(variable) and variable not in self._loose:
-                    self._loose[variable] = None
-                    self._loose_chars += _chars(variable)
+                if _is_unreferenced(variable) and variable not in self._unreferenced:
+                    self._unreferenced[variable] = None
+                    self._unreferenced_chars += _chars(variable)
                     freed.append(variable)
         return freed
 
-    def make_room(self) -> None:
-        """Drops loose variables, the oldest first, until the limits are kept."""
+    def drop_unreferenced(self) -> None:
+        """Drop unreferenced variables, the oldest first, until the limits are kept."""
         limits = self._limits
-        while self._loose and (
+        while self._unreferenced and (
             len(self._graph.variables) > limits.max_variables
             or self._chars > limits.max_value_chars
         ):
-            variable = next(iter(self._loose))
-            del self._loose[variable]
+            variable = next(iter(self._unreferenced))
+            del self._unreferenced[variable]
             del self._graph.variables[variable.id]
             self._chars -= _chars(variable)
-            self._loose_chars -= _chars(variable)
+            self._unreferenced_chars -= _chars(variable)
 
     def check_integrity(self) -> None:
         variables = self._graph.variables.values()
         assert self.open_calls == sum(call.open for call in self._graph.calls.values())
-        assert self.open_calls + len(self._over) == len(self._graph.calls)
-        assert len(self._over) <= self._limits.kept_calls
+        assert self.open_calls + len(self._ended) == len(self._graph.calls)
+        assert len(self._ended) <= self._limits.kept_calls
         assert self._chars == sum(map(_chars, variables)) <= self._limits.max_value_chars
         assert len(variables) <= self._limits.max_variables
-        assert self._loose_chars == sum(map(_chars, self._loose))
-        assert all(_unconnected(v) and self._graph.variables[v.id] is v for v in self._loose)
+        assert self._unreferenced_chars == sum(map(_chars, self._unreferenced))
+        assert all(
+            _is_unreferenced(v) and self._graph.variables[v.id] is v for v in self._unreferenced
+        )
 
 
 def _chars(variable: Variable) -> int:
     return len(variable.text) if variable.text is not None else 0
 
 
-def _unconnected(variable: Variable) -> bool:
+def _is_unreferenced(variable: Variable) -> bool:
     awaited = variable.pending and variable.want is not None
     return not awaited and variable.producer is None and not variable.consumers

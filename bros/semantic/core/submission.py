@@ -1,18 +1,18 @@
-"""From calls as clients describe them to calls of the graph, in the model's chat format.
+"""Converts calls as clients submit them to calls of the graph, in the model's chat format.
 
-A chat template is run with a sentinel in place of each placeholder, and its text is cut there.
-So what stands between placeholders never depends on their values: it can be tokenized piece by
-piece, and calls that differ in a value share all tokens up to it.
+The chat template is rendered with a sentinel in place of each placeholder, and the rendered text is
+split at the sentinels. So the text between placeholders does not depend on their values: it is
+tokenized piece by piece, and calls that differ in a value share all tokens before it.
 
-                    what the template writes, up to where the assistant's answer begins
+                    rendered text, up to the beginning of the assistant's answer
     user  Q {{input:q}}      ─▶  <user> Q ⟨0⟩ <end> <assistant>          0 = q
     assistant {{output:a}}       ⟨1⟩                                     1 = a
     user  and {{input:r}}    ─▶  ... ⟨1⟩ <end> <user> and ⟨2⟩ <end> <assistant>
-    assistant {{output:b}}           └─ what follows the output before ─┘
+    assistant {{output:b}}           └─ text after the previous output ─┘
 
-Before each output the template is run for the messages up to there, and only what follows the
-output before is taken, so that a sequence only ever grows, even if a template writes earlier
-answers differently once they are past.
+For each output the template is rendered with the messages before it, and only the text after the
+previous output is used. So the prompt is append-only, even if a template renders past answers
+differently from the latest one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bros.semantic.core.template import (
     Placeholder,
     Text,
     is_output,
+    join_texts,
     parse_template,
     with_roles,
 )
@@ -41,22 +42,22 @@ from bros.semantic.schema import CallKind, CallSpec, Criteria, Parameter, Role
 from bros.semantic.transforms import Transforms, parse_transforms
 
 ANSWER = Placeholder("output", Role.OUTPUT)
-"""What the model says to a conversation that has no output of its own."""
+"""The output that is added to a conversation without one."""
 
 MAX_OUTPUTS = 100
-"""Of a conversation: the chat template runs once for each, over all that is before it."""
+"""Outputs of a conversation: for each, the chat template is rendered for all earlier messages."""
 
 _USER = "user"
 _ASSISTANT = "assistant"
-_MARK, _END_OF_MARK = "\ue000", "\ue001"  # private use: no template or model knows them
+_MARK, _END_OF_MARK = "\ue000", "\ue001"  # private use area: no template or model uses them
 
 
 class ChatFormat(Protocol):
-    """How a model writes conversations; engine.tokenizer.Tokenizer is one."""
+    """The part of bros.text.tokenizer.Tokenizer that renders conversations."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
-        """The text up to where the assistant's answer begins. Raises InvalidRequestError if the
-        model does not take these messages."""
+        """The text up to the beginning of the assistant's answer. Raises InvalidRequestError if
+        the template rejects these messages."""
         ...
 
 
@@ -65,18 +66,18 @@ class _Message(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def lay_out(spec: CallSpec, chat: ChatFormat) -> tuple[Piece, ...]:
-    """The pieces of a call that is not native, as the model reads them; the last is an output.
+def prompt_pieces(spec: CallSpec, chat: ChatFormat) -> tuple[Piece, ...]:
+    """The prompt pieces of a call that is not native; the last one is an output.
 
-    All roles are known. What follows the last output of a template is left out, as nothing
-    depends on it. With `chat` the white space around what the user says is left out too; a
-    template may do that to any message. A conversation without an output ends with ANSWER.
+    All placeholders have a role. Text after the last output of a template is dropped, as nothing
+    depends on it. With `chat`, white space around user messages is dropped too. A conversation
+    without an output gets ANSWER as its last piece.
 
-    Raises InvalidRequestError if the call has not exactly one of template and messages, a
-    template is wrong, parameters do not fit it, there is nothing to generate, or the model's
-    chat template does not take the conversation or does not keep its placeholders.
+    Raises InvalidRequestError if the call has not exactly one of template and messages, a template
+    is invalid, parameters do not match it, there is no output, or the model's chat template rejects
+    the conversation or does not keep its placeholders.
     """
-    assert not spec.native, "a native call has no text"
+    assert not spec.native, "a native call has no template"
     if (spec.template is None) == (spec.messages is None):
         raise InvalidRequestError("A call takes either template or messages.", param="template")
     if spec.messages is None:
@@ -96,13 +97,13 @@ def _given_roles(spec: CallSpec) -> dict[str, Role | None]:
 
 
 def _check_parameters(spec: CallSpec, pieces: Sequence[Piece]) -> None:
-    """Each parameter belongs to a placeholder of its own."""
+    """Check that each parameter has its own placeholder."""
     names = {piece.name for piece in pieces if isinstance(piece, Placeholder)}
     if (spec.chat or spec.messages is not None) and not any(map(is_output, pieces)):
         names.add(ANSWER.name)
     for index, parameter in enumerate(spec.parameters):
         if parameter.name not in names:
-            message = f"There is no placeholder {parameter.name!r}, or another parameter is for it."
+            message = f"There is no placeholder {parameter.name!r}, or it is a parameter twice."
             raise InvalidRequestError(message, param=f"parameters[{index}].name")
         if parameter.role is Role.INPUT and not _is_named(parameter.name, pieces):
             message = f"{parameter.name!r} is the model's answer, not an input."
@@ -123,7 +124,8 @@ def _up_to_last_output(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
 
 
 def _dialogue(pieces: Sequence[Piece]) -> list[_Message]:
-    """What stands before an output is what the user says, the output is the answer."""
+    """A template as a conversation: pieces before an output are a user message, and the output is
+    an assistant message."""
     messages: list[_Message] = []
     said: list[Piece] = []
     for piece in pieces:
@@ -136,7 +138,7 @@ def _dialogue(pieces: Sequence[Piece]) -> list[_Message]:
 
 
 def _stripped(said: Sequence[Piece], output: Piece) -> tuple[Piece, ...]:
-    """Without white space of the template at both ends; there must be something left."""
+    """A user message without leading and trailing white space; it must not be empty."""
     pieces = list(said)
     if pieces and isinstance(pieces[0], Text):
         pieces[0] = Text(pieces[0].text.lstrip())
@@ -145,13 +147,13 @@ def _stripped(said: Sequence[Piece], output: Piece) -> tuple[Piece, ...]:
     kept = tuple(piece for piece in pieces if piece != Text(""))
     if not kept:
         assert isinstance(output, Placeholder)
-        message = f"Nothing is said before the output {output.name!r}, which is to answer it."
+        message = f"There is no text before the output {output.name!r} for the model to answer."
         raise InvalidRequestError(message, param="template")
     return kept
 
 
 def _with_contents(spec: CallSpec) -> list[_Message]:
-    """The messages of a call, their contents parsed and checked as one template."""
+    """The messages of a call, with contents parsed and checked as one template."""
     assert spec.messages is not None
     if not spec.messages:
         raise InvalidRequestError("There must be at least one message.", param="messages")
@@ -159,8 +161,8 @@ def _with_contents(spec: CallSpec) -> list[_Message]:
         parse_template(message.content, param=f"messages[{index}].content")
         for index, message in enumerate(spec.messages)
     ]
-    # Between two messages stands what the chat template writes there, so outputs at the border
-    # are not neighbours.
+    # The chat template writes text between two messages, so outputs at the border are not
+    # adjacent.
     border = Text("\n")
     joined = [piece for content in contents for piece in (*content, border)]
     resolved = iter(with_roles(joined, _given_roles(spec), param="messages"))
@@ -176,10 +178,10 @@ def _with_contents(spec: CallSpec) -> list[_Message]:
 
 
 def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple[Piece, ...]:
-    """The conversation in the format of the model, up to its last output.
+    """The conversation in the model's chat format, up to its last output.
 
-    What an assistant message holds before its last output stands after the beginning of an answer
-    as it is; what it holds after that comes with the next messages.
+    The pieces of an assistant message up to its last output are used verbatim after the rendered
+    beginning of an answer. Its pieces after that are rendered with the next messages.
     """
     every = [piece for message in messages for piece in message.pieces]
     if (num_outputs := sum(map(is_output, every))) > MAX_OUTPUTS:
@@ -209,14 +211,18 @@ def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple
             )
             raise InvalidRequestError(reason, param=param)
         laid_out.append(ANSWER)
-    return _merged(laid_out, param)
+    joined = join_texts(laid_out)
+    if any(is_output(before) and is_output(piece) for before, piece in itertools.pairwise(joined)):
+        reason = "The model's chat template writes nothing between two of the outputs."
+        raise InvalidRequestError(reason, param=param)
+    return joined
 
 
 class _Sentinels:
-    """Stand-ins for the placeholders of one conversation, numbered in order."""
+    """The sentinels for the placeholders of one conversation, numbered in order."""
 
     def __init__(self, pieces: Sequence[Piece], param: str) -> None:
-        """pieces: all there are, none of whose texts may look like a sentinel."""
+        """pieces: all pieces of the conversation; the sentinels do not occur in their texts."""
         texts = "\n".join(piece.text for piece in pieces if isinstance(piece, Text))
         taken = {int(number) for number in re.findall(f"{_MARK}([0-9]{{1,9}}):", texts)}
         number = next(number for number in itertools.count() if number not in taken)
@@ -224,24 +230,24 @@ class _Sentinels:
         self._pattern = re.compile(f"{self._prefix}([0-9]+){_END_OF_MARK}")
         self._param = param
         self._placed: list[Placeholder] = []
-        self._num_past = 0  # how many come before what is cut next
+        self._num_past = 0  # placeholders before the part that `cut` returns next
 
     def put(self, piece: Piece) -> str:
-        """What stands for a piece in the content of a message."""
+        """The text of a piece in a message's content: itself, or a new sentinel."""
         if isinstance(piece, Text):
             return piece.text
         self._placed.append(piece)
         return f"{self._prefix}{len(self._placed) - 1}{_END_OF_MARK}"
 
     def pass_over(self) -> None:
-        """The last placeholder is an output whose text before is settled: cut after it."""
+        """The last placeholder is a finished output: `cut` returns only the text after it."""
         self._num_past = len(self._placed)
 
     def cut(self, text: str) -> list[Piece]:
-        """The pieces of what a chat template wrote, after the last output passed over.
+        """The pieces of a rendered text after the last output passed over.
 
-        Raises InvalidRequestError unless each placeholder is there once, in that part if it
-        belongs there.
+        Raises InvalidRequestError unless each placeholder occurs once, and on its side of that
+        output.
         """
         parts = self._pattern.split(text)  # text, number, text, number, ..., text
         numbers = [int(number) for number in parts[1::2]]
@@ -274,36 +280,21 @@ class _Sentinels:
         )
 
 
-def _merged(pieces: Sequence[Piece], param: str) -> tuple[Piece, ...]:
-    """Texts that follow each other as one; outputs that do are refused."""
-    merged: list[Piece] = []
-    for piece in pieces:
-        before = merged[-1] if merged else None
-        if isinstance(piece, Text) and isinstance(before, Text):
-            merged[-1] = Text(before.text + piece.text)
-        elif is_output(piece) and is_output(before):
-            message = "The model's chat template writes nothing between two of the outputs."
-            raise InvalidRequestError(message, param=param)
-        else:
-            merged.append(piece)
-    return tuple(merged)
-
-
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_ONE_TEXT = ("n", "logprobs")
-"""A variable has one value, and no client sees anything else that was generated."""
+_UNSUPPORTED = ("n", "logprobs")
+"""Sampling parameters that are rejected: a variable has one value, without log probabilities."""
 
 _INTEGERS = ("max_tokens", "min_tokens", "seed", "top_k")
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A call that is ready for the graph.
+    """A validated call for the graph.
 
-    is_text: its prompt is a text of its own and no conversation in the model's format.
-    variables: placeholder -> id.
-    wanted: variable -> how soon.
-    text_chars: of the template alone.
+    is_text: whether its prompt is plain text rather than a conversation.
+    variables: placeholder -> variable id.
+    wanted: variable id -> criteria, for outputs that are requested with the call.
+    text_chars: characters of its constant texts.
     """
 
     call: NewCall
@@ -313,35 +304,38 @@ class Submission:
     text_chars: int
 
 
-class Submitter:
-    """Reads calls; changes nothing."""
+class SubmissionReader:
+    """Validates submitted calls and converts them for the graph."""
 
     def __init__(self, chat: ChatFormat, new_id: Callable[[str], str], max_tokens: int) -> None:
-        """new_id: an id that begins like this. max_tokens: of outputs that do not say."""
+        """new_id: makes an id with the given prefix. max_tokens: default of outputs."""
         self._chat = chat
         self._new_id = new_id
         self._max_tokens = max_tokens
 
     def read(self, specs: Sequence[CallSpec], sampling: Mapping[str, Any]) -> list[Submission]:
-        """sampling: the session's. Raises InvalidRequestError, param such as
-        "requests[2].parameters[0].name"."""
-        common = _Common(self._chat)
+        """Convert the calls of one program. sampling: the session's defaults.
+
+        Raises InvalidRequestError with a param such as "requests[2].parameters[0].name".
+        """
+        cache = _ProgramCache(self._chat)
         found = []
         for index, spec in enumerate(specs):
             try:
-                found.append(self._one(spec, sampling, common))
+                found.append(self._one(spec, sampling, cache))
             except InvalidRequestError as error:
-                raise _within(f"requests[{index}]", error) from None
+                raise _with_place(f"requests[{index}]", error) from None
         return found
 
-    def _one(self, spec: CallSpec, sampling: Mapping[str, Any], common: _Common) -> Submission:
-        drafts = {
-            parameter.name: _Draft(i, parameter) for i, parameter in enumerate(spec.parameters)
+    def _one(self, spec: CallSpec, sampling: Mapping[str, Any], cache: _ProgramCache) -> Submission:
+        readers = {
+            parameter.name: _ParameterReader(i, parameter)
+            for i, parameter in enumerate(spec.parameters)
         }
-        pieces = _native_pieces(spec) if spec.native else common.pieces(spec)
-        defaults = {"max_tokens": self._max_tokens, **_given(sampling)}
+        pieces = _native_pieces(spec) if spec.native else cache.pieces(spec)
+        defaults = {"max_tokens": self._max_tokens, **_without_none(sampling)}
         _check_names("sampling", spec.sampling)
-        defaults |= _given(spec.sampling)
+        defaults |= _without_none(spec.sampling)
         values: dict[str, str] = {}
         names: dict[str, str] = {}
         wanted: dict[str, Criteria] = {}
@@ -350,10 +344,10 @@ class Submitter:
             if isinstance(piece, Text):
                 made.append(piece)
                 continue
-            draft = drafts.get(piece.name) or _Draft(None, Parameter(name=piece.name))
-            transforms = draft.transforms(common)
-            draft.check(piece, native=spec.native)
-            parameter = draft.parameter
+            reader = readers.get(piece.name) or _ParameterReader(None, Parameter(name=piece.name))
+            transforms = reader.transforms(cache)
+            reader.check(piece, native=spec.native)
+            parameter = reader.parameter
             variable_id = names.get(piece.name) or parameter.variable or self._new_id("var")
             names[piece.name] = variable_id
             if piece.role is Role.INPUT:
@@ -361,7 +355,7 @@ class Submitter:
                     values[variable_id] = parameter.value
                 made.append(InputPiece(piece.name, variable_id, transforms))
                 continue
-            params = draft.sampling(defaults, common.sampling)
+            params = reader.sampling(defaults, cache.sampling)
             made.append(OutputPiece(piece.name, variable_id, transforms, params))
             if parameter.criteria is not None:
                 wanted[variable_id] = parameter.criteria
@@ -374,8 +368,8 @@ class Submitter:
         return Submission(call, is_text, names, wanted, text_chars)
 
 
-class _Common:
-    """What calls of one program have in common, worked out once; what is wrong raises each time."""
+class _ProgramCache:
+    """Caches what the calls of one program have in common: pieces, transforms and sampling."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
@@ -384,12 +378,12 @@ class _Common:
         self._sampling: dict[str, SamplingParams] = {}
 
     def pieces(self, spec: CallSpec) -> Sequence[Piece]:
-        """`lay_out`, which looks at nothing else of a call than is in the key."""
+        """`prompt_pieces`, which depends only on the fields in the key."""
         messages = None if spec.messages is None else tuple(spec.messages)
         roles = tuple((parameter.name, parameter.role) for parameter in spec.parameters)
         key = (spec.template, spec.chat, messages, roles)
         if key not in self._pieces:
-            self._pieces[key] = lay_out(spec, self._chat)
+            self._pieces[key] = prompt_pieces(spec, self._chat)
         return self._pieces[key]
 
     def transforms(self, source: str, place: str) -> Transforms | None:
@@ -404,15 +398,15 @@ class _Common:
         return self._sampling[key]
 
 
-class _Draft:
-    """One parameter. index: which one of its call; None: nothing is said of the placeholder."""
+class _ParameterReader:
+    """Validates one parameter. index: its position; None for a placeholder without a parameter."""
 
     def __init__(self, index: int | None, parameter: Parameter) -> None:
         self.parameter = parameter
         self._place = "template" if index is None else f"parameters[{index}]"
 
     def check(self, piece: Placeholder, *, native: bool) -> None:
-        """Raises InvalidRequestError if the parameter does not fit what it is for."""
+        """Raises InvalidRequestError if the parameter does not fit its placeholder."""
         parameter = self.parameter
         if piece.role is Role.OUTPUT:
             if parameter.value is not None:
@@ -420,12 +414,12 @@ class _Draft:
             if piece.sampling is not None and parameter.sampling is None:
                 message = (
                     f"The output {piece.name!r} refers to the sampling parameters "
-                    f"{piece.sampling!r}, which are not there: give them with its parameter."
+                    f"{piece.sampling!r}, but its parameter has no sampling."
                 )
                 self._refuse("sampling", message)
         else:
             if parameter.value is not None and parameter.variable is not None:
-                message = f"The input {piece.name!r} has a variable and a value; one must do."
+                message = f"The input {piece.name!r} has both a variable and a value."
                 self._refuse("value", message)
             if parameter.criteria is not None:
                 self._refuse("criteria", f"The input {piece.name!r} cannot have criteria.")
@@ -435,18 +429,18 @@ class _Draft:
         if parameter.transforms is not None and native:
             self._refuse("transforms", "Values of native functions are transformed by the client.")
 
-    def transforms(self, common: _Common) -> Transforms | None:
+    def transforms(self, cache: _ProgramCache) -> Transforms | None:
         source = self.parameter.transforms
-        return common.transforms(source, f"{self._place}.transforms") if source else None
+        return cache.transforms(source, f"{self._place}.transforms") if source else None
 
     def sampling(
         self, defaults: Mapping[str, Any], make: Callable[..., SamplingParams] = SamplingParams
     ) -> SamplingParams:
-        """Of an output, on top of its call's."""
+        """The sampling parameters of an output, with the call's as defaults."""
         place = f"{self._place}.sampling"
         own = self.parameter.sampling or {}
         _check_names(place, own)
-        fields = {**defaults, **_given(own)}
+        fields = {**defaults, **_without_none(own)}
         try:
             return make(**fields)
         except InvalidRequestError as error:
@@ -464,25 +458,25 @@ class _Draft:
 
 
 def check_sampling(sampling: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError (param "sampling.…") if these are no sampling parameters."""
+    """Raises InvalidRequestError (param "sampling.…") for invalid sampling parameters."""
     _check_names("sampling", sampling)
-    _Draft(None, Parameter(name="")).sampling(_given(sampling))
+    _ParameterReader(None, Parameter(name="")).sampling(_without_none(sampling))
 
 
-def _given(sampling: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sampling.items() if value is not None}
 
 
 def _check_names(place: str, sampling: Mapping[str, Any]) -> None:
     for name, value in sampling.items():
         if name not in _SAMPLING:
-            known = ", ".join(sorted(_SAMPLING.difference(_ONE_TEXT)))
+            known = ", ".join(sorted(_SAMPLING.difference(_UNSUPPORTED)))
             raise InvalidRequestError(
-                f"There is no sampling parameter {name[:50]!r}; there are {known}.",
+                f"There is no sampling parameter {name[:50]!r}; the parameters are {known}.",
                 f"{place}.{name}",
             )
-        if name in _ONE_TEXT and value not in (None, 1 if name == "n" else None):
-            message = f"An output is one text, so {name} cannot be asked for."
+        if name in _UNSUPPORTED and value not in (None, 1 if name == "n" else None):
+            message = f"An output is one text, so {name} is not supported."
             raise InvalidRequestError(message, f"{place}.{name}")
         if name in _INTEGERS and value is not None and type(value) is not int:
             message = f"{name} must be an integer, got {value!r}."
@@ -490,7 +484,7 @@ def _check_names(place: str, sampling: Mapping[str, Any]) -> None:
 
 
 def _native_pieces(spec: CallSpec) -> Sequence[Piece]:
-    """One placeholder for each parameter."""
+    """A placeholder for each parameter of a native call."""
     if spec.template is not None or spec.messages is not None:
         raise InvalidRequestError("A native call has parameters only.", "native")
     pieces: list[Piece] = []
@@ -506,7 +500,7 @@ def _native_pieces(spec: CallSpec) -> Sequence[Piece]:
     return pieces
 
 
-def _within(place: str, error: InvalidRequestError) -> InvalidRequestError:
-    """The same error, of a part of a larger whole."""
+def _with_place(place: str, error: InvalidRequestError) -> InvalidRequestError:
+    """The same error with `place` in front of its param."""
     param = place if error.param is None else f"{place}.{error.param}"
     return InvalidRequestError(error.message, param, error.code)

@@ -3,19 +3,18 @@ r"""The grammar of templates: text with placeholders between double braces.
     template    = (text | placeholder)*
     placeholder = "{{" ["input:" | "output:"] name [":" sampling] "}}"
 
-Names are identifiers; white space between the parts of a placeholder means nothing. Everything
-else is text as it stands, single braces and "}}" too, so that examples in JSON need no care:
+Names are identifiers; white space between the parts of a placeholder is ignored. Everything else
+is literal text, including single braces and "}}", so JSON examples need no escapes:
 
     \{{       the text {{
-    \\{{x}}   a backslash, and then a placeholder; only right before {{ do backslashes count
-    {{{x}}}   a brace, a placeholder, a brace: of many open braces the last two open it
+    \\{{x}}   a backslash and a placeholder; backslashes are escapes only directly before {{
+    {{{x}}}   a brace, a placeholder, a brace: the last two of several open braces open it
 
-A name without a role is what the call's parameters say it is, or else an input.
+A name without a role has the role that the call's parameters give it; the default is input.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from dataclasses import dataclass, replace
 from bros.core.errors import InvalidRequestError
 from bros.semantic.schema import Role
 
-# Runs of backslashes are looked at from their first one only: texts may be long.
+# The lookbehind makes a match start at the first backslash of a run, to keep the time linear.
 _OPEN = re.compile(r"(?<!\\)(\\*)(\{{2,})")
 _LITERAL_OPEN = re.compile(r"(?<!\\)(\\*)\{\{")
 _NAME = r"[^\W\d]\w*"
@@ -37,17 +36,17 @@ _SHOWN_CHARS = 40
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What stands in a template as it is."""
+    """Literal text in a template."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A hole in a template.
+    """A placeholder in a template.
 
-    role: None if the template does not say.
-    sampling: name of a set of sampling parameters, of outputs only.
+    role: None if the template does not give one.
+    sampling: name of a set of sampling parameters; only outputs have one.
     """
 
     name: str
@@ -59,10 +58,10 @@ Piece = Text | Placeholder
 
 
 def parse_template(source: str, param: str = "template") -> tuple[Piece, ...]:
-    """The pieces of a template in order; no Text is empty, and none follows another.
+    """The pieces of a template in order; no Text is empty or adjacent to another Text.
 
-    Raises InvalidRequestError (`param`) with line and column of a placeholder that is not closed
-    or is not written as one. What placeholders there may be together is checked by `with_roles`.
+    Raises InvalidRequestError (`param`) with line and column of a malformed or unclosed
+    placeholder. `with_roles` checks the placeholders against each other.
     """
     pieces: list[Piece] = []
     text: list[str] = []
@@ -85,11 +84,12 @@ def parse_template(source: str, param: str = "template") -> tuple[Piece, ...]:
 
 
 def render_template(pieces: Sequence[Piece]) -> str:
-    """A template that `parse_template` makes these pieces of, if they keep its rules."""
+    """The template that `parse_template` parses into these pieces, if no Text is empty or
+    adjacent to another Text."""
     parts: list[str] = []
     for piece, following in itertools.zip_longest(pieces, pieces[1:]):
         if isinstance(piece, Placeholder):
-            parts.append(_written(piece))
+            parts.append(_placeholder_source(piece))
             continue
         text = _LITERAL_OPEN.sub(r"\1\1\\{{", piece.text)
         if isinstance(following, Placeholder):
@@ -98,24 +98,24 @@ def render_template(pieces: Sequence[Piece]) -> str:
     return "".join(parts)
 
 
-def escape(text: str) -> str:
-    """A template of nothing but this text. To put it before a placeholder, use
-    `render_template`, because it may end with a backslash."""
-    return render_template([Text(text)])
-
-
-def dedent(source: str) -> str:
-    """The text of a docstring: without its indentation and the blank lines around it."""
-    return inspect.cleandoc(source)
+def join_texts(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The pieces with adjacent texts joined."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and isinstance(piece, Text) and isinstance(joined[-1], Text):
+            joined[-1] = Text(joined[-1].text + piece.text)
+        else:
+            joined.append(piece)
+    return tuple(joined)
 
 
 def with_roles(
     pieces: Sequence[Piece], roles: Mapping[str, Role | None], param: str = "template"
 ) -> tuple[Piece, ...]:
-    """The same pieces with a role in each placeholder; `roles`: what the parameters say.
+    """The same pieces with a role in each placeholder. roles: those that the parameters give.
 
-    Raises InvalidRequestError (`param`) if a name has two roles, an output occurs twice or right
-    after another, or an input has sampling parameters.
+    Raises InvalidRequestError (`param`) if a name has two roles, an output occurs twice or directly
+    after another output, or an input has sampling parameters.
     """
     known = _roles(pieces, roles, param)
     resolved = tuple(
@@ -137,24 +137,24 @@ def with_roles(
 
 
 def is_output(piece: Piece | None) -> bool:
-    """Whether it is a placeholder for what the model says; its role must be known."""
+    """Whether it is an output placeholder. Its role must be known."""
     return isinstance(piece, Placeholder) and piece.role is Role.OUTPUT
 
 
 def _placeholder(source: str, start: int, param: str) -> tuple[Placeholder, int]:
-    """The placeholder whose inside begins at `start`, and where it ends."""
+    """The placeholder whose inner text begins at `start`, and the position after it."""
     found = _INSIDE.match(source, start)
     if found is None:
-        raise InvalidRequestError(_what_is_wrong(source, start), param=param)
+        raise InvalidRequestError(_syntax_error(source, start), param=param)
     role = found["role"] and Role(found["role"])
     if role is Role.INPUT and found["sampling"]:
-        message = f"{_place(source, start)}: an input cannot have sampling parameters."
+        message = f"{_position(source, start)}: an input cannot have sampling parameters."
         raise InvalidRequestError(message, param=param)
     return Placeholder(found["name"], role or None, found["sampling"]), found.end()
 
 
-def _what_is_wrong(source: str, start: int) -> str:
-    place = _place(source, start)
+def _syntax_error(source: str, start: int) -> str:
+    place = _position(source, start)
     end = source.find("}}", start)
     following = source.find("{{", start)
     if end < 0 or 0 <= following < end:
@@ -169,8 +169,8 @@ def _what_is_wrong(source: str, start: int) -> str:
     )
 
 
-def _place(source: str, start: int) -> str:
-    """Line and column, from 1 on, of the two braces before `start`."""
+def _position(source: str, start: int) -> str:
+    """Line and column, counted from 1, of the two braces before `start`."""
     braces = start - 2
     line = source.count("\n", 0, braces) + 1
     column = braces - (source.rfind("\n", 0, braces) + 1) + 1
@@ -182,7 +182,7 @@ def _add_text(pieces: list[Piece], parts: list[str]) -> None:
         pieces.append(Text(text))
 
 
-def _written(placeholder: Placeholder) -> str:
+def _placeholder_source(placeholder: Placeholder) -> str:
     parts = (placeholder.role, placeholder.name, placeholder.sampling)
     return "{{" + ":".join(part for part in parts if part is not None) + "}}"
 
@@ -190,7 +190,7 @@ def _written(placeholder: Placeholder) -> str:
 def _roles(
     pieces: Sequence[Piece], roles: Mapping[str, Role | None], param: str
 ) -> dict[str, Role]:
-    """Name -> role: what the template or the parameters say, or else an input."""
+    """Name -> role, from the template or the parameters; the default is input."""
     known = {name: role for name, role in roles.items() if role is not None}
     for piece in pieces:
         if isinstance(piece, Placeholder) and piece.role is not None:

@@ -1,1 +1,1 @@
-"""Sessions on the server: what runs the calls of programs on the engine."""
+"""Sessions on the server: the service, and the runner that submits LLM calls to the engine."""

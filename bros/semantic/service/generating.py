@@ -1,15 +1,15 @@
-"""One LLM call on the engine, submitted again where that may help.
+"""Runs one LLM call on the engine, with retries.
 
-refused for want of capacity     wait as long as the engine says, and submit again
-the engine died                  wait until it is back, and restart what gives the same text again
-anything else                    the LLM call has failed
+the engine is overloaded   wait for its retry-after time, and submit again
+the engine died            wait until it has recovered, and submit again if the text is reproducible
+any other error            the LLM call fails
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,57 +27,58 @@ from bros.semantic.errors import FailedStage
 from bros.semantic.service.live import SessionSettings
 from bros.text.generation import Generation, TextDelta, TextGenerator
 
-_LOOK_S = 0.05
+_CHECK_S = 0.05
 
 
-class Revival:
-    """All who wait for one engine: however many they are, it is looked at as often."""
+class EngineRecovery:
+    """Waits for a dead engine. All waiters share one polling timer."""
 
     def __init__(self, engine: EngineClient, clock: Clock, patience_s: float) -> None:
-        """patience_s: how long each of them waits."""
+        """patience_s: how long each waiter waits."""
         self._engine = engine
         self._clock = clock
         self._patience_s = patience_s
-        self._waiting: dict[asyncio.Future[bool], float] = {}  # until when; all wait equally long
+        # Waiter -> end of its wait, in ascending order, because all wait equally long.
+        self._waiting: dict[asyncio.Future[bool], float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def comes(self) -> bool:
-        """True as soon as the engine is alive; False if it does not come back in time."""
+    async def wait(self) -> bool:
+        """Returns True as soon as the engine is alive, False if it does not recover in time."""
         if self._engine.alive:
             return True
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[waiter] = self._clock.now() + self._patience_s
-        self._look_later()
+        self._schedule_check()
         try:
             return await waiter
         finally:
             self._waiting.pop(waiter, None)
 
-    def _look_later(self) -> None:
+    def _schedule_check(self) -> None:
         if self._waiting and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         alive, now = self._engine.alive, self._clock.now()
-        told = [
+        finished = [
             waiter
             for waiter, _ in itertools.takewhile(
                 lambda item: alive or item[1] <= now, self._waiting.items()
             )
         ]
-        for waiter in told:
+        for waiter in finished:
             del self._waiting[waiter]
             if not waiter.done():
                 waiter.set_result(alive)
-        self._look_later()
+        self._schedule_check()
 
 
 _LEAST_WAIT_S = 0.01
 
 
 class LlmCallFailedError(Exception):
-    """An LLM call has failed for good. The fields are those of a Cause."""
+    """An LLM call has failed, and is not retried. For the fields see Cause."""
 
     def __init__(self, stage: FailedStage, message: str, variable: str | None = None) -> None:
         super().__init__(message)
@@ -87,10 +88,10 @@ class LlmCallFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A request to the engine.
+class LlmRequest:
+    """An LLM call as a request for the engine.
 
-    arrival_s: when all its inputs were there.
+    arrival_s: time when its last input was set.
     """
 
     request_id: str
@@ -103,7 +104,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTerms:
-    """How the engine is to serve it, which may change while it waits."""
+    """Scheduling parameters of an engine request, which may change between submissions."""
 
     service_class: ServiceClass
     slo: Slo
@@ -112,50 +113,40 @@ class GenerationTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmAnswer:
-    """An answer of the engine.
+    """A complete answer of the engine.
 
-    token_ids: of the text, without the token that ended it. After a stop string they go on.
-    output_tokens: all that were generated.
+    token_ids: generated tokens without a stop token at the end. If a stop string ended the answer,
+        they extend beyond the text.
+    output_tokens: number of generated tokens.
     """
 
     text: str
     token_ids: tuple[int, ...]
-    cached_tokens: int
     output_tokens: int
 
 
+Progress = Callable[[str, int, int], None]
+"""As LlmCallWatcher.progress."""
+
+
 class LlmCallWatcher(Protocol):
-    """What is told how an LLM call proceeds."""
+    """Provides the current terms of an LLM call, and receives its events."""
 
     def terms(self) -> GenerationTerms:
-        """How it is to be served as of now."""
+        """The terms for a submission now."""
         ...
 
     def accepted(self, request_id: str, service_class: ServiceClass) -> None:
-        """The engine has it, under this id and as this class. It may have to be promoted now."""
+        """The engine has accepted the request with this id and service class."""
         ...
 
     def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
-        """The text so far: from its beginning on, because it may have begun anew."""
+        """The engine has generated more. text: the whole text of the current submission."""
         ...
-
-
-class _Heard:
-    """A watcher of which is known whether it was told of any text."""
-
-    def __init__(self, watcher: LlmCallWatcher) -> None:
-        self.terms = watcher.terms
-        self.accepted = watcher.accepted
-        self._progress = watcher.progress
-        self.any = False
-
-    def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
-        self.any |= output_tokens > 0
-        self._progress(text, cached_tokens, output_tokens)
 
 
 class LlmCallGenerator:
-    """Runs LLM calls, all those of one engine."""
+    """Runs all LLM calls of one engine."""
 
     def __init__(
         self,
@@ -165,26 +156,35 @@ class LlmCallGenerator:
         settings: SessionSettings,
     ) -> None:
         self._generator = generator
-        self._revival = Revival(engine, clock, settings.recovery_s)
+        self._recovery = EngineRecovery(engine, clock, settings.recovery_s)
         self._clock = clock
         self._settings = settings
 
-    async def run(self, asked: Asked, watcher: LlmCallWatcher) -> LlmAnswer:
-        """The whole answer. Raises LlmCallFailedError. Cancelling it aborts the request."""
+    async def run(self, request: LlmRequest, watcher: LlmCallWatcher) -> LlmAnswer:
+        """Returns the complete answer. Cancelling it aborts the engine request.
+
+        Raises LlmCallFailedError.
+        """
         deaths, attempt = 0, 0
         refused_s: float | None = None
-        heard = _Heard(watcher)
+        any_output = False
+
+        def progress(text: str, cached_tokens: int, output_tokens: int) -> None:
+            nonlocal any_output
+            any_output |= output_tokens > 0
+            watcher.progress(text, cached_tokens, output_tokens)
+
         while True:
             attempt += 1
-            request_id = asked.request_id if attempt == 1 else f"{asked.request_id}~{attempt}"
+            request_id = request.request_id if attempt == 1 else f"{request.request_id}~{attempt}"
             try:
-                return await self._once(request_id, asked, heard)
+                return await self._once(request_id, request, watcher, progress)
             except EngineDeadError as error:
                 deaths += 1
-                again = not heard.any or _gives_the_same(asked.sampling)
-                if deaths > self._settings.retries or not again:
+                may_restart = not any_output or _is_reproducible(request.sampling)
+                if deaths > self._settings.retries or not may_restart:
                     raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
-                if not await self._revival.comes():
+                if not await self._recovery.wait():
                     raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
             except (QueueFullError, OverloadedError) as error:
                 now = self._clock.now()
@@ -198,35 +198,38 @@ class LlmCallGenerator:
             except InvalidRequestError as error:
                 raise LlmCallFailedError(FailedStage.GENERATE, str(error)) from error
 
-    async def _once(self, request_id: str, asked: Asked, watcher: LlmCallWatcher) -> LlmAnswer:
+    async def _once(
+        self, request_id: str, request: LlmRequest, watcher: LlmCallWatcher, progress: Progress
+    ) -> LlmAnswer:
+        """Submit the request once."""
         terms = watcher.terms()
         generation = await self._generator.start(
-            [asked.token_ids],
-            asked.sampling,
+            [request.token_ids],
+            request.sampling,
             request_id=request_id,
             service_class=terms.service_class,
             slo=terms.slo,
-            tenant=asked.tenant,
-            cache_salt=asked.cache_salt,
-            arrival_s=asked.arrival_s,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+            arrival_s=request.arrival_s,
             hints=terms.hints,
             param="template",
         )
         async with generation:
             watcher.accepted(request_id, generation.service_classes[0])
-            return await self._collect(generation, watcher)
+            return await self._collect(generation, progress)
 
-    async def _collect(self, generation: Generation, watcher: LlmCallWatcher) -> LlmAnswer:
+    async def _collect(self, generation: Generation, progress: Progress) -> LlmAnswer:
         text = ""
         token_ids: list[int] = []
         last: TextDelta | None = None
         async for last in generation:
             text += last.text
             token_ids += last.token_ids
-            watcher.progress(text, generation.cached_tokens, len(token_ids))
+            progress(text, generation.cached_tokens, len(token_ids))
         assert last is not None, "a generation ends with a finish reason"
         if last.finish_reason is FinishReason.ERROR:
-            message = last.error or "The engine gave the request up."
+            message = last.error or "The engine aborted the request."
             if last.retry_after_s is not None:
                 raise OverloadedError(message, last.retry_after_s)
             raise LlmCallFailedError(FailedStage.GENERATE, message)
@@ -238,11 +241,10 @@ class LlmCallGenerator:
         return LlmAnswer(
             text=text,
             token_ids=tuple(token_ids[:-1] if ended_by_token else token_ids),
-            cached_tokens=generation.cached_tokens,
             output_tokens=len(token_ids),
         )
 
 
-def _gives_the_same(sampling: SamplingParams) -> bool:
-    """Whether asking again gives the same text."""
+def _is_reproducible(sampling: SamplingParams) -> bool:
+    """Whether another submission generates the same text."""
     return sampling.greedy or sampling.seed is not None

@@ -1,4 +1,4 @@
-"""One open session on the server: its settings, its records of calls, and its snapshots."""
+"""An open session on the server: its settings, its records of calls, and its views."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from bros.core.request import ServiceClass
 from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
-from bros.semantic.core.prompt import Begun, Prompt, PromptSharing
+from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.schema import (
@@ -31,26 +31,27 @@ from bros.semantic.schema import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """Limits and times, all in seconds.
+    """Limits and times of the session service.
 
-    ttl_s: how long an idle session lives.
-    max_ttl_s: longest ttl that a client may ask for.
-    max_sessions: of the service.
-    max_calls: calls of a session that are not over.
-    kept_calls: calls of a session that are over and remembered.
-    max_variables: of a session.
-    max_chars: of all values of a session, and of all its templates.
-    max_labels: of a session, see SessionLimits; so many take 1 to 2 s of CPU time, in slices.
-    max_waiting: gets and streams of the service that wait.
-    max_wait_s: timeout of a get without its own.
+    ttl_s: time after which an idle session expires.
+    max_ttl_s: longest TTL that a client can request.
+    max_sessions: open sessions of the service.
+    max_calls: open calls of a session.
+    kept_calls: ended calls of a session that are kept.
+    max_variables: variables of a session.
+    max_chars: characters of all values of a session, and likewise of all its templates.
+    max_labels: labels of a session, see SessionLimits. This many take 1 to 2 s of CPU time, in
+        slices.
+    max_waiting: waiting gets and streams of the service.
+    max_wait_s: longest wait of a get, and its default timeout.
     criteria: default criteria of sessions.
-    max_tokens: of outputs without a limit of their own. A program does not look at the text, so it
-    should not be generated up to the end of the context.
-    park_s: how long KV is kept for a later LLM call of a call, or for a value being generated.
-    retries: how often an LLM call is restarted after the engine died, if it gives the same text.
-    recovery_s: how long the engine may take to come back.
-    patience_s: how long an LLM call waits for room in an engine that refuses it.
-    max_gone: ids of past sessions that are remembered.
+    max_tokens: default of outputs. Without it, an output that no stop condition ends would be
+        generated up to the context length.
+    pin_s: how long KV stays pinned for the next LLM call of a call, or after a prefill ahead.
+    retries: restarts of a reproducible LLM call after engine deaths.
+    recovery_s: how long LLM calls wait for a dead engine to recover.
+    patience_s: how long an LLM call retries while the engine is overloaded.
+    max_gone: ids of ended sessions that are remembered.
     """
 
     ttl_s: float = 600.0
@@ -65,14 +66,14 @@ class SessionSettings:
     max_wait_s: float = 3600.0
     criteria: Criteria = Criteria()
     max_tokens: int = 256
-    park_s: float = 60.0
+    pin_s: float = 60.0
     retries: int = 2
     recovery_s: float = 60.0
     patience_s: float = 600.0
     max_gone: int = 10_000
 
     def limits(self) -> SessionLimits:
-        """Those of one session."""
+        """The limits of one session."""
         return SessionLimits(
             max_calls=self.max_calls,
             kept_calls=self.kept_calls,
@@ -88,13 +89,17 @@ _KEPT_ANSWERS = 8
 
 @dataclass(eq=False, slots=True)
 class LlmCallRecord:
-    """What came of an LLM call on the engine.
+    """State of an LLM call on the engine.
 
-    service_class: what the engine serves it as; None before it is accepted.
-    request_id: of the engine's request that runs it.
-    group: id of the task group that it was in when it was submitted.
-    text: generated so far; empty once it is over.
-    attempts: how often it was submitted.
+    service_class: its current service class; None until the engine accepts it.
+    request_id: id of its latest engine request.
+    group: id of its task group when it was submitted.
+    text: text generated so far; empty after its end.
+    prompt_tokens: length of its prompt.
+    cached_tokens: prompt tokens that were cached.
+    output_tokens: tokens generated so far.
+    prefilled_tokens: prompt tokens prefilled ahead.
+    attempts: number of submissions.
     """
 
     service_class: ServiceClass | None = None
@@ -110,15 +115,16 @@ class LlmCallRecord:
 
 @dataclass(eq=False, slots=True)
 class CallRecord:
-    """What a call has with the engine.
+    """State of a call on the engine.
 
-    prompt: None once the call is over, and of calls that the engine does not run.
-    prefixes: of the whole prompt, once the call is over.
-    text_chars: of its template.
-    counted: the end of the call is counted in the figures.
-    kept: requests of the engine whose KV is kept for what comes next.
-    prefill: the task that prefills the known beginning of the prompt.
-    growing: held while the prompt grows, because long texts are encoded on a thread.
+    prompt: its tokens; None after its end, and for calls that the session does not run.
+    prefixes: prefixes of the whole prompt, after its end.
+    text_chars: characters of its template.
+    counted: whether its end is counted in the figures.
+    llm_calls: records of its LLM calls by index.
+    pinned: ids of engine requests whose KV is pinned for the next LLM call.
+    prefill: the task that prefills the known prefix of the prompt.
+    lock: held while the prompt is extended, because long texts are encoded on a thread.
     """
 
     prompt: Prompt | None = None
@@ -126,16 +132,16 @@ class CallRecord:
     text_chars: int = 0
     counted: bool = False
     llm_calls: dict[int, LlmCallRecord] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
+    pinned: set[str] = field(default_factory=set)
     prefill: asyncio.Task[None] | None = None
-    growing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def llm_call(self, index: int) -> LlmCallRecord:
         return self.llm_calls.setdefault(index, LlmCallRecord())
 
 
-class Readers:
-    """Subscribers to variables, each with an event of its own."""
+class Subscribers:
+    """Subscribers to variables, each with its own event."""
 
     def __init__(self) -> None:
         self._events: dict[str, set[asyncio.Event]] = {}
@@ -144,8 +150,8 @@ class Readers:
         return sum(len(events) for events in self._events.values())
 
     @contextlib.contextmanager
-    def reading(self, variable: Variable) -> Iterator[asyncio.Event]:
-        """An event that is set on every `tell` while the block lasts."""
+    def subscribe(self, variable: Variable) -> Iterator[asyncio.Event]:
+        """Subscribe for the duration of the block: `notify` sets the event."""
         event = asyncio.Event()
         self._events.setdefault(variable.id, set()).add(event)
         try:
@@ -156,8 +162,8 @@ class Readers:
             if not events:
                 del self._events[variable.id]
 
-    def tell(self, variable: Variable) -> None:
-        """There is something new about the variable."""
+    def notify(self, variable: Variable) -> None:
+        """Wake all subscribers of the variable."""
         for event in self._events.get(variable.id, ()):
             event.set()
 
@@ -166,28 +172,30 @@ class Readers:
 class ServedSession:
     """An open session.
 
-    id: the name that its tenant uses; it may be used again for another session.
+    id: the id that its tenant uses; reusable after its end.
     uid: unique for all time.
-    scope: sessions of one tenant and scope share KV of values.
-    created_s: on the clock of the service; created_unix_s is Unix time.
-    touched_s: time of the last activity.
-    machine: its graph, and what has to run.
-    sharing: which salts the KV of its prompts has.
-    begun: which beginnings of prompts the engine was asked for.
-    records: by id of the call.
-    tasks: of LLM calls that run.
-    settled: subscribers to values.
-    streamed: subscribers to values while they grow.
-    timer: wakes the state machine when a deadline is at risk.
-    starting: held by an LLM call that starts: of many that start together, one at a time builds its
-    prompt.
-    text_chars: of all templates that are remembered.
+    scope: sessions of one tenant and scope share the KV of values.
+    criteria: default criteria of requested values.
+    sampling: default sampling parameters of outputs.
+    created_s: creation time on the clock of the service.
+    created_unix_s: creation time in Unix seconds.
+    machine: its state machine with the graph.
+    sharing: salts of the KV of its prompts.
+    requested_prefixes: prompt prefixes that were submitted to the engine.
+    records: call id -> record.
+    tasks: tasks of running LLM calls.
+    settled: subscribers that wait for values.
+    streamed: subscribers that stream values.
+    timer: calls `tick` of the state machine when it is due.
+    starting: held by one starting LLM call at a time, so that a burst of them does not block the
+        event loop.
+    text_chars: characters of all templates with a record.
     num_plain: running requests of plain clients.
-    only_plain: a plain client opened it, and no other kind of client has used it.
-    last_plain: by name of the calls of plain clients, the engine's requests that keep KV for the
-    next request of that name.
-    answers: to the latest programs that came with a key, by key.
-    gone: why it has ended; None while it is open.
+    only_plain: whether a plain client opened it and only plain clients have used it.
+    last_plain: call name -> engine requests whose KV is pinned for the plain client's next request
+        of that name.
+    answers: key -> calls and answer of the latest programs with a key.
+    end_reason: why it has ended; None while it is open.
     """
 
     id: str
@@ -200,14 +208,14 @@ class ServedSession:
     created_s: float
     created_unix_s: float
     ttl_s: float
-    touched_s: float
+    last_activity_s: float
     machine: SessionStateMachine
     sharing: PromptSharing
-    begun: Begun
+    requested_prefixes: RequestedPrefixes
     records: dict[str, CallRecord] = field(default_factory=dict)
     tasks: dict[LlmCall, asyncio.Task[None]] = field(default_factory=dict)
-    settled: Readers = field(default_factory=Readers)
-    streamed: Readers = field(default_factory=Readers)
+    settled: Subscribers = field(default_factory=Subscribers)
+    streamed: Subscribers = field(default_factory=Subscribers)
     timer: asyncio.TimerHandle | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     text_chars: int = 0
@@ -217,16 +225,16 @@ class ServedSession:
     answers: dict[str, tuple[Sequence[CallSpec], Sequence[SubmittedCall]]] = field(
         default_factory=dict
     )
-    gone: str | None = None
+    end_reason: str | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a request runs in it, or a client waits."""
+        """Whether a call runs in it, or a client waits for one of its values."""
         return bool(self.tasks or self.num_plain or len(self.settled) or len(self.streamed))
 
     def expires_s(self) -> float | None:
-        """When it has been idle for too long; None while it is not idle."""
-        return None if self.busy else self.touched_s + self.ttl_s
+        """Time when it expires; None while it is busy."""
+        return None if self.busy else self.last_activity_s + self.ttl_s
 
     def record(self, call_id: str) -> CallRecord:
         return self.records.setdefault(call_id, CallRecord())
@@ -234,20 +242,22 @@ class ServedSession:
     def remember_answer(
         self, key: str, calls: Sequence[CallSpec], answer: Sequence[SubmittedCall]
     ) -> None:
-        """A client that does not get it may ask again."""
+        """Remember an answer, because a client that did not receive it may send the key again."""
         self.answers[key] = calls, answer
         if len(self.answers) > _KEPT_ANSWERS:
             del self.answers[next(iter(self.answers))]
 
     def forget_records(self) -> None:
-        """Those of calls that the graph has forgotten and the engine is done with, once there
-        are many."""
+        """Drop records of calls that the graph has forgotten and that have no prompt or pinned KV.
+
+        It does so only when there are many, so that its cost is amortized.
+        """
         known = self.machine.graph.calls
         if len(self.records) > 2 * len(known) + _FORGET_FROM:
             self.records = {
                 key: record
                 for key, record in self.records.items()
-                if key in known or record.prompt is not None or record.kept
+                if key in known or record.prompt is not None or record.pinned
             }
             self.text_chars = sum(record.text_chars for record in self.records.values())
 
@@ -286,7 +296,7 @@ def _summary(session: ServedSession, now: float) -> dict[str, Any]:
 
 
 def view_variable(variable: Variable) -> VariableView:
-    """One variable with what it is connected to."""
+    """A variable with the ids of its producer and consumers."""
     return VariableView(
         id=variable.id,
         name=variable.name,
@@ -308,7 +318,7 @@ def view_call(session: ServedSession, call: Call) -> CallView:
         len(llm_calls) - 1,
     )
     if at and not call.llm_calls[at].wanted:
-        at -= 1  # the next output is not wanted so far
+        at -= 1  # no client has requested the next output yet
     current = llm_calls[at]
     prefixes = record.prefixes if record.prompt is None else record.prompt.prefixes
     return CallView(
@@ -328,7 +338,7 @@ def view_call(session: ServedSession, call: Call) -> CallView:
         queued_s=_first(llm_call.queued_s for llm_call in llm_calls),
         first_token_s=_first(llm_call.first_token_s for llm_call in llm_calls),
         end_s=None if call.open else current.end_s,
-        prompt_tokens=_last(llm_call.prompt_tokens for llm_call in llm_calls),
+        prompt_tokens=max(llm_call.prompt_tokens for llm_call in llm_calls),
         cached_tokens=sum(llm_call.cached_tokens for llm_call in llm_calls),
         output_tokens=sum(llm_call.output_tokens for llm_call in llm_calls),
         error=call.cause,
@@ -338,7 +348,7 @@ def view_call(session: ServedSession, call: Call) -> CallView:
 
 
 def class_name(session: ServedSession, call: Call) -> str:
-    """As what the engine served a call in the end; empty if it never did."""
+    """The last service class of a call; empty if the engine never accepted it."""
     record = session.records.get(call.id) or CallRecord()
     classes = [
         llm_call.service_class for llm_call in record.llm_calls.values() if llm_call.service_class
@@ -350,14 +360,14 @@ def _view_llm_call(
     session: ServedSession, llm_call: LlmCall, call_record: CallRecord
 ) -> LlmCallView:
     record = call_record.llm_calls.get(llm_call.index, LlmCallRecord())
-    labelled = llm_call.wanted and llm_call.call.kind is CallKind.LLM
+    labeled = llm_call.wanted and llm_call.call.kind is CallKind.LLM
     group = next(iter(llm_call.groups)).id if llm_call.groups else record.group
     return LlmCallView(
         state=llm_call.state,
         inputs=tuple(variable.id for variable in llm_call.inputs),
         outputs=tuple(variable.id for variable in llm_call.outputs),
-        level=llm_call.label.level.name.lower() if labelled else None,
-        service_class=record.service_class or (_planned_class(llm_call) if labelled else None),
+        level=llm_call.label.level.name.lower() if labeled else None,
+        service_class=record.service_class or (_planned_class(llm_call) if labeled else None),
         stage=llm_call.stage,
         depth=llm_call.depth,
         group=group,
@@ -378,7 +388,7 @@ def _planned_class(llm_call: LlmCall) -> ServiceClass:
 
 
 def call_state(call: Call) -> CallState:
-    """That of its first LLM call that has not finished: it is not over, or has failed."""
+    """The state of its first LLM call that is not FINISHED; FINISHED if all are."""
     for llm_call in call.llm_calls:
         if llm_call.state is not CallState.FINISHED:
             return llm_call.state
@@ -399,7 +409,3 @@ def _after(session: ServedSession, time_s: float | None) -> float | None:
 
 def _first(times: Iterable[float | None]) -> float | None:
     return min((time_s for time_s in times if time_s is not None), default=None)
-
-
-def _last(counts: Iterable[int]) -> int:
-    return max(counts, default=0)

@@ -1,8 +1,8 @@
-"""The prompts of calls: they grow as values come, and their known beginnings are prefilled ahead.
+"""Extends prompts as values are set, and prefills their known prefixes ahead.
 
 producer   | prefill | decode ............................. |
-consumer             | prefill-only: its beginning |        | prefill: the value | decode ...
-                                                kept ───────┘ released at its first token
+consumer             | prefill-only: its prefix |           | prefill: the value | decode ...
+                                              pinned ───────┘ unpinned at its first token
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _LONG_CHARS = 4_000
 
 
 class Prompter:
-    """Adds to the prompts of calls. One for all sessions: constant texts are encoded once."""
+    """Extends the prompts of calls. All sessions share its cache of encoded constant texts."""
 
     def __init__(self, encoder: PieceEncoder) -> None:
         self._encoder = encoder
 
-    async def grow(self, session: ServedSession, llm_call: LlmCall) -> Prompt:
-        """The prompt of an LLM call, as far as the values in it are there.
+    async def extend(self, session: ServedSession, llm_call: LlmCall) -> Prompt:
+        """Extend the prompt of an LLM call up to its end or its first pending variable.
 
-        Raises LlmCallFailedError if the transform of an input fails.
+        Raises LlmCallFailedError if an input transform fails.
         """
         record = session.record(llm_call.call.id)
-        async with record.growing:
+        async with record.lock:
             prompt = record.prompt
-            assert prompt is not None, "a call of the model that is not over"
+            assert prompt is not None, "the call is open and not native"
             for piece in llm_call.call.pieces[prompt.num_pieces : llm_call.prompt_end]:
                 first = not prompt.num_tokens
                 if isinstance(piece, Text):
@@ -56,15 +56,15 @@ class Prompter:
             return prompt
 
     async def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text inside of a prompt."""
+        """The tokens of a text inside a prompt."""
         return await off_loop(lambda: self._encoder.encode(text, first=False), len(text))
 
     async def _constant(self, text: str, *, first: bool) -> tuple[int, ...]:
-        known = self._encoder.known(text, first=first)
+        known = self._encoder.cached(text, first=first)
         if known is not None:
             return known
         token_ids = await off_loop(lambda: self._encoder.encode(text, first=first), len(text))
-        self._encoder.remember(text, token_ids, first=first)
+        self._encoder.cache(text, token_ids, first=first)
         return token_ids
 
     async def _value(
@@ -73,16 +73,16 @@ class Prompter:
         text, transforms = variable.text, piece.transforms
         assert text is not None
         if transforms is None and variable.token_ids is not None:
-            return variable.token_ids  # what was generated, and not what its text is encoded as
+            return variable.token_ids  # encoding the text could give other tokens than generated
         if transforms is not None:
-            text = await apply(transforms, text, FailedStage.FILL, variable.id)
+            text = await apply_transforms(transforms, text, FailedStage.FILL, variable.id)
         return await off_loop(lambda: self._encoder.encode(text, first=first), len(text))
 
 
-async def apply(
+async def apply_transforms(
     transforms: Callable[[str], str], text: str, stage: FailedStage, variable: str
 ) -> str:
-    """What transforms make of a text. Raises LlmCallFailedError (`stage`)."""
+    """Apply transforms to a text. Raises LlmCallFailedError (`stage`)."""
     try:
         return await off_loop(lambda: transforms(text), len(text))
     except TransformError as error:
@@ -90,18 +90,21 @@ async def apply(
 
 
 async def off_loop(work: Callable[[], T], num_chars: int) -> T:
-    """Do work, on a thread if it is long enough to hold up everybody else."""
+    """Do work, on a thread if the text is long enough to block the event loop noticeably."""
     return work() if num_chars <= _LONG_CHARS else await asyncio.to_thread(work)
 
 
 logger = logging.getLogger(__name__)
 
 _LEAST_BLOCKS = 2
-"""Fewer new ones are not worth a request of their own."""
+"""Fewest new blocks for which a prefill-only request is submitted."""
 
 
 class Prefiller:
-    """Prefill-only requests for LLM calls that wait. Their errors are logged and ignored."""
+    """Submits prefill-only requests for waiting LLM calls. It logs their errors and goes on.
+
+    count: number of requests submitted.
+    """
 
     def __init__(
         self, prompter: Prompter, engine: EngineClient, clock: Clock, settings: SessionSettings
@@ -112,14 +115,14 @@ class Prefiller:
         self._settings = settings
         self.count = 0
 
-    def begin(self, session: ServedSession, llm_call: LlmCall) -> asyncio.Task[None]:
-        """Compute what is known of the LLM call's prompt, after what was known of it before."""
+    def start(self, session: ServedSession, llm_call: LlmCall) -> asyncio.Task[None]:
+        """Prefill the known prefix of the prompt, after any earlier prefill of the call."""
         record = session.record(llm_call.call.id)
         record.prefill = asyncio.create_task(self._prefill(session, llm_call, record.prefill))
         return record.prefill
 
-    async def end(self, session: ServedSession, llm_call: LlmCall) -> None:
-        """The LLM call runs now, or never will: what is unfinished is stopped."""
+    async def stop(self, session: ServedSession, llm_call: LlmCall) -> None:
+        """Cancel an unfinished prefill of the call."""
         prefill = session.record(llm_call.call.id).prefill
         if prefill is not None:
             prefill.cancel()
@@ -132,13 +135,16 @@ class Prefiller:
         try:
             if before is not None:
                 await before
-            prompt = await self._prompter.grow(session, llm_call)
+            prompt = await self._prompter.extend(session, llm_call)
             token_ids, private_from = prompt.token_ids(), prompt.private_from
             block_size = self._engine.info.block_size
             whole = len(token_ids) // block_size * block_size  # only full blocks can be shared
-            if whole - session.begun.num_tokens(token_ids) < _LEAST_BLOCKS * block_size:
+            if (
+                whole - session.requested_prefixes.num_tokens(token_ids)
+                < _LEAST_BLOCKS * block_size
+            ):
                 return
-            session.begun.add(token_ids)
+            session.requested_prefixes.add(token_ids)
             self.count += 1
             request = EngineRequest(
                 request_id=f"{llm_call.call.id}.{llm_call.index}-fill{len(token_ids)}",
@@ -155,11 +161,11 @@ class Prefiller:
                     grouped=llm_call.label.level > Level.THROUGHPUT,
                     private_from=private_from,
                     private_salt=session.sharing.private_salt,
-                    keep_s=self._settings.park_s,
+                    keep_s=self._settings.pin_s,
                     early=True,
                 ),
             )
-            record.kept.add(request.request_id)
+            record.pinned.add(request.request_id)
             if await self._run(request):
                 record.llm_call(llm_call.index).prefilled_tokens = whole
         except (BrosError, LlmCallFailedError) as error:
@@ -168,7 +174,7 @@ class Prefiller:
             logger.exception("the prefill of %s failed", llm_call.call.id)
 
     async def _run(self, request: EngineRequest) -> bool:
-        """Whether the engine did it."""
+        """Submit the request and wait for its end. Returns whether the prefill completed."""
         outputs = aiter(await self._engine.submit(request))
         reason = None
         try:

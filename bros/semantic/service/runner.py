@@ -1,15 +1,15 @@
-"""Carries out on the engine what the state machines of sessions decide.
+"""Performs the actions of the sessions' state machines on the engine.
 
 ```
  SessionStateMachine ─actions─▶ Runner ─▶ task of an LLM call ─▶ prompt ─▶ engine ─▶ transform ─┐
      ▲                             │                                                            │
      └── finished, failed ─────────┼────────────────────────────────────────────────────────────┘
-                                   └──▶ readers: values that are settled, texts that grow
+                                   └──▶ subscribers: settled values, streamed text
 ```
 
-The task of an LLM call ends in one call of `finished` or `failed` of the state machine, unless the
-state machine itself has ended the LLM call and had the task cancelled. `Joined` records in a
-session what plain OpenAI clients run themselves.
+The task of an LLM call ends with one call of `finished` or `failed` of the state machine, unless
+the state machine has ended the LLM call and its AbortCall has cancelled the task. `PlainCall`
+records a request of a plain OpenAI client in a session.
 """
 
 from __future__ import annotations
@@ -32,26 +32,29 @@ from bros.semantic.core.session import AbortCall, Action, Prefill, PromoteCall, 
 from bros.semantic.core.template import Text
 from bros.semantic.errors import Cause, FailedStage
 from bros.semantic.service.generating import (
-    Asked,
     GenerationTerms,
     LlmAnswer,
     LlmCallFailedError,
     LlmCallGenerator,
+    LlmRequest,
 )
 from bros.semantic.service.live import ServedSession, SessionSettings, call_state, class_name
-from bros.semantic.service.prompting import Prefiller, Prompter, apply
+from bros.semantic.service.prompting import Prefiller, Prompter, apply_transforms
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_SOONEST_S = 0.001
+_MIN_TIMER_S = 0.001
 _CHARS_PER_TOKEN = 4
-_CHORES_S = 5.0
+_BACKGROUND_TIMEOUT_S = 5.0
 
 
 class ProgramRunner:
-    """One for all sessions of a service. ended_calls: how many, by state and service class."""
+    """Runs the LLM calls of all sessions of a service.
+
+    ended_calls: number of ended calls by (state, service class or "").
+    """
 
     def __init__(
         self,
@@ -70,31 +73,31 @@ class ProgramRunner:
         self._prompter = Prompter(self._encoder)
         self._llm_calls = LlmCallGenerator(generator, engine, clock, settings)
         self._prefiller = Prefiller(self._prompter, engine, clock, settings)
-        self._chores: set[asyncio.Task[None]] = set()
+        self._background_tasks: set[asyncio.Task[None]] = set()
         self.ended_calls: Counter[tuple[str, str]] = Counter()
 
     @property
     def text_beginning(self) -> tuple[int, ...]:
-        """What prompts begin with that are no conversations."""
+        """The tokens before the first piece of a plain-text prompt."""
         return self._encoder.beginning
 
     @property
     def num_prefills(self) -> int:
-        """Beginnings of prompts that were computed ahead so far."""
+        """Number of prefill-only requests submitted so far."""
         return self._prefiller.count
 
     def carry_out(self, session: ServedSession) -> None:
-        """Do what the core of a session has decided. After every change of it."""
+        """Perform the pending actions of a session. Callers do this after every change of it."""
         while actions := session.machine.take_actions():
             for action in actions:
                 try:
                     self._do(session, action)
-                except Exception:  # the others must not be lost
+                except Exception:  # the other actions must still be performed
                     logger.exception("%r in session %s failed", action, session.id)
         self._set_timer(session)
 
     def estimate(self, tenant: str, llm_call: LlmCall) -> float:
-        """Seconds that an LLM call of the model takes, about."""
+        """Predicted seconds of an LLM call."""
         prompt_tokens = sum(
             len(piece.text) // _CHARS_PER_TOKEN
             for piece in llm_call.call.pieces[: llm_call.prompt_end]
@@ -108,9 +111,9 @@ class ProgramRunner:
         return self._estimates.seconds(prompt_tokens, self._expected_tokens(tenant, llm_call))
 
     def terms(self, session: ServedSession, llm_call: LlmCall) -> GenerationTerms:
-        """How the engine is to serve an LLM call that has been started, as of now."""
+        """The current scheduling parameters of a started LLM call."""
         assert llm_call.ready_s is not None
-        found = self._terms(session, llm_call, llm_call.ready_s)  # objectives count from there
+        found = self._terms(session, llm_call, llm_call.ready_s)  # its arrival in the engine
         prompt = session.record(llm_call.call.id).prompt
         assert prompt is not None
         hints = Hints(
@@ -120,38 +123,38 @@ class ProgramRunner:
             expected_tokens=self._expected_tokens(session.tenant, llm_call),
             private_from=prompt.private_from,
             private_salt=session.sharing.private_salt,
-            keep_s=0.0 if llm_call.next is None else self._settings.park_s,
+            keep_s=0.0 if llm_call.next is None else self._settings.pin_s,
         )
         return GenerationTerms(service_class=found.service_class, slo=found.slo, hints=hints)
 
     def promote(self, session: ServedSession, llm_call: LlmCall) -> None:
-        """Have an LLM call that was handed over as best-effort served as real-time from now on."""
+        """Promote an LLM call that was submitted as best-effort to real-time."""
         record = session.record(llm_call.call.id).llm_call(llm_call.index)
-        if record.request_id is not None:  # else it is on its way, see _Watcher.accepted
+        if record.request_id is not None:  # else `_Watcher.accepted` promotes it
             record.service_class = ServiceClass.RT
             slo = self._terms(session, llm_call, self._clock.now()).slo
             self._in_background(self._engine.promote(record.request_id, slo))
 
     def plain_hints(self, session: ServedSession, call: Call) -> Hints:
-        """What the engine is told of a request that a plain client makes itself."""
+        """Engine hints for a request of a plain client."""
         return Hints(
             program=session.uid,
             depth=call.llm_calls[0].depth,
             expected_tokens=self._expected_tokens(session.tenant, call.llm_calls[0]),
-            keep_s=self._settings.park_s,
+            keep_s=self._settings.pin_s,
         )
 
     def learn_tokens(self, session: ServedSession, call: Call, output_tokens: int) -> None:
-        """An LLM call of a call has generated so many."""
-        self._estimates.observe_tokens(_key(session.tenant, call), output_tokens)
+        """An LLM call of this call has generated so many tokens."""
+        self._estimates.observe_tokens(_estimate_key(session.tenant, call), output_tokens)
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """What these requests of the engine have kept is not needed any more."""
+        """Unpin the KV of these engine requests."""
         for request_id in request_ids:
             self._in_background(self._engine.release(request_id))
 
     async def stop(self, session: ServedSession) -> None:
-        """After its core has been closed: returns once nothing is left of it with the engine."""
+        """Cancel all tasks of a closed session, unpin its KV, and wait until that is done."""
         if session.timer is not None:
             session.timer.cancel()
         tasks = [*session.tasks.values()]
@@ -164,29 +167,29 @@ class ProgramRunner:
         for request_ids in session.last_plain.values():
             self.release(request_ids)
         session.last_plain.clear()
-        if self._chores:
-            await asyncio.wait(self._chores, timeout=_CHORES_S)
+        if self._background_tasks:
+            await asyncio.wait(self._background_tasks, timeout=_BACKGROUND_TIMEOUT_S)
 
     def _do(self, session: ServedSession, action: Action) -> None:
         match action:
             case Start(llm_call):
                 task = asyncio.create_task(self._run(session, llm_call))
                 session.tasks[llm_call] = task
-                task.add_done_callback(lambda _: self._ended(session, llm_call))
+                task.add_done_callback(lambda _: self._on_task_done(session, llm_call))
             case PromoteCall(llm_call):
                 self.promote(session, llm_call)
             case AbortCall(llm_call):
                 if llm_call in session.tasks:
                     session.tasks[llm_call].cancel()
             case Prefill(llm_call):
-                prefill = self._prefiller.begin(session, llm_call)
-                prefill.add_done_callback(lambda _: self._tidy(session, llm_call.call))
+                prefill = self._prefiller.start(session, llm_call)
+                prefill.add_done_callback(lambda _: self._release_if_over(session, llm_call.call))
             case Settled(variable, call):
-                session.settled.tell(variable)
-                session.streamed.tell(variable)
+                session.settled.notify(variable)
+                session.streamed.notify(variable)
                 if call is not None:
                     self._count(session, call)
-                    self._tidy(session, call)
+                    self._release_if_over(session, call)
 
     def _count(self, session: ServedSession, call: Call) -> None:
         record = session.record(call.id)
@@ -195,38 +198,40 @@ class ProgramRunner:
             self.ended_calls[call_state(call).value, class_name(session, call)] += 1
 
     async def _run(self, session: ServedSession, llm_call: LlmCall) -> None:
-        """The task of an LLM call."""
+        """The body of an LLM call's task."""
         try:
-            await self._conclude(session, llm_call, await self._generate(session, llm_call))
+            await self._finish(session, llm_call, await self._generate(session, llm_call))
         except LlmCallFailedError as error:
             call = llm_call.call
             cause = Cause(call.id, error.stage, error.message, error.variable, call.name)
             session.machine.failed(llm_call, cause, self._clock.now())
         except Exception:
             logger.exception("LLM call %d of %s failed", llm_call.index, llm_call.call.id)
-            self._broken(session, llm_call)
+            self._fail_internally(session, llm_call)
         self.carry_out(session)
 
-    def _broken(self, session: ServedSession, llm_call: LlmCall) -> None:
-        message = "The server failed at this request; its log says why."
+    def _fail_internally(self, session: ServedSession, llm_call: LlmCall) -> None:
+        message = "An internal error occurred; see the server's log."
         cause = Cause(llm_call.call.id, FailedStage.GENERATE, message, name=llm_call.call.name)
         session.machine.failed(llm_call, cause, self._clock.now())
 
-    def _ended(self, session: ServedSession, llm_call: LlmCall) -> None:
+    def _on_task_done(self, session: ServedSession, llm_call: LlmCall) -> None:
         del session.tasks[llm_call]
-        session.touched_s = self._clock.now()
-        if llm_call.open:  # cancelled, and not by the state machine
+        session.last_activity_s = self._clock.now()
+        if llm_call.open:  # the task was cancelled, but not by the state machine
             logger.error(
-                "LLM call %d of %s was cancelled from within", llm_call.index, llm_call.call.id
+                "LLM call %d of %s was cancelled unexpectedly", llm_call.index, llm_call.call.id
             )
-            self._broken(session, llm_call)
+            self._fail_internally(session, llm_call)
             self.carry_out(session)
         session.record(llm_call.call.id).llm_call(llm_call.index).text = ""
-        self._tidy(session, llm_call.call)
+        self._release_if_over(session, llm_call.call)
 
-    def _tidy(self, session: ServedSession, call: Call) -> None:
-        """Once a call is over and its tasks have ended, nothing of it is kept: neither by the
-        engine, which has heard of the end of its requests by then, nor here."""
+    def _release_if_over(self, session: ServedSession, call: Call) -> None:
+        """If a call and its tasks have ended, unpin its KV and drop its prompt.
+
+        The engine has seen the end of the call's requests by then.
+        """
         record = session.records.get(call.id)
         if (
             record is None
@@ -235,25 +240,25 @@ class ProgramRunner:
         ):
             return
         if record.prefill is not None and not record.prefill.done():
-            record.prefill.cancel()  # and this is called again
+            record.prefill.cancel()  # its done callback calls this method again
             return
-        self.release(tuple(record.kept))
-        record.kept.clear()
+        self.release(tuple(record.pinned))
+        record.pinned.clear()
         if record.prompt is not None:
             record.prefixes, record.prompt = record.prompt.prefixes, None
 
     async def _generate(self, session: ServedSession, llm_call: LlmCall) -> LlmAnswer:
         async with session.starting:
-            await asyncio.sleep(0)  # other tasks run in between
-        await self._prefiller.end(session, llm_call)
-        prompt = await self._prompter.grow(session, llm_call)
+            await asyncio.sleep(0)  # let other tasks run between two starts
+        await self._prefiller.stop(session, llm_call)
+        prompt = await self._prompter.extend(session, llm_call)
         call, sampling = llm_call.call, _output_piece(llm_call).sampling
         token_ids = prompt.token_ids()
-        session.begun.add(token_ids)
+        session.requested_prefixes.add(token_ids)
         record = session.record(call.id).llm_call(llm_call.index)
         record.prompt_tokens = len(token_ids)
-        assert llm_call.ready_s is not None, "it has been started"
-        asked = Asked(
+        assert llm_call.ready_s is not None, "the LLM call has been started"
+        request = LlmRequest(
             request_id=call.id if len(call.llm_calls) == 1 else f"{call.id}.{llm_call.index}",
             token_ids=token_ids,
             sampling=sampling,
@@ -261,29 +266,31 @@ class ProgramRunner:
             cache_salt=session.sharing.cache_salt,
             arrival_s=llm_call.ready_s,
         )
-        return await self._llm_calls.run(asked, _Watcher(self, session, llm_call, self._clock))
+        return await self._llm_calls.run(request, _Watcher(self, session, llm_call, self._clock))
 
-    async def _conclude(
+    async def _finish(
         self, session: ServedSession, llm_call: LlmCall, generated: LlmAnswer
     ) -> None:
-        """The value of what has been generated; then the LLM call is over."""
+        """Transform the generated text, extend the prompt by it, and finish the LLM call."""
         piece, prompt = _output_piece(llm_call), session.record(llm_call.call.id).prompt
         assert prompt is not None
-        # After a stop string the tokens go on, so what the text is encoded as stands for it.
-        exact = not piece.sampling.stop
-        sequence = generated.token_ids if exact else await self._prompter.encode(generated.text)
+        # With stop strings the generated tokens may extend beyond the text, so it is encoded anew.
+        no_stop = not piece.sampling.stop
+        sequence = generated.token_ids if no_stop else await self._prompter.encode(generated.text)
         text, token_ids = generated.text, None
         if piece.transforms is not None:
-            text = await apply(piece.transforms, text, FailedStage.TRANSFORM, llm_call.output.id)
-        elif exact and self._shows(generated):
+            text = await apply_transforms(
+                piece.transforms, text, FailedStage.TRANSFORM, llm_call.output.id
+            )
+        elif no_stop and self._is_exact(generated):
             token_ids = generated.token_ids
         prompt.add(sequence, llm_call.output.id)
         now = self._clock.now()
         self._learn(session, llm_call, generated, now)
         session.machine.finished(llm_call, text, token_ids, now)
 
-    def _shows(self, generated: LlmAnswer) -> bool:
-        """Whether its text says all that its tokens do: special ones, say, are not shown."""
+    def _is_exact(self, generated: LlmAnswer) -> bool:
+        """Whether the tokens decode to exactly the text; the text omits special tokens."""
         written = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
         return written == generated.text
 
@@ -306,9 +313,9 @@ class ProgramRunner:
         return objectives.terms(llm_call, now, expected, self._engine.info.default_slo)
 
     def _expected_tokens(self, tenant: str, llm_call: LlmCall) -> int:
-        """Tokens that an LLM call probably generates: as many as others of its function."""
+        """Expected output tokens of an LLM call, from earlier calls of its function."""
         most = None if llm_call.native else _output_piece(llm_call).sampling.max_tokens
-        return round(self._estimates.expected_tokens(_key(tenant, llm_call.call), most))
+        return round(self._estimates.expected_tokens(_estimate_key(tenant, llm_call.call), most))
 
     def _set_timer(self, session: ServedSession) -> None:
         if session.timer is not None:
@@ -316,7 +323,7 @@ class ProgramRunner:
             session.timer = None
         due_s = None if session.machine.closed else session.machine.due()
         if due_s is not None:
-            delay_s = max(due_s - self._clock.now(), _SOONEST_S)
+            delay_s = max(due_s - self._clock.now(), _MIN_TIMER_S)
             session.timer = asyncio.get_running_loop().call_later(delay_s, self._tick, session)
 
     def _tick(self, session: ServedSession) -> None:
@@ -325,13 +332,13 @@ class ProgramRunner:
         self.carry_out(session)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(_quietly(work))
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        task = asyncio.create_task(_log_errors(work))
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
 
 class _Watcher:
-    """Keeps the record of an LLM call while the engine is at it."""
+    """Updates the record of an LLM call while it runs on the engine."""
 
     def __init__(
         self, runner: ProgramRunner, session: ServedSession, llm_call: LlmCall, clock: Clock
@@ -342,14 +349,14 @@ class _Watcher:
         self._clock = clock
         self._call = session.record(llm_call.call.id)
         self._record = self._call.llm_call(llm_call.index)
-        self._before: tuple[str, ...] = ()
-        self._asked = ServiceClass.BE
+        self._superseded: tuple[str, ...] = ()
+        self._submitted_class = ServiceClass.BE
 
     def terms(self) -> GenerationTerms:
         if self._llm_call.groups:
             self._record.group = next(iter(self._llm_call.groups)).id
         terms = self._runner.terms(self._session, self._llm_call)
-        self._asked = terms.service_class
+        self._submitted_class = terms.service_class
         return terms
 
     def accepted(self, request_id: str, service_class: ServiceClass) -> None:
@@ -357,13 +364,12 @@ class _Watcher:
         self._record.service_class = service_class
         self._record.attempts += 1
         self._record.text = ""
-        self._before = tuple(self._call.kept)
+        self._superseded = tuple(self._call.pinned)
         if self._llm_call.next is not None:
-            self._call.kept.add(request_id)
-        if self._asked is ServiceClass.BE and self._llm_call.label.level is Level.RT:
-            self._runner.promote(
-                self._session, self._llm_call
-            )  # it has risen while it was asked for
+            self._call.pinned.add(request_id)
+        if self._submitted_class is ServiceClass.BE and self._llm_call.label.level is Level.RT:
+            # Its label has risen since `terms`, when the engine had no request to promote.
+            self._runner.promote(self._session, self._llm_call)
 
     def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
         record = self._record
@@ -371,17 +377,17 @@ class _Watcher:
         if output_tokens and self._llm_call.first_token_s is None:
             self._session.machine.first_token(self._llm_call, self._clock.now())
             self._runner.carry_out(self._session)
-        if output_tokens and self._before:  # what they kept is now what this one has
-            self._runner.release(self._before)
-            self._call.kept.difference_update(self._before)
-            self._before = ()
+        if output_tokens and self._superseded:  # this request now holds the KV that they pinned
+            self._runner.release(self._superseded)
+            self._call.pinned.difference_update(self._superseded)
+            self._superseded = ()
         if len(text) > len(record.text):
             record.text = text
-            self._session.streamed.tell(self._llm_call.output)
+            self._session.streamed.notify(self._llm_call.output)
 
 
-def _key(tenant: str, call: Call) -> str:
-    """Calls of one are expected to be alike in length."""
+def _estimate_key(tenant: str, call: Call) -> str:
+    """Key of output length estimates: calls of one function have similar lengths."""
     return f"{tenant}\0{call.name}"
 
 
@@ -391,8 +397,8 @@ def _output_piece(llm_call: LlmCall) -> OutputPiece:
     return piece
 
 
-async def _quietly(work: Coroutine[Any, Any, None]) -> None:
-    """Await work whose result is not needed; log its errors."""
+async def _log_errors(work: Coroutine[Any, Any, None]) -> None:
+    """Await background work and log its errors."""
     try:
         await work
     except EngineDeadError:
@@ -401,17 +407,17 @@ async def _quietly(work: Coroutine[Any, Any, None]) -> None:
         logger.exception("a message to the engine failed")
 
 
-class Joined:
-    """A request that a plain client makes of the engine, recorded as a call of a session.
+class PlainCall:
+    """A request of a plain OpenAI client, recorded as a call of a session.
 
-    One of `finished`, `failed` and `cancelled` must be called in the end; the first one counts,
-    and nothing after it does. None of the methods raises, whatever has become of the session.
+    The server must call `finished`, `failed` or `cancelled` in the end; only the first call
+    counts. No method raises, even after the session has ended.
     """
 
     def __init__(
         self, runner: ProgramRunner, session: ServedSession, llm_call: LlmCall, clock: Clock
     ) -> None:
-        """Made by SessionService.join."""
+        """Only SessionService.join creates it."""
         self.request_id = llm_call.call.id
         self.hints = runner.plain_hints(session, llm_call.call)
         self._runner = runner
@@ -424,29 +430,32 @@ class Joined:
         session.num_plain += 1
 
     def accepted(self, service_class: ServiceClass, engine_ids: Sequence[str] = ()) -> None:
-        """The engine has taken it. engine_ids: of its requests, whose KV is then kept for the next
-        one of this name, and no longer than the session is there."""
+        """The engine has accepted the request.
+
+        engine_ids: its engine requests, whose KV stays pinned for the next request of this name,
+        at most until the session ends.
+        """
         self._record.service_class = service_class
         self._record.attempts = 1
         self._engine_ids = tuple(engine_ids)
 
     def first_token(self) -> None:
-        """It has begun to answer."""
+        """The engine has generated the first token."""
         self._session.machine.first_token(self._llm_call, self._clock.now())
-        self._let_go()
+        self._release_previous()
         self._runner.carry_out(self._session)
 
     def finished(
         self, text: str, *, prompt_tokens: int, cached_tokens: int, output_tokens: int
     ) -> None:
-        """The whole answer is there."""
+        """The answer is complete."""
         if self._over:
             return
         record = self._record
         record.prompt_tokens, record.cached_tokens = prompt_tokens, cached_tokens
         record.output_tokens = output_tokens
         self._runner.learn_tokens(self._session, self._llm_call.call, output_tokens)
-        self._let_go()
+        self._release_previous()
         if self._session.machine.closed:
             self._runner.release(self._engine_ids)
         else:
@@ -455,28 +464,28 @@ class Joined:
         self._end()
 
     def failed(self, message: str) -> None:
-        """It was refused, or the engine failed."""
+        """The engine rejected the request, or failed."""
         self._fail(self._cause(FailedStage.GENERATE, message))
 
     def cancelled(self) -> None:
-        """The client left."""
-        self._fail(self._cause(FailedStage.CANCELLED, "The client left."))
+        """The client disconnected."""
+        self._fail(self._cause(FailedStage.CANCELLED, "The client disconnected."))
 
     def _cause(self, stage: FailedStage, message: str) -> Cause:
         return Cause(self.request_id, stage, message, name=self._llm_call.call.name)
 
     def _fail(self, cause: Cause) -> None:
         if not self._over:
-            self._runner.release(self._engine_ids)  # of several choices, some may have ended well
+            self._runner.release(self._engine_ids)  # some of several choices may have finished
             self._session.machine.failed(self._llm_call, cause, self._clock.now())
             self._end()
 
-    def _let_go(self) -> None:
-        """What the request before has kept is now what this one has."""
+    def _release_previous(self) -> None:
+        """Unpin the KV of the previous request of this name; this request now holds it."""
         self._runner.release(self._session.last_plain.pop(self._llm_call.call.name, ()))
 
     def _end(self) -> None:
         self._over = True
         self._session.num_plain -= 1
-        self._session.touched_s = self._clock.now()
+        self._session.last_activity_s = self._clock.now()
         self._runner.carry_out(self._session)

@@ -1,4 +1,4 @@
-"""All sessions of a server: which there are, how long they live, and waiting for their values."""
+"""All sessions of a server: their registry, their expiry, and waiting for values."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import contextlib
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
-from bros.semantic.core.nodes import LlmCall, NewCall, OutputPiece, Variable, open_ancestors
-from bros.semantic.core.prompt import Begun, Prompt, PromptSharing
+from bros.semantic.core.nodes import NewCall, OutputPiece, Variable, open_ancestors
+from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.session import SessionStateMachine
-from bros.semantic.core.submission import Submission, Submitter, check_sampling
+from bros.semantic.core.submission import Submission, SubmissionReader, check_sampling
 from bros.semantic.errors import (
     ConflictError,
     GetTimeoutError,
@@ -37,23 +37,23 @@ from bros.semantic.schema import (
 )
 from bros.semantic.service.live import (
     CallRecord,
-    Readers,
     ServedSession,
     SessionSettings,
+    Subscribers,
     view_session,
     view_summary,
     view_variable,
 )
-from bros.semantic.service.runner import Joined, ProgramRunner
+from bros.semantic.service.runner import PlainCall, ProgramRunner
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 
 GENERATED_PREFIX = "sess-"
-"""What ids begin with that the service makes up itself; they are never used again."""
+"""Prefix of the session ids that the service generates; they are unique for all time."""
 
 
 class SessionRegistry:
-    """Open sessions by tenant and id; of past ones the ids, the latest."""
+    """Open sessions by tenant and id, and the ids of the latest ended ones."""
 
     def __init__(self, max_gone: int) -> None:
         self._max_gone = max_gone
@@ -66,19 +66,16 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[ServedSession]:
         return iter(tuple(self._open.values()))
 
-    def __contains__(self, key: tuple[str, str]) -> bool:
-        return key in self._open
-
     def of_tenant(self, tenant: str) -> Sequence[ServedSession]:
-        """In the order in which they came into being."""
+        """Sessions of the tenant in order of creation."""
         return [session for (owner, _), session in self._open.items() if owner == tenant]
 
-    def dispensable(self, tenant: str) -> ServedSession | None:
-        """The longest idle of those that plain clients alone have used: of this tenant, or, if it
-        has none, of any tenant."""
+    def eviction_candidate(self, tenant: str) -> ServedSession | None:
+        """The longest idle session that only plain clients have used: one of this tenant if there
+        is any, else one of any tenant."""
         idle = [session for session in self if session.only_plain and not session.busy]
         own = [session for session in idle if session.tenant == tenant]
-        return min(own or idle, key=lambda session: session.touched_s, default=None)
+        return min(own or idle, key=lambda session: session.last_activity_s, default=None)
 
     def add(self, session: ServedSession) -> None:
         key = session.tenant, session.id
@@ -87,9 +84,9 @@ class SessionRegistry:
         self._gone.pop(key, None)
 
     def remove(self, session: ServedSession, why: str) -> None:
-        """Remove it; `why` is told to clients that ask for it."""
+        """Remove the session; later requests for it get `why`."""
         key = session.tenant, session.id
-        session.gone = why
+        session.end_reason = why
         del self._open[key]
         self._gone[key] = why
         if len(self._gone) > self._max_gone:
@@ -102,69 +99,22 @@ class SessionRegistry:
             return session
         why = self._gone.get((tenant, session_id))
         if why is not None:
-            raise gone(session_id, why)
+            raise session_gone_error(session_id, why)
         raise NotFoundError(
             f"There is no session {session_id[:200]!r}.", "session_id", "session_not_found"
         )
 
 
-def gone(session_id: str, why: str) -> SessionGoneError:
-    """The error for a past session. why: a sentence about it."""
+def session_gone_error(session_id: str, why: str) -> SessionGoneError:
+    """The error for an ended session. why: the reason, such as "it was deleted."."""
     return SessionGoneError(f"The session {session_id!r} is gone: {why}")
-
-
-class Opener:
-    """Makes sessions; keeps none of them."""
-
-    def __init__(
-        self,
-        engine: EngineClient,
-        clock: Clock,
-        ids: IdGenerator,
-        settings: SessionSettings,
-        estimate: Callable[[str, LlmCall], float],
-    ) -> None:
-        """estimate: seconds that an LLM call of a tenant will take."""
-        self._engine = engine
-        self._clock = clock
-        self._ids = ids
-        self._settings = settings
-        self._estimate = estimate
-
-    def open(
-        self, tenant: str, session_id: str | None, *, scope: str, **fields: Any
-    ) -> ServedSession:
-        """A session under an id that never was there before, or under `session_id`.
-
-        scope: see SessionService.create. fields: the others of ServedSession.
-        """
-        uid, now = self._ids.new("sess"), self._clock.now()
-        sharing = PromptSharing(
-            model=self._engine.info.model,
-            cache_salt=tenant,
-            private_salt=f"scope:{scope}" if scope else uid,
-        )
-        estimate = functools.partial(self._estimate, tenant)
-        return ServedSession(
-            id=session_id or uid,
-            uid=uid,
-            tenant=tenant,
-            scope=scope,
-            created_s=now,
-            created_unix_s=self._clock.unix_time(),
-            touched_s=now,
-            machine=SessionStateMachine(uid, estimate=estimate, limits=self._settings.limits()),
-            sharing=sharing,
-            begun=Begun(self._engine.info.block_size),
-            **fields,
-        )
 
 
 _MAX_SHOWN = 5
 
 
-class WaitingRoom:
-    """All who wait for variables, in any session of a service."""
+class ValueWaiter:
+    """Waits for values on behalf of clients, and limits how many of them wait."""
 
     def __init__(self, clock: Clock, settings: SessionSettings) -> None:
         self._clock = clock
@@ -172,34 +122,35 @@ class WaitingRoom:
         self._count = 0
 
     def check(self) -> None:
-        """Raises SessionLimitError if there is no room for one more."""
+        """Raises SessionLimitError if no further client may wait."""
         if self._count >= self._settings.max_waiting:
             raise SessionLimitError(f"{self._count} requests already wait for values.")
 
     async def value(
         self, session: ServedSession, variable: Variable, timeout_s: float | None
     ) -> None:
-        """Returns when the variable has its value.
+        """Wait until the variable has its value.
 
-        Raises UpstreamError, GetTimeoutError, SessionGoneError.
+        Raises UpstreamError, GetTimeoutError, SessionGoneError, and InvalidRequestError for a
+        negative timeout.
         """
         timeout_s = self._bounded(timeout_s)
-        with self._reading(session, session.settled, variable) as news:
+        with self._subscribed(session, session.settled, variable) as changed:
             try:
                 async with asyncio.timeout(timeout_s):
                     while variable.pending:
-                        await news.wait()
-                        news.clear()
+                        await changed.wait()
+                        changed.clear()
             except TimeoutError:
                 message = f"The variable {variable.id!r} had no value within {timeout_s:g} s."
                 raise GetTimeoutError(message + _unset(variable)) from None
         check_settled(session, variable)
 
     async def pieces(self, session: ServedSession, variable: Variable) -> AsyncGenerator[str, None]:
-        """The value in pieces, as they come. Raises what `value` does."""
+        """Stream the value in pieces. Raises UpstreamError, GetTimeoutError, SessionGoneError."""
         sent = 0
-        give_up_s = self._clock.now() + self._settings.max_wait_s
-        with self._reading(session, session.streamed, variable) as news:
+        end_s = self._clock.now() + self._settings.max_wait_s
+        with self._subscribed(session, session.streamed, variable) as changed:
             while variable.pending:
                 text = _text_so_far(session, variable)
                 if len(text) > sent:
@@ -207,12 +158,12 @@ class WaitingRoom:
                     yield piece
                     continue
                 try:
-                    async with asyncio.timeout(give_up_s - self._clock.now()):
-                        await news.wait()
+                    async with asyncio.timeout(end_s - self._clock.now()):
+                        await changed.wait()
                 except TimeoutError:
                     message = f"The variable {variable.id!r} had no value in time."
                     raise GetTimeoutError(message + _unset(variable)) from None
-                news.clear()
+                changed.clear()
             check_settled(session, variable)
         assert variable.text is not None
         if len(variable.text) > sent:
@@ -227,30 +178,30 @@ class WaitingRoom:
         return min(timeout_s, most)
 
     @contextlib.contextmanager
-    def _reading(
-        self, session: ServedSession, readers: Readers, variable: Variable
+    def _subscribed(
+        self, session: ServedSession, subscribers: Subscribers, variable: Variable
     ) -> Iterator[asyncio.Event]:
         self._count += 1
         try:
-            with readers.reading(variable) as news:
-                yield news
+            with subscribers.subscribe(variable) as changed:
+                yield changed
         finally:
             self._count -= 1
-            session.touched_s = self._clock.now()
+            session.last_activity_s = self._clock.now()
 
 
 def check_settled(session: ServedSession, variable: Variable) -> None:
     """Raises SessionGoneError or UpstreamError unless the variable has its value."""
     if variable.text is not None:
         return
-    if session.gone is not None:
-        raise gone(session.id, session.gone)
+    if session.end_reason is not None:
+        raise session_gone_error(session.id, session.end_reason)
     assert variable.cause is not None, "it is not pending"
     raise UpstreamError(variable.cause)
 
 
 def _unset(variable: Variable) -> str:
-    """Variables that a value waits for and no call produces; a client may have forgotten them."""
+    """The part of a timeout message that lists unset variables which no call produces."""
     needed = [variable, *(v for llm_call in open_ancestors(variable) for v in llm_call.inputs)]
     unset = dict.fromkeys(v.id for v in needed if v.pending and v.producer is None)
     if not unset:
@@ -260,7 +211,7 @@ def _unset(variable: Variable) -> str:
 
 
 def _text_so_far(session: ServedSession, variable: Variable) -> str:
-    """Of a value that is being generated and will be just that."""
+    """The generated text of a running LLM call; empty if the output has a transform."""
     llm_call = variable.producer
     if llm_call is None or not llm_call.started or llm_call.call.kind is not CallKind.LLM:
         return ""
@@ -271,19 +222,19 @@ def _text_so_far(session: ServedSession, variable: Variable) -> str:
     return session.record(llm_call.call.id).llm_call(llm_call.index).text
 
 
-_LOOK_S = 1.0
+_EXPIRY_CHECK_S = 1.0
 _DELETED = "it was deleted."
 _EXPIRED = "it was idle for too long."
 _STOPPED = "the server stops."
-_CROWDED_OUT = "it was idle, and there was no room for another one."
+_EVICTED = "it was idle, and there was no room for another one."
 
 
 class SessionService:
-    """One per server. Not thread-safe: everything on one event loop.
+    """The sessions of one server. Not thread-safe: it lives on one event loop.
 
-    A session of another tenant is not there: NotFoundError (code session_not_found). One that was
-    deleted or has expired: SessionGoneError, as long as its id is remembered. Methods that take a
-    session raise these two; the ids of variables and calls, NotFoundError.
+    Methods that take a session raise NotFoundError (code session_not_found) if the tenant has no
+    such session, and SessionGoneError if it was deleted or has expired, as long as its id is
+    remembered. They raise NotFoundError for unknown ids of variables and calls.
     """
 
     def __init__(
@@ -295,21 +246,21 @@ class SessionService:
         ids: IdGenerator,
         settings: SessionSettings,
     ) -> None:
+        self._engine = engine
         self._clock = clock
         self._ids = ids
         self._settings = settings
         self._runner = ProgramRunner(generator, engine, tokenizer, clock, settings)
-        self._opener = Opener(engine, clock, ids, settings, self._runner.estimate)
-        self._submitter = Submitter(tokenizer, ids.new, settings.max_tokens)
+        self._reader = SubmissionReader(tokenizer, ids.new, settings.max_tokens)
         self._registry = SessionRegistry(settings.max_gone)
         self._stopping: set[asyncio.Task[None]] = set()
-        self._waiting = WaitingRoom(clock, settings)
+        self._waiting = ValueWaiter(clock, settings)
 
     async def run(self) -> None:
-        """End sessions that have expired, until cancelled; then all that are left."""
+        """End expired sessions until cancelled, then end all sessions."""
         try:
             while True:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_EXPIRY_CHECK_S)
                 for session in self._registry:
                     if self._has_expired(session):
                         self._close(session, _EXPIRED)
@@ -327,13 +278,14 @@ class SessionService:
         metadata: Mapping[str, str] | None = None,
         sampling: Mapping[str, Any] | None = None,
     ) -> SessionSummary:
-        """Open a session.
+        """Open a session. At max_sessions, the longest idle plain session (see `join`) is ended.
 
-        Where there is no room, the longest idle session of plain clients (see `join`) is ended.
-        criteria, sampling: for what does not say otherwise. ttl_s: at most max_ttl_s. scope:
-        sessions of one tenant with the same one share what is computed of values, too; without
-        one they share only what templates begin with. session_id: a name of the client's; after
-        the session with it has ended, it may be used for another.
+        criteria: default criteria of requested values.
+        ttl_s: idle time after which the session expires; capped at max_ttl_s.
+        scope: sessions of one tenant and scope share the KV of values; sessions without a scope
+            share only constant prefixes of templates.
+        session_id: an id that the client chooses, reusable after that session has ended.
+        sampling: default sampling parameters of outputs.
         Raises ConflictError (already_exists), InvalidRequestError, SessionLimitError.
         """
         if ttl_s is not None and not 0.0 < ttl_s < math.inf:
@@ -353,14 +305,14 @@ class SessionService:
         return view_summary(session, self._clock.now())
 
     def ensure(self, tenant: str, session_id: str) -> None:
-        """Like `join`: what begins with "sess-" must be there, others come into being.
+        """Find or open a session by the rules of `join`, without recording a call.
 
         Raises NotFoundError, SessionGoneError, SessionLimitError.
         """
         self._found_or_opened(tenant, session_id)
 
     def sessions(self, tenant: str) -> list[SessionSummary]:
-        """Those of a tenant, oldest first, without calls and variables."""
+        """Summaries of the tenant's sessions, oldest first."""
         now = self._clock.now()
         return [
             view_summary(session, now)
@@ -369,12 +321,12 @@ class SessionService:
         ]
 
     def inspect(self, tenant: str, session_id: str) -> SessionView:
-        """With its graph. Does not count as activity."""
+        """A session with its graph. This does not count as activity."""
         return view_session(self._find(tenant, session_id), self._clock.now())
 
     async def delete(self, tenant: str, session_id: str) -> SessionSummary:
-        """End it: running calls are aborted, waiting clients get SessionGoneError, and its KV is
-        released. Returns what it was when all of that has happened."""
+        """End a session: abort its running calls, fail waiting clients with SessionGoneError, and
+        unpin its KV. Returns its final summary when all of that is done."""
         session = self._find(tenant, session_id)
         await asyncio.shield(self._close(session, _DELETED))
         return view_summary(session, self._clock.now())
@@ -382,10 +334,10 @@ class SessionService:
     def submit(
         self, tenant: str, session_id: str, calls: Sequence[CallSpec], key: str | None = None
     ) -> Sequence[SubmittedCall]:
-        """Add calls, all or none. They run when a value is wanted that needs them.
+        """Add calls, all or none. A call runs once a requested value depends on it.
 
-        key: a name of the client's for these calls. Sent again under one of the latest keys of
-        the session, they are not added again, and the answer is the same.
+        key: idempotency key. Calls sent again with one of the session's latest keys are not added
+        again, and the answer is the same.
         Raises InvalidRequestError (param such as "requests[2].parameters[0].name"), ConflictError
         (already_produced, already_set, cyclic, key_reused), SessionLimitError.
         """
@@ -393,10 +345,10 @@ class SessionService:
         if key is not None and key in session.answers:
             known, answer = session.answers[key]
             if list(known) != list(calls):
-                message = f"Other calls have come with the key {key!r}."
+                message = f"The key {key!r} was used with other calls."
                 raise ConflictError(message, "key_reused", "key")
             return answer
-        found = self._submitter.read(calls, session.sampling)
+        found = self._reader.read(calls, session.sampling)
         text_chars = sum(submission.text_chars for submission in found)
         if session.text_chars + text_chars > self._settings.max_chars:
             raise SessionLimitError(
@@ -431,9 +383,9 @@ class SessionService:
         value: str | None = None,
         variable_id: str | None = None,
     ) -> VariableView:
-        """A new variable, with its value if it has one.
+        """Create a variable, and set its value if one is given.
 
-        Raises ConflictError (already_exists) and SessionLimitError; then there is none.
+        Raises ConflictError (already_exists) or SessionLimitError without creating it.
         """
         session = self._used(tenant, session_id)
         variable_id = variable_id or self._ids.new("var")
@@ -444,32 +396,33 @@ class SessionService:
         return view_variable(variable)
 
     def set(self, tenant: str, session_id: str, variable_id: str, value: str) -> VariableView:
-        """Give a variable its value, once. ConflictError (already_set, already_produced)."""
+        """Set a variable once. Raises ConflictError (already_set, already_produced) and
+        SessionLimitError."""
         session = self._touched(tenant, session_id)
         variable = session.machine.set(variable_id, value, self._clock.now())
         self._runner.carry_out(session)
         return view_variable(variable)
 
     def fail(self, tenant: str, session_id: str, request_id: str, message: str) -> None:
-        """A native function failed on the client. InvalidRequestError if it is no native call,
-        ConflictError if it is over."""
+        """Record that a native function failed on the client. Raises InvalidRequestError if the
+        call is not native, ConflictError if it has ended."""
         session = self._touched(tenant, session_id)
         session.machine.native_failed(request_id, message, self._clock.now())
         self._runner.carry_out(session)
 
     def variable(self, tenant: str, session_id: str, variable_id: str) -> VariableView:
-        """As it is now."""
+        """The current state of a variable."""
         return view_variable(self._touched(tenant, session_id).machine.variable(variable_id))
 
     def variables(self, tenant: str, session_id: str) -> list[VariableView]:
-        """All, in the order in which they came into being."""
+        """All variables in order of creation."""
         graph = self._touched(tenant, session_id).machine.graph
         return [view_variable(variable) for variable in graph.variables.values()]
 
     def want(
         self, tenant: str, session_id: str, variable_id: str, criteria: Criteria | None = None
     ) -> VariableView:
-        """Begin what it needs, or hurry it up, without waiting. None: the session's criteria."""
+        """Request a value without waiting for it. criteria: None means the session's."""
         session = self._touched(tenant, session_id)
         return view_variable(self._want(session, variable_id, criteria))
 
@@ -481,7 +434,7 @@ class SessionService:
         criteria: Criteria | None = None,
         timeout_s: float | None = None,
     ) -> VariableView:
-        """`want` it and wait for the value.
+        """Request a value and wait for it.
 
         Raises UpstreamError, GetTimeoutError, SessionGoneError, NotFoundError, SessionLimitError.
         """
@@ -494,31 +447,32 @@ class SessionService:
     def stream(
         self, tenant: str, session_id: str, variable_id: str, criteria: Criteria | None = None
     ) -> AsyncGenerator[str, None]:
-        """`want` it; its value in pieces as they come, or at once where it has a transform.
+        """Request a value and stream it in pieces. An output with a transform is a single piece.
 
-        The pieces make up the value, unless the engine died on the way and said something else
-        when it was asked again. Raises NotFoundError, SessionGoneError and SessionLimitError right
-        away; UpstreamError, GetTimeoutError and SessionGoneError from the iterator. Leave it early
-        with `aclose`.
+        The concatenated pieces are the value, unless the engine died and generated another text
+        when the LLM call was restarted. Raises NotFoundError, SessionGoneError and
+        SessionLimitError at once; the iterator raises UpstreamError, GetTimeoutError and
+        SessionGoneError. A caller that stops early calls `aclose`.
         """
         session = self._touched(tenant, session_id)
         self._waiting.check()
         return self._waiting.pieces(session, self._want(session, variable_id, criteria))
 
     def cancel(self, tenant: str, session_id: str, request_id: str) -> None:
-        """Stop a call; what needs its outputs fails. Nothing happens to one that is over.
+        """Cancel a call and its dependents. A call that has ended is left as it is.
 
-        Raises InvalidRequestError for one that a plain client makes itself, see `join`.
+        Raises InvalidRequestError for an open call of a plain client, see `join`.
         """
         session = self._touched(tenant, session_id)
         session.machine.cancel(request_id, self._clock.now())
         self._runner.carry_out(session)
 
-    def join(self, tenant: str, session_id: str, node_name: str = "") -> Joined:
-        """Record a request that a plain client is about to make as a call of a session.
+    def join(self, tenant: str, session_id: str, node_name: str = "") -> PlainCall:
+        """Record a request of a plain OpenAI client as a call of a session.
 
-        An id that begins with "sess-" must be there, any other comes into being; as long as
-        nothing else is done in such a session, it is ended when it is idle and room is needed.
+        A session whose id begins with "sess-" must exist; any other id opens a new session. As
+        long as only plain clients use such a session, `create` and `join` may end it while it is
+        idle to make room for another one.
         Raises NotFoundError, SessionGoneError, SessionLimitError.
         """
         session = self._found_or_opened(tenant, session_id, only_plain=True)
@@ -529,7 +483,7 @@ class SessionService:
         (call,) = session.machine.submit([new], self._clock.now())
         session.forget_records()
         self._runner.carry_out(session)
-        return Joined(self._runner, session, call.llm_calls[0], self._clock)
+        return PlainCall(self._runner, session, call.llm_calls[0], self._clock)
 
     def figures(self) -> SessionFigures:
         """For metrics."""
@@ -548,25 +502,50 @@ class SessionService:
         self._runner.carry_out(session)
         return variable
 
-    def _open(self, tenant: str, session_id: str | None, **fields: Any) -> ServedSession:
+    def _open(
+        self, tenant: str, session_id: str | None, *, scope: str, **fields: Any
+    ) -> ServedSession:
+        """Open a session with this id, or with a generated one.
+
+        scope: see `create`. fields: further fields of ServedSession. Raises SessionLimitError.
+        """
         self._make_room(tenant)
-        session = self._opener.open(tenant, session_id, **fields)
+        uid, now = self._ids.new("sess"), self._clock.now()
+        sharing = PromptSharing(
+            model=self._engine.info.model,
+            cache_salt=tenant,
+            private_salt=f"scope:{scope}" if scope else uid,
+        )
+        estimate = functools.partial(self._runner.estimate, tenant)
+        session = ServedSession(
+            id=session_id or uid,
+            uid=uid,
+            tenant=tenant,
+            scope=scope,
+            created_s=now,
+            created_unix_s=self._clock.unix_time(),
+            last_activity_s=now,
+            machine=SessionStateMachine(uid, estimate=estimate, limits=self._settings.limits()),
+            sharing=sharing,
+            requested_prefixes=RequestedPrefixes(self._engine.info.block_size),
+            **fields,
+        )
         self._registry.add(session)
         return session
 
     def _make_room(self, tenant: str) -> None:
-        """For one more session. Raises SessionLimitError."""
+        """Make room for one more session. Raises SessionLimitError."""
         if len(self._registry) < self._settings.max_sessions:
             return
-        session = self._registry.dispensable(tenant)
+        session = self._registry.eviction_candidate(tenant)
         if session is None:
-            message = f"There are {len(self._registry)} sessions, which is the most of this server."
+            message = f"The server has {len(self._registry)} sessions, which is its limit."
             raise SessionLimitError(message)
-        self._close(session, _CROWDED_OUT)
+        self._close(session, _EVICTED)
 
     def _check_new_id(self, tenant: str, session_id: str) -> None:
         if session_id.startswith(GENERATED_PREFIX):
-            message = f"Ids that begin with {GENERATED_PREFIX!r} are made up by the server."
+            message = f"Ids that begin with {GENERATED_PREFIX!r} are reserved for the server."
             raise InvalidRequestError(message, "id")
         with contextlib.suppress(NotFoundError, SessionGoneError):
             self._find(tenant, session_id)
@@ -583,16 +562,16 @@ class SessionService:
         session = self._registry.find(tenant, session_id)
         if self._has_expired(session):
             self._close(session, _EXPIRED)
-            raise gone(session_id, _EXPIRED)
+            raise session_gone_error(session_id, _EXPIRED)
         return session
 
     def _touched(self, tenant: str, session_id: str) -> ServedSession:
         session = self._find(tenant, session_id)
-        session.touched_s = self._clock.now()
+        session.last_activity_s = self._clock.now()
         return session
 
     def _used(self, tenant: str, session_id: str) -> ServedSession:
-        """It holds from now on what its clients count on."""
+        """Like `_touched`; the session is not one of plain clients only any more."""
         session = self._touched(tenant, session_id)
         session.only_plain = False
         return session
@@ -621,7 +600,7 @@ class SessionService:
         return expires_s is not None and expires_s <= self._clock.now()
 
     def _close(self, session: ServedSession, why: str) -> asyncio.Task[None]:
-        """It is gone from here on; the task ends when nothing is left of it with the engine."""
+        """End a session at once. The task ends when the engine runs and pins nothing of it."""
         self._registry.remove(session, why)
         session.machine.close(f"The session has ended: {why}", self._clock.now())
         self._runner.carry_out(session)

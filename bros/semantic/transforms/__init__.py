@@ -1,7 +1,7 @@
-"""What may be done to a value on its way into a prompt or out of an answer.
+"""Transforms of values: inputs before they enter a prompt, outputs before they set a variable.
 
-`parse_transforms("json_path($.items[*]) | join(', ')")` gives a function from text to text. The
-table of all transforms is in docs/semantic.md.
+`parse_transforms("json_path($.items[*]) | join(', ')")` returns a function from text to text.
+docs/semantic.md lists all transforms.
 """
 
 from bros.semantic.transforms.pipeline import REGISTRY, Transforms, parse_transforms

@@ -1,7 +1,8 @@
-"""Transforms that read JSON or YAML, and paths into such values.
+"""Transforms that parse JSON or YAML, and paths into such values.
 
-A path is written $.name, $['any name'], $[0], $[-1], $[1:3], $[*], $.*. A path without [*], .* and
-[a:b] is about one value, which must be there; one with them is about a list of all that exist.
+The steps of a path are $.name, $['any name'], $[0], $[-1], $[1:3], $[*] and $.*. A path without
+[*], .* and [a:b] selects one value, which must exist. A path with them selects the list of all
+values that exist.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from bros.semantic.transforms.steps import (
     ArgumentError,
     Function,
     TransformError,
-    at_place,
-    check_parts,
+    check_length,
     find_code_block,
+    item_at,
     json_text,
-    shown,
+    quoted,
     to_text,
 )
 
@@ -36,11 +37,11 @@ _STEP = re.compile(
 )
 
 Step = str | int | slice | None
-"""A name, a place, a range, or None for everything."""
+"""A name, an index, a range, or None for all items."""
 
 
 def parse_path(path: str) -> tuple[Step, ...]:
-    """Raises ArgumentError if it is not a path; the $ in front may be left out."""
+    """Parse a path; the leading $ is optional. Raises ArgumentError."""
     rest = path.removeprefix("$")
     if rest and rest[0] not in ".[" and not path.startswith("$"):
         rest = "." + rest
@@ -50,7 +51,7 @@ def parse_path(path: str) -> tuple[Step, ...]:
         match = _STEP.match(rest, at)
         if match is None:
             raise ArgumentError(
-                f"{shown(path)} is not understood from {shown(rest[at:])} on; a path is made of "
+                f"{quoted(path)} is not understood from {quoted(rest[at:])} on; a path is made of "
                 ".name, ['name'], [0], [1:3], [*] and .*"
             )
         steps.append(_step(match))
@@ -59,7 +60,7 @@ def parse_path(path: str) -> tuple[Step, ...]:
 
 
 def select(value: Any, steps: Sequence[Step]) -> Any:
-    """What is there. Raises TransformError if a path to one value leads nowhere."""
+    """The value at a path. Raises TransformError if a path to one value does not exist."""
     for position, step in enumerate(steps):
         if step is None or isinstance(step, slice):
             parts = _parts(value, step)
@@ -83,7 +84,7 @@ def _select_in_all(parts: list[Any], steps: Sequence[Step]) -> list[Any]:
             found += inner
         else:
             found.append(inner)
-        check_parts(len(found))
+        check_length(len(found))
     return found
 
 
@@ -103,12 +104,12 @@ def _child(value: Any, step: str | int) -> Any:
     if isinstance(step, int):
         if not isinstance(value, list):
             raise TransformError(f"[{step}] of {_kind(value)}, which is not a list")
-        return at_place(value, step)
+        return item_at(value, step)
     if not isinstance(value, dict):
-        raise TransformError(f"{shown(step)} of {_kind(value)}, which is not an object")
+        raise TransformError(f"{quoted(step)} of {_kind(value)}, which is not an object")
     if step not in value:
-        names = ", ".join(shown(name) for name in list(value)[:5]) or "nothing"
-        raise TransformError(f"there is no {shown(step)} in an object with {names}")
+        names = ", ".join(quoted(name) for name in list(value)[:5]) or "nothing"
+        raise TransformError(f"there is no {quoted(step)} in an object with {names}")
     return value[step]
 
 
@@ -124,29 +125,29 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
 
-# The one in C is ten times as fast, but not everywhere.
+# The loader in C is ten times as fast, but not every installation has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_YAML_CHARS = 32 * 1024
 """The loader in Python takes 40 s per MB."""
 _OPENING = re.compile(r"[{\[]")
-_MAX_YAML_DEPTH = 50  # deeper ones take it time in the square of that
-_MAX_STARTS = 100  # places in a text where JSON may begin
-_MAX_READ_CHARS = 2 * MAX_CHARS  # from all of them to the end
+_MAX_YAML_DEPTH = 50  # the loader's time is quadratic in the depth
+_MAX_JSON_STARTS = 100  # positions in a text where the parser looks for JSON
+_MAX_READ_CHARS = 2 * MAX_CHARS  # characters from all these positions to the end
 
 
 def json() -> Function:
-    """The JSON value in a text: all of it, in a block of code, or between other words."""
+    """The JSON value in a text: the whole text, a code block, or a part between other words."""
     return lambda text: json_text(_json_value(text))
 
 
 def json_path(path: str) -> Function:
-    """What is at a path of the JSON value in a text."""
+    """The value at a path of the JSON value in a text."""
     steps = parse_path(path)
     return lambda text: to_text(select(_json_value(text), steps))
 
 
 def yaml_path(path: str) -> Function:
-    """What is at a path of the YAML document in a text: all of it, or in a block of code."""
+    """The value at a path of the YAML document in a text: the whole text or a code block."""
     steps = parse_path(path)
     return lambda text: to_text(select(_yaml_value(text), steps))
 
@@ -159,12 +160,12 @@ def _json_value(text: str) -> Any:
             return decoder.decode(candidate)
         except (ValueError, RecursionError) as error:
             problem = problem or error
-    for start in _starts(text):
+    for start in _json_starts(text):
         try:
             return decoder.raw_decode(text, start)[0]
         except (ValueError, RecursionError):
             continue
-    raise TransformError(f"there is no JSON in {shown(text)}: {problem}") from problem
+    raise TransformError(f"there is no JSON in {quoted(text)}: {problem}") from problem
 
 
 def _yaml_value(text: str) -> Any:
@@ -179,15 +180,15 @@ def _yaml_value(text: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = error
     reason = " ".join(str(problem).split())
-    raise TransformError(f"{shown(candidate)} is not YAML: {reason}") from problem
+    raise TransformError(f"{quoted(candidate)} is not YAML: {reason}") from problem
 
 
 def _check_yaml(text: str) -> None:
-    """Raises TransformError for what takes few characters and much time or memory, and
-    yaml.YAMLError."""
+    """Raises TransformError for YAML that takes much time or memory for its size, and
+    yaml.YAMLError for invalid YAML."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
-        # An alias stands for a copy of what it names: a few lines can stand for gigabytes.
+        # An alias expands to a copy of its anchor: a few lines can expand to gigabytes.
         if isinstance(event, yaml.AliasEvent):
             raise TransformError("the YAML has an alias (*name), which is not supported")
         if isinstance(event, yaml.CollectionStartEvent):
@@ -199,7 +200,7 @@ def _check_yaml(text: str) -> None:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """The same as JSON knows it: keys and dates are text."""
+    """A YAML value as a JSON value: keys and dates become text."""
     if isinstance(value, dict):
         return {_key(key): _with_text_keys(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -221,10 +222,10 @@ def _whole_texts(text: str, languages: tuple[str, ...]) -> Iterator[str]:
         yield block.strip()
 
 
-def _starts(text: str) -> Iterator[int]:
-    """Where an object or a list may begin, from the front."""
+def _json_starts(text: str) -> Iterator[int]:
+    """Positions where a JSON object or list may begin, in ascending order."""
     budget = _MAX_READ_CHARS
-    for start in itertools.islice(_OPENING.finditer(text), _MAX_STARTS):
+    for start in itertools.islice(_OPENING.finditer(text), _MAX_JSON_STARTS):
         budget -= len(text) - start.start()
         if budget < 0:
             return

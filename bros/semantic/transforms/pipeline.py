@@ -1,11 +1,11 @@
-"""All transforms by name, and several of them one after another: `strip | json_path($.a) | upper`.
+"""The registry of transforms, and the parser for pipelines: `strip | json_path($.a) | upper`.
 
     transforms = transform ("|" transform)*
-    transform  = name ["(" argument ("," argument)* ")"] ["[" place or low:high "]"]
+    transform  = name ["(" argument ("," argument)* ")"] ["[" index or low:high "]"]
 
-Arguments may be in single or double quotes, and must be if they have white space at an end, or a
-comma or bracket without its counterpart. In both forms \\n, \\t, \\r, \\\\, \\" and \\' mean what
-they mean in Python; every other backslash stays, so that regular expressions need no more of them.
+Arguments may be in single or double quotes. They must be quoted if they begin or end with white
+space, or contain a comma or an unmatched bracket. Quoted or not, \\n, \\t, \\r, \\\\, \\" and \\'
+mean the same as in Python; any other backslash is kept, so regular expressions need no escapes.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ from bros.semantic.transforms.steps import (
     ArgumentError,
     Function,
     TransformError,
-    at_place,
-    check_parts,
+    check_length,
     check_size,
-    shown,
+    item_at,
+    quoted,
     to_text,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """make: of the arguments, raises ArgumentError.
-    usage: how it is written. Between `least` and `most` arguments are taken.
-    gives_list: one part can be taken with [i], some with [i:j].
+    """A transform in the registry.
+
+    usage: its syntax, for messages.
+    make: creates the transform from its arguments; raises ArgumentError.
+    min_arguments: fewest arguments.
+    max_arguments: most arguments.
+    gives_list: whether it returns a list, of which [i] and [i:j] take parts.
     """
 
     usage: str
     make: Callable[..., Function]
-    least: int = 0
-    most: int = 0
+    min_arguments: int = 0
+    max_arguments: int = 0
     gives_list: bool = False
 
 
@@ -79,7 +83,7 @@ MAX_SOURCE_CHARS = 4096
 MAX_STEPS = 16
 
 _NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*")
-_PLACE = re.compile(
+_INDEX = re.compile(
     r"\[\s*(?:(?P<index>-?[0-9]{1,9})|(?P<low>-?[0-9]{1,9})?\s*(?P<range>:)\s*(?P<high>-?[0-9]{1,9})?)\s*\]"
 )
 _QUOTED = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')\s*(?=[,)])""", re.DOTALL)
@@ -91,16 +95,16 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 class _Step:
     written: str
     function: Function
-    place: int | slice | None
+    index: int | slice | None
 
     def __call__(self, text: str) -> str:
         value = self.function(text)
         if isinstance(value, list):
-            check_parts(len(value))
-            if isinstance(self.place, int):
-                value = at_place(value, self.place)
-            elif self.place is not None:
-                value = value[self.place]
+            check_length(len(value))
+            if isinstance(self.index, int):
+                value = item_at(value, self.index)
+            elif self.index is not None:
+                value = value[self.index]
         result = to_text(value)
         check_size(result)
         return result
@@ -108,16 +112,18 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Transforms:
-    """Some transforms as one, pure and bounded: in text (MAX_CHARS), in parts of lists (MAX_PARTS)
-    and in time, which is that of reading such a text MAX_STEPS times; a regular expression is
-    stopped. Two of the same source are equal."""
+    """A pipeline of transforms. It is pure, and equal to another one with the same source.
+
+    Its texts are bounded by MAX_CHARS, its lists by MAX_PARTS, and its time by MAX_STEPS passes
+    over such a text. A regular expression has a timeout.
+    """
 
     source: str
     _steps: tuple[_Step, ...] = field(repr=False, compare=False)
 
     def __call__(self, text: str) -> str:
-        """The text after the last of them; a list is JSON. Raises TransformError, which names
-        the transform that failed."""
+        """Apply all transforms; a list becomes JSON. Raises TransformError that names the
+        transform that failed."""
         try:
             check_size(text)
         except TransformError as error:
@@ -131,10 +137,10 @@ class Transforms:
 
 
 def parse_transforms(source: str, param: str = "transforms") -> Transforms | None:
-    """The transforms that a text names; None if it is blank.
+    """Parse a pipeline; None if the source is blank.
 
-    Raises InvalidRequestError (`param`) if it is not written as in the grammar, names a transform
-    that there is not, or gives one arguments that it does not take.
+    Raises InvalidRequestError (`param`) for a syntax error, an unknown transform, or wrong
+    arguments.
     """
     if not source.strip():
         return None
@@ -145,7 +151,7 @@ def parse_transforms(source: str, param: str = "transforms") -> Transforms | Non
 
 
 class _Parser:
-    """Reads one source from left to right."""
+    """A recursive-descent parser for one source."""
 
     def __init__(self, source: str, param: str) -> None:
         self._source = source
@@ -173,14 +179,14 @@ class _Parser:
             self._refuse(_unknown(name[1]))
         self._at = name.end()
         arguments = self._arguments() if self._next() == "(" else []
-        function = self._made(entry, arguments, start)
-        place = self._place(entry) if self._next() == "[" else None
-        return _Step(self._source[start : self._at].strip(), function, place)
+        function = self._build(entry, arguments, start)
+        index = self._index(entry) if self._next() == "[" else None
+        return _Step(self._source[start : self._at].strip(), function, index)
 
-    def _made(self, entry: Entry, arguments: Sequence[str], start: int) -> Function:
+    def _build(self, entry: Entry, arguments: Sequence[str], start: int) -> Function:
         after = self._at
-        self._at = start  # of which an error is about
-        if not entry.least <= len(arguments) <= entry.most:
+        self._at = start  # errors refer to the start of the transform
+        if not entry.min_arguments <= len(arguments) <= entry.max_arguments:
             self._refuse(
                 f"It is written {entry.usage}, and here {len(arguments)} arguments are found (one "
                 "with a comma must be in quotes)"
@@ -193,7 +199,7 @@ class _Parser:
         return function
 
     def _arguments(self) -> list[str]:
-        """From the opening bracket to behind the closing one."""
+        """Parse from the opening parenthesis to after the closing one."""
         opened = self._at
         arguments: list[str] = []
         if self._source[opened:].removeprefix("(").lstrip().startswith(")"):
@@ -201,17 +207,17 @@ class _Parser:
             self._skip_space()
             return arguments
         while self._next() != ")" or not arguments:
-            self._at += 1  # behind the bracket or a comma
+            self._at += 1  # skip the parenthesis or a comma
             arguments.append(self._argument(opened))
         self._at += 1
         self._skip_space()
         return arguments
 
     def _argument(self, opened: int) -> str:
-        quoted = _QUOTED.match(self._source, self._at)
-        if quoted is not None:
-            self._at = quoted.end()
-            text: str = quoted[1] if quoted[1] is not None else quoted[2]
+        match = _QUOTED.match(self._source, self._at)
+        if match is not None:
+            self._at = match.end()
+            text: str = match[1] if match[1] is not None else match[2]
         else:
             start = self._at
             self._skip_bare(opened)
@@ -220,7 +226,7 @@ class _Parser:
         return _ESCAPE.sub(lambda escape: meaning.get(escape[1], escape[1]), text)
 
     def _skip_bare(self, opened: int) -> None:
-        """To the comma or bracket that ends an argument, over pairs of brackets."""
+        """Skip an unquoted argument, up to a comma or parenthesis outside of inner brackets."""
         expected: list[str] = []
         while self._at < len(self._source):
             mark = self._source[self._at]
@@ -236,10 +242,10 @@ class _Parser:
         self._at = opened
         self._refuse("A bracket or quote is not closed; text with such marks must be in quotes")
 
-    def _place(self, entry: Entry) -> int | slice:
-        found = _PLACE.match(self._source, self._at)
+    def _index(self, entry: Entry) -> int | slice:
+        found = _INDEX.match(self._source, self._at)
         if found is None:
-            self._refuse("Here a place such as [0], [-1] or [1:3] is expected")
+            self._refuse("Here an index such as [0], [-1] or [1:3] is expected")
         if not entry.gives_list:
             self._refuse(f"{entry.usage} does not give a list of which to take a part")
         self._at = found.end()
@@ -258,11 +264,11 @@ class _Parser:
 
     def _refuse(self, reason: str) -> NoReturn:
         rest = self._source[self._at :].strip()
-        place = f"at {shown(rest)}" if rest else "at the end"
-        raise InvalidRequestError(f"Transforms, {place}: {reason}.", param=self._param)
+        position = f"at {quoted(rest)}" if rest else "at the end"
+        raise InvalidRequestError(f"Transforms, {position}: {reason}.", param=self._param)
 
 
 def _unknown(name: str) -> str:
     close = difflib.get_close_matches(name, REGISTRY, n=1)
     hint = f"perhaps {close[0]} is meant" if close else "there are " + ", ".join(REGISTRY)
-    return f"There is no transform {shown(name)}; {hint}"
+    return f"There is no transform {quoted(name)}; {hint}"

@@ -1,4 +1,4 @@
-"""The single transforms over text, lists, numbers and patterns, and what all transforms share."""
+"""The transforms for text, lists, numbers and patterns, and helpers of all transforms."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import regex as regex_library
 from bros.core.errors import BrosError
 
 MAX_CHARS = 4 * 1024 * 1024
-"""Of a text before and after each transform."""
+"""Longest text before and after each transform."""
 MAX_PARTS = 100_000
-"""Of a list."""
+"""Longest list."""
 _SHOWN_CHARS = 60
 
 Function = Callable[[str], str | list[Any]]
@@ -24,46 +24,46 @@ Function = Callable[[str], str | list[Any]]
 
 
 class TransformError(BrosError):
-    """A text is not what a transform takes; the message says what was expected and found."""
+    """A transform cannot process a text; the message says what it expected and found."""
 
 
 class ArgumentError(ValueError):
-    """A transform is written with arguments that it does not take."""
+    """The arguments of a transform are invalid."""
 
 
-def shown(text: str) -> str:
-    """A text as an error message quotes it: shortened, on one line."""
+def quoted(text: str) -> str:
+    """A text as quoted in an error message: shortened, on one line."""
     if len(text) > _SHOWN_CHARS:
         text = text[:_SHOWN_CHARS] + "..."
     return repr(text)
 
 
 def to_text(value: Any) -> str:
-    """A text as it is, everything else as JSON. Raises TransformError if JSON has no such value."""
+    """A string unchanged, other values as JSON. Raises TransformError if JSON cannot express it."""
     return value if isinstance(value, str) else json_text(value)
 
 
 def json_text(value: Any) -> str:
-    """Everything as JSON, texts too. Raises TransformError if JSON has no such value."""
+    """A value as JSON, strings too. Raises TransformError if JSON cannot express it."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise TransformError(f"the value cannot be written as JSON: {error}") from error
 
 
-def whole_number(argument: str, least: int | None = None) -> int:
-    """An argument as a number. Raises ArgumentError unless it is one of at most 9 digits."""
+def whole_number(argument: str, minimum: int | None = None) -> int:
+    """Parse an argument as an integer of at most 9 digits. Raises ArgumentError."""
     digits = argument.removeprefix("-")
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 9):
-        raise ArgumentError(f"{shown(argument)} is not a whole number")
+        raise ArgumentError(f"{quoted(argument)} is not a whole number")
     number = int(argument)
-    if least is not None and number < least:
-        raise ArgumentError(f"{argument} is less than {least}")
+    if minimum is not None and number < minimum:
+        raise ArgumentError(f"{argument} is less than {minimum}")
     return number
 
 
 def check_size(text: str) -> None:
-    """Raises TransformError for a text that is too long or cannot be written as UTF-8."""
+    """Raises TransformError for a text that is too long or cannot be encoded as UTF-8."""
     if len(text) > MAX_CHARS:
         raise TransformError(f"the text has {len(text)} characters, more than {MAX_CHARS}")
     try:
@@ -72,17 +72,17 @@ def check_size(text: str) -> None:
         raise TransformError("the text holds half a character (a lone surrogate)") from error
 
 
-def check_parts(count: int) -> None:
+def check_length(count: int) -> None:
     """Raises TransformError for a list that is too long."""
     if count > MAX_PARTS:
         raise TransformError(f"the list has {count} parts, more than {MAX_PARTS}")
 
 
-def at_place(parts: Sequence[Any], place: int) -> Any:
-    """One part, counted from the end if negative. Raises TransformError if there is none."""
-    if not -len(parts) <= place < len(parts):
-        raise TransformError(f"there is no part [{place}] in a list of {len(parts)}")
-    return parts[place]
+def item_at(parts: Sequence[Any], index: int) -> Any:
+    """The part at an index, which may be negative. Raises TransformError if it is out of range."""
+    if not -len(parts) <= index < len(parts):
+        raise TransformError(f"there is no part [{index}] in a list of {len(parts)}")
+    return parts[index]
 
 
 _HOLE = "{}"
@@ -101,8 +101,8 @@ def upper() -> Function:
 
 
 def truncate(length: str) -> Function:
-    """The first so many characters."""
-    kept = whole_number(length, least=0)
+    """The first `length` characters."""
+    kept = whole_number(length, minimum=0)
     return lambda text: text[:kept]
 
 
@@ -110,7 +110,7 @@ def template(form: str) -> Function:
     """The form with the text in place of each {}."""
     holes = form.count(_HOLE)
     if not holes:
-        raise ArgumentError("the text around needs a {} where the value goes")
+        raise ArgumentError("the template needs a {} for the value")
 
     def fill(text: str) -> str:
         if len(form) + holes * len(text) > MAX_CHARS:
@@ -125,34 +125,34 @@ _BULLET = re.compile(r"\s*[-*+•]\s+(\S.*)")
 
 
 def lines() -> Function:
-    """The lines that are not blank, without the white space around them."""
+    """The non-blank lines, stripped."""
     return lambda text: _not_empty(text.split("\n"))
 
 
 def split(separator: str) -> Function:
-    """What stands between separators, as it is."""
+    """The parts between separators, unchanged."""
     if not separator:
         raise ArgumentError("the separator is empty")
 
     def parts(text: str) -> list[str]:
-        check_parts(text.count(separator) + 1)
+        check_length(text.count(separator) + 1)
         return text.split(separator)
 
     return parts
 
 
 def comma_list() -> Function:
-    """What stands between commas, without the white space around it and without empty parts."""
+    """The non-empty parts between commas, stripped."""
     return lambda text: _not_empty(text.split(","))
 
 
 def numbered_list() -> Function:
-    """The items of "1. ..." or "1) ...", a line each; other lines are left out."""
+    """The items of lines such as "1. ..." or "1) ..."; other lines are ignored."""
     return lambda text: _items(text, _NUMBERED, "numbered item such as '1. ...'")
 
 
 def markdown_list() -> Function:
-    """The items of "- ...", a line each, with any of Markdown's marks; other lines are left out."""
+    """The items of lines such as "- ...", with any Markdown bullet; other lines are ignored."""
     return lambda text: _items(text, _BULLET, "item such as '- ...'")
 
 
@@ -165,7 +165,7 @@ def join(separator: str) -> Function:
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, list):
-            raise TransformError(f"{shown(text)} is not a list")
+            raise TransformError(f"{quoted(text)} is not a list")
         return separator.join(map(to_text, value))
 
     return joined
@@ -178,37 +178,37 @@ def _not_empty(parts: list[str]) -> list[str]:
 def _items(text: str, pattern: re.Pattern[str], what: str) -> list[str]:
     found = [match[1].rstrip() for line in text.split("\n") if (match := pattern.match(line))]
     if not found:
-        raise TransformError(f"there is no {what} in {shown(text)}")
+        raise TransformError(f"there is no {what} in {quoted(text)}")
     return found
 
 
 _TRUE = frozenset({"true", "yes", "y", "1", "on"})
 _FALSE = frozenset({"false", "no", "n", "0", "off"})
-_AROUND = " \t\r\n\"'`*.,!"  # what models like to put around a word
+_DECORATION = " \t\r\n\"'`*.,!"  # characters that models like to put around a word
 _INTEGER = re.compile(r"([+-]?)([0-9]{1,1000}|[0-9]{1,3}(?:,[0-9]{3}){1,300})\.?")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_MAX_CHARS = 2000  # of a number or a date
+_MAX_CHARS = 2000  # longest number, date or format
 
 
 def boolean() -> Function:
-    """true or false, for yes, no, 1, 0, on, off and the like."""
+    """true or false, from yes, no, 1, 0, on, off and the like."""
 
     def checked(text: str) -> str:
-        word = _bare(text).lower()
+        word = _undecorated(text).lower()
         if word not in _TRUE | _FALSE:
-            raise TransformError(f"{shown(text)} is neither true nor false")
+            raise TransformError(f"{quoted(text)} is neither true nor false")
         return "true" if word in _TRUE else "false"
 
     return checked
 
 
 def integer() -> Function:
-    """A whole number in decimal digits; commas between thousands and a full stop are dropped."""
+    """An integer in decimal digits; thousands separators and a final period are dropped."""
 
     def checked(text: str) -> str:
         match = _INTEGER.fullmatch(text.strip())
         if match is None:
-            raise TransformError(f"{shown(text)} is not a whole number")
+            raise TransformError(f"{quoted(text)} is not a whole number")
         digits = match[2].replace(",", "").lstrip("0") or "0"
         return "-" + digits if match[1] == "-" and digits != "0" else digits
 
@@ -216,22 +216,22 @@ def integer() -> Function:
 
 
 def number() -> Function:
-    """A number in decimal digits, as the double next to it is written."""
+    """A number as the repr of the nearest double."""
 
     def checked(text: str) -> str:
         word = text.strip()
         if len(word) > _MAX_CHARS or not _NUMBER.fullmatch(word):
-            raise TransformError(f"{shown(text)} is not a number")
+            raise TransformError(f"{quoted(text)} is not a number")
         value = float(word)
         if not math.isfinite(value):
-            raise TransformError(f"{shown(text)} is too large a number")
+            raise TransformError(f"{quoted(text)} is too large a number")
         return repr(value)
 
     return checked
 
 
 def enum(*options: str) -> Function:
-    """One of the options, as it is written there; case, quotes and full stops do not matter."""
+    """The matching option; case and surrounding quotes and punctuation are ignored."""
     names = [name.strip() for option in options for name in option.split("|")]
     if not all(names):
         raise ArgumentError("an option is empty")
@@ -240,16 +240,16 @@ def enum(*options: str) -> Function:
         raise ArgumentError("two options are the same")
 
     def checked(text: str) -> str:
-        for word in (text.strip(), _bare(text)):
+        for word in (text.strip(), _undecorated(text)):
             if word.casefold() in known:
                 return known[word.casefold()]
-        raise TransformError(f"{shown(text)} is none of {', '.join(names)}")
+        raise TransformError(f"{quoted(text)} is none of {', '.join(names)}")
 
     return checked
 
 
 def date_and_time(form: str = "") -> Function:
-    """A date in a format of strftime (or ISO 8601), as ISO 8601."""
+    """A date in a strptime format (by default ISO 8601), as ISO 8601."""
     if form:
         _check_format(form)
 
@@ -261,28 +261,28 @@ def date_and_time(form: str = "") -> Function:
             moment = datetime.strptime(word, form) if form else datetime.fromisoformat(word)
         except ValueError as error:
             expected = f"in the format {form}" if form else "as in 2001-02-03T04:05:06"
-            raise TransformError(f"{shown(text)} is not a date {expected}") from error
+            raise TransformError(f"{quoted(text)} is not a date {expected}") from error
         return moment.isoformat()
 
     return checked
 
 
 def _check_format(form: str) -> None:
-    """Raises ArgumentError if strptime does not know it."""
+    """Raises ArgumentError if strptime does not accept the format."""
     if len(form) > _MAX_CHARS:
         raise ArgumentError("the format is too long")
     try:
         datetime.strptime("", form)
     except ValueError as error:
         if "does not match" not in str(error):
-            raise ArgumentError(f"{shown(form)} is not a format of dates: {error}") from error
+            raise ArgumentError(f"{quoted(form)} is not a format of dates: {error}") from error
     except (re.error, IndexError) as error:
-        raise ArgumentError(f"{shown(form)} has a directive twice") from error
+        raise ArgumentError(f"{quoted(form)} has a directive twice") from error
 
 
-def _bare(text: str) -> str:
-    """Without what models like to put around an answer of one word."""
-    return text.strip(_AROUND)
+def _undecorated(text: str) -> str:
+    """A one-word answer without the decoration that models put around it."""
+    return text.strip(_DECORATION)
 
 
 REGEX_TIMEOUT_S = 0.25
@@ -294,42 +294,44 @@ _TAG_NAME = re.compile(r"[A-Za-z_][\w.:-]*")
 
 
 def regex(pattern: str, group: str = "0") -> Function:
-    """The first match of a pattern, or one group of it by number or name."""
+    """The first match of a pattern, or one of its groups by number or name."""
     if len(pattern) > _MAX_PATTERN_CHARS:
         raise ArgumentError(f"the pattern has more than {_MAX_PATTERN_CHARS} characters")
     if _RECURSION.search(pattern):
-        raise ArgumentError("patterns that contain themselves are not supported")
+        raise ArgumentError("recursive patterns are not supported")
     if _expanded_size(pattern) > _MAX_PATTERN_SIZE:
-        raise ArgumentError(f"{shown(pattern)} has too large numbers of repetitions")
+        raise ArgumentError(f"{quoted(pattern)} has too large numbers of repetitions")
     try:
         compiled = regex_library.compile(pattern)
-    except Exception as error:  # the library lets errors of its own code through, too
-        raise ArgumentError(f"{shown(pattern)} is not a regular expression: {error}") from error
+    except Exception as error:  # the library also raises its internal errors
+        raise ArgumentError(f"{quoted(pattern)} is not a regular expression: {error}") from error
     key: str | int = int(group) if group.isascii() and group.isdigit() else group
     if key not in compiled.groupindex and key not in range(compiled.groups + 1):
-        raise ArgumentError(f"the pattern has no group {shown(group)}")
+        raise ArgumentError(f"the pattern has no group {quoted(group)}")
 
     def search(text: str) -> str:
         try:
             match = compiled.search(text, timeout=REGEX_TIMEOUT_S, concurrent=True)
         except TimeoutError as error:
             raise TransformError(
-                f"{shown(pattern)} took longer than {REGEX_TIMEOUT_S:g} s"
+                f"{quoted(pattern)} took longer than {REGEX_TIMEOUT_S:g} s"
             ) from error
         except MemoryError as error:
-            raise TransformError(f"{shown(pattern)} took too much memory") from error
+            raise TransformError(f"{quoted(pattern)} took too much memory") from error
         found: str | None = None if match is None else match[key]
         if found is None:
-            what = shown(pattern) if match is None else f"group {shown(group)}"
-            raise TransformError(f"{what} does not match {shown(text)}")
+            what = quoted(pattern) if match is None else f"group {quoted(group)}"
+            raise TransformError(f"{what} does not match {quoted(text)}")
         return found
 
     return search
 
 
 def _expanded_size(pattern: str) -> int:
-    """Not less than the atoms of a pattern once the library has written out all a{n}, which it
-    does before it matches anything: at most everything so far is repeated."""
+    """An upper bound of the atoms of a pattern after the library has expanded all a{n}.
+
+    The library does so before it matches. Each count repeats at most everything before it.
+    """
     size, at = 0, 0
     for counted in _COUNTED.finditer(pattern):
         times = [int(digits[:9]) for digits in re.findall(r"[0-9]+", counted[0])]
@@ -339,9 +341,9 @@ def _expanded_size(pattern: str) -> int:
 
 
 def xml_tag(name: str) -> Function:
-    """What stands between the first <name> and the </name> that closes it."""
+    """The text between the first <name> and its matching </name>."""
     if not _TAG_NAME.fullmatch(name):
-        raise ArgumentError(f"{shown(name)} is not the name of a tag")
+        raise ArgumentError(f"{quoted(name)} is not the name of a tag")
     tag = re.compile(rf"<{re.escape(name)}(?:\s[^<>]*)?>|</{re.escape(name)}\s*>|<{name}/>")
 
     def inside(text: str) -> str:
@@ -358,19 +360,19 @@ def xml_tag(name: str) -> Function:
                 start = start or mark.end()
                 depth += 1
         missing = f"</{name}>" if start else f"<{name}>"
-        raise TransformError(f"there is no {missing} in {shown(text)}")
+        raise TransformError(f"there is no {missing} in {quoted(text)}")
 
     return inside
 
 
 def code_block(language: str = "") -> Function:
-    """The first block between fences (``` or ~~~), of a language if one is given."""
+    """The first fenced code block (``` or ~~~), of a language if one is given."""
 
     def inside(text: str) -> str:
         found = find_code_block(text, (language.lower(),) if language else ())
         if found is None:
             kind = f" of {language}" if language else ""
-            raise TransformError(f"there is no block of code{kind} in {shown(text)}")
+            raise TransformError(f"there is no block of code{kind} in {quoted(text)}")
         return found
 
     return inside
@@ -387,7 +389,7 @@ class _Fence(NamedTuple):
 
 
 def find_code_block(text: str, languages: tuple[str, ...]) -> str | None:
-    """The first fenced block in one of these languages, () for any; one may end with the text."""
+    """The first fenced block in one of these languages, () for any; it need not be closed."""
     opened: _Fence | None = None
     block: list[str] = []
     for line in text.split("\n"):
@@ -406,7 +408,7 @@ def find_code_block(text: str, languages: tuple[str, ...]) -> str | None:
 
 
 def _fence(line: str) -> _Fence | None:
-    """A line as CommonMark's fences are: three marks or more, and the language after them."""
+    """Parse a CommonMark fence: three or more marks, then the language. None for other lines."""
     rest = line.strip()
     if not rest.startswith(("```", "~~~")):
         return None

@@ -12,7 +12,7 @@ from starlette.responses import Response
 import bros
 from bros.core.errors import BrosError
 from bros.core.request import NO_HINTS, ServiceClass, Slo
-from bros.semantic.service.runner import Joined
+from bros.semantic.service.runner import PlainCall
 from bros.server import http as offload
 from bros.server.http import UntilClientLeaves
 from bros.server.openai.calls import Call, Tier, slo_of, tier_of, tier_used
@@ -34,7 +34,7 @@ class Exchange:
         slo: Slo,
         tenant: str,
         arrival_s: float,
-        joined: Joined | None = None,
+        joined: PlainCall | None = None,
     ) -> None:
         """arrival_s: on the state's clock; objectives count from then. joined: the session that
         the call is part of."""
@@ -135,7 +135,7 @@ async def respond(
     request: Request,
     call: Call,
     arrival_s: float,
-    joined: Joined | None = None,
+    joined: PlainCall | None = None,
     deadline_ms: float | None = None,
 ) -> Response:
     """Answer a call that came over HTTP. joined: the session that it is part of. deadline_ms: if
@@ -159,7 +159,7 @@ async def respond(
 
 
 def _exchange(
-    state: ServerState, call: Call, slo: Slo, arrival_s: float, joined: Joined | None
+    state: ServerState, call: Call, slo: Slo, arrival_s: float, joined: PlainCall | None
 ) -> Exchange:
     body = call.body
     return Exchange(

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from bros.core.errors import InvalidRequestError
 from bros.core.request import FinishReason
 from bros.semantic.schema import MAX_NAME_CHARS
-from bros.semantic.service.runner import Joined
+from bros.semantic.service.runner import PlainCall
 from bros.server.openai.calls import to_milliseconds
 from bros.server.operations.metrics import RequestObserver
 from bros.server.state import ServerState
@@ -24,7 +24,7 @@ _DEADLINE_FIELD = "bros_deadline_ms"
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@~-]{0,127}")
 
 
-def join(request: Request, fields: Mapping[str, Any]) -> Joined | None:
+def join(request: Request, fields: Mapping[str, Any]) -> PlainCall | None:
     """The session a request says it belongs to, by header or in the metadata of its body; None
     if it says nothing.
 
@@ -79,7 +79,7 @@ class JoinedObserver:
     choices is the first one."""
 
     def __init__(
-        self, joined: Joined, observer: RequestObserver, *, num_choices: int, prompt_tokens: int
+        self, joined: PlainCall, observer: RequestObserver, *, num_choices: int, prompt_tokens: int
     ) -> None:
         self._joined = joined
         self._observer = observer
