@@ -624,37 +624,66 @@ async def test_engine_death_after_the_end_does_not_matter() -> None:
 # ---- Slots: what comes while the reader is busy is merged
 
 
+class CollectingSink:
+    """Keeps what it is given. ready: its answers in turn, then True."""
+
+    def __init__(self, ready: Sequence[bool] = ()) -> None:
+        self.deltas: list[TextDelta] = []
+        self._ready = iter(ready)
+
+    def ready(self) -> bool:
+        return next(self._ready, True)
+
+    def put(self, deltas: Sequence[TextDelta]) -> None:
+        assert deltas and all(delta.finish_reason is None for delta in deltas)
+        self.deltas += deltas
+
+
+async def read(generation: Generation, sink: CollectingSink | None = None) -> list[TextDelta]:
+    """All deltas. sink: the one that they are forwarded to whenever that is possible."""
+    found: list[TextDelta] = [] if sink is None else sink.deltas
+    while deltas := await generation.ready():
+        found += deltas
+        if sink is not None:
+            await generation.forward(sink)
+    return found
+
+
 @given(
     puts=st.lists(
         st.tuples(st.integers(0, 2), st.text(st.sampled_from("abé世"), max_size=3)), max_size=12
     ),
     taken_after=st.sets(st.integers(0, 14)),
     stops=st.sampled_from(((), ("b",), ("é世",))),
+    ready=st.lists(st.booleans(), max_size=8) | st.none(),
 )
 def test_any_turns_of_putting_and_taking_give_the_same_answer(
-    puts: list[tuple[int, str]], taken_after: set[int], stops: tuple[str, ...]
+    puts: list[tuple[int, str]],
+    taken_after: set[int],
+    stops: tuple[str, ...],
+    ready: list[bool] | None,
 ) -> None:
+    """ready: what a sink says to which deltas are forwarded; None if a reader waits for them."""
     script = [*puts, (0, "a"), (1, "é"), (2, "b")]
     last = {index: i for i, (index, _) in enumerate(script)}
 
-    async def run(taken_after: Collection[int]) -> tuple[list[TextDelta], int]:
-        engine, deltas = ScriptedEngine(), list[TextDelta]()
+    async def run(
+        taken_after: Collection[int], sink: CollectingSink | None
+    ) -> tuple[list[TextDelta], int]:
+        engine = ScriptedEngine()
         generation = await start(engine, n=3, stop=stops, logprobs=0)
+        reading = asyncio.ensure_future(read(generation, sink))
         for i, (index, text) in enumerate(script):
             end = FinishReason.LENGTH if last[index] == i else None
             engine.say(text, end, to=f"r-{index}", logprobs=True, cached=index)
             if i in taken_after:
-                reading = asyncio.ensure_future(generation.ready())
-                await asyncio.sleep(0)
-                if reading.done():
-                    deltas += reading.result()
-                reading.cancel()  # it waits, as what came was after a stop string
-        while ready := await generation.ready():
-            deltas += ready
-        return deltas, generation.num_output_tokens
+                await settled()
+        return await reading, generation.num_output_tokens
 
-    merged, num_merged = asyncio.run(run(taken_after))
-    single, num_single = asyncio.run(run(range(len(script))))
+    merged, num_merged = asyncio.run(
+        run(taken_after, None if ready is None else CollectingSink(ready))
+    )
+    single, num_single = asyncio.run(run(range(len(script)), None))
     assert num_merged == num_single
     for index in range(3):
         ours = [delta for delta in merged if delta.index == index]
@@ -664,6 +693,63 @@ def test_any_turns_of_putting_and_taking_give_the_same_answer(
             ends = [delta.finish_reason is not None for delta in deltas]
             assert ends == [*[False] * (len(deltas) - 1), True], "once, and last"
         assert _joined(ours) == _joined(theirs)
+
+
+async def test_outputs_that_arrive_in_one_turn_are_forwarded_as_one_delta() -> None:
+    engine, sink = ScriptedEngine(), CollectingSink()
+    generation = await start(engine, n=2)
+    reading = asyncio.ensure_future(read(generation, sink))
+    await settled()
+    engine.say("a", to="r-1")
+    await settled()
+    for text in "bcd":
+        engine.say(text, to="r-1")
+        engine.say(text.upper(), to="r-0")
+    await settled()
+    assert [(delta.index, delta.text) for delta in sink.deltas] == [
+        (1, "a"),
+        (1, "bcd"),
+        (0, "BCD"),
+    ]
+    await generation.aclose()
+    assert await reading is sink.deltas
+
+
+async def test_an_engine_that_dies_ends_the_forwarding_after_all_deltas() -> None:
+    engine, sink = ScriptedEngine(), CollectingSink()
+    generation = await start(engine)
+    reading = asyncio.ensure_future(read(generation, sink))
+    await settled()
+    engine.say("a")
+    await settled()
+    engine.say("b")
+    engine.streams["r"].put(EngineDeadError("gone"))
+    with pytest.raises(EngineDeadError, match="gone"):
+        await reading
+    assert "".join(delta.text for delta in sink.deltas) == "ab"
+
+
+async def test_a_sink_that_fails_fails_its_own_reader_only() -> None:
+    class BrokenSink(CollectingSink):
+        def put(self, deltas: Sequence[TextDelta]) -> None:
+            raise ZeroDivisionError
+
+    engine, sink = ScriptedEngine(), CollectingSink()
+    both = generator(engine)
+    broken, fine = [await both.start([PROMPT], SamplingParams()) for _ in range(2)]
+    ids = [request.request_id for request in engine.submitted]
+    readers = [
+        asyncio.ensure_future(read(broken, BrokenSink())),
+        asyncio.ensure_future(read(fine, sink)),
+    ]
+    for text in "ab":
+        for request_id in ids:
+            engine.say(text, to=request_id)
+        await settled()
+    engine.say("c", FinishReason.LENGTH, to=ids[1])
+    with pytest.raises(ZeroDivisionError):
+        await readers[0]
+    assert "".join(delta.text for delta in await readers[1]) == "abc"
 
 
 def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
