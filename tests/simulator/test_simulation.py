@@ -342,7 +342,7 @@ def test_what_arrives_after_the_end_is_not_counted_although_a_step_runs_on() -> 
 
 def test_a_device_that_takes_no_time_is_refused() -> None:
     nothing = CostModel(constant_s=0.0, token_s=0.0, sample_s=0.0, pair_s=0.0, context_s=0.0)
-    with pytest.raises(ConfigError, match="a step takes no time"):
+    with pytest.raises(ConfigError, match="steps take no time"):
         run(scenario("fcfs", steps=nothing))
 
 
