@@ -1,7 +1,7 @@
-"""Summarize a text chapter by chapter, each time with what has been said so far.
+"""Summarize a text chapter by chapter, extending the summary so far.
 
-A chain: each call needs the one before. The server has the whole chain from the beginning, so
-between two calls nothing goes to the client and back.
+This is a chain: each call needs the output of the previous one. The server has the whole chain from
+the start, so there is no round trip to the client between two calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import bros.semantic as P
     sampling={"temperature": 0.0, "max_tokens": 50},
     transforms={"summary": "strip"},
 )
-def go_on(so_far: P.SemanticVariable, chapter: str):
+def extend_summary(so_far: P.SemanticVariable, chapter: str):
     """Summary so far: {{so_far}}
 
     Next part: {{chapter}}
@@ -28,12 +28,12 @@ def go_on(so_far: P.SemanticVariable, chapter: str):
 
 
 def main() -> None:
-    given = arguments(__doc__.splitlines()[0], chapters=(6, "how many parts the text has"))
+    given = arguments(__doc__.splitlines()[0], chapters=(6, "number of chapters"))
     with open_session(given) as session:
         began = time.perf_counter()
         summary: P.SemanticVariable | str = "nothing yet"
         for chapter in chapters(given.chapters):
-            summary = go_on(summary, chapter)
+            summary = extend_summary(summary, chapter)
         print(summary.get(perf=P.LATENCY))
         print(f"\n{time.perf_counter() - began:.1f} s")
         show_graph(session)

@@ -1,4 +1,4 @@
-"""What the examples share: where they run, what they read, and what they show at the end."""
+"""Shared by the examples: options, a text to summarize, and a summary of the calls."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ CHAPTERS = (
 
 
 def arguments(description: str, **numbers: tuple[int, str]) -> argparse.Namespace:
-    """--url and --model, and for each of `numbers` an option with its default and help."""
+    """Parse --url, --model, and an option per entry of `numbers`: name -> (default, help)."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--url", help="a bros server; without it a model runs in this process")
-    parser.add_argument("--model", help="which model that is; without it the embedded one")
+    parser.add_argument("--url", help="a bros server (default: run the model in this process)")
+    parser.add_argument("--model", help="model for this process (default: the embedded one)")
     for name, (default, text) in numbers.items():
-        shown = f"{text} (default: {default})"
-        parser.add_argument(f"--{name}", type=int, default=default, help=shown)
+        help_text = f"{text} (default: {default})"
+        parser.add_argument(f"--{name}", type=int, default=default, help=help_text)
     return parser.parse_args()
 
 
@@ -54,12 +54,12 @@ def open_session(given: argparse.Namespace) -> P.Session:
 
 
 def chapters(count: int) -> list[str]:
-    """So many; the same again if there are not enough."""
+    """`count` chapters, repeated if there are not enough."""
     return [" ".join(CHAPTERS[i % len(CHAPTERS)].split()) for i in range(count)]
 
 
 def show_graph(session: P.Session) -> None:
-    """One line about each kind of call: how the server saw it, and what was shared."""
+    """Print a line per kind of call, and the number of shared prompt tokens."""
     requests = session.inspect()["requests"]
     kinds = Counter((r["name"], str(r["service_class"] or "client"), r["stage"]) for r in requests)
     print(f"\n{len(requests)} calls:")

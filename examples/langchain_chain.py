@@ -1,7 +1,7 @@
-"""A chain of LangChain prompts that is sent to bros unrendered, with `pip install .[langchain]`.
+"""A chain of LangChain prompts that the server renders. Requires `pip install .[langchain]`.
 
-LangChain would render the first prompt, wait for the answer, and render the second one with it.
-Here both prompts go out together, and the second call begins on the server.
+LangChain would render the first prompt, wait for the response, and render the second prompt with
+it. Here the client submits both prompts together, and the server starts the second call itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
             print(piece, end="", flush=True)
         print()
         if given.url is not None:
-            # Ordinary requests can be part of the same session.
+            # Ordinary requests can join the same session.
             model = BrosChat(url=given.url, session=session.id, node="answer", max_tokens=40)
             print(model.invoke("What do seals eat?").content)
         show_graph(session)

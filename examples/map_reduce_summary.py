@@ -1,7 +1,7 @@
-"""Summarize the chapters of a text at once, then the summaries together.
+"""Map-reduce: summarize the chapters of a text in parallel, then combine the summaries.
 
-The server sees that the last call waits for all others together: it runs them as one group, with
-as many in a batch as it can, and only the last call as somebody waits for it.
+The server sees that the last call needs all others: it runs these as a task group, in as large
+batches as possible, and only the last call is latency-sensitive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def combine(summaries: list[P.SemanticVariable]):
 
 
 def main() -> None:
-    given = arguments(__doc__.splitlines()[0], chapters=(8, "how many parts the text has"))
+    given = arguments(__doc__.splitlines()[0], chapters=(8, "number of chapters"))
     with open_session(given) as session:
         began = time.perf_counter()
         story = combine([summarize(chapter) for chapter in chapters(given.chapters)])

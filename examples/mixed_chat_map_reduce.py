@@ -1,7 +1,7 @@
-"""A map-reduce summary in the background while somebody chats, on one engine.
+"""A map-reduce summary in the background of a chat, on one engine.
 
-Nobody waits for the summary (THROUGHPUT), so it takes the time that the answers of the chat, which
-somebody reads as they come (TTFT), leave over.
+The summary is best-effort (THROUGHPUT) and uses the time that the streamed chat responses (TTFT)
+leave over.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def chat(question: str):
 def main() -> None:
     given = arguments(
         __doc__.splitlines()[0],
-        chapters=(8, "how many parts the text has"),
-        questions=(4, "how many are asked meanwhile"),
+        chapters=(8, "number of chapters"),
+        questions=(4, "number of chat questions"),
     )
     with open_session(given) as session:
         began = time.perf_counter()

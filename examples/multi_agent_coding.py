@@ -1,7 +1,7 @@
 """An architect, coders and reviewers write a small program together, in rounds.
 
-Every coder sees the architect's plan, every reviewer all files, every revision its review. Most of
-each prompt is what another one begins with, too, so the server computes it once.
+Every coder gets the architect's plan, every reviewer all files, every revision its review. Most of
+each prompt is a prefix shared with other prompts, which the server computes once.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def count_lines(files: list[P.SemanticVariable]) -> P.SemanticVariable:
 def main() -> None:
     given = arguments(
         __doc__.splitlines()[0],
-        files=(2, "how many files the program has"),
-        rounds=(3, "how often they are reviewed"),
+        files=(2, "number of files"),
+        rounds=(3, "rounds of review"),
     )
     with open_session(given) as session:
         began = time.perf_counter()

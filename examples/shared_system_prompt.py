@@ -1,7 +1,7 @@
 """Several users talk to one assistant that has a long system prompt.
 
-The prompt is computed once and shared by all, also across sessions; while answers are generated, a
-batch of them reads it once.
+The server computes the KV of the system prompt once and shares it, also across sessions. Each
+decode step reads it once for the whole batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def talk(question: str) -> None:
 
 
 async def main() -> None:
-    given = arguments(__doc__.splitlines()[0], users=(6, "how many ask, after the first one"))
+    given = arguments(__doc__.splitlines()[0], users=(6, "number of users after the first one"))
     session = open_session(given)
     async with session:
         await talk("What is this museum about?")

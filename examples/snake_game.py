@@ -1,7 +1,7 @@
-"""Two calls of which one needs the other: the example of the Parrot paper (figure 7).
+"""Two dependent calls: the example of the Parrot paper (figure 7).
 
-It asks for one value after the other, so the second call is not wanted before the first is done;
-`P.gather(code, test)` would ask for both at once.
+It gets one value after the other, so the second call is requested only after the first has ended;
+`P.gather(code, test)` would request both at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import bros.semantic as P
 from bros.semantic import LATENCY
 
 
-# fmt: off  (as printed there)
+# fmt: off  (as printed in the paper)
 @P.SemanticFunction
 def WritePythonCode(task: P.SemanticVariable):
     """You are an expert software engineer.

@@ -1,1 +1,1 @@
-"""`bros bench`: what hybrid load a server can carry within its objectives, seen from outside."""
+"""`bros bench`: sends a hybrid load to a server and measures attainment and throughput."""

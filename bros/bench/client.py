@@ -1,4 +1,4 @@
-"""Sends planned requests and writes down what came back, and when."""
+"""Sends planned requests and records the responses and their timing."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import aiohttp
 
-from bros.bench.dialects import Wording
+from bros.bench.dialects import RequestFormat
 from bros.bench.plan import Planned
 from bros.core.sse import Event, EventReader, EventTooLongError
 
-# ---- What became of one request, by the client's own clock.
+# ---- The record of one request, by the client's clock.
 #
 #     due_s          sent_s       chunks                            end_s
 #       |--- lag ------|--- ttft ---|-- gap --|-- gap --| ... --------|
 #
-# All times are seconds after the start of the run. Requests that fail are records like others.
+# Times are in seconds after the start of the run. A request that fails has a record as well.
 
 
 class Outcome(StrEnum):
     """How a request ended.
 
-    COMPLETED: with a finish reason and all its tokens. CUT: the stream ended, or the answer has
-    fewer tokens than were forced. REFUSED: 429 or 503. FAILED: another status, an error event,
-    something that is no answer, or a broken connection. OPEN: still running at the end.
+    COMPLETED: with a finish reason and all its tokens.
+    CUT: the stream ended early, or the response has fewer tokens than were forced.
+    REFUSED: status 429 or 503.
+    FAILED: another status, an error event, an invalid response, or a broken connection.
+    OPEN: still running when the run ended.
     """
 
     COMPLETED = "completed"
@@ -46,15 +48,14 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class Record:
-    """One request.
+    """One request and its response.
 
-    due_s: when it was to be sent.
-    sent_s: when it was (None: never).
-    chunk_times_s: when each piece of text (or, without text, each token) came.
-    prompt_tokens, output_tokens, cached_tokens: as the server counts them in `usage`; None if it
-        does not say.
-    tier: the service tier that the answer names.
-    detail: why it was not completed, for people.
+    due_s: when the plan sends it.
+    sent_s: when the client sent it; None if it never did.
+    chunk_times_s: arrival of each chunk of text (or, without text, of each token).
+    prompt_tokens, output_tokens, cached_tokens: from the server's `usage`; None if it has none.
+    tier: the service tier that the response names.
+    detail: human-readable reason why the request was not completed.
     """
 
     planned: Planned
@@ -72,18 +73,18 @@ class Record:
     detail: str | None = None
 
 
-# ---- What an answer of an OpenAI-compatible server says, read into a record.
+# ---- Parsing the response of an OpenAI-compatible server into a record.
 
 
 _DONE = b"[DONE]"
 _MAX_DETAIL_CHARS = 300
-# Where a chat's delta can have text or what stands for it.
-_SPOKEN = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "function_call")
-_UNFINISHED = {"abort": Outcome.CUT, "error": Outcome.FAILED}
+# Fields of a chat delta that count as output.
+_TEXT_KEYS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "function_call")
+_UNFINISHED_REASONS = {"abort": Outcome.CUT, "error": Outcome.FAILED}
 
 
 class Failure(Exception):
-    """The answer is none, or not a whole one."""
+    """The response is invalid or incomplete."""
 
     def __init__(self, outcome: Outcome, detail: str) -> None:
         super().__init__(detail)
@@ -91,38 +92,38 @@ class Failure(Exception):
         self.detail = detail
 
 
-class AnswerReader:
-    """Takes the events of one answer. done: the server has said that nothing follows."""
+class ResponseReader:
+    """Reads the events of one response into its record. done: the server has sent [DONE]."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
         self.done = False
 
-    def take(self, event: Event, at_s: float) -> None:
-        """Raises Failure for an error event or something that is no chunk."""
+    def feed(self, event: Event, at_s: float) -> None:
+        """Raises Failure for an error event or an invalid chunk."""
         if event.data == _DONE:
             self.done = True
         elif event.data and not self.done:
             try:
                 chunk = json.loads(event.data)
                 if event.kind == "error" or "error" in chunk or chunk.get("object") == "error":
-                    raise Failure(Outcome.FAILED, f"error event: {_message(chunk)}")
+                    raise Failure(Outcome.FAILED, f"error event: {_error_message(chunk)}")
                 self._take_chunk(chunk, at_s)
             except (ValueError, TypeError, AttributeError, RecursionError):
                 shown = _shorten(event.data.decode("utf-8", "replace"))
                 raise Failure(Outcome.FAILED, f"not a chunk: {shown}") from None
 
     def end(self, at_s: float, expected_tokens: int | None) -> None:
-        """Nothing follows. Raises Failure unless the answer is whole.
+        """End of the stream. Raises Failure unless the response is complete.
 
-        expected_tokens: how many it must have, None if that is up to the server.
+        expected_tokens: the required number of output tokens; None if the server decides.
         """
         record = self._record
         reason, tokens = record.finish_reason, record.output_tokens
         if reason is None:
             raise Failure(Outcome.CUT, "the stream ended without a finish reason")
-        if reason in _UNFINISHED:
-            raise Failure(_UNFINISHED[reason], f"finish reason {reason!r}")
+        if reason in _UNFINISHED_REASONS:
+            raise Failure(_UNFINISHED_REASONS[reason], f"finish reason {reason!r}")
         if expected_tokens is not None and tokens is not None and tokens < expected_tokens:
             raise Failure(
                 Outcome.CUT, f"{tokens} of {expected_tokens} tokens, finish reason {reason!r}"
@@ -131,13 +132,13 @@ class AnswerReader:
 
     def _take_chunk(self, chunk: Mapping[str, Any], at_s: float) -> None:
         record = self._record
-        spoken = False
+        has_text = False
         for choice in chunk.get("choices") or ():
-            spoken = spoken or _speaks(choice)
+            has_text = has_text or _has_text(choice)
             reason = choice.get("finish_reason")
             if reason is not None:
                 record.finish_reason = str(reason)
-        if spoken:
+        if has_text:
             record.chunk_times_s.append(at_s)
         usage = chunk.get("usage")
         if usage is not None:
@@ -154,26 +155,26 @@ class AnswerReader:
 
 
 def describe_body(kind: str, body: bytes) -> str:
-    """What a body that is no event stream says, in a line. kind: its media type."""
+    """One line about a body that is not an event stream. kind: its media type."""
     text = body.decode("utf-8", "replace")
     if kind == "text/html" or text.lstrip()[:9].lower() in ("<!doctype", "<html>"):
         title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
         return f"a web page, {_shorten(title[1])!r}" if title else "a web page"
     try:
-        return _message(json.loads(text))
+        return _error_message(json.loads(text))
     except (ValueError, RecursionError):
         return _shorten(text) or "nothing"
 
 
-def _speaks(choice: Mapping[str, Any]) -> bool:
+def _has_text(choice: Mapping[str, Any]) -> bool:
     if choice.get("text") or choice.get("token_ids"):
         return True
     delta = choice.get("delta")
-    return bool(delta) and any(delta.get(name) for name in _SPOKEN)  # type: ignore[union-attr]
+    return bool(delta) and any(delta.get(name) for name in _TEXT_KEYS)  # type: ignore[union-attr]
 
 
-def _message(body: object) -> str:
-    """The message in an error's JSON: OpenAI's envelope, or what other servers use for it."""
+def _error_message(body: object) -> str:
+    """The message of a JSON error, in OpenAI's envelope or another server's."""
     found = body
     for name in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(name):
@@ -187,50 +188,48 @@ def _count(usage: Mapping[str, Any], name: str) -> int | None:
 
 
 def _shorten(text: str) -> str:
-    """One line of not too many characters."""
+    """One line of at most _MAX_DETAIL_CHARS characters."""
     line = " ".join(text[: 10 * _MAX_DETAIL_CHARS].split())
     return line if len(line) <= _MAX_DETAIL_CHARS else line[: _MAX_DETAIL_CHARS - 3] + "..."
 
 
-# ---- Requests over HTTP whose answers come in pieces, as they come from the network.
+# ---- HTTP requests with streamed responses.
 
 
 KEEP_ALIVE_S = 2.0
-"""Unused connections are closed after so long: before the server does it, which would break a
-request that is just being sent. uvicorn, under most of the servers, waits 5 s."""
+"""Idle connections are closed after this time, before the server closes them (uvicorn: 5 s) and
+breaks a request that is just being sent."""
 
 
 class TransportError(Exception):
-    """No answer, or no further one: the connection could not be made or broke."""
+    """The connection could not be established, or it broke."""
 
 
-class HttpAnswer(NamedTuple):
+class HttpResponse(NamedTuple):
     """headers: names in lower case.
-    pieces: the body; raises TransportError if it breaks off.
+    body: its bytes as they arrive; raises TransportError if the connection breaks.
     """
 
     status: int
     headers: Mapping[str, str]
-    pieces: AsyncIterator[bytes]
+    body: AsyncIterator[bytes]
 
 
-class Http(Protocol):
+class HttpTransport(Protocol):
     """Sends requests."""
 
     def post(
         self, url: str, body: bytes, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[HttpAnswer]:
-        """Entered when the head of the answer is there; leaving drops the rest of the body.
-
-        Entering raises TransportError.
-        """
+    ) -> AbstractAsyncContextManager[HttpResponse]:
+        """Entering sends the request and returns once the response headers have arrived; it raises
+        TransportError. Leaving drops the rest of the body."""
         ...
 
 
-class AiohttpHttp:
-    """Any number of connections, kept open between requests; no timeout but to connect.
+class AiohttpTransport:
+    """Keeps connections open between requests, without a limit on their number.
 
-    An asynchronous context manager; usable inside it.
+    Only connecting has a timeout. Use as an asynchronous context manager.
     """
 
     def __init__(self, connect_timeout_s: float = 30.0) -> None:
@@ -243,7 +242,7 @@ class AiohttpHttp:
             connector=connector,
             timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
-            # A gateway that compresses would hold chunks back.
+            # A gateway that compresses would delay chunks.
             headers={"accept-encoding": "identity", "user-agent": "bros-bench"},
         )
         return self
@@ -255,23 +254,23 @@ class AiohttpHttp:
     @asynccontextmanager
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[HttpAnswer]:
+    ) -> AsyncIterator[HttpResponse]:
         assert self._session is not None, "not entered"
         try:
             response = await self._session.post(
                 url, data=body, headers=headers, allow_redirects=False
             )
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise TransportError(_describe(error)) from error
+            raise TransportError(_describe_error(error)) from error
         try:
             names = {name.lower(): value for name, value in response.headers.items()}
-            yield HttpAnswer(response.status, names, _Pieces(response))
+            yield HttpResponse(response.status, names, _Body(response))
         finally:
             response.release()
 
 
-class _Pieces:
-    """The body of a response; each piece is all that has come since the one before."""
+class _Body:
+    """The body of a response; each item is all that has arrived since the last one."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._content = response.content
@@ -281,33 +280,33 @@ class _Pieces:
 
     async def __anext__(self) -> bytes:
         try:
-            piece = await self._content.readany()
+            data = await self._content.readany()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise TransportError(_describe(error)) from error
-        if not piece:
+            raise TransportError(_describe_error(error)) from error
+        if not data:
             raise StopAsyncIteration
-        return piece
+        return data
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     match error:
         case aiohttp.ClientConnectorError():
-            return f"cannot connect to {error.host}:{error.port}: {_reason(error.os_error)}"
+            return f"cannot connect to {error.host}:{error.port}: {_os_error_text(error.os_error)}"
         case aiohttp.ServerTimeoutError() | asyncio.TimeoutError():
             return "cannot connect: timed out"
         case aiohttp.ServerDisconnectedError():
-            return "the server closed the connection without an answer"
+            return "the server closed the connection without a response"
         case aiohttp.ClientPayloadError():
-            return "the connection broke in the middle of the answer"
+            return "the connection broke in the middle of the response"
         case aiohttp.InvalidURL():
             return f"not an address: {error}"
         case OSError():
-            return f"the connection broke: {_reason(error)}"
+            return f"the connection broke: {_os_error_text(error)}"
     return f"{type(error).__name__}: {error}"
 
 
-def _reason(error: OSError) -> str:
-    """In the system's own words; names that are not found have numbers below 0."""
+def _os_error_text(error: OSError) -> str:
+    """The system's text for `error`; failed name lookups have negative numbers."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error)
@@ -316,50 +315,50 @@ def _reason(error: OSError) -> str:
 logger = logging.getLogger(__name__)
 
 IDLE_S = 300.0
-"""How long a server may be silent by default: best-effort work can wait that long for its turn."""
+"""Default idle timeout of a stream: a best-effort request may be queued for this long."""
 
 LINGER_S = 0.005
-"""How long the end of a body is waited for after [DONE], so that the connection can be reused. It
-comes with it or right after; what follows an answer must not be late for it."""
+"""How long the client waits for the end of the body after [DONE], so that it can reuse the
+connection. The limit is short because it delays the next turn of a session."""
 
 _REFUSALS = frozenset({429, 503})
-_EXPLAIN_S = 5.0
-_EXPLAIN_BYTES = 1 << 16
+_ERROR_BODY_TIMEOUT_S = 5.0
+_ERROR_BODY_MAX_BYTES = 1 << 16
 
 Now = Callable[[], float]
 """Seconds since the start of the run."""
 
 Render = Callable[[Planned], tuple[Sequence[int], str]]
-"""The prompt of a request as token ids and as text."""
+"""Returns the prompt of a request as token ids and as text."""
 
 
 class Prepared(NamedTuple):
-    """The body of a request, or why there is none."""
+    """The body of a request. problem: why it could not be built; then the body is empty."""
 
     body: bytes
     problem: str | None = None
 
 
 class Client:
-    """One server, spoken to in one wording.
+    """Sends requests in one format to one server.
 
-    base_url: scheme, host and port, with or without `/v1`. idle_s: a server that sends nothing
-    for so long has stalled and the request has failed; None waits for ever.
+    base_url: scheme, host and port, with or without `/v1`.
+    idle_s: a request fails if the server sends nothing for this long; None waits forever.
     """
 
     def __init__(
         self,
-        http: Http,
+        http: HttpTransport,
         base_url: str,
-        wording: Wording,
+        request_format: RequestFormat,
         render: Render,
         *,
         api_key: str | None = None,
         idle_s: float | None = IDLE_S,
     ) -> None:
         self._http = http
-        self._url = base_url.rstrip("/").removesuffix("/v1") + wording.path
-        self._wording = wording
+        self._url = base_url.rstrip("/").removesuffix("/v1") + request_format.path
+        self._format = request_format
         self._render = render
         self._idle_s = idle_s
         self._headers = {"content-type": "application/json", "accept": "text/event-stream"}
@@ -367,19 +366,19 @@ class Client:
             self._headers["authorization"] = f"Bearer {api_key}"
 
     def prepare(self, planned: Planned) -> Prepared:
-        """What can be done before the time to send has come. Raises nothing."""
+        """Build the body ahead of the send time. Never raises."""
         try:
             token_ids, text = self._render(planned)
-            return Prepared(self._wording.body(planned, token_ids, text))
+            return Prepared(self._format.body(planned, token_ids, text))
         except Exception as error:
-            logger.exception("%s cannot be written", planned.name)
-            return Prepared(b"", f"the request cannot be written: {_name(error)}")
+            logger.exception("cannot build the request %s", planned.name)
+            return Prepared(b"", f"the request cannot be built: {_error_text(error)}")
 
     async def send(self, record: Record, prepared: Prepared, now: Now) -> float | None:
-        """Send now and fill in `record` until the answer has ended, however it ends.
+        """Send the request now and fill in `record` until the response has ended.
 
-        Cancelled, it leaves the record open with what has come. Returns for how many seconds a
-        server that refused wants to be left alone, if it says so.
+        On cancellation the record stays OPEN with the chunks so far. Returns the server's
+        Retry-After in seconds if it sent one.
         """
         if prepared.problem is not None:
             record.end_s = now()
@@ -387,10 +386,10 @@ class Client:
             return None
         record.sent_s = now()
         try:
-            async with asyncio.timeout(self._idle_s) as patience:
-                async with self._http.post(self._url, prepared.body, self._headers) as answer:
-                    record.status = answer.status
-                    return await self._receive(record, answer, now, patience)
+            async with asyncio.timeout(self._idle_s) as idle_timeout:
+                async with self._http.post(self._url, prepared.body, self._headers) as response:
+                    record.status = response.status
+                    return await self._receive(record, response, now, idle_timeout)
         except Failure as failure:
             outcome, detail = failure.outcome, failure.detail
         except (TransportError, EventTooLongError) as error:
@@ -399,48 +398,48 @@ class Client:
             outcome, detail = Outcome.FAILED, f"stalled: nothing came for {self._idle_s:g} s"
         except Exception as error:
             logger.exception("%s failed in the client", record.planned.name)
-            outcome, detail = Outcome.FAILED, f"the client failed: {_name(error)}"
-        if record.outcome is Outcome.OPEN:  # else it had ended before the connection did
+            outcome, detail = Outcome.FAILED, f"the client failed: {_error_text(error)}"
+        if record.outcome is Outcome.OPEN:  # else the response was complete before the error
             record.end_s = now()
             record.outcome = outcome
             record.detail = detail + _progress(record)
         return None
 
     async def _receive(
-        self, record: Record, answer: HttpAnswer, now: Now, patience: asyncio.Timeout
+        self, record: Record, response: HttpResponse, now: Now, idle_timeout: asyncio.Timeout
     ) -> float | None:
-        kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if answer.status == 200 and kind == "text/event-stream":
-            await self._read(record, answer.pieces, now, patience)
+        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if response.status == 200 and kind == "text/event-stream":
+            await self._read(record, response.body, now, idle_timeout)
             return None
         arrived_s = now()
-        patience.reschedule(None)
-        what = describe_body(kind, await _beginning(answer.pieces))
+        idle_timeout.reschedule(None)
+        what = describe_body(kind, await _read_error_body(response.body))
         record.end_s = arrived_s
-        record.outcome = Outcome.REFUSED if answer.status in _REFUSALS else Outcome.FAILED
-        if answer.status == 200:
+        record.outcome = Outcome.REFUSED if response.status in _REFUSALS else Outcome.FAILED
+        if response.status == 200:
             what = f"not an event stream: {what}"
-        record.detail = f"{answer.status}: {what}"
-        return _retry_after_s(answer.headers)
+        record.detail = f"{response.status}: {what}"
+        return _retry_after_s(response.headers)
 
     async def _read(
         self,
         record: Record,
-        pieces: AsyncIterator[bytes],
+        body: AsyncIterator[bytes],
         now: Now,
-        patience: asyncio.Timeout,
+        idle_timeout: asyncio.Timeout,
     ) -> None:
-        events, reader = EventReader(), AnswerReader(record)
+        events, reader = EventReader(), ResponseReader(record)
         loop_time = asyncio.get_running_loop().time
-        expected = record.planned.output_tokens if self._wording.forces(record.planned) else None
+        expected = record.planned.output_tokens if self._format.forces(record.planned) else None
         idle_s = self._idle_s
         at_s = now()
-        async for piece in pieces:
+        async for data in body:
             at_s = now()
             if idle_s is not None:
-                patience.reschedule(loop_time() + idle_s)
-            for event in events.feed(piece):
-                reader.take(event, at_s)
+                idle_timeout.reschedule(loop_time() + idle_s)
+            for event in events.feed(data):
+                reader.feed(event, at_s)
             if reader.done:
                 break
         else:
@@ -449,20 +448,20 @@ class Client:
         if reader.done:
             with contextlib.suppress(TransportError, TimeoutError):
                 async with asyncio.timeout(LINGER_S):
-                    async for _ in pieces:
+                    async for _ in body:
                         pass
 
 
-async def _beginning(pieces: AsyncIterator[bytes]) -> bytes:
-    """What explains a failure; what does not come soon is not waited for."""
-    body = b""
+async def _read_error_body(body: AsyncIterator[bytes]) -> bytes:
+    """The start of an error response, limited in size and time."""
+    content = b""
     with contextlib.suppress(TransportError, TimeoutError):
-        async with asyncio.timeout(_EXPLAIN_S):
-            async for piece in pieces:
-                body += piece
-                if len(body) >= _EXPLAIN_BYTES:
+        async with asyncio.timeout(_ERROR_BODY_TIMEOUT_S):
+            async for data in body:
+                content += data
+                if len(content) >= _ERROR_BODY_MAX_BYTES:
                     break
-    return body[:_EXPLAIN_BYTES]
+    return content[:_ERROR_BODY_MAX_BYTES]
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
@@ -472,7 +471,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
     return None
 
 
-def _name(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

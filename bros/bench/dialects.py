@@ -1,4 +1,4 @@
-"""How requests are put into words for each kind of server.
+"""The body of a request for each kind of server.
 
              class and objectives            exact lengths             prompt
 bros         service_tier, slo               ignore_eos, min_tokens    token ids
@@ -26,7 +26,7 @@ _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class Endpoint(StrEnum):
-    """Which of OpenAI's interfaces is used: text that is continued, or a chat."""
+    """OpenAI's completions or chat completions."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -34,29 +34,29 @@ class Endpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What one kind of server understands beyond OpenAI's own fields.
+    """The fields that one kind of server takes beyond OpenAI's own.
 
-    terms: says the class and the objectives of a request.
-    force: asks for exactly so many tokens; None if the server has no means to.
+    class_fields: the fields for the service class and the objectives of a request.
+    length_fields: the fields that force the exact output length; None if the server has none.
     token_ids: whether completions take prompts as token ids.
     """
 
     name: str
-    terms: Callable[[Planned], Fields]
-    force: Callable[[Planned], Fields] | None
+    class_fields: Callable[[Planned], Fields]
+    length_fields: Callable[[Planned], Fields] | None
     token_ids: bool
 
     @property
     def has_classes(self) -> bool:
-        """Whether it can be told what is best-effort."""
-        return self.terms is not _no_terms
+        """Whether a request can name its service class."""
+        return self.class_fields is not _no_class_fields
 
 
-def _no_terms(planned: Planned) -> Fields:
+def _no_class_fields(planned: Planned) -> Fields:
     return {}
 
 
-def _bros_terms(planned: Planned) -> Fields:
+def _bros_class_fields(planned: Planned) -> Fields:
     tier = "flex" if planned.service_class is ServiceClass.BE else "default"
     slo = planned.slo
     named = {"ttft_ms": slo.ttft_s, "tpot_ms": slo.tpot_s, "deadline_ms": slo.deadline_s}
@@ -64,21 +64,21 @@ def _bros_terms(planned: Planned) -> Fields:
     return {"service_tier": tier, "slo": asked} if asked else {"service_tier": tier}
 
 
-def _vllm_terms(planned: Planned) -> Fields:
-    """Lower goes first; 0, the default, is left out as servers without the policy refuse others."""
+def _vllm_class_fields(planned: Planned) -> Fields:
+    """Lower runs first, 0 is the default. Without priority scheduling vLLM rejects other values."""
     return {"priority": 10} if planned.service_class is ServiceClass.BE else {}
 
 
-def _sglang_terms(planned: Planned) -> Fields:
-    """Higher goes first, and displaces what runs only if it is more than 10 higher (defaults)."""
+def _sglang_class_fields(planned: Planned) -> Fields:
+    """Higher runs first; by default it preempts only if it is more than 10 higher."""
     return {"priority": 0 if planned.service_class is ServiceClass.BE else 100}
 
 
-def _force(planned: Planned) -> Fields:
+def _exact_length(planned: Planned) -> Fields:
     return {"ignore_eos": True, "min_tokens": planned.output_tokens}
 
 
-def _force_transformers(planned: Planned) -> Fields:
+def _exact_length_transformers(planned: Planned) -> Fields:
     settings = {"do_sample": False, "min_new_tokens": planned.output_tokens}
     return {"generation_config": _to_json(settings)}
 
@@ -87,33 +87,31 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {
         dialect.name: dialect
         for dialect in (
-            Dialect("bros", _bros_terms, _force, token_ids=True),
-            Dialect("vllm", _vllm_terms, _force, token_ids=True),
-            Dialect("sglang", _sglang_terms, _force, token_ids=True),
-            Dialect("transformers", _no_terms, _force_transformers, token_ids=False),
-            Dialect("plain", _no_terms, None, token_ids=False),
+            Dialect("bros", _bros_class_fields, _exact_length, token_ids=True),
+            Dialect("vllm", _vllm_class_fields, _exact_length, token_ids=True),
+            Dialect("sglang", _sglang_class_fields, _exact_length, token_ids=True),
+            Dialect("transformers", _no_class_fields, _exact_length_transformers, token_ids=False),
+            Dialect("plain", _no_class_fields, None, token_ids=False),
         )
     }
 )
 
 
 def dialect_of(name: str) -> Dialect:
-    """Raises ConfigError, which lists the names, for one that is not known."""
+    """Raises ConfigError, which lists the names, for an unknown name."""
     if name not in DIALECTS:
         raise ConfigError(f"no dialect is called {name!r}; there are {', '.join(DIALECTS)}")
     return DIALECTS[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wording:
-    """All that shapes a request's body besides the request.
+class RequestFormat:
+    """Everything that determines the body of a request besides the request itself.
 
-    classes: False hides from the server what is real-time and what is best-effort, and the
-        objectives with it.
-    ignore_eos: sends `ignore_eos` to a server whose dialect has no exact lengths, for those that
-        know the field.
-    token_ids: None is what the dialect can.
-    extra: further fields of the body; they win over all others.
+    classes: whether the body names the service class and the objectives.
+    ignore_eos: send `ignore_eos` although the dialect cannot force exact output lengths.
+    token_ids: whether prompts are token ids; None: if the dialect supports them.
+    extra: further fields of the body; they override all others.
     """
 
     dialect: Dialect
@@ -130,11 +128,11 @@ class Wording:
         return "/v1/chat/completions" if self.endpoint is Endpoint.CHAT else "/v1/completions"
 
     def forces(self, planned: Planned) -> bool:
-        """Whether the answer must have `planned.output_tokens` tokens."""
-        return planned.forced and (self.dialect.force is not None or self.ignore_eos)
+        """Whether the response must have exactly `planned.output_tokens` tokens."""
+        return planned.forced and (self.dialect.length_fields is not None or self.ignore_eos)
 
     def body(self, planned: Planned, token_ids: Sequence[int], text: str) -> bytes:
-        """The request as JSON; the prompt is `token_ids` or `text`, whichever is taken."""
+        """The request as JSON. The prompt is either `token_ids` or `text`."""
         fields: Fields = {"model": self.model}
         if self.endpoint is Endpoint.CHAT:
             fields["messages"] = [{"role": "user", "content": text}]
@@ -150,8 +148,8 @@ class Wording:
             "stream_options": {"include_usage": True},
         }
         if self.forces(planned):
-            force = self.dialect.force or _force
-            fields |= force(planned)
+            length_fields = self.dialect.length_fields or _exact_length
+            fields |= length_fields(planned)
         if self.classes:
-            fields |= self.dialect.terms(planned)
+            fields |= self.dialect.class_fields(planned)
         return _to_json(fields | dict(self.extra)).encode("ascii")

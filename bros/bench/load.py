@@ -1,8 +1,8 @@
-"""Sends a load at its times and keeps a backlog in flight, for as long as the run lasts.
+"""Sends the sessions of a run at their arrival times and keeps a backlog in flight beside them.
 
-sessions   ---s1-----------s2--s3------------>   open loop: whatever the others do
-lane 1     [be1      ][be3   ][be4        ][be    }  cancelled, recorded as open
-lane 2     [be2              ][be5  ][be6         }
+sessions   ---s1-----------s2--s3------------>   open loop: arrivals wait for nothing
+worker 1   [be1      ][be3   ][be4        ][be    }  closed loop; cancelled at the end and
+worker 2   [be2              ][be5  ][be6         }  recorded as OPEN
            0                              duration_s
 """
 
@@ -18,17 +18,17 @@ from bros.bench.client import Now, Outcome, Prepared, Record
 from bros.bench.plan import Planned, Session
 from bros.core.clock import Clock
 
-# ---- Whether a client disturbed what it measured.
+# ---- Whether the client kept up.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientHealth:
     """Whether the client kept its own schedule.
 
-    lateness: sent minus due, of the requests of sessions (0 without any); None if not known.
-
-    cpu_share: of all cores, used by the client's process.
-    fell_behind: p99 was too late.
+    lateness_*_s: send time minus due time of the open-loop requests (0 without any); None if
+        unknown.
+    cpu_share: share of all cores that the client's process used.
+    fell_behind: whether lateness_p99_s exceeds MAX_LATE_P99_S.
     """
 
     lateness_p50_s: float | None
@@ -39,25 +39,25 @@ class ClientHealth:
 
 
 PREPARE_AHEAD_S = 1.0
-"""Prompts of sessions are written so long before they are due, out of the way of the sending. The
-run begins so long after `drive` is called, for the sake of the first ones."""
+"""How long before its due time the client builds a request of a session. The run begins this long
+after `drive` is called, so that the first requests are built in time as well."""
 
 MAX_LATE_P99_S = 0.010
-"""A client that sends later than this has not sent the load that was asked for."""
+"""With a later p99 the client has not sent the requested load."""
 
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 5.0
-"""After each failure in a row a lane of the backlog rests twice as long as before."""
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+"""The backoff of a backlog worker doubles with each consecutive failure."""
 
-LONGEST_OBEYED_S = 30.0
-"""A longer Retry-After is shortened to this."""
+MAX_RETRY_AFTER_S = 30.0
+"""Limit on the Retry-After that a worker respects."""
 
 
-_RESOLUTION_S = 1e-9  # of the loop's clock: no use in waiting for less
+_RESOLUTION_S = 1e-9  # of the event loop's clock
 
 
 class LoadSender(Protocol):
-    """What client.Client does."""
+    """The part of client.Client that `drive` uses."""
 
     def prepare(self, planned: Planned) -> Prepared: ...
 
@@ -66,12 +66,12 @@ class LoadSender(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedLoad:
-    """What one run sends.
+    """The requests of one run.
 
-    sessions: sorted by time.
-    backlog: taken from as needed, `in_flight` at a time; its end ends the backlog.
-    drain_s: how long after `duration_s` open requests may go on while nothing new is sent; those
-        that are still open then are cancelled.
+    sessions: the open loop, sorted by time.
+    backlog: the closed loop, of which `in_flight` requests run at a time until it is exhausted.
+    drain_s: how long after `duration_s` open requests may continue; no request is sent then, and
+        the rest is cancelled afterwards.
     """
 
     duration_s: float
@@ -83,8 +83,8 @@ class OfferedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """records: of all requests that were due, in the order they were.
-    elapsed_s: of the run, with what was drained; less than planned if it was stopped.
+    """records: of all requests that came due, by due time.
+    elapsed_s: duration of the run including the drain; shorter if the run was stopped.
     """
 
     records: list[Record]
@@ -96,7 +96,7 @@ class LoadResult:
 Work = Coroutine[Any, Any, None]
 
 OnProgress = Callable[[float, Sequence[Record]], None]
-"""Told the seconds since the start and the records so far, which are still being filled in."""
+"""Called with the seconds since the start and the records so far, which still change."""
 
 
 async def drive(
@@ -110,10 +110,11 @@ async def drive(
     progress_s: float = 0.5,
     stop: asyncio.Event | None = None,
 ) -> LoadResult:
-    """Run `load` to its end. Requests that fail are records; nothing is raised for them.
+    """Run `load` to its end. A failed request is recorded and raises nothing.
 
-    cpu_s: processor seconds used by this process so far. stop: ends the run at once when set.
-    An error of the plan itself (its iterator, `on_progress`) ends the run in an ExceptionGroup.
+    cpu_s: returns the processor seconds used by this process so far.
+    stop: setting it ends the run at once.
+    Raises ExceptionGroup if the backlog's iterator or `on_progress` raises.
     """
     started_unix_s, started_cpu_s = clock.unix_time() + PREPARE_AHEAD_S, cpu_s()
     run = _Run(load, sender, clock)
@@ -129,7 +130,7 @@ async def drive(
 
 
 class _Run:
-    """One run. records: of what was due so far."""
+    """One run. records: of the requests that have come due so far."""
 
     def __init__(self, load: OfferedLoad, sender: LoadSender, clock: Clock) -> None:
         self._load = load
@@ -137,7 +138,7 @@ class _Run:
         self._clock = clock
         self._start_s = clock.now() + PREPARE_AHEAD_S
         self._end_s = load.duration_s  # when sending ends
-        self._opened = 0  # sessions that have a task
+        self._num_opened = 0  # sessions that have a task
         self._waiting: dict[str, Record] = {}  # prepared, not yet sent
         self._open_loop: list[Record] = []
         self.records: list[Record] = []
@@ -146,7 +147,7 @@ class _Run:
         return self._clock.now() - self._start_s
 
     def lateness_s(self) -> list[float]:
-        """Of the requests of sessions; one that was never sent is late until the end."""
+        """Of the open-loop requests; an unsent request counts as late until the end of the run."""
         return [
             max(0.0, (self._end_s if record.sent_s is None else record.sent_s) - record.due_s)
             for record in self._open_loop
@@ -164,9 +165,9 @@ class _Run:
                 task.add_done_callback(tasks.discard)
 
             for _ in range(self._load.in_flight):
-                spawn(self._lane())
+                spawn(self._run_worker())
             spawn(self._open_sessions(spawn))
-            await self._watch(on_progress, progress_s, stop)
+            await self._report_until_end(on_progress, progress_s, stop)
             if stop.is_set():
                 self._end_s = min(self._end_s, self.now())
             elif tasks and self._load.drain_s > 0:
@@ -177,10 +178,10 @@ class _Run:
         if on_progress is not None:
             on_progress(self.now(), self.records)
 
-    async def _watch(
+    async def _report_until_end(
         self, on_progress: OnProgress | None, progress_s: float, stop: asyncio.Event
     ) -> None:
-        await self._until(0.0)
+        await self._sleep_until(0.0)
         while not stop.is_set() and (left_s := self._load.duration_s - self.now()) > _RESOLUTION_S:
             try:
                 async with asyncio.timeout(min(left_s, progress_s)):
@@ -193,12 +194,12 @@ class _Run:
         for session in self._load.sessions:
             if session.at_s >= self._end_s:
                 return
-            await self._until(session.at_s - PREPARE_AHEAD_S)
-            spawn(self._converse(session))
-            self._opened += 1
+            await self._sleep_until(session.at_s - PREPARE_AHEAD_S)
+            spawn(self._run_session(session))
+            self._num_opened += 1
 
-    async def _converse(self, session: Session) -> None:
-        """A failed turn is an answered one: what is sent does not depend on what comes back."""
+    async def _run_session(self, session: Session) -> None:
+        """Send all turns, also after a failed one: the load must not depend on the responses."""
         due_s = ended_s = session.at_s
         for number, turn in enumerate(session.turns):
             if number:
@@ -208,46 +209,46 @@ class _Run:
             ended_s = await self._send_at(turn.request, due_s)
 
     async def _send_at(self, planned: Planned, due_s: float) -> float:
-        """When the answer had ended."""
+        """Returns the time at which the response ended."""
         record = self._waiting[planned.name] = Record(planned=planned, due_s=due_s)
         prepared = self._sender.prepare(planned)
-        await self._until(due_s)
+        await self._sleep_until(due_s)
         del self._waiting[planned.name]
         self.records.append(record)
         self._open_loop.append(record)
         await self._sender.send(record, prepared, self.now)
         return self.now() if record.end_s is None else record.end_s
 
-    async def _lane(self) -> None:
-        """One request after the other; a server that fails is not hammered."""
+    async def _run_worker(self) -> None:
+        """Send one request after the other, with a backoff after failures."""
         failures = 0
         while self.now() < self._end_s:
             planned = next(self._load.backlog, None)
             if planned is None:
                 return
             prepared = self._sender.prepare(planned)
-            await self._until(0.0)
+            await self._sleep_until(0.0)
             record = Record(planned=planned, due_s=self.now())
             self.records.append(record)
-            asked_s = await self._sender.send(record, prepared, self.now)
+            retry_after_s = await self._sender.send(record, prepared, self.now)
             if record.outcome is Outcome.COMPLETED:
                 failures = 0
                 continue
             failures += 1
-            pause_s = min(FIRST_PAUSE_S * 2 ** min(failures - 1, 30), LONGEST_PAUSE_S)
-            pause_s = max(pause_s, min(asked_s or 0.0, LONGEST_OBEYED_S))
-            if self.now() + pause_s >= self._end_s:
+            backoff_s = min(FIRST_BACKOFF_S * 2 ** min(failures - 1, 30), MAX_BACKOFF_S)
+            backoff_s = max(backoff_s, min(retry_after_s or 0.0, MAX_RETRY_AFTER_S))
+            if self.now() + backoff_s >= self._end_s:
                 return
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(backoff_s)
 
-    async def _until(self, time_s: float) -> None:
+    async def _sleep_until(self, time_s: float) -> None:
         while (wait_s := time_s - self.now()) > _RESOLUTION_S:
             await asyncio.sleep(wait_s)
 
     def _add_unsent(self) -> None:
-        """What was due before the end but never sent, because the client was too slow."""
+        """Record the requests that came due but were not sent because the client was too slow."""
         late = [record for record in self._waiting.values() if record.due_s < self._end_s]
-        for session in self._load.sessions[self._opened :]:
+        for session in self._load.sessions[self._num_opened :]:
             if session.turns and session.at_s < self._end_s:
                 late.append(Record(planned=session.turns[0].request, due_s=session.at_s))
         self.records += late

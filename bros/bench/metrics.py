@@ -1,19 +1,19 @@
-"""What a server was like, from what a client saw of it.
+"""Latency, attainment and throughput of a server, from the client's records.
 
-Whether an objective was met is *decided* as in simulator/metrics.py: once the tokens are there, or
-once it is certain that they are late. Requests that were refused, failed or cut short are missed,
-and so are those that are still open and overdue when the client stops looking; open ones that
-are not overdue are left out, not counted as met.
+Whether a request met an objective is *decided* as in simulator/metrics.py: once its tokens have
+arrived, or once they are certainly late. A request that was refused, failed or cut short missed its
+objectives, and so did one that is open and overdue when the client stops observing. Open requests
+that are not overdue are left out: they count neither as met nor as missed.
 
-    ttft                sent to first piece of text
-    tpot                (last piece - first piece) / (output tokens - 1)
-    itl                 each gap between two pieces
-    e2e                 sent to last piece
+    ttft                sent to first chunk
+    tpot                (last chunk - first chunk) / (output tokens - 1)
+    itl                 each gap between two chunks
+    e2e                 sent to last chunk
     normalized latency  e2e / output tokens
 
-Output tokens are those of the server's `usage`; where it gives none, pieces of text are counted.
-Counts and latencies are of the requests that came due in the window, rates are of what happened in
-it, whenever its request came. Percentiles: see workload/attainment.py.
+Output tokens are taken from the server's `usage`; without it, chunks are counted. Counts and
+latencies are of the requests that came due in the window; rates count every token and completion in
+it, whenever the request came due. Percentiles: see workload/attainment.py.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from bros.bench.client import Outcome, Record
 from bros.core.request import ServiceClass, Slo
 from bros.workload.attainment import Attainment, Summary, within
 
-# ---- One request: how long it took, and whether it met its objectives.
+# ---- One request: its latencies, and whether it met its objectives.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One request against its objectives; None where there is none, or nothing is decided.
+    """One request against its objectives; None without an objective or while undecided.
 
-    overdue: ttft_s or tpot_s is the time so far of an open request.
+    overdue: the request is open, and ttft_s or tpot_s is its time so far, a lower bound.
     """
 
     ttft_s: float | None
@@ -50,17 +50,17 @@ class Judged:
 
 
 def judge(record: Record, slo: Slo | None, until_s: float) -> Judged:
-    """slo: objectives where the request names none; None judges nothing but gives the times.
+    """slo: objectives where the request names none; None returns the latencies only.
 
-    until_s: when the client stopped looking.
+    until_s: when the client stopped observing.
     """
-    held = held_to(record, slo)
-    ttft_s, ttft_met = _first_piece(record, held.ttft_s, until_s)
-    tpot_s, tpot_met = _later_pieces(record, held.tpot_s, until_s)
+    effective = effective_slo(record, slo)
+    ttft_s, ttft_met = _ttft(record, effective.ttft_s, until_s)
+    tpot_s, tpot_met = _tpot(record, effective.tpot_s, until_s)
     both_met: bool | None = None
     if ttft_met is False or tpot_met is False:
         both_met = False
-    elif record.outcome is Outcome.COMPLETED and held != Slo():
+    elif record.outcome is Outcome.COMPLETED and effective != Slo():
         both_met = True
     is_open = record.outcome is Outcome.OPEN
     no_text = not record.chunk_times_s
@@ -76,12 +76,12 @@ def judge(record: Record, slo: Slo | None, until_s: float) -> Judged:
 
 
 def start_s(record: Record) -> float:
-    """When it was sent; a request that never was has waited since it came due."""
+    """When it was sent; an unsent request has waited since it came due."""
     return record.due_s if record.sent_s is None else record.sent_s
 
 
 def finish_s(record: Record) -> float | None:
-    """When the last of the answer came; None if nothing did."""
+    """Arrival of the last chunk; without chunks the end, None while open."""
     return record.chunk_times_s[-1] if record.chunk_times_s else record.end_s
 
 
@@ -90,7 +90,7 @@ def output_tokens(record: Record) -> int:
 
 
 def gaps_s(record: Record) -> list[float]:
-    """Between each piece of text and the next."""
+    """The times between consecutive chunks."""
     times = record.chunk_times_s
     return list(map(operator.sub, times[1:], times))
 
@@ -100,8 +100,8 @@ def prompt_tokens(record: Record) -> int:
     return planned if record.prompt_tokens is None else record.prompt_tokens
 
 
-def held_to(record: Record, slo: Slo | None) -> Slo:
-    """Its own objectives before those of the run; none at all if the run has none (None)."""
+def effective_slo(record: Record, slo: Slo | None) -> Slo:
+    """The request's own objectives, else those of the run; empty if `slo` is None."""
     if slo is None:
         return Slo()
     own = record.planned.slo
@@ -111,10 +111,10 @@ def held_to(record: Record, slo: Slo | None) -> Slo:
     )
 
 
-def _first_piece(
+def _ttft(
     record: Record, limit_s: float | None, until_s: float
 ) -> tuple[float | None, bool | None]:
-    """Time to the first piece of text and whether that was in time."""
+    """(TTFT in seconds, whether it met `limit_s`)"""
     if record.chunk_times_s:
         seconds = record.chunk_times_s[0] - start_s(record)
         return seconds, _within(seconds, limit_s)
@@ -126,10 +126,10 @@ def _first_piece(
     return (waited, False) if _within(waited, limit_s) is False else (None, None)
 
 
-def _later_pieces(
+def _tpot(
     record: Record, limit_s: float | None, until_s: float
 ) -> tuple[float | None, bool | None]:
-    """Mean time per token after the first and whether that was in time."""
+    """(TPOT in seconds, whether it met `limit_s`)"""
     times = record.chunk_times_s
     if record.outcome is Outcome.COMPLETED:
         tokens = output_tokens(record)
@@ -140,18 +140,18 @@ def _later_pieces(
     if record.outcome is not Outcome.OPEN:
         return None, _missed(limit_s)
     if times:
-        at_best = (until_s - times[0]) / len(times)  # if the next piece came right now
+        at_best = (until_s - times[0]) / len(times)  # if the next chunk came right now
         if _within(at_best, limit_s) is False:
             return at_best, False
     return None, None
 
 
-def pieces_on_time(
+def chunks_on_time(
     record: Record, ttft_met: bool | None, slo: Slo | None, until_s: float
 ) -> tuple[int, int]:
-    """(met, decided) pieces, the next one of a lost or overdue request included."""
+    """(met, decided) chunks, including the next one of a lost or overdue request."""
     met, decided = int(ttft_met is True), int(ttft_met is not None)
-    limit_s = held_to(record, slo).tpot_s
+    limit_s = effective_slo(record, slo).tpot_s
     times = record.chunk_times_s
     if limit_s is None or not times:
         return met, decided
@@ -179,8 +179,8 @@ def _missed(limit_s: float | None) -> bool | None:
 
 # ---- The names under which `vllm bench serve` saves its figures, and its definitions of them.
 #
-# They are of completed requests only: a request that failed or was still open is in `failed` or
-# `open` and in no latency. Our own figures beside them leave nothing out.
+# Latencies are of completed requests only; failed and open requests are only counted. Our own
+# figures beside them include those requests.
 
 
 Fields = dict[str, float | None]
@@ -202,7 +202,7 @@ NAMES = (
     *_RATES,
     *(f"{statistic}_{latency}_ms" for latency in _LATENCIES for statistic in _STATISTICS),
 )
-"""All of them, in their order."""
+"""In the order of the output."""
 
 
 def vllm_fields(
@@ -214,7 +214,7 @@ def vllm_fields(
     prompt_tokens_per_s: float,
     output_tokens_per_s: float,
 ) -> Fields:
-    """All NAMES; None where there is nothing. The rates are taken as they are given."""
+    """A value for each of NAMES; None where there is nothing to measure."""
     completed = [record for record in records if record.outcome is Outcome.COMPLETED]
     still_open = sum(record.outcome is Outcome.OPEN for record in records)
     fields: Fields = {
@@ -244,7 +244,7 @@ def vllm_fields(
 
 
 ATTAINMENTS = ("ttft_met", "tpot_met", "both_met")
-"""Shares of requests that met their objectives, in ClassMetrics."""
+"""Fields of ClassMetrics: shares of requests that met their objectives."""
 
 _MOST_REASONS = 5
 _OTHER_REASONS = "other reasons"
@@ -253,10 +253,10 @@ _RELEGATED_TIER = "flex"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The steady state: [start_s, end_s] after the start of the run.
+    """The measured time: [start_s, end_s] after the start of the run.
 
-    seen_s: when the client stopped looking; None if that was at the end of the window. Answers
-    that came between the two count for the latencies, and not for the rates.
+    seen_s: when the client stopped observing; None: at end_s. Chunks between end_s and seen_s
+        count for latencies, not for rates.
     Raises ValueError unless 0 <= start_s < end_s <= seen_s.
     """
 
@@ -286,19 +286,20 @@ class ClassMetrics:
 
     All rates are per second of the window.
 
-    requests: the sum of `outcomes`, which has every Outcome.
-    outside: those that came due outside the window.
-    unsent: came due and were not sent, for want of time in the client (they are OPEN).
-    reasons: why requests were not completed -> how many.
-    tiers: service tiers that the answers name.
-    relegated: real-time requests that the server says it served as best-effort.
-    overdue: open requests in ttft_s and tpot_s with the time so far, a lower bound. ttft_s and
-        itl_s are of requests that got text, e2e_s and normalized_latency_s of the completed.
-    tokens_on_time: pieces of text within tpot of the one before, the first within ttft; a piece
-        that a lost request did not get is missed.
+    requests: came due in the window; the sum of `outcomes`, which has every Outcome.
+    outside: came due outside the window.
+    unsent: came due and were not sent because the client was too slow (they are OPEN).
+    reasons: reason why requests were not completed -> count.
+    tiers: service tier that the responses name -> count.
+    relegated: real-time requests that the server served as best-effort, by its own account.
+    overdue: open requests that are in ttft_s or tpot_s with their time so far, a lower bound.
+    ttft_s, itl_s: of requests with text.
+    e2e_s, normalized_latency_s: of completed requests.
+    tokens_on_time: chunks within tpot of the one before, the first within ttft; the next chunk of
+        a lost request counts as missed.
     goodput_per_s: completed requests that met their objectives; None without objectives.
-    prompt_tokens, output_tokens, cached_tokens: of completed requests; cached is None if the server
-        does not say.
+    prompt_tokens, output_tokens: of completed requests.
+    cached_tokens: of completed requests; None if the server does not report them.
     """
 
     requests: int
@@ -345,7 +346,7 @@ class ClassMetrics:
 class RunMetrics:
     """One run.
 
-    vllm: what `vllm bench serve` would call the figures of both classes together.
+    vllm: both classes together, under the names of `vllm bench serve`.
     """
 
     window: Window
@@ -355,9 +356,10 @@ class RunMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RtTax:
-    """What real-time requests pay for company: mixed minus alone; None where one has no figure.
+    """The cost of best-effort load to real-time requests: mixed minus alone; None without a value.
 
-    both_met: difference of the shares, negative if fewer met their objectives. Others: seconds.
+    both_met: difference of the shares, negative if fewer met their objectives.
+    *_s: differences in seconds.
     """
 
     both_met: float | None
@@ -369,15 +371,12 @@ class RtTax:
 
 
 def measure(records: Sequence[Record], slo: Slo, window: Window) -> RunMetrics:
-    """slo: what real-time requests are held to that name no objectives of their own.
-
-    Best-effort requests are held to nothing.
-    """
+    """slo: for real-time requests without their own. Best-effort requests have no objectives."""
     by_class = {}
     for service_class in ServiceClass:
         part = [r for r in records if r.planned.service_class is service_class]
-        held = slo if service_class is ServiceClass.RT else None
-        by_class[service_class] = _class_metrics(part, held, window)
+        objectives = slo if service_class is ServiceClass.RT else None
+        by_class[service_class] = _class_metrics(part, objectives, window)
     parts = by_class.values()
     goodputs = [part.goodput_per_s for part in parts if part.goodput_per_s is not None]
     return RunMetrics(
@@ -395,31 +394,31 @@ def measure(records: Sequence[Record], slo: Slo, window: Window) -> RunMetrics:
 
 
 def tokens_per_s(records: Sequence[Record], window: Window) -> tuple[float, float]:
-    """(prompt, output) tokens of whatever came in the window.
+    """(prompt, output) tokens per second in the window.
 
-    A prompt counts when its first piece of text comes.
+    The tokens of a prompt count when its first chunk arrives.
     """
-    prompt = sum(prompt_tokens(record) for record in records if _first_s(record) in window)
-    output = math.fsum(_output_within(record, window) for record in records)
+    prompt = sum(prompt_tokens(record) for record in records if _first_chunk_s(record) in window)
+    output = math.fsum(_output_tokens_in(record, window) for record in records)
     return prompt / window.seconds, output / window.seconds
 
 
 def rt_tax(mixed: ClassMetrics, alone: ClassMetrics) -> RtTax:
     """Real-time requests beside best-effort work, against real-time requests alone."""
     return RtTax(
-        both_met=_minus(mixed.both_met.value, alone.both_met.value),
-        ttft_p50_s=_minus(mixed.ttft_s.p50, alone.ttft_s.p50),
-        ttft_p99_s=_minus(mixed.ttft_s.p99, alone.ttft_s.p99),
-        tpot_p50_s=_minus(mixed.tpot_s.p50, alone.tpot_s.p50),
-        tpot_p99_s=_minus(mixed.tpot_s.p99, alone.tpot_s.p99),
-        normalized_latency_s=_minus(
+        both_met=_difference(mixed.both_met.value, alone.both_met.value),
+        ttft_p50_s=_difference(mixed.ttft_s.p50, alone.ttft_s.p50),
+        ttft_p99_s=_difference(mixed.ttft_s.p99, alone.ttft_s.p99),
+        tpot_p50_s=_difference(mixed.tpot_s.p50, alone.tpot_s.p50),
+        tpot_p99_s=_difference(mixed.tpot_s.p99, alone.tpot_s.p99),
+        normalized_latency_s=_difference(
             mixed.normalized_latency_s.mean, alone.normalized_latency_s.mean
         ),
     )
 
 
 def be_efficiency(mixed: ClassMetrics, other: ClassMetrics) -> float | None:
-    """Best-effort tokens per second, prompt and output, of what they are in another run."""
+    """Best-effort throughput, prompt and output tokens, relative to that of another run."""
     return mixed.tokens_per_s / other.tokens_per_s if other.tokens_per_s else None
 
 
@@ -431,7 +430,7 @@ def _class_metrics(everything: Sequence[Record], slo: Slo | None, window: Window
     outcomes = Counter(record.outcome for record in records)
     tiers = Counter(record.tier for record in records if record.tier is not None)
     on_time = [
-        pieces_on_time(r, j.ttft_met, slo, window.until_s)
+        chunks_on_time(r, j.ttft_met, slo, window.until_s)
         for r, j in zip(records, judged, strict=True)
     ]
     rates = _rates(everything, slo, window)
@@ -456,7 +455,7 @@ def _class_metrics(everything: Sequence[Record], slo: Slo | None, window: Window
         **rates,
         prompt_tokens=sum(map(prompt_tokens, completed)),
         output_tokens=sum(map(output_tokens, completed)),
-        cached_tokens=_cached(completed),
+        cached_tokens=_cached_tokens(completed),
         vllm=vllm_fields(records, duration_s=window.seconds, **rates),
     )
 
@@ -468,58 +467,60 @@ def _rates(everything: Sequence[Record], slo: Slo | None, window: Window) -> dic
         for record in everything
         if record.outcome is Outcome.COMPLETED and finish_s(record) in window
     ]
-    held = slo is not None and (slo != Slo() or any(held_to(r, slo) != Slo() for r in everything))
+    has_slo = slo is not None and (
+        slo != Slo() or any(effective_slo(r, slo) != Slo() for r in everything)
+    )
     good = sum(judge(record, slo, window.until_s).both_met is True for record in done)
     prompt_per_s, output_per_s = tokens_per_s(everything, window)
     return {
         "requests_per_s": len(done) / window.seconds,
-        "goodput_per_s": good / window.seconds if held else None,
+        "goodput_per_s": good / window.seconds if has_slo else None,
         "prompt_tokens_per_s": prompt_per_s,
         "output_tokens_per_s": output_per_s,
     }
 
 
-def _first_s(record: Record) -> float | None:
-    """When its prompt had been read: the first piece; without text, the end of its answer."""
+def _first_chunk_s(record: Record) -> float | None:
+    """When its prompt had been computed: the first chunk; without text, the end."""
     if record.chunk_times_s:
         return record.chunk_times_s[0]
     return record.end_s if record.outcome is Outcome.COMPLETED else None
 
 
-def _output_within(record: Record, window: Window) -> float:
-    """Output tokens that came in the window; each piece has as many as any other."""
+def _output_tokens_in(record: Record, window: Window) -> float:
+    """Output tokens that arrived in the window; all chunks count as equally long."""
     times = record.chunk_times_s
     if not times:
-        return output_tokens(record) if _first_s(record) in window else 0
-    pieces = bisect.bisect_right(times, window.end_s) - bisect.bisect_left(times, window.start_s)
-    return pieces * output_tokens(record) / len(times)
+        return output_tokens(record) if _first_chunk_s(record) in window else 0
+    chunks = bisect.bisect_right(times, window.end_s) - bisect.bisect_left(times, window.start_s)
+    return chunks * output_tokens(record) / len(times)
 
 
 def _reasons(records: Iterable[Record]) -> dict[str, int]:
-    """The most frequent first, and the rest as one."""
+    """Reason -> count, the most frequent first and the rest summed up."""
     lost = (r for r in records if r.outcome not in (Outcome.COMPLETED, Outcome.OPEN))
-    counted = Counter(record.detail or _plain_reason(record) for record in lost).most_common()
+    counted = Counter(record.detail or _default_reason(record) for record in lost).most_common()
     reasons = dict(counted[:_MOST_REASONS])
     if rest := sum(count for _, count in counted[_MOST_REASONS:]):
         reasons[_OTHER_REASONS] = reasons.get(_OTHER_REASONS, 0) + rest
     return reasons
 
 
-def _plain_reason(record: Record) -> str:
+def _default_reason(record: Record) -> str:
     status = "" if record.status is None else f", HTTP {record.status}"
     return f"{record.outcome}{status}"
 
 
-def _cached(completed: Iterable[Record]) -> int | None:
+def _cached_tokens(completed: Iterable[Record]) -> int | None:
     known = [r.cached_tokens for r in completed if r.cached_tokens is not None]
     return sum(known) if known else None
 
 
-def _minus(a: float | None, b: float | None) -> float | None:
+def _difference(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a - b
 
 
-# ---- How far a share of few requests can be trusted.
+# ---- The confidence interval of an attainment.
 
 
 _Z = NormalDist().inv_cdf(0.975)
@@ -532,12 +533,11 @@ class Interval(NamedTuple):
     high: float
 
 
-def likely(share: Attainment) -> Interval | None:
+def confidence_interval(share: Attainment) -> Interval | None:
     """Wilson's 95 % interval; None if nothing was decided.
 
-    It holds every share p of which `share` is not further away than chance takes it in 95 % of
-    samples: |met/n - p| <= z sqrt(p (1 - p) / n). For requests that are late independently of
-    each other; those that come in bursts are late together, and the truth is wider.
+    It holds every p with |met/n - p| <= z sqrt(p (1 - p) / n). It assumes that requests are late
+    independently of each other; with bursts the true interval is wider.
     """
     if share.value is None:
         return None
@@ -545,5 +545,5 @@ def likely(share: Attainment) -> Interval | None:
     middle = share.value + weight / 2
     half = _Z * math.sqrt(share.value * (1 - share.value) / count + weight / (4 * count))
     low, high = (middle - half) / (1 + weight), (middle + half) / (1 + weight)
-    # Exactly 0 and 1 where none or all were met, whatever rounding says.
+    # Exactly 0 and 1 where none or all were met, despite rounding.
     return Interval(low if share.met else 0.0, high if share.met < count else 1.0)

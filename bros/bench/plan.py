@@ -1,10 +1,10 @@
-"""What is going to be sent, before anything is: plain data that depends on a seed alone.
+"""The requests of a run as plain data, which depends on a seed alone.
 
-    Session      at_s |--- turn ---|  think_s  |--- turn ---| ...      comes by itself (open loop)
-    Backlog      request, request, request, ...   so many are in flight (closed loop)
+    Session      at_s |--- turn ---|  think_s  |--- turn ---| ...      open loop
+    Backlog      request, request, request, ...   `in_flight` at a time: closed loop
 
-Most sessions have one turn. A prompt is a sequence of pieces of text that are known by a key:
-requests whose prompts begin with the same pieces begin with the same text.
+Most sessions have one turn. A prompt is a sequence of pieces of text, each identified by a key:
+prompts that begin with the same pieces share a prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bros.core.request import ServiceClass, Slo
 
 
 class Piece(NamedTuple):
-    """`tokens` tokens of text; equal keys and lengths are equal text."""
+    """`tokens` tokens of text. Equal keys mean equal text, up to the shorter length."""
 
     key: str
     tokens: int
@@ -29,8 +29,8 @@ class Planned:
     """One request.
 
     name: unique in a run.
-    output_tokens: exactly so many if `forced`, else at most.
-    slo: what to ask the server for; empty leaves it to the server's defaults.
+    output_tokens: the exact output length if `forced`, else the maximum.
+    slo: objectives to send to the server; empty: the server's defaults apply.
     """
 
     name: str
@@ -46,9 +46,10 @@ class Planned:
 
 
 class Turn(NamedTuple):
-    """A request that is sent `think_s` seconds after the answer before it has ended.
+    """One request of a session.
 
-    The first turn of a session is sent when the session begins.
+    think_s: seconds between the end of the previous response and this request; the first turn is
+        sent when the session begins.
     """
 
     request: Planned
@@ -56,27 +57,27 @@ class Turn(NamedTuple):
 
 
 class Session(NamedTuple):
-    """Requests that follow each other; begins `at_s` seconds after the start of the run."""
+    """Consecutive requests of one user. at_s: begin, in seconds after the start of the run."""
 
     at_s: float
     turns: tuple[Turn, ...]
 
 
 class Workload(Protocol):
-    """Sessions that come by themselves."""
+    """Open-loop load: sessions at their arrival times."""
 
     @property
     def label(self) -> str:
-        """For people, e.g. `lmsys, 0.25 req/s`."""
+        """Human-readable, e.g. `lmsys, 0.25 req/s`."""
         ...
 
     def sessions(self, duration_s: float, seed: int) -> Sequence[Session]:
-        """All that begin before `duration_s`, sorted by time."""
+        """All sessions that begin before `duration_s`, sorted by time."""
         ...
 
 
 class Backlog(Protocol):
-    """Work of which always so much is in flight. in_flight: requests, 0 for none."""
+    """Closed-loop load: `in_flight` requests at a time, 0 for none."""
 
     @property
     def label(self) -> str: ...
@@ -90,9 +91,9 @@ class Backlog(Protocol):
 
 
 def digest(sessions: Sequence[Session], backlog: Sequence[Planned]) -> str:
-    """A hash of everything but objectives: equal only if plans are the same to the byte.
+    """A hash of everything but the objectives: equal hashes mean equal requests.
 
-    Objectives do not change what there is to do, and not every server is told of them.
+    Objectives do not change the work, and not every server takes them.
     """
     hashed = hashlib.sha256()
     for session in sessions:

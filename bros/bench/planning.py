@@ -1,4 +1,4 @@
-"""From what a user asks for to what is sent in one run."""
+"""From the options of `bros bench` to the requests of each run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from bros.bench.plan import Backlog, Piece, Planned, Session, Turn, digest
-from bros.bench.results import Scenario, Tried
-from bros.bench.workloads.catalogue import Encoder, find
+from bros.bench.results import CapacityTrial, Scenario
+from bros.bench.workloads.catalogue import Encoder, find_content
 from bros.bench.workloads.contents import (
     TRACES,
     Arrivals,
@@ -21,7 +21,7 @@ from bros.bench.workloads.contents import (
     OpenLoop,
     RandomArrivals,
     RecordedArrivals,
-    SendingTerms,
+    RequestTemplate,
     cut,
     texts_of,
 )
@@ -29,25 +29,25 @@ from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass, Slo
 from bros.workload.attainment import Attainment
 
-# ---- Plans made for larger models, fitted to the context of the one at hand; every change counted.
+# ---- Fitting plans to the context length of the model; every change is counted.
 #
-# First all lengths are multiplied by one factor (1 leaves them), then what is still too long is
-# cut or left out:
+# First all lengths are multiplied by one factor (1: unchanged), then requests that are still too
+# long are clipped or skipped:
 #
-#     factor   the end of every piece moves from token n of its prompt to floor(n x factor), an
-#              answer becomes floor(tokens x factor); the last piece and the answer keep 1 at
-#              least. Prompts that began with the same pieces still do, and differ after them
-#     CLIP     the longer of prompt and answer gives way until both fit, at most down to half the
-#              limit, then the other one too; prompts lose their end, which is where requests with
-#              a common prefix differ: scale those
-#     SKIP     the request is left out; of a session, also all that come after it
+#     factor   the end of every piece moves from token n of its prompt to floor(n x factor), the
+#              output length becomes floor(tokens x factor); the last piece and the output keep at
+#              least 1 token. Shared prefixes stay shared, and prompts still differ after them
+#     CLIP     the longer of prompt and output is shortened until both fit, at most down to half
+#              the limit, then the other one too. Prompts lose their end, which is where requests
+#              with a shared prefix differ: scale those
+#     SKIP     the request is left out, and with it all later turns of its session
 
 
-_MOST_IN_VAIN = 10_000
+_MAX_SKIPPED_IN_A_ROW = 10_000
 
 
 class Overlong(StrEnum):
-    """What becomes of a request whose prompt and answer exceed the limit together."""
+    """How to treat a request whose prompt and output exceed the limit together."""
 
     CLIP = "clip"
     SKIP = "skip"
@@ -55,10 +55,11 @@ class Overlong(StrEnum):
 
 @dataclass(slots=True)
 class FitCounts:
-    """requests: seen.
-    scaled: shorter because of the factor.
-    clipped, skipped: too long (after scaling); skipped includes the later turns of their sessions.
-    sessions: left out entirely.
+    """requests: all that were fitted.
+    scaled: shortened by the factor.
+    clipped: too long after scaling.
+    skipped: likewise, including the later turns of their sessions.
+    sessions: skipped entirely.
     """
 
     requests: int = 0
@@ -74,10 +75,11 @@ class Fitted(NamedTuple):
 
 
 class Fitter:
-    """Fits one request after the other and counts.
+    """Fits requests and counts the changes.
 
-    limit: tokens of prompt and answer together, at least 2. factor: in (0, 1]. Raises ConfigError
-    for others.
+    limit: tokens of prompt and output together, at least 2.
+    factor: in (0, 1].
+    Raises ConfigError for other values.
     """
 
     def __init__(self, limit: int, overlong: Overlong, factor: float = 1.0) -> None:
@@ -91,7 +93,7 @@ class Fitter:
         self.counts = FitCounts()
 
     def request(self, planned: Planned) -> Planned | None:
-        """As it fits; None if it is skipped."""
+        """The fitted request; None if it is skipped."""
         self.counts.requests += 1
         fitted = self._scale(planned)
         if fitted != planned:
@@ -105,7 +107,7 @@ class Fitter:
         return self._clip(fitted)
 
     def session(self, session: Session) -> Session | None:
-        """With the turns that fit; None if not even the first does."""
+        """The session with the turns that fit; None if the first one does not."""
         turns: list[Turn] = []
         for turn in session.turns:
             request = self.request(turn.request)
@@ -152,10 +154,10 @@ class Fitter:
 
 
 def fit(sessions: Iterable[Session], limit: int, overlong: Overlong, factor: float = 1.0) -> Fitted:
-    """Sessions none of whose requests has more than `limit` tokens in prompt and answer.
+    """Fit all requests to `limit` tokens of prompt and output.
 
-    What the server adds to a prompt (a chat template, a first token) is not counted here: take it
-    off the limit (Prompts.added_tokens). Raises ConfigError if limit or factor is impossible.
+    Subtract what the server adds to a prompt (chat template, BOS; Prompts.added_tokens) from the
+    limit beforehand. Raises ConfigError for an invalid limit or factor.
     """
     fitter = Fitter(limit, overlong, factor)
     fitted = [fitter.session(session) for session in sessions]
@@ -163,19 +165,16 @@ def fit(sessions: Iterable[Session], limit: int, overlong: Overlong, factor: flo
 
 
 def factor_for(sessions: Sequence[Session], limit: int) -> float:
-    """A factor (at most 1) with which all requests fit `limit` tokens; 1 if they do anyway."""
+    """A factor (at most 1) with which all requests fit `limit` tokens; 1 if they fit unscaled."""
     totals = (_total(turn.request) for session in sessions for turn in session.turns)
     longest = max(totals, default=0)
-    # One token less, because a last piece keeps one where it would have none.
+    # One token less, because the last piece meets at least one token.
     return 1.0 if longest <= limit else (limit - 1) / longest
 
 
 @dataclass(frozen=True, slots=True)
 class FittedBacklog:
-    """A plan.Backlog whose requests are all fitted.
-
-    counts: of all requests that have been taken so far.
-    """
+    """A plan.Backlog with fitted requests. counts: of the requests iterated over so far."""
 
     backlog: Backlog
     fitter: Fitter
@@ -197,18 +196,18 @@ class FittedBacklog:
         return texts_of(self.backlog)
 
     def requests(self, seed: int) -> Iterator[Planned]:
-        """Endless; raises ConfigError when next to nothing of the backlog fits."""
-        in_vain = 0
+        """Endless; raises ConfigError if hardly any request of the backlog fits."""
+        skipped_in_a_row = 0
         for planned in self.backlog.requests(seed):
             fitted = self.fitter.request(planned)
             if fitted is not None:
-                in_vain = 0
+                skipped_in_a_row = 0
                 yield fitted
                 continue
-            in_vain += 1
-            if in_vain == _MOST_IN_VAIN:
+            skipped_in_a_row += 1
+            if skipped_in_a_row == _MAX_SKIPPED_IN_A_ROW:
                 raise ConfigError(
-                    f"{self.label}: {in_vain} requests after each other are too long for "
+                    f"{self.label}: {skipped_in_a_row} requests in a row are too long for "
                     f"{self.fitter.limit} tokens; clip or scale them"
                 )
 
@@ -217,38 +216,41 @@ def _total(planned: Planned) -> int:
     return planned.prompt_tokens + planned.output_tokens
 
 
-# ---- Which runs make a comparison.
+# ---- The runs of a comparison.
 #
-#     bros servers of our own, one per policy          a server that runs already
-#     S0   real-time alone      under `bros`           classes told
-#     S1   mixed, unprotected   under `fcfs`           classes not told
-#     S2   best-effort alone    under `fcfs`           classes told
-#     S3   mixed, protected     under each other one   classes told
+#     scenario                  bros servers started here   server given by --target
+#     S0   real-time alone      policy `bros`               requests name their class
+#     S1   mixed, unprotected   policy `fcfs`               requests do not name their class
+#     S2   best-effort alone    policy `fcfs`               requests name their class
+#     S3   mixed, protected     every other policy          requests name their class
 #
-# If the policy of a row is not among those compared, the first one takes its place; S1 then has
-# none.
+# If the policy of S0 or S2 is not among --policies, its first one is used instead. Without `fcfs`
+# there is no S1.
 
 
-_PROTECTED, _UNPROTECTED = "bros", "fcfs"
+_PROTECTED_POLICY, _UNPROTECTED_POLICY = "bros", "fcfs"
 
 
 class Case(NamedTuple):
     """One run.
 
-    rate: real-time requests per second; None without any, or as recorded.
+    rate: real-time requests per second; None without any, or if a trace determines it.
     """
 
     scenario: Scenario
     rate: float | None
 
     @property
-    def tells_classes(self) -> bool:
+    def sends_classes(self) -> bool:
         return self.scenario is not Scenario.S1
 
 
 def mixed_scenario(policy: str | None, *, has_classes: bool) -> Scenario:
-    """The most that a server can do for a mixed load. policy: None if it is not known."""
-    return Scenario.S3 if has_classes and policy != _UNPROTECTED else Scenario.S1
+    """The scenario of a mixed run: S3 if the server protects real-time requests, else S1.
+
+    policy: None if unknown.
+    """
+    return Scenario.S3 if has_classes and policy != _UNPROTECTED_POLICY else Scenario.S1
 
 
 def cases_of_policy(
@@ -257,9 +259,9 @@ def cases_of_policy(
     rates: Sequence[float | None],
     scenarios: Collection[Scenario],
 ) -> list[Case]:
-    """The runs on a server of our own with `policy`, one of `policies`."""
-    alone = _PROTECTED if _PROTECTED in policies else policies[0]
-    bound = _UNPROTECTED if _UNPROTECTED in policies else policies[0]
+    """The runs on a bros server started with `policy`, one of `policies`."""
+    alone = _PROTECTED_POLICY if _PROTECTED_POLICY in policies else policies[0]
+    bound = _UNPROTECTED_POLICY if _UNPROTECTED_POLICY in policies else policies[0]
     mixed = mixed_scenario(policy, has_classes=True)
     wanted: list[Case] = []
     if policy == alone:
@@ -273,7 +275,7 @@ def cases_of_policy(
 def cases_of_target(
     rates: Sequence[float | None], scenarios: Collection[Scenario], *, has_classes: bool
 ) -> list[Case]:
-    """The runs on a server given by URL. has_classes: it can be told what is best-effort."""
+    """The runs on a server given by URL. has_classes: its requests can name their class."""
     wanted = [Case(Scenario.S0, rate) for rate in rates]
     wanted.append(Case(Scenario.S2, None))
     mixed = dict.fromkeys((Scenario.S1, mixed_scenario(None, has_classes=has_classes)))
@@ -281,25 +283,27 @@ def cases_of_target(
     return [case for case in wanted if case.scenario in scenarios]
 
 
-_DIGESTED = 256
-"""So many requests of a backlog, which is endless, make its digest (and its notes)."""
+_DIGEST_REQUESTS = 256
+"""Number of requests of the endless backlog that its digest and notes cover."""
 
-_GROUPED = 1000
-"""A backlog has as many groups with common prefixes as so many requests would have."""
+_GROUP_BASIS = 1000
+"""A backlog has as many groups with shared prefixes as this number of requests would have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedLoad:
-    """What is to be sent.
+    """The load that the options ask for.
 
-    rt, be: of workloads.names.NAMES.
-    in_flight: best-effort requests.
+    rt, be: workloads, one of workloads.contents.NAMES each.
+    in_flight: best-effort requests in flight.
+    sessions: expected number in the longest run, which determines how many groups share prefixes.
     longest_prompt: of real-time requests, in tokens; longer ones are cut.
-    forced: answers have exactly the planned lengths.
-    sessions: about so many of the longest run, which decides how many groups share prefixes.
-    speed: of a trace.
-    factor, overlong: how plans are fitted to the context of the model.
-    slo: what real-time requests ask the server for; empty leaves it to the server.
+    burstiness: of arrivals, see RandomArrivals.
+    zipf: skew of the popularity of groups, see SharedPrefixContent.
+    speed: speed-up of a trace.
+    forced: responses have exactly the planned lengths.
+    factor, overlong: how plans are fitted to the context length, see Fitter.
+    slo: objectives that real-time requests send; empty: the server's defaults apply.
     """
 
     rt: str = "lmsys"
@@ -319,12 +323,13 @@ class RequestedLoad:
 
 
 class Plan(NamedTuple):
-    """One run.
+    """The requests of one run.
 
     rate: sessions per second; None without any.
-    rt_digest, be_digest: plan.digest of the sessions and of the first of the backlog, empty
-        without.
-    notes: for people.
+    texts: piece key -> text, for pieces of real text.
+    rt_digest, be_digest: plan.digest of the sessions and of the first requests of the backlog;
+        empty without any.
+    notes: human-readable remarks on what was left out or shortened.
     """
 
     sessions: Sequence[Session]
@@ -340,16 +345,16 @@ class Plan(NamedTuple):
 
 
 def make_plan(wanted: RequestedLoad, case: Case, context: int, tokenizer: Encoder) -> Plan:
-    """context: most tokens of prompt and answer together.
+    """context: maximum tokens of prompt and output together.
 
-    Raises ConfigError for workloads that do not exist or files that cannot be used.
+    Raises ConfigError for unknown workloads and unusable files.
     """
     sessions, rt_label, rt_texts, notes = _real_time(wanted, case, context, tokenizer)
     backlog = None if case.scenario is Scenario.S0 else _best_effort(wanted, context, tokenizer)
     first: list[Planned] = []
     if backlog is not None:
-        first = list(itertools.islice(backlog.requests(wanted.seed), _DIGESTED))
-        notes = (*notes, *_changes("best-effort", backlog.counts, context))
+        first = list(itertools.islice(backlog.requests(wanted.seed), _DIGEST_REQUESTS))
+        notes = (*notes, *_fit_notes("best-effort", backlog.counts, context))
     recorded = round(len(sessions) / wanted.duration_s, 4) if sessions else None
     return Plan(
         sessions=sessions,
@@ -366,13 +371,13 @@ def make_plan(wanted: RequestedLoad, case: Case, context: int, tokenizer: Encode
 
 
 def text_seed(seed: int, case: Case) -> int:
-    """Prompts of the same lengths have other words in other runs, so that a server that keeps
-    prefixes does not know them from the run before."""
+    """A seed for the words of prompts that differs between runs, so that a server with a prefix
+    cache has no hits from the previous run."""
     return zlib.crc32(f"{seed}/{case.scenario}/{case.rate}".encode())
 
 
-def has_own_times(name: str) -> bool:
-    """Whether a workload brings its own arrival times, so that it has no rate."""
+def has_recorded_times(name: str) -> bool:
+    """Whether a workload has recorded arrival times and thus no rate."""
     kind, colon, _ = name.partition(":")
     return bool(colon) and kind in TRACES
 
@@ -387,7 +392,7 @@ class _RealTime(NamedTuple):
 def _real_time(wanted: RequestedLoad, case: Case, context: int, tokenizer: Encoder) -> _RealTime:
     if case.scenario is Scenario.S2:
         return _RealTime([], "", {}, ())
-    found = find(
+    found = find_content(
         wanted.rt,
         seed=wanted.seed,
         requests=wanted.sessions,
@@ -399,30 +404,32 @@ def _real_time(wanted: RequestedLoad, case: Case, context: int, tokenizer: Encod
         arrivals = RecordedArrivals(found.arrivals.times_s, wanted.speed)
     else:
         arrivals = RandomArrivals(case.rate or 0.0, wanted.burstiness)
-    terms = SendingTerms(ServiceClass.RT, "rt", wanted.slo, wanted.forced, wanted.longest_prompt)
-    loop = OpenLoop(found.content, arrivals, terms)
+    template = RequestTemplate(
+        ServiceClass.RT, "rt", wanted.slo, wanted.forced, wanted.longest_prompt
+    )
+    loop = OpenLoop(found.content, arrivals, template)
     sessions = loop.sessions(wanted.duration_s, wanted.seed)
     fitted = fit(sessions, context, wanted.overlong, wanted.factor)
     return _RealTime(
         fitted.sessions,
         loop.label,
         loop.texts,
-        (*found.notes, *_changes("real-time", fitted.counts, context)),
+        (*found.notes, *_fit_notes("real-time", fitted.counts, context)),
     )
 
 
 def _best_effort(wanted: RequestedLoad, context: int, tokenizer: Encoder) -> FittedBacklog | None:
     if wanted.in_flight == 0:
         return None
-    content = find(
-        wanted.be, seed=wanted.seed, requests=_GROUPED, tokenizer=tokenizer, zipf=wanted.zipf
+    content = find_content(
+        wanted.be, seed=wanted.seed, requests=_GROUP_BASIS, tokenizer=tokenizer, zipf=wanted.zipf
     ).content
-    terms = SendingTerms(ServiceClass.BE, "be", forced=wanted.forced)
-    loop = ClosedLoop(content, wanted.in_flight, terms)
+    template = RequestTemplate(ServiceClass.BE, "be", forced=wanted.forced)
+    loop = ClosedLoop(content, wanted.in_flight, template)
     return FittedBacklog(loop, Fitter(context, wanted.overlong, wanted.factor))
 
 
-def _changes(kind: str, counts: FitCounts, context: int) -> Iterator[str]:
+def _fit_notes(kind: str, counts: FitCounts, context: int) -> Iterator[str]:
     of = f"of {counts.requests} {kind} requests"
     if counts.scaled:
         yield f"{counts.scaled} {of} were scaled down"
@@ -432,11 +439,11 @@ def _changes(kind: str, counts: FitCounts, context: int) -> Iterator[str]:
         yield f"{counts.skipped} {of} were left out: longer than the context of {context} tokens"
 
 
-# ---- The highest rate that a server carries within its objectives.
+# ---- The search for a server's capacity.
 
 
 Attempt = Callable[[float], Awaitable[Attainment]]
-"""Requests per second in; out, how many of them met both objectives."""
+"""Runs a rate (requests per second); returns the attainment of both objectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,33 +463,33 @@ class Range:
 
 
 class CapacitySearch(NamedTuple):
-    """rate: None if not even the lowest was good enough.
-    tried: in the order they were.
+    """rate: the highest passing rate; None if the lowest one failed.
+    tried: in the order of the runs.
     """
 
     rate: float | None
-    tried: tuple[Tried, ...]
+    tried: tuple[CapacityTrial, ...]
 
 
 async def find_capacity(attempt: Attempt, rates: Range, asked: float) -> CapacitySearch:
-    """Bisection; takes for granted that what is too much stays too much at higher rates.
+    """Bisection; assumes that a server that fails at a rate also fails at all higher rates.
 
-    asked: least share of real-time requests within both objectives.
+    asked: required share of real-time requests that meet both objectives.
     """
-    tried: list[Tried] = []
+    tried: list[CapacityTrial] = []
     verdicts: dict[int, bool] = {}
     while (index := next_index(verdicts, rates.count)) is not None:
         rate = rates.rate(index)
-        tried.append(Tried(rate=rate, both_met=await attempt(rate)))
-        verdicts[index] = tried[-1].keeps(asked)
+        tried.append(CapacityTrial(rate=rate, both_met=await attempt(rate)))
+        verdicts[index] = tried[-1].meets(asked)
     passed = [index for index, good in verdicts.items() if good]
     return CapacitySearch(rates.rate(max(passed)) if passed else None, tuple(tried))
 
 
 def next_index(verdicts: Mapping[int, bool], count: int) -> int | None:
-    """Which of 0 .. count - 1 to try next; None once the border between good and bad is known.
+    """The index of 0 .. count - 1 to try next; None once the boundary is known.
 
-    The lowest first: where that fails there is nothing to look for. Then the highest.
+    The lowest comes first, because if it fails the search is over; then the highest.
     """
     if not verdicts:
         return 0

@@ -1,15 +1,14 @@
-"""Pieces of a plan as text and as token ids, with exactly the planned number of tokens.
+"""Renders the pieces of a plan as text and token ids with exactly the planned number of tokens.
 
-Made-up text is a row of words, each of which is one token of the model at hand:
+Synthetic text is a sequence of words, each of which is one token of the model:
 
     piece "a", 3     piece "b", 2              text   "river stone green| light open"
     | w0 | w1 | w2 | | w3 | w4 |               ids    one per word
 
-The words of a piece depend on the seed and the piece's key alone, and a shorter piece is the
-beginning of a longer one with the same key. The words are chosen such that no token of the
-vocabulary reaches from one into the next, so texts can be put together without their tokens
-changing; and each is one token with and without a space before it, so a prompt does not begin
-with a space, which chat templates may take away.
+The words of a piece depend only on the seed and the piece's key, and a shorter piece is a prefix of
+a longer one with the same key. No token of the vocabulary spans two of the words, so concatenating
+texts does not change their tokens. Each word is one token with and without a leading space, so a
+prompt need not begin with a space, which chat templates may strip.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from bros.core.errors import ConfigError
 from bros.text.tokenizer import Tokenizer
 from bros.workload.arrivals import generator
 
-_MOST_WORDS = 4096
-_FEWEST_WORDS = 8
-"""With so many, sixteen tokens (a block of the KV cache) are the same by chance once in 10^14."""
+_MAX_WORDS = 4096
+_MIN_WORDS = 8
+"""With this many words, a KV block (16 tokens) repeats by chance once in 10^14."""
 
 _WORD = re.compile(rb" [a-z]{3,}")
-_BRIDGE = re.compile(rb" ?([a-z]+) [a-z ]*")
-"""A token that reaches from a word into the next one, and the end of the word it begins in."""
+_SPANNING_TOKEN = re.compile(rb" ?([a-z]+) [a-z ]*")
+"""A token that spans two words; the group is the end of the first word."""
 
 
 class PlannedPrompt(NamedTuple):
-    """One prompt in the two forms it can be sent in.
+    """One prompt in both forms.
 
-    text has exactly the tokens token_ids if nothing is added around it (Prompts.added_tokens).
+    text: encodes to exactly token_ids, without the tokens of Prompts.added_tokens.
     """
 
     token_ids: list[int]
@@ -46,8 +45,9 @@ class PlannedPrompt(NamedTuple):
 
 
 class _Word(NamedTuple):
-    """text: with a space before it.
-    first_id: of the word where a text begins.
+    """text: with a leading space.
+    token_id: of the text.
+    first_id: of the word without the space, at the start of a prompt.
     """
 
     text: str
@@ -55,17 +55,17 @@ class _Word(NamedTuple):
     first_id: int
 
 
-class _Row(NamedTuple):
+class _RenderedPiece(NamedTuple):
     token_ids: list[int]
     text: str
     first_id: int
 
 
 class Prompts:
-    """Makes prompts for one tokenizer; the same for a seed on every machine.
+    """Renders prompts for one tokenizer, deterministically for a seed.
 
-    texts: key -> text of the pieces that people wrote (workloads.content.texts_of).
-    cached_tokens: pieces are kept for the next prompt that has them, up to so many tokens in all.
+    texts: key -> text, for pieces of real text (workloads.contents.texts_of).
+    cached_tokens: size of the LRU cache of rendered pieces.
     Raises ConfigError if the vocabulary has too few words.
     """
 
@@ -81,38 +81,37 @@ class Prompts:
         self._seed = seed
         self._texts = {} if texts is None else texts
         self._words = _words(tokenizer)
-        self._rows: OrderedDict[Piece, _Row] = OrderedDict()
-        self._room_tokens = cached_tokens
+        self._cache: OrderedDict[Piece, _RenderedPiece] = OrderedDict()
+        self._free_cache_tokens = cached_tokens
 
     def reseeded(self, seed: int, texts: Mapping[str, str]) -> Prompts:
-        """Others with the same tokenizer, whose vocabulary is not read again: of 49,152 tokens
-        that takes 0.8 s."""
+        """A copy with another seed and other texts that reuses the words of the vocabulary:
+        reading 49,152 tokens takes 0.8 s."""
         others = copy.copy(self)
-        others._seed, others._texts, others._rows = seed, texts, OrderedDict()
-        others._room_tokens += sum(piece.tokens for piece in self._rows)
+        others._seed, others._texts, others._cache = seed, texts, OrderedDict()
+        others._free_cache_tokens += sum(piece.tokens for piece in self._cache)
         return others
 
     def render(self, pieces: Sequence[Piece]) -> PlannedPrompt:
         """A prompt with the tokens of all pieces.
 
-        A piece that people wrote must be alone in its prompt, which raises ValueError otherwise.
-        If it is to have fewer tokens than its text, the end of the text is cut off. Raises
-        ConfigError if the text has fewer tokens than planned.
+        A piece of real text must be the only one of its prompt (ValueError otherwise). Its text is
+        cut to the planned tokens. Raises ConfigError if the text has fewer tokens than planned.
         """
         if any(piece.key in self._texts for piece in pieces):
             [piece] = pieces
-            return self._written(piece)
-        rows = [self._row(piece) for piece in pieces if piece.tokens]
-        if not rows:
+            return self._render_text(piece)
+        rendered_pieces = [self._generate(piece) for piece in pieces if piece.tokens]
+        if not rendered_pieces:
             return PlannedPrompt([], "")
-        token_ids = [token_id for row in rows for token_id in row.token_ids]
-        token_ids[0] = rows[0].first_id
-        return PlannedPrompt(token_ids, "".join(row.text for row in rows)[1:])
+        token_ids = [token_id for rendered in rendered_pieces for token_id in rendered.token_ids]
+        token_ids[0] = rendered_pieces[0].first_id
+        return PlannedPrompt(token_ids, "".join(rendered.text for rendered in rendered_pieces)[1:])
 
     def added_tokens(self, *, chat: bool) -> int:
-        """Tokens that the model puts around a prompt: BOS and EOS, or its chat template.
+        """Tokens that the server adds to a prompt: BOS and EOS, or the chat template.
 
-        chat: for a conversation of one message. Without a template that is 0 here.
+        chat: for a conversation of one message; 0 without a chat template.
         """
         text = self._words[0].text[1:]
         if not chat:
@@ -121,27 +120,27 @@ class Prompts:
             return 0
         return len(self._tokenizer.apply_chat_template([{"role": "user", "content": text}])) - 1
 
-    def _row(self, piece: Piece) -> _Row:
-        row = self._rows.get(piece)
-        if row is not None:
-            self._rows.move_to_end(piece)
-            return row
+    def _generate(self, piece: Piece) -> _RenderedPiece:
+        rendered = self._cache.get(piece)
+        if rendered is not None:
+            self._cache.move_to_end(piece)
+            return rendered
         rng = generator(self._seed, f"text {piece.key}")
         # One random number per word, which makes shorter pieces beginnings of longer ones.
         words = rng.choices(self._words, k=piece.tokens)
-        row = _Row(
+        rendered = _RenderedPiece(
             [word.token_id for word in words],
             "".join([word.text for word in words]),
             words[0].first_id,
         )
-        self._rows[piece] = row
-        self._room_tokens -= piece.tokens
-        while self._room_tokens < 0:
-            oldest, _ = self._rows.popitem(last=False)
-            self._room_tokens += oldest.tokens
-        return row
+        self._cache[piece] = rendered
+        self._free_cache_tokens -= piece.tokens
+        while self._free_cache_tokens < 0:
+            oldest, _ = self._cache.popitem(last=False)
+            self._free_cache_tokens += oldest.tokens
+        return rendered
 
-    def _written(self, piece: Piece) -> PlannedPrompt:
+    def _render_text(self, piece: Piece) -> PlannedPrompt:
         text = self._texts[piece.key]
         token_ids = self._encode(text)
         if len(token_ids) < piece.tokens:
@@ -154,12 +153,12 @@ class Prompts:
         return self._cut(piece, token_ids)
 
     def _cut(self, piece: Piece, token_ids: list[int]) -> PlannedPrompt:
-        """The text cut such that it is encoded as exactly so many tokens again.
+        """The text cut such that it encodes to exactly `piece.tokens` tokens.
 
-        A cut may split a character or a word whose parts are other tokens on their own: then the
-        text is cut shorter, and words fill it up.
+        A cut may split a character or word, and its parts may encode differently: then the text is
+        cut shorter and padded with words.
         """
-        filler = self._row(Piece(f"{piece.key}/filler", piece.tokens))
+        filler = self._generate(Piece(f"{piece.key}/filler", piece.tokens))
         for kept in range(piece.tokens, 0, -1):
             text = self._tokenizer.decode(token_ids[:kept], skip_special_tokens=False)
             text = text.rstrip("\N{REPLACEMENT CHARACTER} ")
@@ -177,40 +176,38 @@ class Prompts:
 
 
 def _words(tokenizer: Tokenizer) -> list[_Word]:
-    """Words that stay one token each whatever stands around them, at most _MOST_WORDS.
+    """Words that are one token each in any context, at most _MAX_WORDS.
 
-    Raises ConfigError if there are fewer than _FEWEST_WORDS.
+    Raises ConfigError if there are fewer than _MIN_WORDS.
     """
     vocabulary = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-    ends = tuple({found[1] for token in vocabulary if (found := _BRIDGE.fullmatch(token))})
+    ends = tuple({found[1] for token in vocabulary if (found := _SPANNING_TOKEN.fullmatch(token))})
     words: list[_Word] = []
     for token_id, token in enumerate(vocabulary):
-        if len(words) == _MOST_WORDS:
+        if len(words) == _MAX_WORDS:
             break
         if _WORD.fullmatch(token) and not token.endswith(ends):
-            words.extend(_checked(tokenizer, token.decode(), token_id))
-    if len(words) < _FEWEST_WORDS:
+            words.extend(_single_token_word(tokenizer, token.decode(), token_id))
+    if len(words) < _MIN_WORDS:
         raise ConfigError(
-            f"prompts cannot be made up: of the vocabulary's {len(vocabulary)} tokens only "
-            f"{len(words)} are words with a space before them"
+            f"cannot generate prompts: of the vocabulary's {len(vocabulary)} tokens only "
+            f"{len(words)} are words with a leading space"
         )
-    _check(tokenizer, words)
+    _check_sequence(tokenizer, words)
     return words
 
 
-def _checked(tokenizer: Tokenizer, text: str, token_id: int) -> Iterator[_Word]:
+def _single_token_word(tokenizer: Tokenizer, text: str, token_id: int) -> Iterator[_Word]:
     """The word, if it is one token both at the start of a text and after another word."""
     ids = tokenizer.encode(text[1:] + text, add_special_tokens=False)
     if len(ids) == 2 and ids[1] == token_id:
         yield _Word(text, token_id, ids[0])
 
 
-def _check(tokenizer: Tokenizer, words: list[_Word]) -> None:
-    """That all words in a row are what they are alone; raises ConfigError if they are not."""
+def _check_sequence(tokenizer: Tokenizer, words: list[_Word]) -> None:
+    """Raises ConfigError unless a sequence of all words encodes to one token each."""
     mixed = list(words)
     random.Random(len(words)).shuffle(mixed)
     ids = tokenizer.encode("".join(word.text for word in mixed)[1:], add_special_tokens=False)
     if ids != [mixed[0].first_id, *(word.token_id for word in mixed[1:])]:
-        raise ConfigError(
-            "prompts cannot be made up: this tokenizer joins words in ways of its own"
-        )
+        raise ConfigError("cannot generate prompts: this tokenizer merges tokens across words")

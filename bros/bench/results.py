@@ -1,8 +1,8 @@
-"""A whole comparison as plain data, and as JSON.
+"""The results of a comparison as plain data and as JSON.
 
-In JSON every run, and every class in it, has our figures and beside them those of
-`vllm bench serve` under its names (vllm_fields.py): milliseconds there, seconds in ours. Shares of
-requests have their 95 % interval (confidence.py) beside them.
+In JSON every run and every class has our figures (in seconds) and beside them those of
+`vllm bench serve` under its names (in milliseconds; metrics.NAMES). Shares of requests come with
+their 95 % confidence interval.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bros.bench.metrics import (
     RtTax,
     RunMetrics,
     be_efficiency,
-    likely,
+    confidence_interval,
     rt_tax,
 )
 from bros.core.clock import Clock
@@ -46,14 +46,13 @@ _VLLM = "vllm"
 
 
 class BadResultsError(BrosError):
-    """The text is not what to_json writes."""
+    """The text was not written by to_json."""
 
 
 class Scenario(StrEnum):
-    """What is sent, and whether the server tells the two classes apart.
+    """What is sent, and whether the server distinguishes the classes.
 
-    S0 and S2 are what each class gets alone, the bounds of what S3 can give; S1 is what happens
-    to both without priorities.
+    S0 and S2 run one class alone; they bound what S3 can reach. S1 runs both without priorities.
     """
 
     S0 = "S0"
@@ -82,10 +81,9 @@ _LABELS = {
 class Environment:
     """The client's machine.
 
-    memory_bytes, commit: None if not known.
-    date: as text, any form.
-
-    packages: versions of what bros uses, by name.
+    memory_bytes, commit: None if unknown.
+    date: ISO 8601.
+    packages: name -> version of the packages that affect timings.
     """
 
     cpu: str
@@ -100,11 +98,11 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What made a run: a command of `bros bench`, where and with what.
+    """The `bros bench` command that made a run, and its environment.
 
-    settings: options by flag.
+    settings: flag -> value.
     seed: of the plans.
-    slo: what real-time requests are held to.
+    slo: objectives of real-time requests.
     """
 
     environment: Environment
@@ -114,7 +112,7 @@ class Command:
 
 
 class ServerSample(NamedTuple):
-    """What the server says of itself: figures by name (scrape.py)."""
+    """The server's own metrics at a time: short name (running.SAMPLED) -> value."""
 
     at_s: float
     values: dict[str, float]
@@ -124,12 +122,13 @@ class ServerSample(NamedTuple):
 class ScenarioResult:
     """One run.
 
-    target: the server, by a name for people.
-    policy: None if that is not known.
-    rt_rate: real-time requests per second, None without.
-    be_load, rt_load: for people.
-    rt_digest, be_digest: of what was sent (planning.Plan).
-    server_version, timeline: None and empty if the server says nothing.
+    target: name of the server.
+    policy: None if unknown.
+    rt_rate: real-time requests per second; None without any.
+    rt_load, be_load: human-readable.
+    rt_digest, be_digest: of the requests, see planning.Plan.
+    server_version: None if the server does not report it.
+    timeline: empty if the server has no metrics.
     """
 
     command: Command
@@ -149,7 +148,7 @@ class ScenarioResult:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A comparison has one run of each."""
+        """Identifies a run within a comparison."""
         return (self.scenario, self.target, self.policy, self.rt_rate)
 
     @property
@@ -162,31 +161,35 @@ class ScenarioResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """both_met: real-time requests within both objectives."""
+class CapacityTrial:
+    """One run of a capacity search. both_met: attainment of both objectives."""
 
     rate: float
     both_met: Attainment
 
-    def keeps(self, asked: float) -> bool:
-        """Whether so many were within them; not if nothing was decided."""
+    def meets(self, asked: float) -> bool:
+        """Whether the attainment is at least `asked`; False if nothing was decided."""
         return self.both_met.value is not None and self.both_met.value >= asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityResult:
-    """The highest rate tried at which at least `asked` were within both objectives; None: none."""
+    """A capacity search.
+
+    asked: required attainment of both objectives.
+    rate: the highest rate that reached it, in requests per second; None: none did.
+    """
 
     command: Command
     target: str
     policy: str | None
     asked: float
     rate: float | None
-    tried: tuple[Tried, ...]
+    tried: tuple[CapacityTrial, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A comparison has one search of each."""
+        """Identifies a search within a comparison."""
         return (self.target, self.policy, self.asked)
 
 
@@ -194,7 +197,7 @@ class CapacityResult:
 class BenchResult:
     """Runs of one or several commands.
 
-    files: plain names of those that were written beside it.
+    files: names of the files that were written beside result.json.
     """
 
     results: tuple[ScenarioResult, ...]
@@ -203,7 +206,7 @@ class BenchResult:
 
     @property
     def commands(self) -> list[Command]:
-        """Those that made the runs, in the order of the runs."""
+        """The distinct commands, in the order of the runs."""
         found: list[Command] = []
         for result in self.results:
             if result.command not in found:
@@ -212,16 +215,16 @@ class BenchResult:
 
     @property
     def objectives(self) -> list[Slo]:
-        """All that real-time requests were held to."""
+        """The distinct objectives of real-time requests."""
         return list(dict.fromkeys(command.slo for command in self.commands))
 
     def with_run(self, new: ScenarioResult) -> BenchResult:
-        """`new` at the end, instead of a run of the same key."""
+        """With `new` at the end; it replaces a run with the same key."""
         kept = [old for old in self.results if old.key != new.key]
         return replace(self, results=(*kept, new))
 
     def with_capacity(self, new: CapacityResult) -> BenchResult:
-        """`new` at the end, instead of a search of the same key."""
+        """With `new` at the end; it replaces a search with the same key."""
         kept = [old for old in self.capacities if old.key != new.key]
         return replace(self, capacities=(*kept, new))
 
@@ -238,12 +241,12 @@ class BenchResult:
         return self._like(result, Scenario.S2)
 
     def rt_tax(self, result: ScenarioResult) -> RtTax | None:
-        """`result` minus S0; None if that was not run."""
+        """`result` minus S0; None without an S0 run."""
         alone = self.alone(result)
         return None if alone is None else rt_tax(result.rt, alone.rt)
 
     def be_efficiency(self, result: ScenarioResult, base: Scenario) -> float | None:
-        """Best-effort throughput of `result` over that of S1 or S2; None if either has none."""
+        """Best-effort throughput of `result` relative to S1 or S2; None if either is missing."""
         other = self._like(result, base)
         if other is None or not result.be.requests:
             return None
@@ -260,7 +263,7 @@ class BenchResult:
         return min(found, key=lambda other: other.policy != result.policy, default=None)
 
     def to_json(self) -> str:
-        """Comes back from from_json as it was, unless a number is not finite (ValueError)."""
+        """The inverse of from_json. Raises ValueError for a number that is not finite."""
         tree = {"schema_version": SCHEMA_VERSION, **_encode(self)}
         return json.dumps(tree, indent=1, allow_nan=False) + "\n"
 
@@ -271,7 +274,7 @@ class BenchResult:
             tree = json.loads(text)
             version = tree["schema_version"]
             if version != SCHEMA_VERSION:
-                raise BadResultsError(f"schema version {version!r}; this reads {SCHEMA_VERSION}")
+                raise BadResultsError(f"schema version {version!r} instead of {SCHEMA_VERSION}")
             decoded: BenchResult = _decode(cls, tree)
         except (KeyError, TypeError, ValueError) as error:
             raise BadResultsError(f"not a result of bros bench: {error!r}") from error
@@ -279,7 +282,7 @@ class BenchResult:
 
 
 def _encode(value: Any) -> Any:
-    """`metrics` and `vllm` lie flat in the object that has them."""
+    """Values as JSON. The fields of `metrics` and `vllm` are inlined into their object."""
     if dataclasses.is_dataclass(value):
         tree: dict[str, Any] = {}
         if isinstance(value, ScenarioResult):
@@ -291,7 +294,7 @@ def _encode(value: Any) -> Any:
             else:
                 tree[field.name] = encoded
             if field.name in ATTAINMENTS:
-                low, high = likely(getattr(value, field.name)) or (None, None)
+                low, high = confidence_interval(getattr(value, field.name)) or (None, None)
                 encoded.update(low=low, high=high)
         return tree
     if isinstance(value, Mapping):
@@ -348,17 +351,17 @@ def _decode_plain(kind: Any, tree: Any) -> Any:
     return tree
 
 
-# ---- Where and with what a measurement was made.
+# ---- The environment of a measurement.
 
 
 _PACKAGES = ("aiohttp", "numpy", "tokenizers", "torch", "transformers")
-"""What the time of servers and of the client depends on."""
+"""Packages that affect the timings of servers and of the client."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
 
 
 def environment(clock: Clock) -> Environment:
-    """Of this machine, now."""
+    """The environment of this process."""
     now = datetime.datetime.fromtimestamp(clock.unix_time(), datetime.UTC)
     return Environment(
         cpu=cpu_name(),
@@ -373,7 +376,7 @@ def environment(clock: Clock) -> Environment:
 
 
 def _packages() -> Iterator[tuple[str, str]]:
-    """Those that are there, read without importing them."""
+    """(name, version) of those that are installed, read without importing them."""
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             yield name, metadata.version(name)
@@ -387,7 +390,7 @@ def _memory_bytes() -> int | None:
 
 
 def _commit() -> str | None:
-    """Of the source tree that bros runs from, with a plus if it was changed; None without one."""
+    """Of the source tree that bros runs from, with a plus if it is modified; None without git."""
     if not (_SOURCE / ".git").exists():
         return None
     try:

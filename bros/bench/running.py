@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Self
 
 import aiohttp
 
-from bros.bench.client import AiohttpHttp, Client, Outcome, Record, Render
-from bros.bench.dialects import Endpoint, Wording, dialect_of
+from bros.bench.client import AiohttpTransport, Client, Outcome, Record, Render
+from bros.bench.dialects import Endpoint, RequestFormat, dialect_of
 from bros.bench.load import PREPARE_AHEAD_S, LoadResult, OfferedLoad, OnProgress, drive
 from bros.bench.metrics import ClassMetrics, RunMetrics, Window, measure
 from bros.bench.plan import Planned
@@ -29,39 +29,36 @@ from bros.core.request import ServiceClass
 from bros.scheduler.profiles import available_cores
 from bros.text.tokenizer import Tokenizer
 
-# ---- Best-effort work as a batch job instead of requests that are kept in flight.
+# ---- Best-effort load as a batch job instead of requests in flight (--be-as batch).
 #
-# The server decides how many rows run at a time, and in which order. From outside only sums are
-# seen:
-# the counts and the usage of the batch, asked for once a second.
+# The server decides how many rows run at a time and in which order. The client polls the row
+# counts and the usage of the batch once a second and interpolates between the samples:
 #
-# ```
-#  tokens ^            ______ what the batch had used, at each look
+#  tokens ^            ______ usage of the batch
 #         |       ____/
-#         |   ___/   throughput = (at the end of the window - at its beginning) / its length
+#         |   ___/   throughput = (usage at the end of the window - at its start) / its length
 #         |__/   |   |
 #         +------[---]--------> s
-# ```
 
 
 MAX_ROWS = 50_000
 _ROWS_PER_S = 16
-"""Rows for so much throughput are submitted; a batch that ends before the run is an error."""
+"""The batch has enough rows for this throughput; one that ends before the run is an error."""
 
-_LEAST_ROWS = 500
-_LOOK_S = 1.0
+_MIN_ROWS = 500
+_BATCH_POLL_S = 1.0
 _TIMEOUT_S = 120.0
 _RUNNING = ("validating", "in_progress")
 _OPEN = (*_RUNNING, "cancelling", "finalizing")
-_NOT_FOR_ROWS = ("stream", "stream_options", "service_tier", "slo", "priority")
+_FIELDS_NOT_IN_ROWS = ("stream", "stream_options", "service_tier", "slo", "priority")
 
 
 class BatchJobError(BrosError):
-    """The server does not take the batch, or the batch came to an end before the run did."""
+    """The server refused the batch, or the batch ended before the run."""
 
 
-class Look(NamedTuple):
-    """The batch at a time after the start of the run. Rows and tokens add up."""
+class BatchSample(NamedTuple):
+    """Cumulative rows and tokens of the batch. at_s: seconds after the start of the run."""
 
     at_s: float
     completed: float
@@ -72,53 +69,53 @@ class Look(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class JobSums:
-    """What was seen of a batch in a run, in order."""
+class BatchSamples:
+    """The samples of a batch during a run, in order of time."""
 
-    looks: tuple[Look, ...]
+    samples: tuple[BatchSample, ...]
 
-    def within(self, window: Window) -> Look:
-        """What was added in the window; at_s is its length."""
+    def within(self, window: Window) -> BatchSample:
+        """The increase over the window; at_s is its length."""
         begin, end = self._at(window.start_s), self._at(window.end_s)
-        return Look(*(late - early for early, late in zip(begin, end, strict=True)))
+        return BatchSample(*(late - early for early, late in zip(begin, end, strict=True)))
 
-    def _at(self, at_s: float) -> Look:
-        """On the line between the looks before and after."""
-        before = max((x for x in self.looks if x.at_s <= at_s), default=self.looks[0])
-        after = min((x for x in self.looks if x.at_s >= at_s), default=self.looks[-1])
+    def _at(self, at_s: float) -> BatchSample:
+        """Linearly interpolated."""
+        before = max((x for x in self.samples if x.at_s <= at_s), default=self.samples[0])
+        after = min((x for x in self.samples if x.at_s >= at_s), default=self.samples[-1])
         span_s = after.at_s - before.at_s
         part = (at_s - before.at_s) / span_s if span_s > 0 else 0.0
         between = (a + part * (b - a) for a, b in zip(before[1:], after[1:], strict=True))
-        return Look(at_s, *between)
+        return BatchSample(at_s, *between)
 
 
 class BatchJob:
-    """One batch on one server, while a run lasts."""
+    """One batch on one server during a run."""
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str, batch_id: str) -> None:
         self._session = session
         self._base = base_url
         self.id = batch_id
-        self._looks: list[Look] = []
+        self._samples: list[BatchSample] = []
 
     @property
-    def sums(self) -> JobSums:
-        return JobSums(tuple(self._looks))
+    def samples(self) -> BatchSamples:
+        return BatchSamples(tuple(self._samples))
 
     async def watch(self, now: Callable[[], float]) -> None:
-        """Until cancelled. now: seconds since the start of the run."""
+        """Sample until cancelled. now: returns the seconds since the start of the run."""
         while True:
-            await self.look(now)
-            await asyncio.sleep(_LOOK_S)
+            await self.sample(now)
+            await asyncio.sleep(_BATCH_POLL_S)
 
-    async def look(self, now: Callable[[], float]) -> None:
+    async def sample(self, now: Callable[[], float]) -> None:
         """Raises BatchJobError if the batch has ended."""
-        batch = await _ask(self._session, "GET", f"{self._base}/v1/batches/{self.id}")
+        batch = await _request_json(self._session, "GET", f"{self._base}/v1/batches/{self.id}")
         if batch["status"] not in _RUNNING:
             raise BatchJobError(f"the batch is {batch['status']} before the run is over")
         counts, usage = batch["request_counts"], batch["usage"]
-        self._looks.append(
-            Look(
+        self._samples.append(
+            BatchSample(
                 now(),
                 counts["completed"],
                 counts["failed"],
@@ -129,23 +126,26 @@ class BatchJob:
         )
 
     async def cancel(self) -> None:
-        """Returns when nothing of it runs any more, which may be so already."""
+        """Cancel the batch unless it has ended, and wait until no row is running."""
         url = f"{self._base}/v1/batches/{self.id}"
-        while (batch := await _ask(self._session, "GET", url))["status"] in _OPEN:
+        while (batch := await _request_json(self._session, "GET", url))["status"] in _OPEN:
             if batch["status"] in _RUNNING:
-                with contextlib.suppress(BatchJobError):  # it has ended just now
-                    await _ask(self._session, "POST", f"{url}/cancel")
-            await asyncio.sleep(_LOOK_S / 5)
+                with contextlib.suppress(BatchJobError):  # it may have just ended
+                    await _request_json(self._session, "POST", f"{url}/cancel")
+            await asyncio.sleep(_BATCH_POLL_S / 5)
 
 
-def rows_of(
-    backlog: Iterator[Planned], body: Callable[[Planned], bytes], path: str, duration_s: float
+def batch_input_lines(
+    backlog: Iterator[Planned],
+    body: Callable[[Planned], bytes],
+    path: str,
+    duration_s: float,
 ) -> Iterator[bytes]:
-    """Lines of an input file, enough for a run."""
-    count = min(max(_LEAST_ROWS, round(_ROWS_PER_S * duration_s)), MAX_ROWS)
+    """The lines of an input file with enough rows for a run."""
+    count = min(max(_MIN_ROWS, round(_ROWS_PER_S * duration_s)), MAX_ROWS)
     for planned in islice(backlog, count):
         fields = json.loads(body(planned))
-        for name in _NOT_FOR_ROWS:
+        for name in _FIELDS_NOT_IN_ROWS:
             fields.pop(name, None)
         row = {"custom_id": planned.name, "method": "POST", "url": path, "body": fields}
         yield json.dumps(row, separators=(",", ":")).encode("ascii") + b"\n"
@@ -155,7 +155,7 @@ def rows_of(
 async def batch_job(
     base_url: str, api_key: str | None, path: str, lines: Sequence[bytes]
 ) -> AsyncIterator[BatchJob]:
-    """A batch of these lines that has been checked and runs; it is cancelled with the block.
+    """Submit a batch and wait until it is validated; leaving the block cancels it.
 
     Raises BatchJobError.
     """
@@ -165,14 +165,14 @@ async def batch_job(
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         form = aiohttp.FormData({"purpose": "batch"})
         form.add_field("file", b"".join(lines), filename="load.jsonl")
-        file = await _ask(session, "POST", f"{base}/v1/files", data=form)
+        file = await _request_json(session, "POST", f"{base}/v1/files", data=form)
         wanted = {"input_file_id": file["id"], "endpoint": path, "completion_window": "24h"}
-        batch = await _ask(session, "POST", f"{base}/v1/batches", json=wanted)
+        batch = await _request_json(session, "POST", f"{base}/v1/batches", json=wanted)
         job = BatchJob(session, base, batch["id"])
         try:
             while batch["status"] == "validating":
-                await asyncio.sleep(_LOOK_S / 5)
-                batch = await _ask(session, "GET", f"{base}/v1/batches/{job.id}")
+                await asyncio.sleep(_BATCH_POLL_S / 5)
+                batch = await _request_json(session, "GET", f"{base}/v1/batches/{job.id}")
             if batch["status"] == "failed":
                 raise BatchJobError(f"the batch is {batch['status']}: {batch['errors']}")
             yield job
@@ -180,8 +180,8 @@ async def batch_job(
             await job.cancel()
 
 
-def as_metrics(seen: JobSums, window: Window, like: ClassMetrics) -> ClassMetrics:
-    """Throughput of a batch in the place of that of requests. like: that of no requests."""
+def batch_metrics(seen: BatchSamples, window: Window, like: ClassMetrics) -> ClassMetrics:
+    """Metrics with the counts and the throughput of a batch. like: metrics without requests."""
     added = seen.within(window)
     completed, failed = round(added.completed), round(added.failed)
     outcomes = {**like.outcomes, Outcome.COMPLETED: completed, Outcome.FAILED: failed}
@@ -199,18 +199,18 @@ def as_metrics(seen: JobSums, window: Window, like: ClassMetrics) -> ClassMetric
     )
 
 
-async def _ask(session: aiohttp.ClientSession, method: str, url: str, **body: Any) -> Any:
+async def _request_json(session: aiohttp.ClientSession, method: str, url: str, **body: Any) -> Any:
     try:
-        async with session.request(method, url, **body) as answer:
-            text = await answer.text()
-            if answer.status >= 400:
-                raise BatchJobError(f"{url} answers with status {answer.status}: {text[:300]}")
+        async with session.request(method, url, **body) as response:
+            text = await response.text()
+            if response.status >= 400:
+                raise BatchJobError(f"{url} answers with status {response.status}: {text[:300]}")
             return json.loads(text)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise BatchJobError(f"{url} gives no answer: {error!r}") from error
+        raise BatchJobError(f"{url} does not respond: {error!r}") from error
 
 
-# ---- What a bros server says about itself: a few of its metrics, sampled while it is measured.
+# ---- The Prometheus metrics of a bros server that are sampled during a run.
 
 
 SAMPLED = {
@@ -239,7 +239,7 @@ _LINE = re.compile(r"^(\w+(?:\{[^}]*\})?) (\S+)$", re.MULTILINE)
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Those of SAMPLED that a page of metrics has, by their short names."""
+    """Short name -> value of the metrics in SAMPLED, from a Prometheus page."""
     found = {}
     for name, value in _LINE.findall(text):
         short = SAMPLED.get(name)
@@ -249,16 +249,16 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def is_idle(sample: Mapping[str, float]) -> bool:
-    """Whether the server has nothing to do; a sample without these figures says nothing."""
+    """Whether the server has no requests; False if the sample lacks the metrics."""
     names = [f"{cls}_{state}" for cls in ("rt", "be") for state in ("running", "waiting")]
     return all(sample.get(name, 1.0) == 0.0 for name in names)
 
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """A sample for a timeline: gauges as they are, and means of what happened in between.
+    """A sample of the timeline: the gauges of `after`, and what happened since `before`.
 
-    busy_s: time that went into steps. step_ms: mean time of a step; slack_ms: mean time that
-    tokens had left; both only if there was one.
+    busy_s: time spent in steps.
+    step_ms, slack_ms: mean step time and mean slack of tokens, if there were any.
     """
     found = {name: after[name] for name in _GAUGES if name in after}
     if "step_seconds" in after and "step_seconds" in before:
@@ -271,7 +271,7 @@ def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[
     return found
 
 
-# ---- Questions to a server besides the load: what it serves, how it is, whether it is idle.
+# ---- Requests to the server besides the load: its model, version and metrics.
 
 
 _PROBE_TIMEOUT_S = 10.0
@@ -279,18 +279,18 @@ _POLL_S = 0.2
 
 
 class NoServerError(BrosError):
-    """Nothing that speaks OpenAI's API answers at the address."""
+    """No server with OpenAI's API responds at the address."""
 
 
 class Model(NamedTuple):
-    """context_tokens: most tokens of prompt and answer; None if the server does not say."""
+    """context_tokens: maximum of prompt and output together; None if the server does not say."""
 
     name: str
     context_tokens: int | None
 
 
 class Probe:
-    """One server. An asynchronous context manager; usable inside it."""
+    """Asks one server for its state. An asynchronous context manager."""
 
     def __init__(self, base_url: str, clock: Clock, api_key: str | None = None) -> None:
         self._base = base_url.rstrip("/").removesuffix("/v1")
@@ -308,10 +308,9 @@ class Probe:
         await self._session.close()
 
     async def model(self, wanted: str | None = None) -> Model:
-        """The model that is called `wanted`, or the first one. Raises NoServerError.
+        """The model named `wanted`, or the first one. Raises NoServerError.
 
-        A server with an empty list (one that loads models when they are asked for) is believed
-        to have the wanted one.
+        A server with an empty list may load models on demand: it is assumed to have `wanted`.
         """
         status, text = await self._get("/v1/models")
         if status != 200:
@@ -319,7 +318,7 @@ class Probe:
         try:
             models = [_model(entry) for entry in json.loads(text)["data"]]
         except (ValueError, KeyError, TypeError):
-            raise NoServerError(f"{self._base}/v1/models is no list of models") from None
+            raise NoServerError(f"{self._base}/v1/models is not a list of models") from None
         for model in models:
             if wanted is None or model.name == wanted:
                 return model
@@ -330,7 +329,7 @@ class Probe:
         raise NoServerError(f"{self._base} does not serve {asked}; it serves {names}")
 
     async def version(self) -> str | None:
-        """What `/version` says, as bros and vLLM have it; None where that is not known."""
+        """The version at `/version`, as bros and vLLM report it; None if there is none."""
         try:
             status, text = await self._get("/version")
             version = json.loads(text)["version"] if status == 200 else None
@@ -339,7 +338,7 @@ class Probe:
         return version if isinstance(version, str) else None
 
     async def metrics(self) -> dict[str, float]:
-        """Those of scrape.SAMPLED that it has; empty if it has none or does not answer."""
+        """The metrics in SAMPLED; empty if the server has none or does not respond."""
         try:
             status, text = await self._get("/metrics")
         except NoServerError:
@@ -347,7 +346,7 @@ class Probe:
         return parse_metrics(text) if status == 200 else {}
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until it has nothing left to do; False if it cannot be told, or is not in time."""
+        """Wait until the server is idle; False if unknown or after timeout_s."""
         end_s = self._clock.now() + timeout_s
         while self._clock.now() < end_s:
             sample = await self.metrics()
@@ -374,7 +373,7 @@ def _model(entry: dict[str, Any]) -> Model:
 
 
 _SETTLE_S = 60.0
-"""How long a server may take to finish what was left of the run before."""
+"""How long the runner waits for the requests of the previous run to finish."""
 
 _SAMPLE_S = 1.0
 _PROGRESS_S = 1.0
@@ -383,9 +382,10 @@ _DEFAULT_CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTarget:
-    """A running server.
+    """A running server. name: unique in a comparison.
 
-    name: for people, unlike those of other servers compared with it.
+    policy: of bros' scheduler or for the report; None if unknown.
+    model: name in requests; None: the first one that the server has.
     """
 
     url: str
@@ -397,21 +397,20 @@ class BenchTarget:
 
 
 class BeAs(StrEnum):
-    """Best-effort work: requests that are kept in flight, or the rows of a batch."""
+    """How best-effort load is sent: as requests in flight, or as rows of a batch."""
 
     REQUESTS = "requests"
     BATCH = "batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measuring:
-    """How runs are measured.
+class RunOptions:
+    """How runs are made and measured.
 
-    command: says by which objectives.
-    warm_up_s: not counted.
-
-    context: most tokens of prompt and answer; None asks the server.
-    be_as: how best-effort work gets to the server.
+    command: holds the objectives.
+    warm_up_s: start of the run that is not measured.
+    context: maximum tokens of prompt and output; None: ask the server.
+    ignore_eos: see RequestFormat.
     """
 
     command: Command
@@ -423,10 +422,7 @@ class Measuring:
 
 
 class MeasuredRun(NamedTuple):
-    """What came of a case.
-
-    notes: about its plan, for people.
-    """
+    """The outcome of a case. notes: human-readable remarks on its plan."""
 
     result: ScenarioResult
     records: Sequence[Record]
@@ -435,7 +431,7 @@ class MeasuredRun(NamedTuple):
 
 
 View = Callable[[str], AbstractContextManager[OnProgress]]
-"""A way to watch a run: a title in, something to be told out."""
+"""Opens a progress display with a title."""
 
 
 class BenchRunner:
@@ -445,52 +441,55 @@ class BenchRunner:
         self,
         target: BenchTarget,
         wanted: RequestedLoad,
-        measuring: Measuring,
+        options: RunOptions,
         tokenizer: Tokenizer,
         clock: Clock,
         view: View,
     ) -> None:
         self._target = target
         self._wanted = wanted
-        self._measuring = measuring
+        self._options = options
         self._tokenizer = tokenizer
         self._clock = clock
         self._view = view
         self._prompts = Prompts(tokenizer, wanted.seed)
-        # Those around a prompt, which the context has to hold as well.
-        chat = measuring.endpoint is Endpoint.CHAT
+        # Tokens that the server adds to a prompt also count toward the context.
+        chat = options.endpoint is Endpoint.CHAT
         self._added_tokens = self._prompts.added_tokens(chat=chat)
 
     async def run(self, case: Case) -> MeasuredRun:
-        """Raises NoServerError if the server does not answer when the run begins, ConfigError."""
-        target, measuring = self._target, self._measuring
-        async with Probe(target.url, self._clock, target.api_key) as probe, AiohttpHttp() as http:
+        """Raises NoServerError if the server does not respond at first; ConfigError."""
+        target, options = self._target, self._options
+        async with (
+            Probe(target.url, self._clock, target.api_key) as probe,
+            AiohttpTransport() as http,
+        ):
             model = await probe.model(target.model)
             version = await probe.version()
-            plan = self._plan(case, measuring.context or model.context_tokens)
-            wording = Wording(
+            plan = self._plan(case, options.context or model.context_tokens)
+            request_format = RequestFormat(
                 dialect=dialect_of(target.dialect),
                 model=model.name,
-                endpoint=measuring.endpoint,
-                classes=case.tells_classes,
-                ignore_eos=measuring.ignore_eos,
+                endpoint=options.endpoint,
+                classes=case.sends_classes,
+                ignore_eos=options.ignore_eos,
                 seed=self._wanted.seed,
             )
             render = self._render(plan, text_seed(self._wanted.seed, case))
-            client = Client(http, target.url, wording, render, api_key=target.api_key)
+            client = Client(http, target.url, request_format, render, api_key=target.api_key)
             await probe.wait_idle(_SETTLE_S)
-            sums = None
-            if plan.in_flight and measuring.be_as is BeAs.BATCH:
-                lines = list(_rows(plan, wording, render, self._wanted.duration_s))
-                async with batch_job(target.url, target.api_key, wording.path, lines) as job:
+            samples = None
+            if plan.in_flight and options.be_as is BeAs.BATCH:
+                lines = list(_rows(plan, request_format, render, self._wanted.duration_s))
+                async with batch_job(target.url, target.api_key, request_format.path, lines) as job:
                     driven, timeline = await self._drive(case, plan, client, probe, job)
-                    sums = job.sums
+                    samples = job.samples
             else:
                 driven, timeline = await self._drive(case, plan, client, probe)
-        window = Window(measuring.warm_up_s, self._wanted.duration_s, driven.elapsed_s)
+        window = Window(options.warm_up_s, self._wanted.duration_s, driven.elapsed_s)
         result = self._result(case, plan, driven, window)
-        if sums is not None:
-            metrics = _with_batch(result.metrics, sums)
+        if samples is not None:
+            metrics = _with_batch_metrics(result.metrics, samples)
             result = replace(result, metrics=metrics, be_load=f"{result.be_load}, as a batch")
         result = replace(result, server_version=version, timeline=timeline)
         return MeasuredRun(result, driven.records, window, plan.notes)
@@ -529,7 +528,7 @@ class BenchRunner:
 
         watching = asyncio.create_task(job.watch(since_start)) if job is not None else None
         try:
-            with self._view(_title(self._target, case)) as on_progress:
+            with self._view(_run_title(self._target, case)) as on_progress:
                 driven = await drive(
                     load,
                     client,
@@ -542,13 +541,13 @@ class BenchRunner:
             if watching is not None and job is not None:
                 if watching.done():
                     watching.result()
-                await job.look(since_start)
+                await job.sample(since_start)
         finally:
-            await _ended(sampling, watching)
+            await _cancel_tasks(sampling, watching)
         return driven, tuple(samples)
 
     async def _sample(self, probe: Probe, samples: list[ServerSample]) -> None:
-        """The server's own figures once a second, if it is one that has them."""
+        """Sample the server's metrics once a second, if it has any."""
         start_s = self._clock.now()
         before = await probe.metrics()
         while before:
@@ -560,7 +559,7 @@ class BenchRunner:
 
     def _result(self, case: Case, plan: Plan, driven: LoadResult, window: Window) -> ScenarioResult:
         return ScenarioResult(
-            command=self._measuring.command,
+            command=self._options.command,
             scenario=case.scenario,
             target=self._target.name,
             dialect=self._target.dialect,
@@ -570,38 +569,40 @@ class BenchRunner:
             be_load=plan.be_label,
             rt_digest=plan.rt_digest,
             be_digest=plan.be_digest,
-            metrics=measure(driven.records, self._measuring.command.slo, window),
+            metrics=measure(driven.records, self._options.command.slo, window),
             client=driven.health,
         )
 
 
-def _rows(plan: Plan, wording: Wording, render: Render, duration_s: float) -> Iterator[bytes]:
+def _rows(
+    plan: Plan, request_format: RequestFormat, render: Render, duration_s: float
+) -> Iterator[bytes]:
     def body(planned: Planned) -> bytes:
-        return wording.body(planned, *render(planned))
+        return request_format.body(planned, *render(planned))
 
-    return rows_of(plan.backlog, body, wording.path, duration_s)
+    return batch_input_lines(plan.backlog, body, request_format.path, duration_s)
 
 
-def _with_batch(metrics: RunMetrics, sums: JobSums) -> RunMetrics:
+def _with_batch_metrics(metrics: RunMetrics, samples: BatchSamples) -> RunMetrics:
     alone = metrics.by_class[ServiceClass.BE]
-    batch = as_metrics(sums, metrics.window, alone)
+    batch = batch_metrics(samples, metrics.window, alone)
     return replace(metrics, by_class={**metrics.by_class, ServiceClass.BE: batch})
 
 
-async def _ended(*tasks: asyncio.Task[None] | None) -> None:
+async def _cancel_tasks(*tasks: asyncio.Task[None] | None) -> None:
     for task in filter(None, tasks):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, BatchJobError):
             await task
 
 
-def _title(target: BenchTarget, case: Case) -> str:
+def _run_title(target: BenchTarget, case: Case) -> str:
     policy = f" {target.policy}" if target.policy else ""
     rate = f", {case.rate:g} req/s" if case.rate is not None else ""
     return f"{target.name}{policy}: {case.scenario} {case.scenario.label}{rate}"
 
 
 @contextlib.contextmanager
-def unseen(title: str) -> Iterator[OnProgress]:
+def no_view(title: str) -> Iterator[OnProgress]:
     """A View that shows nothing."""
     yield lambda elapsed_s, records: None

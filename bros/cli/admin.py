@@ -1,4 +1,4 @@
-"""`bros admin`: the replicas of a running server, over HTTP."""
+"""`bros admin`: shows, drains and resumes the replicas of a running server, over HTTP."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from bros.cli.flags import DEFAULT_URL, AdminFlags, read_own, whole
+from bros.cli.remote import auth_headers, base_url, error_message
 from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
 from bros.core.errors import BrosError, ConfigError
 
 _TIMEOUT_S = 30.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _STYLES = {"up": "green", "down": "red", "gone": "red"}
 _WIDTH = 120
-"""Where there is no terminal."""
+"""Of tables without a terminal."""
 
 Fields = Mapping[str, Any]
 
@@ -36,19 +37,16 @@ def run_admin(
     transport: httpx.BaseTransport | None = None,
     console: Console | None = None,
 ) -> int:
-    """Do what was asked; returns the exit status.
+    """Run one action; returns the exit status.
 
-    pause: lets seconds pass. transport: instead of the network. console: standard output.
+    pause: sleeps for some seconds. transport: replaces the network. console: standard output.
     Raises ConfigError for wrong usage, BrosError for other errors, KeyboardInterrupt.
     """
     config = load_config(given_flags(args), environ, warn)
     own = read_own(AdminFlags, args)
     url = own.url or environ.get(URL_VARIABLE) or DEFAULT_URL
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: {url!r} must start with http:// or https://")
-    key = config.server.api_key
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    base = url.rstrip("/").removesuffix("/v1") + "/admin/replicas"
+    headers = auth_headers(config.server.api_key)
+    base = base_url(url) + "/admin/replicas"
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
@@ -61,7 +59,7 @@ def run_admin(
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """One action with all it needs."""
+    """One action and what it works with."""
 
     own: AdminFlags
     http: httpx.Client
@@ -76,8 +74,8 @@ class _Command:
             return
         self.console.print(replica_table(found["data"]))
         self.console.print(
-            f"router {found['router']}; requests that went on elsewhere: {found['continued']} as "
-            f"their replica was lost, {found['moved']} as it was drained or had a longer queue"
+            f"router {found['router']}; requests continued on another replica: "
+            f"{found['continued']} after a failure, {found['moved']} after a drain or to rebalance"
         )
         if plan := found.get("plan"):
             self.console.print(_plan_line(plan))
@@ -88,61 +86,59 @@ class _Command:
         found = self._ask("POST", f"/{number}/drain", body)
         last = None
         while not own.no_wait:
-            replica = _of(found, number)
+            replica = _replica(found, number)
             state, count = replica["state"], replica["open"]
             said = f"{replica['name']} is {state}" + (f": {count} open" if count else "")
             if said != last:
                 self.console.print(said)
                 last = said
-            # While it is restarted, `drained` is passed on the way.
+            # A restart passes through `drained`.
             if state in ("up", "gone") or (state == "drained" and not own.restart):
                 return
-            self.pause(_LOOK_S)
+            self.pause(_POLL_S)
             found = self._ask("GET", "")
 
     def resume(self) -> None:
         number = whole("N", self.own.number, low=0)
-        replica = _of(self._ask("POST", f"/{number}/resume"), number)
+        replica = _replica(self._ask("POST", f"/{number}/resume"), number)
         self.console.print(f"{replica['name']} is {replica['state']}")
 
     def _ask(self, method: str, path: str, body: Fields | None = None) -> Any:
         try:
-            answer = self.http.request(method, self.url + path, json=body)
+            response = self.http.request(method, self.url + path, json=body)
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             raise BrosError(f"{self.url} does not answer: {reason}") from error
         except httpx.InvalidURL as error:
             raise ConfigError(f"--url: {error}") from error
-        if answer.status_code == 404 and not path:
+        if response.status_code == 404 and not path:
             raise BrosError(
-                "This server has one engine; start it with --replicas 2, say, to have more."
+                "This server has only one engine; start it with --replicas N to have several."
             )
+        if not response.is_success:
+            raise BrosError(f"{response.status_code}: {error_message(response)}")
         try:
-            found = answer.json()
-            if answer.is_success:
-                return found
-            message = found["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = answer.text.strip()[:200] or answer.reason_phrase
-        raise BrosError(f"{answer.status_code}: {message}")
+            return response.json()
+        except ValueError:
+            raise BrosError(f"{self.url} does not respond with JSON") from None
 
 
-def _of(found: Fields, number: int) -> Fields:
-    """One of the replicas that a server tells of; it may have been removed meanwhile."""
+def _replica(found: Fields, number: int) -> Fields:
+    """The replica with this number. Raises BrosError if it has been removed."""
     for replica in found["data"]:
         if replica["number"] == number:
             return replica  # type: ignore[no-any-return]
-    raise BrosError(f"Replica {number} is no more.")
+    raise BrosError(f"There is no replica {number} any more.")
 
 
 def replica_table(replicas: list[Fields]) -> Table:
-    """One line each."""
+    """One row per replica."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("replica", "state"):
         table.add_column(heading, no_wrap=True)
     for heading in ("open", "waiting", "KV in use", "KV cached", "prompts cached", "lost"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("sent there because of")
+    table.add_column("routed by")
     for replica in replicas:
         state, blocks = replica["state"], replica["total_blocks"]
         reasons = sorted(replica["routed"].items(), key=lambda item: -item[1])
@@ -161,9 +157,9 @@ def replica_table(replicas: list[Fields]) -> Table:
 
 
 def _plan_line(plan: Fields) -> str:
-    """What planned places for prefixes gain."""
+    """The gain of the planned placement of prefixes."""
     return (
-        f"plan: {plan['requests']} requests, {plan['prefill_s']:.1f} s of prompts, "
+        f"plan: {plan['requests']} requests, {plan['prefill_s']:.1f} s of prefill, "
         f"{plan['planned_s']:.1f} s as planned; busiest replica {plan['balance']:.2f} times the "
         f"mean, {plan['planned_balance']:.2f} as planned"
     )

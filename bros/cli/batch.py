@@ -1,4 +1,4 @@
-"""`bros batch`: batches of a running server, submitted, watched and fetched over HTTP."""
+"""`bros batch`: submits batches to a running server, watches them and fetches their results."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from bros.cli.batch_client import (
     BatchClient,
     BusyError,
     NoAnswerError,
-    Patience,
     Pause,
     RefusedError,
     RemoteBatch,
+    Retrier,
     batch_client,
     counts,
     duration,
-    ending,
+    end_summary,
     expectation,
     moment,
     outcome,
     printable,
     problem,
-    risk,
+    risk_text,
     status_words,
     wait_for_end,
 )
@@ -46,31 +46,32 @@ from bros.core.clock import Clock
 from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
 from bros.core.errors import BrosError, ConfigError, InvalidRequestError
 
-# ---- Where results are written: whole files or none, standard output, devices.
+# ---- Writing results: to standard output, to devices, or atomically to files.
 
 
 STDOUT = "-"
+NOT_A_FILE = "its folder does not exist, or it is a folder"
 
 
-def expanded(text: str) -> Path:
-    """~ is followed where a shell has not done it; unlike Path.expanduser, this cannot fail."""
+def expand_user(text: str) -> Path:
+    """`text` with ~ expanded; unlike Path.expanduser it never raises."""
     return Path(os.path.expanduser(text))
 
 
-def writable(flag: str, text: str | None) -> Path | str | None:
-    """Where to write, STDOUT for `-`. Found out before hours of waiting. Raises ConfigError."""
+def check_writable(flag: str, text: str | None) -> Path | str | None:
+    """The path to write to, or STDOUT. Raises ConfigError before the wait, not after it."""
     if text is None or text == STDOUT:
         return text
     try:
-        path = expanded(text).resolve()
+        path = expand_user(text).resolve()
         if path.is_dir() or not path.parent.is_dir():
-            raise ConfigError(f"{flag}: {text} cannot be written: no such folder, or it is one")
-    except (OSError, RuntimeError) as error:  # a name that is too long, a link to itself
+            raise ConfigError(f"{flag}: {text} cannot be written: {NOT_A_FILE}")
+    except (OSError, RuntimeError) as error:  # a name that is too long, a symlink loop
         raise ConfigError(f"{flag}: {text} cannot be written: {error}") from None
     return path
 
 
-def write_out(pieces: Iterable[bytes]) -> None:
+def write_stdout(pieces: Iterable[bytes]) -> None:
     """Raises BrosError if standard output cannot be written, BrokenPipeError if it is closed."""
     try:
         sys.stdout.buffer.writelines(pieces)
@@ -81,10 +82,10 @@ def write_out(pieces: Iterable[bytes]) -> None:
         raise BrosError(f"standard output cannot be written: {error.strerror}") from None
 
 
-def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file under another name, and give it its own once it is whole.
+def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a temporary file and rename it to `path`; write a device or pipe directly.
 
-    Raises BrosError if it cannot be written. A device or pipe is written as it is.
+    Raises BrosError if it cannot be written.
     """
     special = path.exists() and not path.is_file()
     written = path if special else path.with_name(f".bros-{os.getpid()}.part")
@@ -97,11 +98,11 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
         raise BrosError(f"{path} cannot be written: {error.strerror}") from None
     finally:
         if not special:
-            with contextlib.suppress(OSError):  # as a rule it is no longer there
+            with contextlib.suppress(OSError):  # gone after the rename
                 written.unlink()
 
 
-# ---- One batch as a block of lines, and many as a table.
+# ---- Showing one batch as a block of lines, and several as a table.
 
 
 _STYLES = {"completed": "green", "failed": "red", "expired": "red", "cancelled": "yellow"}
@@ -110,7 +111,7 @@ _ENDINGS = ("completed_at", "failed_at", "expired_at", "cancelled_at")
 
 
 def batch_block(batch: RemoteBatch, now: float) -> Text:
-    """All there is to say about a batch. now: Unix seconds."""
+    """All details of a batch. now: Unix seconds."""
     title = Text.assemble((printable(batch.id), "bold"), "  ", _status(batch))
     facts = [Text.assemble((f"  {name:<12}", "dim"), value) for name, value in _facts(batch, now)]
     problems = [Text(f"  {problem(error)}", style="red") for error in batch.errors]
@@ -154,12 +155,12 @@ def _expected_end(batch: RemoteBatch, now: float) -> Text:
 
 
 def _facts(batch: RemoteBatch, now: float) -> Iterator[tuple[str, Text]]:
-    """(name, value) of what is known."""
+    """(name, value) of all known details."""
     for name, words in _words(batch, now):
         if words:
             yield name, Text(printable(words))
     if batch.at_risk and not batch.has_ended:
-        yield "at risk", Text(risk(batch, batch.expected_at, now), style="bold yellow")
+        yield "at risk", Text(risk_text(batch, batch.expected_at, now), style="bold yellow")
     for key, value in (batch.fields.get("metadata") or {}).items():
         yield "metadata", Text(printable(f"{key}={value}"))
 
@@ -203,11 +204,11 @@ SOME_ROWS_FAILED = 3
 NOT_COMPLETED = 4
 
 _WIDTH = 120
-"""Of tables where there is no terminal."""
+"""Of tables without a terminal."""
 _SHOWN_ERRORS = 10
-"""Errors of an input file that are shown unasked; `status` shows all."""
+"""Maximum errors of an input file that are shown; `status` shows all."""
 _BAR_FROM_BYTES = 4 * 2**20
-"""Smaller files are uploaded before a bar could be read."""
+"""Smaller files are uploaded without a progress bar."""
 
 
 def run_batch(
@@ -221,9 +222,9 @@ def run_batch(
     out: Console | None = None,
     err: Console | None = None,
 ) -> int:
-    """Do what was asked; returns the exit status, see bros batch ACTION --help.
+    """Run one action; returns the exit status, see bros batch ACTION --help.
 
-    pause: lets seconds pass. transport: instead of the network. out, err: standard output and
+    pause: sleeps for some seconds. transport: replaces the network. out, err: standard output and
     error. Raises ConfigError for wrong usage, BrosError for other errors, KeyboardInterrupt.
     """
     config = load_config(given_flags(args), environ, warn)
@@ -242,14 +243,14 @@ def run_batch(
         try:
             return command.run()
         except BrokenPipeError:
-            # The reader of standard output has gone. Python must not flush it at exit.
+            # The reader of standard output is gone, so Python must not flush it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """One action with all it needs."""
+    """One action and what it works with."""
 
     action: str
     own: BatchFlags
@@ -261,7 +262,7 @@ class _Command:
 
     def run(self) -> int:
         if self.action in ("status", "cancel", "results") and not self.own.id:
-            raise ConfigError("ID: there is none; did submitting the batch fail?")
+            raise ConfigError("ID: it is empty; did submitting the batch fail?")
         actions: dict[str, Callable[[], int]] = {
             "submit": self._submit,
             "status": self._status,
@@ -272,40 +273,42 @@ class _Command:
         return actions[self.action]()
 
     def _submit(self) -> int:
-        own, path = self.own, expanded(self.own.file)
+        own, path = self.own, expand_user(self.own.file)
         window = _window(own.window)
         metadata = _metadata(own.metadata)
-        target = writable("-o", own.output)
+        target = check_writable("-o", own.output)
         if target is not None and not own.wait:
-            raise ConfigError("-o: only with --wait; else fetch them with `bros batch results`")
+            raise ConfigError("-o: requires --wait; otherwise use `bros batch results`")
         endpoint = own.endpoint or first_url(path)
         if isinstance(target, Path) and target.exists() and target.samefile(path):
-            raise ConfigError("-o: this is the input; the answers need another file")
+            raise ConfigError("-o: this is the input; name another file")
         file_id = self._upload(path)
         try:
             batch = self.client.create(file_id, endpoint, window, metadata)
-        except (RefusedError, BusyError):  # else there may be a batch that needs it
-            with contextlib.suppress(BrosError):  # the first error is the one to show
+        except (RefusedError, BusyError):  # certainly no batch was created that needs the file
+            with contextlib.suppress(BrosError):  # report the first error
                 self.client.delete_file(file_id)
             raise
         print(printable(batch.id), file=self.out.file, flush=True)
         if not own.wait:
-            self._say(f"Submitted for {endpoint}, to be done within {window}.")
-            self._say(f"See how it goes: {self._hint('status', batch)} --wait", style="dim")
+            self._say(f"Submitted for {endpoint}, completion window {window}.")
+            self._say(f"Watch it: {self._hint('status', batch)} --wait", style="dim")
             return 0
         batch = self._wait(batch)
         if target is not None and _has_results(batch):
-            self._fetch(batch.output_file_id, target, self._patience())
+            self._fetch(batch.output_file_id, target, self._retrier())
             self._say_failed(batch)
         elif batch.output_file_id is not None or batch.error_file_id is not None:
             also = " --errors FILE" if batch.error_file_id else ""
-            self._say(f"Fetch them: {self._hint('results', batch)} -o FILE{also}", style="dim")
+            self._say(
+                f"Fetch the results: {self._hint('results', batch)} -o FILE{also}", style="dim"
+            )
         return _outcome(batch)
 
     def _status(self) -> int:
         batch = self.client.get(self.own.id)
         if self.own.wait:
-            batch = self._wait(batch, told=False)
+            batch = self._wait(batch, summary=False)
         if self.own.json:
             self._print_json(dict(batch.fields))
         else:
@@ -328,7 +331,7 @@ class _Command:
         if self.own.wait:
             batch = self._wait(batch)
         elif batch.has_ended:
-            self._say(ending(batch))
+            self._say(end_summary(batch))
         else:
             what = "being cancelled" if batch.status == BatchStatus.CANCELLING else "ending already"
             self._say(f"{printable(batch.id)} is {what}: {counts(batch)}")
@@ -337,10 +340,10 @@ class _Command:
         return _outcome(batch)
 
     def _results(self) -> int:
-        target = writable("-o", self.own.output) or STDOUT
-        errors = writable("--errors", self.own.errors)
+        target = check_writable("-o", self.own.output) or STDOUT
+        errors = check_writable("--errors", self.own.errors)
         if target == errors:
-            raise ConfigError("--errors: this is where the answers go; name another file")
+            raise ConfigError("--errors: the responses go there; name another file")
         batch = self.client.get(self.own.id)
         if not batch.has_ended:
             raise BrosError(
@@ -360,36 +363,36 @@ class _Command:
                 self._say_failed(batch)
         return status
 
-    def _wait(self, batch: RemoteBatch, *, told: bool = True) -> RemoteBatch:
-        """The batch when it has ended. told: say what came of it."""
+    def _wait(self, batch: RemoteBatch, *, summary: bool = True) -> RemoteBatch:
+        """The batch once it has ended. summary: print how it ended."""
         try:
             ended = wait_for_end(
                 batch,
                 lambda: self.client.get(batch.id),
-                self._patience(),
+                self._retrier(),
                 self.clock,
                 self.pause,
                 self.err,
             )
         except KeyboardInterrupt:
             cancelling = batch.status == BatchStatus.CANCELLING
-            going = "is still being cancelled" if cancelling else "goes on"
+            going = "is still being cancelled" if cancelling else "continues"
             self._say(f"No longer waiting; {printable(batch.id)} {going}.")
             self._say(f"  wait again: {self._hint('status', batch)} --wait", style="dim")
             if not cancelling:
-                self._say(f"  give it up: {self._hint('cancel', batch)}", style="dim")
+                self._say(f"  cancel it:  {self._hint('cancel', batch)}", style="dim")
             raise
         except NoAnswerError as error:
             raise BrosError(
-                f"{error}. The batch goes on when the server is back: "
+                f"{error}. The batch continues when the server is back: "
                 f"{self._hint('status', batch)} --wait"
             ) from None
-        if told:
+        if summary:
             self._say_ending(ended)
         return ended
 
-    def _patience(self) -> Patience:
-        return Patience(self.clock, self.pause, lambda text: self._say(f"bros: {text}"))
+    def _retrier(self) -> Retrier:
+        return Retrier(self.clock, self.pause, lambda text: self._say(f"bros: {text}"))
 
     def _upload(self, path: Path) -> str:
         try:
@@ -410,11 +413,11 @@ class _Command:
             yield lambda read: bar.advance(task, read)
 
     def _fetch(
-        self, file_id: str | None, target: Path | str, patience: Patience | None = None
+        self, file_id: str | None, target: Path | str, retrier: Retrier | None = None
     ) -> None:
-        """Write a file of the server, which keeps none that would be empty.
+        """Download a file of the server; None stands for an empty one, which the server omits.
 
-        With `patience`, it is begun again if it breaks off, which standard output does not allow.
+        retrier: starts over if the download fails; not for standard output.
         """
 
         def fetch() -> None:
@@ -422,21 +425,21 @@ class _Command:
                 content = self.client.content
                 pieces = stack.enter_context(content(file_id)) if file_id else iter(())
                 if isinstance(target, Path):
-                    write_whole(target, pieces)
+                    write_atomically(target, pieces)
                 else:
-                    write_out(pieces)
+                    write_stdout(pieces)
 
         if not isinstance(target, Path):
             fetch()
             return
-        if patience is None:
+        if retrier is None:
             fetch()
         else:
-            patience.get(fetch)
+            retrier.call(fetch)
         self._say(f"Wrote {target}")
 
     def _say_ending(self, batch: RemoteBatch) -> None:
-        self._say(ending(batch))
+        self._say(end_summary(batch))
         for error in batch.errors[:_SHOWN_ERRORS]:
             self._say(f"  {problem(error)}")
         more = len(batch.errors) - _SHOWN_ERRORS
@@ -446,7 +449,7 @@ class _Command:
     def _say_failed(self, batch: RemoteBatch) -> None:
         if batch.error_file_id is not None:
             hint = f"{self._hint('results', batch)} -o FILE --errors FILE"
-            self._say(f"See what failed: {hint}", style="dim")
+            self._say(f"Fetch the errors: {hint}", style="dim")
 
     def _hint(self, action: str, batch: RemoteBatch) -> str:
         server = f" --url {self.own.url}" if self.own.url else ""
@@ -466,7 +469,7 @@ def _wide(console: Console) -> Console:
 
 
 def _has_results(batch: RemoteBatch) -> bool:
-    """Of a batch that has ended. One that failed has some only if the server failed at it."""
+    """Whether an ended batch has results. A failed one has some only if the server caused it."""
     has_files = batch.output_file_id is not None or batch.error_file_id is not None
     return has_files or batch.status != BatchStatus.FAILED
 
@@ -479,7 +482,7 @@ def _outcome(batch: RemoteBatch) -> int:
 
 
 def _window(text: str) -> str:
-    """Found out before a large upload and not after. Raises ConfigError."""
+    """`text` if it is a valid window. Raises ConfigError now rather than after a large upload."""
     try:
         parse_window(text)
     except InvalidRequestError as error:
@@ -516,7 +519,7 @@ def first_url(path: Path) -> str:
         url = None
     if not isinstance(url, str):
         raise ConfigError(
-            f'{path}: its first request is no JSON object with a "url"; correct it, or give '
+            f'{path}: its first request is not a JSON object with a "url"; correct it, or give '
             "--endpoint"
         )
     return url

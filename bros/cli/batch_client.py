@@ -1,4 +1,4 @@
-"""Files and batches of a server, over HTTP. Any server that has OpenAI's batch API will do."""
+"""A client for the files and batches of any server with OpenAI's batch API."""
 
 from __future__ import annotations
 
@@ -21,40 +21,38 @@ from rich.table import Table
 from rich.text import Text
 
 from bros.batch.objects import BatchStatus
+from bros.cli.remote import auth_headers, base_url, error_message
 from bros.core.clock import Clock
 from bros.core.errors import BrosError, ConfigError
 
 _CONNECT_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 30.0
 _UPLOAD_TIMEOUT_S = 600.0
-"""For what the server does with a file once it has all of it."""
+"""Includes the server's processing of the file after it was received."""
 
 _PAGE = 100
-"""Most batches that a server lists at once."""
+"""Maximum batches per page of a list."""
 
 _FINAL = frozenset(status.value for status in BatchStatus if status.is_final)
 _BUSY = frozenset({429, 503})
-_TRY_AGAIN = frozenset({408, 425, *range(500, 600)}) - {501, 505, 507}
+_RETRYABLE = frozenset({408, 425, *range(500, 600)}) - {501, 505, 507}
 
 
 class RefusedError(BrosError):
-    """The server answered, but not with what was asked for; the message is in its words."""
+    """The server refused the request; the message is the server's."""
 
 
 class NoAnswerError(BrosError):
-    """The server cannot be reached or cannot answer now. It may later."""
+    """The server cannot be reached or fails temporarily."""
 
 
 class BusyError(NoAnswerError):
-    """The server has done nothing of what was asked for, for the time being."""
+    """The server is overloaded and has not acted on the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteError:
-    """What is wrong with an input file.
-
-    line: counted from 1; None if it is about the whole.
-    """
+    """An error in an input file. line: counted from 1; None: the whole file."""
 
     line: int | None
     code: str | None
@@ -63,12 +61,11 @@ class RemoteError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteBatch:
-    """A batch as the server last described it.
+    """A batch as the server last described it. Times are in Unix seconds.
 
-    Times are in Unix seconds.
-
-    expected_at and at_risk: None if the server does not say.
-    fields: the whole description, as it came.
+    expected_at: expected end; None if the server does not report it.
+    at_risk: whether it may miss its window; None if the server does not report it.
+    fields: the server's JSON.
     """
 
     id: str
@@ -87,7 +84,7 @@ class RemoteBatch:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> RemoteBatch:
-        """Raises KeyError, TypeError, ValueError or AttributeError if this is no batch."""
+        """Raises KeyError, TypeError, ValueError or AttributeError for an invalid batch."""
         counts = fields.get("request_counts") or {}
         extra = fields.get("bros") or {}
         errors = (fields.get("errors") or {}).get("data") or ()
@@ -116,7 +113,7 @@ class RemoteBatch:
 
     @property
     def done(self) -> int:
-        """Rows that have an outcome, whatever it is."""
+        """Rows with an outcome, successful or not."""
         return self.completed + self.failed
 
     @property
@@ -125,10 +122,10 @@ class RemoteBatch:
 
 
 class BatchClient:
-    """What can be asked of a server about batches.
+    """The batch API of one server.
 
-    Every method raises NoAnswerError if the server does not answer, RefusedError with its own
-    words if it says no, and BrosError if it answers with something else than was asked for.
+    Every method raises NoAnswerError if the server does not answer, RefusedError with the server's
+    message if it refuses, and BrosError for an invalid response.
     """
 
     def __init__(self, http: httpx.Client) -> None:
@@ -137,17 +134,17 @@ class BatchClient:
     def upload(self, path: Path, on_read: Callable[[int], object]) -> str:
         """Send a file, piece by piece; returns its id. Raises OSError if it cannot be read.
 
-        on_read is told the number of bytes of each piece.
+        on_read: called with the number of bytes of each piece.
         """
         with path.open("rb", buffering=0) as file, self._readable_errors():
             counted = _Counted(file, on_read)
-            answer = self._http.post(
+            response = self._http.post(
                 "files",
                 data={"purpose": "batch"},
                 files={"file": (path.name, io.BufferedReader(counted), "application/jsonl")},
                 timeout=httpx.Timeout(_UPLOAD_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
             )
-            return str(_body(answer)["id"])
+            return str(_body(response)["id"])
 
     def delete_file(self, file_id: str) -> None:
         with self._readable_errors():
@@ -156,7 +153,7 @@ class BatchClient:
     def create(
         self, file_id: str, endpoint: str, window: str, metadata: Mapping[str, str]
     ) -> RemoteBatch:
-        """Start a batch. window: as the API has it, such as 24h."""
+        """Create a batch. window: the completion window in the API's format, such as 24h."""
         wanted = {
             "input_file_id": file_id,
             "endpoint": endpoint,
@@ -171,10 +168,10 @@ class BatchClient:
             return RemoteBatch.read(_body(self._http.get(f"batches/{quote(batch_id, safe='')}")))
 
     def cancel(self, batch_id: str) -> RemoteBatch:
-        """Returns the batch, which may take a while to be cancelled."""
+        """Start cancelling a batch; returns it, usually as `cancelling`."""
         with self._readable_errors():
-            answer = self._http.post(f"batches/{quote(batch_id, safe='')}/cancel")
-            return RemoteBatch.read(_body(answer))
+            response = self._http.post(f"batches/{quote(batch_id, safe='')}/cancel")
+            return RemoteBatch.read(_body(response))
 
     def newest(self, limit: int) -> list[RemoteBatch]:
         """At most `limit` batches, newest first."""
@@ -193,19 +190,19 @@ class BatchClient:
 
     @contextlib.contextmanager
     def content(self, file_id: str) -> Iterator[Iterator[bytes]]:
-        """The content of a file, in pieces, which raise NoAnswerError if it breaks off."""
+        """The content of a file in pieces; raises NoAnswerError if the connection breaks."""
         url = f"files/{quote(file_id, safe='')}/content"
         with contextlib.ExitStack() as stack:
             with self._readable_errors():
-                answer = stack.enter_context(self._http.stream("GET", url))
-                if not answer.is_success:
-                    answer.read()
-                    raise _refusal(answer)
-            yield self._pieces(answer)
+                response = stack.enter_context(self._http.stream("GET", url))
+                if not response.is_success:
+                    response.read()
+                    raise _refusal(response)
+            yield self._pieces(response)
 
-    def _pieces(self, answer: httpx.Response) -> Iterator[bytes]:
+    def _pieces(self, response: httpx.Response) -> Iterator[bytes]:
         with self._readable_errors():
-            yield from answer.iter_bytes()
+            yield from response.iter_bytes()
 
     @contextlib.contextmanager
     def _readable_errors(self) -> Iterator[None]:
@@ -227,12 +224,9 @@ def batch_client(
 ) -> Iterator[BatchClient]:
     """A client of the server at `url`, with or without /v1.
 
-    Raises ConfigError for something that is no http URL.
+    Raises ConfigError if `url` is no http URL.
     """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: {url!r} must start with http:// or https://")
-    base = url.rstrip("/").removesuffix("/v1") + "/v1/"
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    base, headers = base_url(url) + "/v1/", auth_headers(api_key)
     timeout = httpx.Timeout(_ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
     try:
         http = httpx.Client(base_url=base, headers=headers, timeout=timeout, transport=transport)
@@ -243,7 +237,7 @@ def batch_client(
 
 
 class _Counted(io.RawIOBase):
-    """A file that tells how much of it is read."""
+    """A file that reports how much of it was read."""
 
     def __init__(self, file: BinaryIO, on_read: Callable[[int], object]) -> None:
         self._file = file
@@ -272,41 +266,36 @@ def _seconds(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _body(answer: httpx.Response) -> Mapping[str, Any]:
+def _body(response: httpx.Response) -> Mapping[str, Any]:
     """Raises RefusedError, NoAnswerError or ValueError."""
-    if not answer.is_success:
-        raise _refusal(answer)
-    body = answer.json()
+    if not response.is_success:
+        raise _refusal(response)
+    body = response.json()
     if not isinstance(body, dict):
-        raise ValueError("the answer is no JSON object")
+        raise ValueError("the response is not a JSON object")
     return body
 
 
-def _refusal(answer: httpx.Response) -> BrosError:
+def _refusal(response: httpx.Response) -> BrosError:
     kind: type[BrosError] = RefusedError
-    if answer.status_code in _BUSY:
+    if response.status_code in _BUSY:
         kind = BusyError
-    elif answer.status_code in _TRY_AGAIN:
+    elif response.status_code in _RETRYABLE:
         kind = NoAnswerError
-    try:
-        error = answer.json()["error"]
-        message = str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        if answer.status_code in (404, 405):
-            message = f"{answer.url} is nothing this server knows: has it a batch API?"
-        else:
-            message = answer.text.strip()[:200] or answer.reason_phrase
-    return kind(f"{answer.status_code}: {message}")
+    no_api = None
+    if response.status_code in (404, 405):
+        no_api = f"there is no {response.url}: does this server have a batch API?"
+    return kind(f"{response.status_code}: {error_message(response, no_api)}")
 
 
-# ---- How batches are described to people: counts, times and what came of them.
+# ---- Batches in words: counts, times and results.
 
 
 _UNPRINTABLE = {code: " " for code in (*range(0x20), *range(0x7F, 0xA0))}
 
 
 def printable(text: object) -> str:
-    """Text of a server, which must not be able to steer the terminal."""
+    """Text of a server without control characters, which could manipulate the terminal."""
     return str(text).translate(_UNPRINTABLE)
 
 
@@ -340,7 +329,7 @@ def moment(at: float, now: float) -> str:
 
 
 def expectation(expected_at: float, now: float) -> str:
-    """When a batch will have ended, if all goes on as it does."""
+    """The expected end of a batch in words."""
     return moment(expected_at, now) if expected_at > now else "any moment"
 
 
@@ -367,16 +356,16 @@ def outcome(batch: RemoteBatch) -> str:
     return f"{batch.completed:,} of {plural(batch.total, 'row')} succeeded, {lost:,} {what}"
 
 
-def ending(batch: RemoteBatch) -> str:
-    """What came of a batch that has ended."""
+def end_summary(batch: RemoteBatch) -> str:
+    """How a batch ended: `batch_1 completed: 58 of 60 rows succeeded, 2 failed`."""
     what = outcome(batch)
     if batch.status == BatchStatus.FAILED:
         what = f"{plural(len(batch.errors), 'error')}, {what}"
     return f"{printable(batch.id)} {status_words(batch)}: {what}"
 
 
-def risk(batch: RemoteBatch, expected_at: float | None, now: float) -> str:
-    """What a batch that may miss its window is in for."""
+def risk_text(batch: RemoteBatch, expected_at: float | None, now: float) -> str:
+    """A warning about a batch that may miss its window."""
     text = "may not be done in time"
     if expected_at is not None:
         text += f": expected to end {expectation(expected_at, now)}"
@@ -394,68 +383,68 @@ def problem(error: RemoteError) -> str:
     return printable(where + code + error.message)
 
 
-# ---- Waits for a batch to end and shows how it is getting on, however long the server is away.
+# ---- Waiting for a batch to end, with a progress display; server outages are tolerated.
 
 
 T = TypeVar("T")
 Pause = Callable[[float], object]
-"""Lets that many seconds pass."""
+"""Sleeps for that many seconds."""
 
-FIRST_LINE_EVERY_S = 5.0
-LAST_LINE_EVERY_S = 60.0
-"""Between two lines where there is no terminal: a long batch does not fill a log."""
+FIRST_LINE_INTERVAL_S = 5.0
+MAX_LINE_INTERVAL_S = 60.0
+"""Intervals of progress lines without a terminal. They grow, so that logs stay short."""
 
-LOST_S = 900.0
-"""So long a server may be away, which is enough to restart it with a large model."""
+MAX_OUTAGE_S = 900.0
+"""The longest tolerated outage of a server, enough to restart it with a large model."""
 
 _FIRST_POLL_S = 0.2
-_LAST_POLL_S = 3.0
+_MAX_POLL_S = 3.0
 _FIRST_RETRY_S = 0.5
-_LAST_RETRY_S = 15.0
+_MAX_RETRY_S = 15.0
 _RECENT_S = 60.0
 _ENOUGH_ROWS = 5
-_UNDER_WAY = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+_RUNNING = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
 
-class Patience:
-    """Asks again while a server does not answer, and says so once each time."""
+class Retrier:
+    """Repeats requests during an outage of the server and reports its start and end."""
 
     def __init__(self, clock: Clock, pause: Pause, say: Callable[[str], object]) -> None:
         self._clock = clock
         self._pause = pause
         self._say = say
 
-    def get(self, ask: Callable[[], T]) -> T:
-        """What `ask` returns in the end; raises NoAnswerError if the server stays away."""
+    def call(self, ask: Callable[[], T]) -> T:
+        """The result of `ask`; raises NoAnswerError after an outage of MAX_OUTAGE_S."""
         try:
             return ask()
         except NoAnswerError as error:
             self._say(f"{error}; trying again ...")
-        lost_at_s, pause_s = self._clock.now(), _FIRST_RETRY_S
+        failed_at_s, pause_s = self._clock.now(), _FIRST_RETRY_S
         while True:
             self._pause(pause_s)
-            pause_s = min(2 * pause_s, _LAST_RETRY_S)
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
             try:
-                answer = ask()
+                response = ask()
             except NoAnswerError as error:
-                away_s = self._clock.now() - lost_at_s
-                if away_s >= LOST_S:
-                    raise NoAnswerError(f"{error}, for {duration(away_s)} now") from None
+                outage_s = self._clock.now() - failed_at_s
+                if outage_s >= MAX_OUTAGE_S:
+                    raise NoAnswerError(f"{error}, for {duration(outage_s)} now") from None
                 continue
-            away_s = self._clock.now() - lost_at_s
-            self._say(f"the server answers again, after {duration(away_s)}")
-            return answer
+            outage_s = self._clock.now() - failed_at_s
+            self._say(f"the server answers again, after {duration(outage_s)}")
+            return response
 
 
 def wait_for_end(
     batch: RemoteBatch,
     ask: Callable[[], RemoteBatch],
-    patience: Patience,
+    retrier: Retrier,
     clock: Clock,
     pause: Pause,
     console: Console,
 ) -> RemoteBatch:
-    """The batch once it has ended. ask: how it is now. Raises what `patience` raises."""
+    """The batch once it has ended. ask: returns its current state. Raises NoAnswerError."""
     rate, poll_s = _Rate(), _FIRST_POLL_S
     with _view(console) as view:
         while not batch.has_ended:
@@ -463,16 +452,16 @@ def wait_for_end(
             rate.note(now, batch.done)
             view.show(_forecast(batch, rate, clock.unix_time()), now)
             pause(poll_s)
-            poll_s = min(1.3 * poll_s, _LAST_POLL_S)
-            batch = patience.get(ask)
+            poll_s = min(1.3 * poll_s, _MAX_POLL_S)
+            batch = retrier.call(ask)
     return batch
 
 
 @dataclass(frozen=True, slots=True)
 class _Forecast:
-    """A batch and what may be said about its end.
+    """A batch and its expected end. Times are in Unix seconds.
 
-    unix_time: when this was.
+    unix_time: of the forecast.
     """
 
     batch: RemoteBatch
@@ -483,13 +472,13 @@ class _Forecast:
 
 
 def _forecast(batch: RemoteBatch, rate: _Rate, unix_time: float) -> _Forecast:
-    """The server's own, or what its recent speed says."""
+    """The server's own forecast, or an estimate from the recent speed."""
     rows_per_s, expected_at = rate.rows_per_s(), batch.expected_at
     estimate: float | None = expected_at
     if estimate is None and rows_per_s:
         estimate = unix_time + (batch.total - batch.done) / rows_per_s
     at_risk = batch.at_risk
-    if batch.status not in _UNDER_WAY:
+    if batch.status not in _RUNNING:
         at_risk = False
     elif at_risk is None and estimate is not None and batch.expires_at is not None:
         at_risk = estimate > batch.expires_at
@@ -497,7 +486,7 @@ def _forecast(batch: RemoteBatch, rate: _Rate, unix_time: float) -> _Forecast:
 
 
 class _Rate:
-    """Rows per second of late; over a longer time where few rows are done."""
+    """The recent speed; averaged over a longer time if few rows were done."""
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None
@@ -510,7 +499,7 @@ class _Rate:
             self._recent.popleft()
 
     def rows_per_s(self) -> float | None:
-        """None before any row was seen being done."""
+        """None until the first row is done."""
         if self._first is None:
             return None
         now, done = self._recent[-1]
@@ -536,11 +525,11 @@ def _view(console: Console) -> Iterator[_View]:
 
 
 class _Lines:
-    """A line when the status changes, and now and then."""
+    """Prints a line when the status changes, and at intervals."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._every_s = FIRST_LINE_EVERY_S
+        self._every_s = FIRST_LINE_INTERVAL_S
         self._next_s = 0.0
         self._status: str | None = None
         self._at_risk = False
@@ -548,13 +537,13 @@ class _Lines:
     def show(self, forecast: _Forecast, now: float) -> None:
         batch = forecast.batch
         if forecast.at_risk and not self._at_risk:
-            text = risk(batch, forecast.expected_at, forecast.unix_time)
+            text = risk_text(batch, forecast.expected_at, forecast.unix_time)
             self._say(f"{printable(batch.id)}: warning: it {text}")
         self._at_risk = forecast.at_risk
         if batch.status == self._status and now < self._next_s:
             return
         if batch.status == self._status:
-            self._every_s = min(1.5 * self._every_s, LAST_LINE_EVERY_S)
+            self._every_s = min(1.5 * self._every_s, MAX_LINE_INTERVAL_S)
         self._status, self._next_s = batch.status, now + self._every_s
         parts = [status_words(batch), _progress(forecast), _end(forecast)]
         self._say(f"{printable(batch.id)}: {', '.join(part for part in parts if part)}")
@@ -564,7 +553,7 @@ class _Lines:
 
 
 class _Screen:
-    """A few lines that are drawn over again."""
+    """Redraws a few lines."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -579,7 +568,7 @@ class _Screen:
         texts = [text for text in (_progress(forecast), _end(forecast)) if text]
         lines: list[RenderableType] = [head, *map(Text, texts)]
         if forecast.at_risk:
-            text = risk(batch, forecast.expected_at, forecast.unix_time)
+            text = risk_text(batch, forecast.expected_at, forecast.unix_time)
             lines.append(Text(f"It {text}.", style="bold yellow"))
         self._live.update(Group(*lines), refresh=True)
 
@@ -592,8 +581,8 @@ def _progress(forecast: _Forecast) -> str:
 
 
 def _end(forecast: _Forecast) -> str:
-    if forecast.batch.status not in _UNDER_WAY:
-        return ""  # it will not be long, whatever the window is
+    if forecast.batch.status not in _RUNNING:
+        return ""  # it ends soon, regardless of the window
     now, facts = forecast.unix_time, []
     if forecast.expected_at is not None:
         facts.append(f"expected to end {expectation(forecast.expected_at, now)}")

@@ -1,4 +1,4 @@
-"""`bros bench`: policies or servers compared under a hybrid load."""
+"""`bros bench`: compares policies or servers under a hybrid load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bros.bench.planning import (
     cases_of_policy,
     cases_of_target,
     find_capacity,
-    has_own_times,
+    has_recorded_times,
     mixed_scenario,
 )
 from bros.bench.report.files import (
@@ -47,13 +47,23 @@ from bros.bench.results import (
     Scenario,
     environment,
 )
-from bros.bench.running import BeAs, BenchRunner, BenchTarget, MeasuredRun, Measuring
-from bros.bench.workloads.catalogue import find
+from bros.bench.running import BeAs, BenchRunner, BenchTarget, MeasuredRun, RunOptions
+from bros.bench.workloads.catalogue import find_content
 from bros.bench.workloads.contents import FILES
-from bros.cli.flags import SCENARIOS, BenchFlags, flag_of, number, policies, rates, read_own, whole
-from bros.cli.simulate_tables import wide
+from bros.cli.flags import (
+    SCENARIOS,
+    BenchFlags,
+    flag_of,
+    names,
+    number,
+    optional_whole,
+    rates,
+    read_own,
+    whole,
+)
+from bros.cli.simulate_tables import table_console
 from bros.core.clock import Clock
-from bros.core.config import Config
+from bros.core.config import POLICIES, Config
 from bros.core.config_sources import given_flags, load_config, options_of
 from bros.core.errors import BrosError, ConfigError
 from bros.core.request import Slo
@@ -61,20 +71,22 @@ from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.text.tokenizer import Tokenizer
 from bros.workload.attainment import Attainment
 
-# ---- What the command line of `bros bench` asks for, checked.
+# ---- The checked options of `bros bench`.
 
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
 
-_NOT_FOR_SERVERS = ("policy", "host", "port")
-_OF_FILES = ("out", "append", "report_only")
+_NOT_PASSED_ON = ("policy", "host", "port")
+_FILE_OPTIONS = ("out", "append", "report_only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """What the command line asks for.
+    """The checked options.
 
+    target: the server to measure; None: start bros once per policy.
+    capacity: (required attainment, rates) of a capacity search, if any.
     server_arguments: for the servers that are started here.
     """
 
@@ -85,7 +97,7 @@ class BenchSettings:
     rates: tuple[float | None, ...]
     capacity: tuple[float, Range] | None
     wanted: RequestedLoad
-    measuring: Measuring
+    run_options: RunOptions
     server_arguments: tuple[str, ...]
     out: Path
     append: bool
@@ -97,7 +109,7 @@ def read_settings(
     warn: Callable[[str], None],
     clock: Clock,
 ) -> BenchSettings:
-    """Raises ConfigError naming the flag that is wrong and what is allowed."""
+    """Raises ConfigError, naming the invalid flag and the allowed values."""
     flags, own = given_flags(args), read_own(BenchFlags, args)
     config = load_config(flags, environ, warn)
     slo = Slo(config.engine.slo_ttft / 1e3, config.engine.slo_tpot / 1e3)
@@ -105,28 +117,31 @@ def read_settings(
     wanted = _wanted(own, config, slo if target is not None else Slo())
     warm_up_s = number("--warm-up", own.warm_up, low=0)
     if warm_up_s >= wanted.duration_s:
-        raise ConfigError(f"--warm-up: nothing is left of --duration {wanted.duration_s:g}")
+        raise ConfigError(f"--warm-up: must be shorter than --duration {wanted.duration_s:g}")
     rt_rates, capacity = _rates(own, wanted)
     fastest = capacity[1].high if capacity else max((rate or 1.0 for rate in rt_rates), default=1.0)
     wanted = replace(wanted, sessions=max(1, round(fastest * wanted.duration_s)))
-    passed_on = {name: text for name, text in flags.items() if name not in _NOT_FOR_SERVERS}
+    passed_on = {name: text for name, text in flags.items() if name not in _NOT_PASSED_ON}
     server_arguments = [part for pair in _by_flag(passed_on).items() for part in pair]
     command = Command(
-        environment=environment(clock), settings=_shown(own, config), seed=wanted.seed, slo=slo
+        environment=environment(clock),
+        settings=_reported_settings(own, config),
+        seed=wanted.seed,
+        slo=slo,
     )
     return BenchSettings(
         config=config,
-        policies=policies("--policies", own.policies),
+        policies=names("--policies", own.policies, POLICIES),
         target=target,
         scenarios=_scenarios(own.scenarios),
         rates=rt_rates,
         capacity=capacity,
         wanted=wanted,
-        measuring=Measuring(
+        run_options=RunOptions(
             command=command,
             warm_up_s=warm_up_s,
             endpoint=_choice("--endpoint", Endpoint, own.endpoint),
-            context=_optional_whole("--context", own.context),
+            context=optional_whole("--context", own.context),
             be_as=_choice("--be-as", BeAs, own.be_as),
         ),
         server_arguments=tuple(server_arguments),
@@ -156,7 +171,7 @@ def _wanted(own: BenchFlags, config: Config, slo: Slo) -> RequestedLoad:
         in_flight=whole("--in-flight", own.in_flight, low=0),
         duration_s=number("--duration", own.duration, above=0),
         seed=config.engine.seed,
-        longest_prompt=_optional_whole("--longest-prompt", own.longest_prompt),
+        longest_prompt=optional_whole("--longest-prompt", own.longest_prompt),
         burstiness=number("--burstiness", own.burstiness, above=0),
         zipf=number("--zipf", own.zipf, low=0),
         speed=number("--speed", own.speed, above=0),
@@ -168,9 +183,9 @@ def _wanted(own: BenchFlags, config: Config, slo: Slo) -> RequestedLoad:
     if wanted.factor > 1:
         raise ConfigError(f"--scale: {own.scale} must be at most 1")
     for flag, name in (("--rt", wanted.rt), ("--be", wanted.be)):
-        if not name.startswith("sharegpt:"):  # which needs a tokenizer and takes its time
+        if not name.startswith("sharegpt:"):  # which needs a tokenizer and takes long
             try:
-                find(name, seed=wanted.seed, requests=1)
+                find_content(name, seed=wanted.seed, requests=1)
             except ConfigError as error:
                 raise ConfigError(f"{flag}: {error}") from None
     return wanted
@@ -179,8 +194,8 @@ def _wanted(own: BenchFlags, config: Config, slo: Slo) -> RequestedLoad:
 def _rates(
     own: BenchFlags, wanted: RequestedLoad
 ) -> tuple[tuple[float | None, ...], tuple[float, Range] | None]:
-    """The rates to run, and where the highest good one is searched."""
-    if has_own_times(wanted.rt):
+    """(rates to run, (required attainment, rates) of a capacity search)."""
+    if has_recorded_times(wanted.rt):
         if own.capacity is not None:
             raise ConfigError("--capacity: a trace has its own rate; see --speed")
         return (None,), None
@@ -209,34 +224,31 @@ def _choice(flag: str, kind: type[E], text: str) -> E:
         raise ConfigError(f"{flag}: {text!r} is not one of {', '.join(kind)}") from None
 
 
-def _optional_whole(flag: str, text: str | None) -> int | None:
-    return None if text is None else whole(flag, text, low=1)
-
-
-def _shown(own: BenchFlags, config: Config) -> dict[str, str | int | float | bool | None]:
-    """Our own options, and those of servers that are no defaults, wherever they were set.
-
-    No keys, and of folders only their names.
+def _reported_settings(
+    own: BenchFlags, config: Config
+) -> dict[str, str | int | float | bool | None]:
+    """The options for the report: those of `bros bench`, and server options with other values than
+    their defaults. API keys are left out, and paths are reduced to file names.
     """
     given = {
-        name: value for name, value in dataclasses.asdict(own).items() if name not in _OF_FILES
+        name: value for name, value in dataclasses.asdict(own).items() if name not in _FILE_OPTIONS
     }
     for part in (config.engine, config.server):
         for option in options_of(type(part)):
             value = getattr(part, option.name)
-            hidden = option.name in _NOT_FOR_SERVERS or option.field.metadata.get("secret")
+            hidden = option.name in _NOT_PASSED_ON or option.field.metadata.get("secret")
             if value != option.field.default and not hidden:
                 given[option.name] = value
     return _by_flag({name: _without_folder(value) for name, value in given.items()})
 
 
 def _by_flag(values: Mapping[str, T]) -> dict[str, T]:
-    """Option names as they are written."""
+    """Flag -> value."""
     return {flag_of(name): value for name, value in values.items()}
 
 
 def _without_folder(value: Any) -> Any:
-    """`value`, or of a path, or of a path in the name of a workload, the file name."""
+    """`value`; an absolute path, also one within the name of a workload, loses its folder."""
     if not isinstance(value, str):
         return value
     kind, colon, path = value.partition(":")
@@ -245,43 +257,43 @@ def _without_folder(value: Any) -> Any:
     return Path(value).name if Path(value).is_absolute() else value
 
 
-# ---- A bros server of our own on a free port, for as long as it is measured.
+# ---- A local bros server on a free port.
 
 
 STOP_S = 15.0
-"""How long a server may take to end before it is killed."""
+"""How long a server may take to exit before it is killed."""
 
 _READY = re.compile(r"bros is ready at (\S+)")
-_LAST_LINES = 5
+_NUM_LAST_LINES = 5
 
 
 class ServerStartError(BrosError):
-    """The server ended before it was ready; the text has its last lines."""
+    """The server exited before it was ready; the message has its last lines."""
 
 
 @contextlib.asynccontextmanager
 async def local_server(arguments: Sequence[str]) -> AsyncIterator[str]:
-    """Start `bros serve` with these arguments; gives its URL once it answers.
+    """Start `bros serve` with these arguments; yields its URL once it is ready.
 
-    It is told to stop when the block is left, whatever the reason. Raises ServerStartError.
+    Leaving the block stops the server. Raises ServerStartError.
     """
     command = (sys.executable, "-m", "bros", "serve", "--host", "127.0.0.1", "--port", "0")
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="bros-") as folder:
         process = await asyncio.create_subprocess_exec(
             *command,
-            *("--store", folder),  # not the user's, whose jobs it would run
+            *("--store", folder),  # not the user's: the server would run its batches
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for us, who then stop the server in order
+            start_new_session=True,  # Ctrl-C must reach only this process, which stops the server
         )
         assert process.stdout is not None
         try:
-            url = await _url(process.stdout)
+            url = await _ready_url(process.stdout)
             if url is None:
                 await process.wait()
-                raise ServerStartError(f"the server did not start: {_tail(log)}")
+                raise ServerStartError(f"the server did not start: {_last_lines(log)}")
             drain = asyncio.create_task(_drain(process.stdout))
             try:
                 yield url
@@ -291,8 +303,8 @@ async def local_server(arguments: Sequence[str]) -> AsyncIterator[str]:
             await _stop(process)
 
 
-async def _url(lines: asyncio.StreamReader) -> str | None:
-    """Where it is ready; None if its output ends before."""
+async def _ready_url(lines: asyncio.StreamReader) -> str | None:
+    """The URL at which the server is ready; None if its output ends first."""
     async for line in lines:
         found = _READY.search(line.decode(errors="replace"))
         if found:
@@ -301,7 +313,7 @@ async def _url(lines: asyncio.StreamReader) -> str | None:
 
 
 async def _drain(lines: asyncio.StreamReader) -> None:
-    """Read and drop the rest of its output: a full pipe would stop the server."""
+    """Discard the rest of the output: a full pipe would block the server."""
     while await lines.read(65536):
         pass
 
@@ -317,10 +329,10 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def _tail(log: IO[bytes]) -> str:
+def _last_lines(log: IO[bytes]) -> str:
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
-    return "; ".join(line.strip() for line in lines[-_LAST_LINES:]) or "it said nothing"
+    return "; ".join(line.strip() for line in lines[-_NUM_LAST_LINES:]) or "it printed nothing"
 
 
 def run_bench(
@@ -332,11 +344,10 @@ def run_bench(
 ) -> int:
     """Measure, print the report and write its files; returns the exit status.
 
-    Figures are saved after every run, and an interrupted comparison still gets a report of the
-    runs that it has. Raises ConfigError for a wrong option, NoServerError, ServerStartError or
-    ModelError.
+    Results are saved after every run, and an interrupted comparison still gets a report of its
+    finished runs. Raises ConfigError, NoServerError, ServerStartError or ModelError.
     """
-    console = wide(console)
+    console = table_console(console)
     report_only = read_own(BenchFlags, args).report_only
     if report_only is not None:
         folder = Path(report_only).expanduser()
@@ -367,13 +378,13 @@ def _read(flag: str, folder: Path) -> BenchResult:
 
 
 class _Bench:
-    """The runs of one command and what has come of them so far."""
+    """The runs of one command. result: of the finished ones."""
 
     def __init__(
         self, settings: BenchSettings, tokenizer: Tokenizer, clock: Clock, console: Console
     ) -> None:
         self._settings = settings
-        self._command = settings.measuring.command
+        self._command = settings.run_options.command
         self._tokenizer = tokenizer
         self._clock = clock
         self._console = console
@@ -382,9 +393,10 @@ class _Bench:
             self.result = _read("--append", settings.out)
 
     async def run(self) -> None:
-        """Measure, and write the report of what was measured, also if there comes an error.
+        """Measure and write the report, also after an error.
 
-        Raises NoServerError, ServerStartError or ConfigError."""
+        Raises NoServerError, ServerStartError or ConfigError.
+        """
         before = self.result
         try:
             await self._measure()
@@ -397,19 +409,19 @@ class _Bench:
             runner = BenchRunner(
                 target,
                 self._settings.wanted,
-                self._settings.measuring,
+                self._settings.run_options,
                 self._tokenizer,
                 self._clock,
                 self._view,
             )
             for case in cases:
                 if case.scenario is not Scenario.S2 or self._settings.wanted.in_flight:
-                    self._take(await runner.run(case))
+                    self._record(await runner.run(case))
             if self._settings.capacity is not None:
-                await self._search(runner, target, *self._settings.capacity)
+                await self._search_capacity(runner, target, *self._settings.capacity)
 
     async def _targets(self) -> AsyncIterator[tuple[BenchTarget, list[Case]]]:
-        """Every server with its cases, while it runs."""
+        """Every server with its cases. A local server runs until the next iteration."""
         settings = self._settings
         if settings.target is not None:
             classes = dialect_of(settings.target.dialect).has_classes
@@ -431,7 +443,7 @@ class _Bench:
                     cases,
                 )
 
-    async def _search(
+    async def _search_capacity(
         self, runner: BenchRunner, target: BenchTarget, asked: float, tried: Range
     ) -> None:
         classes = dialect_of(target.dialect).has_classes
@@ -439,7 +451,7 @@ class _Bench:
 
         async def attempt(rate: float) -> Attainment:
             run = await runner.run(Case(scenario, rate))
-            self._take(run)
+            self._record(run)
             return run.result.rt.both_met
 
         found = await find_capacity(attempt, tried, asked)
@@ -454,7 +466,7 @@ class _Bench:
         self.result = self.result.with_capacity(capacity)
         save_result(self._settings.out, self.result)
 
-    def _take(self, run: MeasuredRun) -> None:
+    def _record(self, run: MeasuredRun) -> None:
         self.result = self.result.with_run(run.result)
         save_result(self._settings.out, self.result)
         path = self._settings.out / requests_file_name(run.result)

@@ -1,4 +1,4 @@
-"""A chat in the terminal, with a model of this process or behind an OpenAI-compatible API."""
+"""`bros chat`: a chat in the terminal, with a local model or an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from typing import Any, Protocol
 import httpx
 from rich.console import Console
 
-from bros.core.errors import BrosError, ConfigError
+from bros.cli.remote import auth_headers, base_url, error_message, message_of
+from bros.core.errors import BrosError
 from bros.core.request import CHAT_SAMPLING
 from bros.core.sse import read_events
 
 HELP = """\
 /system TEXT  set the system prompt (without TEXT: remove it)
 /clear        forget the conversation, keep the system prompt
-/quit         leave; so does Ctrl-D
-Ctrl-C        stop the answer\
+/quit         leave (or Ctrl-D)
+Ctrl-C        stop the response\
 """
 _CONNECT_TIMEOUT_S = 10.0
 _UNPRINTABLE = {
@@ -31,10 +32,10 @@ _UNPRINTABLE = {
 
 
 class ChatBackend(Protocol):
-    """Something that continues conversations."""
+    """A model that continues conversations."""
 
     def stream(self, messages: list[dict[str, str]]) -> AsyncIterator[str]:
-        """Pieces of the answer as they come. Raises BrosError if there is none."""
+        """Pieces of the response as they arrive. Raises BrosError if there is none."""
         ...
 
 
@@ -45,11 +46,11 @@ def run_chat(
     read_line: Callable[[str], str] = input,
     console: Console | None = None,
 ) -> int:
-    """Talk until the input ends or /quit; returns the exit status.
+    """Chat until /quit or the end of the input; returns the exit status.
 
-    Only answers run on the event loop: Ctrl-C then cancels the one that is running. Lines are
-    read between them, where it only empties the line.
-    Raises what `opening` raises, and KeyboardInterrupt if interrupted meanwhile.
+    Only responses run on the event loop, where Ctrl-C cancels the current one. Lines are read
+    between them, where Ctrl-C only clears the line. Raises what entering `opening` raises, and
+    KeyboardInterrupt while it is entered.
     """
     interactive = sys.stdin.isatty()
     if interactive:
@@ -62,15 +63,15 @@ def run_chat(
             chat = Chat(backend, runner, console, system)
             if interactive:
                 console.print("Type /help for help, Ctrl-D to leave.", style="dim")
-            while _turn(chat, read_line, "> " if interactive else ""):
+            while _handle_line(chat, read_line, "> " if interactive else ""):
                 pass
         finally:
             runner.run(stack.aclose())
     return 0
 
 
-def _turn(chat: Chat, read_line: Callable[[str], str], prompt: str) -> bool:
-    """One line of the user and its consequence; False to leave."""
+def _handle_line(chat: Chat, read_line: Callable[[str], str], prompt: str) -> bool:
+    """Read and handle one line; False to leave."""
     try:
         line = read_line(prompt).strip()
     except EOFError:
@@ -78,7 +79,7 @@ def _turn(chat: Chat, read_line: Callable[[str], str], prompt: str) -> bool:
     except KeyboardInterrupt:
         chat.say("")
         return True
-    return chat.take(line) if line else True
+    return chat.handle(line) if line else True
 
 
 def _enable_line_editing() -> None:
@@ -88,14 +89,14 @@ def _enable_line_editing() -> None:
 
 
 async def _interruptible(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; Ctrl-C cancels it even while nothing happens on the event loop.
+    """Run `work`; Ctrl-C cancels it even while the event loop is idle.
 
-    A plain handler, as asyncio.Runner has, is not seen by a loop that is just about to wait.
+    asyncio.Runner's plain signal handler does not wake up a loop that is about to wait.
     """
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     assert task is not None
-    # Only the main thread may have handlers, and not on every system.
+    # Handlers are possible only in the main thread, and not on every system.
     with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
         loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
@@ -106,7 +107,7 @@ async def _interruptible(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Chat:
-    """A conversation and what the user's lines do to it."""
+    """A conversation, which the user's lines change."""
 
     def __init__(
         self, backend: ChatBackend, runner: asyncio.Runner, console: Console, system: str | None
@@ -126,8 +127,8 @@ class Chat:
     def say(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False)
 
-    def take(self, line: str) -> bool:
-        """Obey a command or answer a message; False if the user wants to leave."""
+    def handle(self, line: str) -> bool:
+        """Run a command or answer a message; False if the user wants to leave."""
         command, _, rest = line.partition(" ")
         if command == "/quit":
             return False
@@ -144,9 +145,9 @@ class Chat:
         return True
 
     def _answer(self, line: str) -> None:
-        """Ask, print and remember; without an answer, forget the question as well.
+        """Send a message, print the response, and keep both in the conversation.
 
-        The part of an answer that came before an interruption stays in the conversation.
+        A partial response is kept; without any response the message is dropped as well.
         """
         self._turns.append({"role": "user", "content": line})
         pieces: list[str] = []
@@ -167,20 +168,20 @@ class Chat:
     async def _print_answer(self, pieces: list[str]) -> None:
         async for piece in self._backend.stream(self.messages):
             pieces.append(piece)
-            # Text of a model must not be able to steer the terminal.
+            # Control characters in the text could manipulate the terminal.
             self._console.file.write(piece.translate(_UNPRINTABLE))
             self._console.file.flush()
 
 
 class RemoteChat:
-    """Answers conversations through /v1/chat/completions of a server."""
+    """A ChatBackend over /v1/chat/completions of a server."""
 
     def __init__(self, client: httpx.AsyncClient, model: str) -> None:
         self._client = client
         self._model = model
 
     async def stream(self, messages: list[dict[str, str]]) -> AsyncIterator[str]:
-        """Pieces of the answer as they come. Raises BrosError saying what the server said."""
+        """Pieces of the response. Raises BrosError with the server's message."""
         body = {
             "model": self._model,
             "messages": messages,
@@ -192,13 +193,13 @@ class RemoteChat:
             async with self._client.stream("POST", "chat/completions", json=body) as response:
                 if response.is_error:
                     await response.aread()
-                    raise BrosError(_reason(response))
+                    raise _refusal(response)
                 async for data in read_events(response.aiter_bytes()):
                     if data == b"[DONE]":
                         return
                     if piece := _piece(json.loads(data)):
                         yield piece
-        raise BrosError("the server ended the answer early")
+        raise BrosError("the server ended the response early")
 
 
 @contextlib.asynccontextmanager
@@ -208,16 +209,14 @@ async def remote_chat(
     api_key: str | None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> AsyncIterator[RemoteChat]:
-    """A chat with the server at `url`, with or without /v1; model None takes its first one.
+    """A chat with the server at `url`, with or without /v1.
 
-    Raises ConfigError for something that is no http URL, BrosError if the server does not
-    answer or has no model.
+    model: None: the first one that the server has.
+    Raises ConfigError if `url` is no http URL, BrosError if the server does not answer or has no
+    model.
     """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: {url!r} must start with http:// or https://")
-    base = url.rstrip("/").removesuffix("/v1") + "/v1/"
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    # An answer may take long to begin: only connecting has a limit.
+    base, headers = base_url(url) + "/v1/", auth_headers(api_key)
+    # The first token may handle long: only connecting has a timeout.
     timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
     async with httpx.AsyncClient(
         base_url=base, headers=headers, timeout=timeout, transport=transport
@@ -229,7 +228,7 @@ async def _first_model(client: httpx.AsyncClient) -> str:
     with _readable_errors(client):
         response = await client.get("models")
         if response.is_error:
-            raise BrosError(_reason(response))
+            raise _refusal(response)
         models = response.json()["data"]
         if not models:
             raise BrosError(f"{client.base_url} serves no model")
@@ -248,20 +247,12 @@ def _readable_errors(client: httpx.AsyncClient) -> Iterator[None]:
 
 
 def _piece(event: dict[str, Any]) -> str:
-    """The text in one event of a stream; raises BrosError if it carries an error."""
+    """The text of one event of a stream. Raises BrosError for an error event."""
     if "error" in event:
-        raise BrosError(_message(event["error"]))
+        raise BrosError(message_of(event["error"]))
     choices = event.get("choices") or [{}]
     return (choices[0].get("delta") or {}).get("content") or ""
 
 
-def _reason(response: httpx.Response) -> str:
-    try:
-        message = _message(response.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        message = response.text.strip()[:200] or response.reason_phrase
-    return f"{response.status_code}: {message}"
-
-
-def _message(error: Any) -> str:
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+def _refusal(response: httpx.Response) -> BrosError:
+    return BrosError(f"{response.status_code}: {error_message(response)}")

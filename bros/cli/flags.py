@@ -1,11 +1,11 @@
-"""The command line as data: the commands, their own options, and the parser made of these.
+"""The command line as data: the commands, their own options, and the parser built from them.
 
-The options of the engine and the server, which several commands take, are the fields of
-core/config.py. Here are the others: one record per command, one field per option. The field
-`warm_up` of BenchFlags is `bros bench --warm-up`. Values stay text until the command converts
-them with the functions at the end of this file, which name the flag that is wrong.
+The options of the engine and the server are the fields of core/config.py; several commands take
+them. Each command's own options are a record here, with one field per option: the field `warm_up`
+of BenchFlags is `bros bench --warm-up`. Values stay text until the command converts them with the
+functions at the end of this file, whose errors name the flag.
 
-This module imports next to nothing, so that --help is quick.
+This module imports little, so that --help is quick.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from bros.simulator import REPLICA_ROWS, REPLICA_STEP_TOKENS
 Record = TypeVar("Record")
 
 _PREFIX = "own_"
-"""Of a command's own options in argparse's namespace, where those of core/config.py have none."""
+"""Prefix of a command's own options in argparse's namespace; those of core/config.py have none."""
 
 
 def flag(metavar: str, text: str, default: str | None = None, **more: Any) -> Any:
@@ -68,7 +68,7 @@ def flag_of(name: str) -> str:
 def add_own(
     parser: argparse._ActionsContainer, record: type[Any], *names: str, **help_texts: str
 ) -> None:
-    """Add the options of a record, or those of `names`. help_texts: others than the fields'."""
+    """Add the options of a record, or only `names`. help_texts: replace those of the fields."""
     for field in dataclasses.fields(record):
         if names and field.name not in names:
             continue
@@ -88,7 +88,7 @@ def add_own(
 
 
 def read_own(record: type[Record], args: argparse.Namespace) -> Record:
-    """The record of what was parsed; options that an action does not have are at their defaults."""
+    """The parsed options as a record. Options that the action does not take keep their defaults."""
     return record(
         **{
             field.name: getattr(args, _PREFIX + field.name)
@@ -108,7 +108,7 @@ def changed_flags(record: Any) -> list[str]:
 
 
 RANGE_VALUES = 5
-"""How many rates `low:high` stands for."""
+"""Number of rates that `low:high` stands for."""
 
 # ---- The options of each command.
 
@@ -149,12 +149,11 @@ class AdminFlags:
 
     number: str = argument("N", "number of the replica, as `bros admin replicas` shows it")
     move: bool = switch(
-        "requests that are open there continue on another replica at once, which computes their "
-        "prompts again"
+        "move its open requests to other replicas at once, which compute their prompts again"
     )
-    restart: bool = switch("when it is empty, start its engine anew and use it again")
-    no_wait: bool = switch("return at once instead of waiting until it is empty")
-    json: bool = switch("print it as the server says it")
+    restart: bool = switch("restart its engine once it is drained, and use it again")
+    no_wait: bool = switch("return at once instead of waiting until it is drained")
+    json: bool = switch("print the server's JSON")
     url: str | None = flag("URL", _SERVER_URL)
 
 
@@ -165,29 +164,29 @@ class BatchFlags:
     file: str = argument("FILE", "requests, one JSON object per line")
     id: str = argument("ID", "id of the batch, as submit printed it")
     endpoint: str | None = flag(
-        "PATH", 'endpoint that the requests are for (default: the "url" of the first)'
+        "PATH", 'endpoint of the requests (default: the "url" of the first)'
     )
     window: str = flag(
         "TIME",
-        "time the server has for it: minutes, hours or days, such as 90m, 24h or 7d",
+        "completion window in minutes, hours or days, such as 90m, 24h or 7d",
         "24h",
     )
     metadata: list[str] = flag(
         "KEY=VALUE",
-        "a note to keep with the batch; may be given several times",
+        "metadata to store with the batch; may be given several times",
         default=[],  # type: ignore[arg-type]
         action="append",
     )
     wait: bool = switch("show progress until the batch has ended")
     output: str | None = flag(
-        "FILE", "write the answers to FILE (default: standard output)", short=("-o",)
+        "FILE", "write the responses to FILE (default: standard output)", short=("-o",)
     )
     errors: str | None = flag(
         "FILE",
-        "write the lines of failed and unfinished rows to FILE (default: only count them)",
+        "write the errors of failed and unfinished rows to FILE (default: only count them)",
     )
-    limit: str = flag("N", "how many at most", "20")
-    json: bool = switch("print the batch as the server describes it")
+    limit: str = flag("N", "maximum number of batches", "20")
+    json: bool = switch("print the server's JSON")
     url: str | None = flag("URL", _SERVER_URL)
 
 
@@ -196,9 +195,9 @@ class RunBatchFlags:
     """`bros run-batch`."""
 
     input: str = argument("INPUT", "requests, one JSON object per line")
-    target: str = argument("OUTPUT", "file for the answers")
+    target: str = argument("OUTPUT", "file for the responses")
     endpoint: str | None = flag(
-        "PATH", 'endpoint that the requests are for (default: the "url" of the first)'
+        "PATH", 'endpoint of the requests (default: the "url" of the first)'
     )
 
 
@@ -213,25 +212,25 @@ RT_LENGTHS = ("lmsys", "sharegpt")
 MOONCAKE, AZURE = "mooncake", "azure"
 RECORDED = (MOONCAKE, AZURE)
 WORKLOADS = ("toolbench", "embodied", "programming", "video", "loogle", *RECORDED)
-"""The keys of prefix_workloads.KINDS, and recorded ones."""
+"""The keys of prefix_workloads.KINDS, and the recorded ones."""
 POPULARITIES = ("even", "zipf", "dataset")
 DEFAULT_ROUTERS = "e2,rr,least,oracle"
 MOST_REQUESTS = 64_000
 MOONCAKE_RATE = 0.08
-"""Per replica: an A6000 is busy for two thirds of the time, as these prompts are long and its KV
-cache has few of them. Even an endless one would have 37 % of their tokens in Mooncake's trace of
-conversations, and 17 % of the first 600 requests'."""
+"""Requests per second and replica. It keeps an A6000 busy for two thirds of the time: prompts are
+long, and its KV cache holds few of them. Even an unlimited cache would hit on only 37 % of the
+prompt tokens of Mooncake's conversation trace, and on 17 % of those of its first 600 requests."""
 AZURE_RATE = 1.5
-"""Per replica."""
+"""Requests per second and replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateFlags:
-    """`bros simulate`, those that one replica takes; some are of use for several as well."""
+    """`bros simulate` with one replica; some options also apply to several."""
 
     policy: str | None = flag(
         "LIST",
-        "policies to compare, with commas between them (default: "
+        "comma-separated policies to compare (default: "
         f"{DEFAULT_POLICIES}; with --replicas {REPLICA_POLICY})",
     )
     rt_rate: str = flag(
@@ -246,69 +245,66 @@ class SimulateFlags:
     trace: str | None = flag(
         "FILE",
         "real-time arrivals from a CSV file with the columns TIMESTAMP, "
-        f"ContextTokens, GeneratedTokens, instead of --rt-rate; for --workload {AZURE}: two of "
-        "them, of code and of conversations, with a comma between them; for "
-        f"{MOONCAKE}: JSON lines of a Mooncake trace",
+        f"ContextTokens, GeneratedTokens, instead of --rt-rate; --workload {AZURE} takes two such "
+        "files, CODE,CONVERSATIONS; "
+        f"--workload {MOONCAKE} takes the JSON lines of a Mooncake trace",
     )
     trace_speed: str = flag("X", "play the trace X times as fast", "1")
     be: str = flag("N", "best-effort requests in flight", "16")
     duration: str = flag("SECONDS", "simulated time of each run", "600")
-    warm_up: str = flag("SECONDS", "beginning of each run that the figures leave out", "0")
-    noise: str = flag("X", "steps vary: standard deviation of the logarithm of their time", "0")
-    slowdown: str = flag("X", "steps take X times as long as the scheduler is told", "1")
-    json: str | None = flag("FILE", "write settings and results there")
-    jobs: str | None = flag("N", "runs at the same time (default: all cores)")
+    warm_up: str = flag("SECONDS", "start of each run that is not measured", "0")
+    noise: str = flag("X", "standard deviation of the logarithm of step times", "0")
+    slowdown: str = flag("X", "actual step times are X times the predicted ones", "1")
+    json: str | None = flag("FILE", "write settings and results to FILE")
+    jobs: str | None = flag("N", "parallel runs (default: one per core)")
     be_batches: bool = switch(
-        "the next best-effort requests follow when all of the last ones have finished"
+        "submit best-effort requests in batches: the next N once all of the last N have finished"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicasFlags:
-    """`bros simulate --replicas`, in addition."""
+    """Additional options of `bros simulate --replicas`."""
 
     replicas: str | None = flag(
         "LIST",
         "simulate several replicas behind a router: 4, or 1,2,8, or 1:1024 for 1, 2, 4, ... 1024",
     )
-    router: str = flag("LIST", "how requests are routed", DEFAULT_ROUTERS)
+    router: str = flag("LIST", "routing policies to compare", DEFAULT_ROUTERS)
     workload: str = flag("NAME", f"{', '.join(WORKLOADS)} (the last two need --trace)", "toolbench")
     rate: str | None = flag(
         "X",
-        "requests per second, all replicas (default: half the paper's for each "
-        f"replica, whose experiments had two; {MOONCAKE}: {MOONCAKE_RATE:g} for each, "
-        f"{AZURE}: {AZURE_RATE:g})",
+        "requests per second over all replicas (default per replica: half the paper's rate, "
+        f"which is for two; {MOONCAKE}: {MOONCAKE_RATE:g}; {AZURE}: {AZURE_RATE:g})",
     )
     requests: str | None = flag(
         "N",
-        "requests of each run (default: half the paper's for each replica, "
-        f"but {MOST_REQUESTS} at most; {MOONCAKE} and {AZURE}: the whole trace)",
+        "requests of each run (default: half the paper's number per replica, "
+        f"at most {MOST_REQUESTS}; {MOONCAKE} and {AZURE}: the whole trace)",
     )
     families: str | None = flag(
         "N",
-        "how many tools, environments, problems, videos or documents "
-        "(default: as many for so many requests as in the paper)",
+        "number of tools, environments, problems, videos or documents "
+        "(default: as many per request as in the paper)",
     )
-    popularity: str = flag(
-        "NAME", f"how requests choose among these: {', '.join(POPULARITIES)}", "even"
-    )
+    popularity: str = flag("NAME", f"popularity of these: {', '.join(POPULARITIES)}", "even")
     be_requests: str = flag("X", "share of requests that are best-effort", "0")
-    notice_delay: str = flag("MS", "until the router hears what a replica says", "50")
-    decision_time: str = flag("MS", "what the router takes for one request", "0")
+    notice_delay: str = flag("MS", "delay of the reports of a replica to the router", "50")
+    decision_time: str = flag("MS", "time that the router takes for one request", "0")
 
 
 _FROM_ENGINE = {
     "profile": "device and model: a file made by `bros profile`, or a name such as "
     f"{DEFAULT_PROFILE} (default; with --replicas {REPLICA_PROFILE})",
     "kv_blocks": "KV cache in blocks of 16 tokens (default: what the profile's device holds)",
-    "max_model_len": "longest prompt + output in tokens (default: what the KV cache holds)",
-    "host_kv_blocks": "copies of KV on the host in blocks of 16 tokens (default: as many as "
+    "max_model_len": "maximum prompt + output in tokens (default: what the KV cache holds)",
+    "host_kv_blocks": "host pool for checkpointed KV in blocks of 16 tokens (default: as many as "
     "--kv-blocks; with --replicas 0)",
-    "max_num_seqs": f"most requests in one iteration (default: 64; with --replicas {REPLICA_ROWS})",
-    "max_batch_tokens": "most tokens in one iteration, longer prompts are split (default: 256; "
+    "max_num_seqs": f"maximum requests per step (default: 64; with --replicas {REPLICA_ROWS})",
+    "max_batch_tokens": "maximum tokens per step, longer prompts are chunked (default: 256; "
     f"with --replicas {REPLICA_STEP_TOKENS})",
-    "max_queue": "most waiting requests per class before 429 (default: 512; with --replicas all "
-    "may wait)",
+    "max_queue": "maximum waiting requests per class before 429 (default: 512; with --replicas "
+    "unlimited)",
     "seed": "seed of arrivals, lengths and noise (default: 0)",
 }
 _NOT_SIMULATED = (
@@ -322,7 +318,7 @@ ONE_ENGINE = (
     *("--rt-rate", "--rt-lengths", "--trace-speed", "--be", "--be-batches"),
     *("--duration", "--warm-up", "--noise", "--slowdown"),
 )
-"""What several replicas have no use for."""
+"""Options without effect on several replicas."""
 
 
 # ---- bros bench
@@ -332,15 +328,17 @@ SCENARIOS = "S0,S1,S2,S3"
 
 @dataclass(frozen=True, slots=True)
 class BenchFlags:
-    """`bros bench`, beside the options of the servers it starts."""
+    """`bros bench`, besides the options of the servers that it starts."""
 
-    policies: str = flag("LIST", f"policies to compare, of {', '.join(POLICIES)}", "fcfs,bros")
-    target: str | None = flag("URL", "measure this OpenAI-compatible server instead")
-    dialect: str = flag("NAME", f"what the target understands: {', '.join(DIALECTS)}", "bros")
-    target_name: str | None = flag(
-        "NAME", "what the report calls the target (default: the dialect)"
+    policies: str = flag(
+        "LIST", f"scheduling policies to compare: {', '.join(POLICIES)}", "fcfs,bros"
     )
-    target_policy: str | None = flag("NAME", "the policy it runs, for the report")
+    target: str | None = flag("URL", "measure this OpenAI-compatible server instead of bros")
+    dialect: str = flag("NAME", f"API dialect of the target: {', '.join(DIALECTS)}", "bros")
+    target_name: str | None = flag(
+        "NAME", "name of the target in the report (default: the dialect)"
+    )
+    target_policy: str | None = flag("NAME", "scheduling policy of the target, for the report")
     target_model: str | None = flag("NAME", "model name in requests (default: the first it serves)")
     scenarios: str = flag(
         "LIST",
@@ -356,35 +354,35 @@ class BenchFlags:
     in_flight: str = flag("N", "best-effort requests in flight", "16")
     be_as: str = flag(
         "NAME",
-        "requests that are kept in flight, or batch: rows of a batch, "
-        "of which the server runs as many at a time as it likes",
+        "send best-effort load as requests (kept in flight) or as a batch, "
+        "whose concurrency the server decides",
         "requests",
     )
-    duration: str = flag("SECONDS", "of each run", "120")
-    warm_up: str = flag("SECONDS", "at the beginning of each run that do not count", "20")
+    duration: str = flag("SECONDS", "duration of each run", "120")
+    warm_up: str = flag("SECONDS", "start of each run that is not measured", "20")
     longest_prompt: str | None = flag("N", "cut prompts of real-time requests to N tokens")
-    burstiness: str = flag("X", "of arrivals: 1 is a Poisson process, less comes in bursts", "1")
-    zipf: str = flag("X", "how unequally popular shared prefixes are; 0: all the same", "0")
+    burstiness: str = flag("X", "shape of arrivals: 1 is a Poisson process, less is burstier", "1")
+    zipf: str = flag("X", "Zipf exponent of the popularity of shared prefixes; 0: uniform", "0")
     speed: str = flag("X", "play a trace X times as fast", "1")
     scale: str = flag("X", "multiply all lengths by X, at most 1", "1")
     endpoint: str = flag("NAME", " or ".join(Endpoint), Endpoint.COMPLETIONS.value)
-    context: str | None = flag("N", "most tokens of prompt and answer (default: the server says)")
+    context: str | None = flag("N", "maximum tokens of prompt and output (default: ask the server)")
     capacity: str | None = flag(
         "SHARE",
-        "also search the highest of --rates (a range) at which this "
-        "share of real-time requests, e.g. 0.99, meets both objectives",
+        "search the highest of --rates (a range) at which this share of real-time "
+        "requests, e.g. 0.99, meets both objectives",
     )
     out: str = flag("DIR", "folder for the report", "bench")
     report_only: str | None = flag(
-        "DIR", "run nothing: write the report in DIR anew from its result.json"
+        "DIR", "run nothing, only rewrite the report in DIR from its result.json"
     )
-    natural: bool = switch("let answers end by themselves instead of after the planned tokens")
+    natural: bool = switch("let responses end by themselves instead of forcing the planned length")
     skip_overlong: bool = switch(
         "leave out requests that do not fit the context instead of cutting them"
     )
     append: bool = switch(
-        "add to the report that is in --out, e.g. of another server; a run of the "
-        "same scenario, server, policy and rate takes the place of the old one"
+        "add to the report in --out, e.g. another server; a run of the same scenario, "
+        "server, policy and rate replaces the old one"
     )
 
 
@@ -393,13 +391,13 @@ class BenchFlags:
 _SOURCES = (
     "Every option can also be set as an environment variable (--max-num-seqs is "
     "BROS_MAX_NUM_SEQS) or in the TOML file given with --config (max_num_seqs = 64). "
-    "Flags win over variables, variables over the file."
+    "Flags take precedence over variables, variables over the file."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """What `bros --help` and `bros NAME --help` say of a command."""
+    """The help texts of a command in `bros --help` and `bros NAME --help`."""
 
     name: str
     help: str
@@ -419,55 +417,54 @@ _COMMANDS = (
         "chat",
         "talk to a model in the terminal",
         "bros chat [MODEL] [--url URL] [--system TEXT] [options]",
-        "Talk to a model in the terminal: loaded here, or behind --url.",
+        "Talk to a model in the terminal. It is loaded in this process, or served at --url.",
     ),
     _Command(
         "admin",
-        "look at the replicas of a running server, and empty one for an upgrade",
+        "show the replicas of a running server, drain and resume them",
         "bros admin {replicas,drain,resume} ...",
-        "Look at the engines of a server that was started with --replicas, take them out of use "
-        "and bring them back. Where there are tenants (--api-keys) it takes the key of --api-key.",
-        "Each action has a --help of its own.",
+        "Show the replicas of a server that was started with --replicas, drain them and resume "
+        "them. A server with tenants (--api-keys) requires the key of --api-key.",
+        "Each action has its own --help.",
     ),
     _Command(
         "batch",
         "submit batches of requests to a running server and fetch their results",
         "bros batch {submit,status,list,cancel,results} ...",
-        "Hand a file of requests to a running server, which answers them beside its real-time "
-        "requests and within a window of time. Works with any server that has OpenAI's batch API.",
-        "Each action has a --help of its own, which also lists the exit statuses.",
+        "Submit a file of requests to a running server, which processes them beside its real-time "
+        "requests within a completion window. Works with any server that has OpenAI's batch API.",
+        "Each action has its own --help, which also lists the exit statuses.",
     ),
     _Command(
         "run-batch",
-        "answer a file of requests without a server",
+        "process a file of requests without a server",
         "bros run-batch INPUT OUTPUT [--endpoint PATH] [options]",
-        "Answer the requests in INPUT, one JSON object per line as for `bros batch submit`, and "
-        "write a line for each to OUTPUT, in the same order: its response or its error. If it is "
-        "interrupted, the same command continues where it stopped; until it has finished, the "
-        "answers so far are in OUTPUT.partial. Exit status 3: some requests failed; 4: the input "
-        "is not valid.",
+        "Process the requests in INPUT, one JSON object per line as for `bros batch submit`, and "
+        "write the response or the error of each to OUTPUT, in the same order. If the command is "
+        "interrupted, running it again continues; until it has finished, the responses so far are "
+        "in OUTPUT.partial. Exit status 3: some requests failed; 4: the input is invalid.",
     ),
     _Command(
         "profile",
-        "measure how long steps take on this machine, for some minutes",
+        "measure step times on this machine (takes some minutes)",
         "bros profile [MODEL] [--out DIR] [--repeats N] [options]",
-        "Measure how long steps of one model take on this machine and store a model "
-        "of that with a picture of how well it fits. Have nothing else running.",
+        "Measure the step times of one model on this machine, fit a cost model to them and store "
+        "it as a profile, with a plot of the fit. Nothing else should be running.",
     ),
     _Command(
         "doctor",
-        "say what this machine has and test the kernels on it, for some seconds",
+        "show the hardware and test the kernels (takes some seconds)",
         "bros doctor [--json] [options]",
-        "Say what this machine has to compute with, what bros would use of it with these options, "
-        "and test that against the reference. The exit status is 0 if all of it works.",
+        "Show the hardware and software of this machine and what bros would use of it with these "
+        "options, and test the kernels against the reference. The exit status is 0 if all works.",
     ),
     _Command(
         "bench",
-        "measure what hybrid load a server carries within its objectives",
+        "measure a server under hybrid load",
         "bros bench [MODEL] [--policies LIST | --target URL] [--rates RATES] [options]",
-        "Send real-time requests at their times and keep best-effort requests in flight beside "
-        "them, and say how many of the former met their objectives and how much of the latter got "
-        "done. Without --target, a bros server is started here for each policy.",
+        "Send real-time requests at random or recorded times and keep best-effort requests in "
+        "flight beside them. Report the share of real-time requests that met their objectives and "
+        "the best-effort throughput. Without --target, a bros server is started for each policy.",
     ),
     _Command(
         "simulate",
@@ -475,8 +472,8 @@ _COMMANDS = (
         "bros simulate [--policy LIST] [--rt-rate RATES | --trace FILE] [--be N] [options]\n"
         "       bros simulate --replicas LIST [--router LIST] [--workload NAME] [--rate X] "
         "[options]",
-        "Run the scheduler on a virtual clock: requests come as they would, steps take the time "
-        "that a profile says, nothing is computed. The same seed gives the same result everywhere.",
+        "Run the scheduler on a virtual clock: a profile determines the step times, and nothing is "
+        "computed. The same seed gives the same results on every machine.",
     ),
 )
 _TAKE_A_MODEL = ("serve", "chat", "profile", "bench")
@@ -494,41 +491,41 @@ _OWN: dict[str, tuple[type[Any], ...]] = {
 
 _BATCH_EXIT_STATUSES = """\
 exit status:
-  0    what was asked is done; if that was to wait for a batch or to fetch its
-       results: every row succeeded
-  1    an error: the server cannot be reached, refuses, or knows no such batch
+  0    success; when waiting for a batch or fetching its results: every row
+       succeeded
+  1    an error: the server cannot be reached, refuses, or has no such batch
   2    wrong usage
   3    the batch has ended, but some of its rows failed
   4    the batch failed validation, expired or was cancelled
-  130  Ctrl-C; a batch that was submitted continues
+  130  Ctrl-C; a submitted batch continues
 """
 _SUBMIT = """\
 Upload a file of requests, one JSON object per line, and start a batch:
 
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-The id of the batch is all that is written to standard output; messages go to
-standard error.
+Only the id of the batch is written to standard output; messages go to standard
+error.
 """
 _RESULTS = """\
-Fetch the answers of a batch that is completed, expired or cancelled. They are
-not in the order of the input: match them by their custom_id.
+Fetch the responses of a batch that is completed, expired or cancelled. They are
+not in the order of the input: match them by custom_id.
 """
 _DRAIN = (
-    "Send nothing new to a replica, and wait until nothing is open there. Ctrl-C only ends the "
-    "waiting. `bros admin resume` uses it again."
+    "Stop routing requests to a replica, and wait until it has no open requests. Ctrl-C only stops "
+    "waiting. `bros admin resume` puts the replica back into use."
 )
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports mistakes the way all other errors are reported."""
+    """Raises ConfigError for invalid arguments."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `bros`; it raises ConfigError for what it cannot parse."""
+    """The parser of `bros`; it raises ConfigError for invalid arguments."""
     parser = _Parser(
         prog="bros",
         description="LLM inference engine that serves real-time and best-effort requests together.",
@@ -551,7 +548,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
-    """Add everything that a command takes."""
+    """Add all arguments of a command."""
     if command in _TAKE_A_MODEL:
         parser.add_argument(
             "model_argument", metavar="MODEL", nargs="?", help="the same as --model"
@@ -563,7 +560,7 @@ def add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
     elif command == "simulate":
         _add_simulate_options(parser)
     elif command == "bench":
-        add_own(parser.add_argument_group("what is measured"), BenchFlags)
+        add_own(parser.add_argument_group("measurement"), BenchFlags)
     else:
         for record in _OWN.get(command, ()):
             add_own(parser, record)
@@ -572,10 +569,10 @@ def add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
 
 
 def unknown_argument(argument: str, command: str | None) -> ConfigError:
-    """The error for an argument that no option of a command takes, with options like it."""
+    """The error for an unknown argument, with similar options."""
     name = argument.split("=")[0]
     if not name.startswith("-"):
-        return ConfigError(f"{name!r} is one argument too many")
+        return ConfigError(f"unexpected argument {name!r}")
     records = _OWN.get(command or "", ())
     known = [flag_of(field.name) for record in records for field in dataclasses.fields(record)]
     if command is None or command in _TAKE_ALL_OPTIONS:
@@ -599,14 +596,14 @@ def _add_admin_actions(parser: argparse.ArgumentParser) -> None:
         add_own(action, AdminFlags, *own, "url")
         _add_api_key(action)
 
-    add("replicas", "a table of the replicas", "Show what each replica is doing.", "json")
+    add("replicas", "show the replicas", "Show the state and load of each replica.", "json")
     add(
         "drain",
-        "send nothing new to a replica until it is empty",
+        "stop routing requests to a replica",
         _DRAIN,
         *("number", "move", "restart", "no_wait"),
     )
-    add("resume", "use a replica again", "Send requests to a replica again.", "number")
+    add("resume", "put a replica back into use", "Route requests to a replica again.", "number")
 
 
 def _add_batch_actions(parser: argparse.ArgumentParser) -> None:
@@ -631,31 +628,31 @@ def _add_batch_actions(parser: argparse.ArgumentParser) -> None:
         "upload a file of requests and start a batch",
         _SUBMIT,
         *("file", "endpoint", "window", "metadata", "wait", "output"),
-        output="write the answers to FILE; needs --wait",
+        output="write the responses to FILE; requires --wait",
     )
     add(
         "status",
-        "the progress of a batch",
+        "show the progress of a batch",
         "Show the progress of a batch and when it is expected to end.",
         *("id", "wait", "json"),
     )
     add(
         "list",
-        "the server's batches, newest first",
+        "list the server's batches",
         "List batches, newest first.",
         *("limit", "json"),
-        json="print an array of batches as the server describes them",
+        json="print the server's JSON, an array of batches",
     )
     add(
         "cancel",
         "cancel the unfinished rows of a batch",
-        "Cancel a batch. Rows that have been answered by then stay and can be fetched.\n",
+        "Cancel a batch. Results of finished rows are kept and can be fetched.\n",
         *("id", "wait"),
         wait="show progress until it is cancelled",
     )
     add(
         "results",
-        "the answers of a batch that has ended",
+        "fetch the results of a batch that has ended",
         _RESULTS,
         *("id", "output", "errors"),
     )
@@ -667,12 +664,12 @@ def _add_api_key(parser: argparse.ArgumentParser) -> None:
         dest="api_key",
         metavar="TEXT",
         default=argparse.SUPPRESS,
-        help="key to send as a bearer token (BROS_API_KEY)",
+        help="API key, sent as a bearer token (BROS_API_KEY)",
     )
 
 
 def _add_simulate_options(parser: argparse.ArgumentParser) -> None:
-    """Its own options, and those of the engine that mean something on a virtual clock."""
+    """Add the options of `bros simulate`, and those of the engine that a simulation supports."""
     parser.add_argument(FILE_FLAG, metavar="FILE", default=argparse.SUPPRESS, help="TOML file")
     add_own(parser, SimulateFlags)
     add_own(parser.add_argument_group("several replicas"), ReplicasFlags)
@@ -693,7 +690,7 @@ def _simulated_options() -> Sequence[Option]:
     return [o for o in options_of(EngineConfig) if o.name not in _NOT_SIMULATED]
 
 
-# ---- Values as they are written on the command line.
+# ---- Parsing the values of options.
 
 _MAX_RATES = 1000
 
@@ -717,9 +714,9 @@ def rates(flag: str, text: str) -> list[float]:
 
 
 def doublings(flag: str, text: str, most: int) -> list[int]:
-    """`4`, `1,2,8` or `1:1024` (from the first one on always twice as many).
+    """`4`, `1,2,8` or `1:1024` (doubling from the first one).
 
-    Raises ConfigError for what is no whole number from 1 to `most`.
+    Raises ConfigError for anything but whole numbers from 1 to `most`.
     """
     parts = [whole(flag, part, low=1) for part in text.replace(":", ",").split(",")]
     if max(parts) > most:
@@ -734,14 +731,21 @@ def doublings(flag: str, text: str, most: int) -> list[int]:
     return found
 
 
-def policies(flag: str, text: str) -> tuple[str, ...]:
-    """`fcfs,bros`, each once. Raises ConfigError for a name that is none."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in names:
-        if name not in POLICIES:
-            near = near_matches(name, POLICIES)
-            raise ConfigError(f"{flag}: {name!r} is not one of {', '.join(POLICIES)}{near}")
-    return names
+def optional_whole(flag: str, text: str | None) -> int | None:
+    """A whole number of at least 1, or None. Raises ConfigError."""
+    return None if text is None else whole(flag, text, low=1)
+
+
+def names(flag: str, text: str, known: Sequence[str], most: int | None = None) -> tuple[str, ...]:
+    """`fcfs,bros` without repetitions, at most `most`. Raises ConfigError for unknown names."""
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in found:
+        if name not in known:
+            near = near_matches(name, known)
+            raise ConfigError(f"{flag}: {name!r} is not one of {', '.join(known)}{near}")
+    if most is not None and len(found) > most:
+        raise ConfigError(f"{flag}: takes one of {', '.join(known)}, not {len(found)}")
+    return found
 
 
 def number(flag: str, text: str, low: float | None = None, above: float | None = None) -> float:
@@ -760,6 +764,7 @@ def number(flag: str, text: str, low: float | None = None, above: float | None =
 
 
 def whole(flag: str, text: str, low: int) -> int:
+    """A whole number of at least `low`. Raises ConfigError."""
     try:
         value = int(text)
     except ValueError:

@@ -32,11 +32,11 @@ from bros.core.rank_env import RankEnv, torchrun_rank_env, with_ranks
 from bros.engine.parent import end_with_parent
 
 INTERRUPTED = 130
-"""What shells expect from a program ended by Ctrl-C."""
+"""The exit status that shells expect after Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
-    """Run one command and return its exit status: 2 for a wrong option, 1 for other errors."""
+    """Run one command; returns the exit status: 2 for an invalid option, 1 for other errors."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
         return _run(arguments, os.environ if environ is None else environ)
@@ -60,22 +60,19 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         print(_versions())
         return 0
     if args.command == "simulate":
-        # Late: its imports take a moment, and --help must not.
+        # Lazy: the imports are slow, and --help must not wait for them. The same holds below.
         from bros.cli.simulate import run_simulate
 
         return run_simulate(args, environ, _warn, SystemClock())
     if args.command == "bench":
-        # Late, for the same reason.
         from bros.cli.bench import run_bench
 
         return run_bench(args, environ, _warn, SystemClock())
     if args.command == "batch":
-        # Late, for the same reason.
         from bros.cli.batch import run_batch
 
         return run_batch(args, environ, _warn, SystemClock())
     if args.command == "admin":
-        # Late, for the same reason.
         from bros.cli.admin import run_admin
 
         return run_admin(args, environ, _warn)
@@ -85,7 +82,7 @@ def _run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 def _run_model(
     args: argparse.Namespace, arguments: Sequence[str], environ: Mapping[str, str]
 ) -> int:
-    """The commands that take all options of an engine."""
+    """Run one of the commands that take all options of an engine."""
     config = load_config(given_flags(args), environ, _warn)
     rank_env = torchrun_rank_env(environ)
     if rank_env is not None:
@@ -99,12 +96,10 @@ def _run_model(
             f"torchrun can start bros serve and bros profile, not bros {args.command}"
         )
     if args.command == "doctor":
-        # Late, for the same reason.
         from bros.cli.doctor import run_doctor
 
         return run_doctor(config.engine, read_own(DoctorFlags, args).json, SystemClock())
     if args.command == "run-batch":
-        # Late, for the same reason.
         from bros.cli.run_batch import run_batch_here
 
         return run_batch_here(args, config, SystemClock())
@@ -112,7 +107,6 @@ def _run_model(
 
 
 def _serve(config: Config, rank_env: RankEnv | None) -> int:
-    # Late: the server's imports take seconds, and --help must not.
     if rank_env is None or rank_env.rank == 0:
         from bros.server.build import serve
 
@@ -129,7 +123,6 @@ def _serve(config: Config, rank_env: RankEnv | None) -> int:
 def _profile(
     args: argparse.Namespace, config: Config, rank_env: RankEnv | None, arguments: Sequence[str]
 ) -> int:
-    # Late, for the same reason: it loads torch and matplotlib.
     if rank_env is None and config.engine.tp > 1:
         from bros.executor.parallel.launch import launch_ranks
 
@@ -145,7 +138,6 @@ def _profile(
 
 
 def _chat(args: argparse.Namespace, config: Config) -> int:
-    # Late, for the same reason.
     from bros.cli.chat import ChatBackend, remote_chat, run_chat
 
     own = read_own(ChatFlags, args)

@@ -1,4 +1,4 @@
-"""`bros profile`: measures how long steps take and stores a model of that, with a picture."""
+"""`bros profile`: measures step times, fits the cost model, and stores both with a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bros.scheduler.profiles import Profile, checkout_profiles
 from bros.terminal import print_table, progress_bar
 
 STEP_TOKENS = 1024
-"""Steps of up to so many tokens are measured, or of --max-batch-tokens if that is more."""
+"""Largest measured step in tokens, or --max-batch-tokens if that is more."""
 
 
 def run_profile(
@@ -27,14 +27,14 @@ def run_profile(
 ) -> int:
     """Measure, store JSON and PNG, and print how well the model fits; returns the exit status.
 
-    out: the folder of profiles; by default the one of the source tree bros runs from, or else
-    the user's.
-    rank_env: the rank of this process among several. All of them call this, rank 0 measures.
-    Raises ConfigError or ModelError if the engine cannot run or nothing be stored, RanksLostError.
+    out: folder of profiles; None: that of the source tree bros runs from, or else the user's.
+    rank_env: the rank of this process among several. All ranks call this; rank 0 measures.
+    Raises ConfigError or ModelError if the engine cannot run or the folder cannot be written,
+    RanksLostError.
     """
     cache_dir = cache_dir_of(config.server.data_dir)
     folder = Path(out).expanduser() if out else checkout_profiles() or cache_dir / "profiles"
-    _check_writable(folder)  # now, and not after minutes of measuring
+    _check_writable(folder)  # fail before minutes of measuring
     device = choose_target(config.engine, find_cuda()).device.type
     tokens = max(config.engine.step_bounds(device).tokens, STEP_TOKENS)
     engine = dataclasses.replace(config.engine, max_batch_tokens=tokens)
@@ -83,10 +83,10 @@ def _store(measured: Measured, folder: Path, report: Callable[[str], None]) -> N
         path = measured.profile.save(folder)
         report(str(path))
         try:
-            # Optional: the profile is what the engine needs, the picture is for people.
+            # matplotlib is optional: the engine needs only the profile.
             from bros.cli.profile_plot import plot
         except ImportError as error:
-            report(f"No picture of it was drawn: {error}")
+            report(f"No plot was drawn: {error}")
             return
         picture = path.with_suffix(".png")
         plot(measured, _title(measured.profile)).savefig(picture)
@@ -108,14 +108,14 @@ def _show(measured: Measured) -> None:
     if measured.copies:
         model = profile.model
         print(
-            f"Copies of KV to the host take {model.swap_out_token_s * 1e6:.2f} µs per token and "
-            f"{model.swap_out_constant_s * 1e3:.1f} ms in a step with any; those back "
+            f"Copying KV to the host takes {model.swap_out_token_s * 1e6:.2f} µs per token and "
+            f"{model.swap_out_constant_s * 1e3:.1f} ms per step with copies; copying back "
             f"{model.swap_token_s * 1e6:.2f} µs and {model.swap_constant_s * 1e3:.1f} ms."
         )
     if profile.held_out is not None and profile.held_out.mape > MAX_STORED_ERROR:
         print(
-            "The times vary a lot. If the machine was busy, measure again when it is not, or "
-            "with more --repeats."
+            "The times vary a lot. Measure again when the machine is not busy, or with more "
+            "--repeats."
         )
 
 

@@ -1,4 +1,4 @@
-"""The picture of `bros profile`: what a model of step times predicts against what was measured."""
+"""The plot of `bros profile`: predicted against measured step times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bros.scheduler.fitting import Sample, relative_errors
 
 _BAND = 0.05
 _KINDS = (
-    # name, colour, marker; colours that differ for the colour-blind and in grey
+    # name, color, marker; the colors are distinguishable with any color vision and in gray
     ("decode rows", "#0072B2", "o"),
     ("prompt chunks", "#D55E00", "s"),
     ("both", "#009E73", "^"),
@@ -23,7 +23,7 @@ _KINDS = (
 
 
 def plot(measured: Measured, title: str) -> Figure:
-    """Predictions against measurements, and what is left, each by kind of step."""
+    """Predicted against measured times, and relative errors, by kind of step."""
     figure = Figure(figsize=(11, 5), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2)
     held_out = measured.profile.held_out
@@ -86,11 +86,11 @@ def _plain_ticks(axes: Axes, both: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Samples of one kind. Hollow marks: the model was fitted to them."""
+    """Samples of one kind. filled: held out; hollow markers: the model was fitted to them."""
 
     label: str
     samples: list[Sample]
-    colour: str
+    color: str
     marker: str
     filled: bool
 
@@ -102,22 +102,22 @@ class _Series:
             s=16,
             label=self.label,
             marker=self.marker,
-            facecolors=self.colour if self.filled else "none",
-            edgecolors=self.colour,
+            facecolors=self.color if self.filled else "none",
+            edgecolors=self.color,
             linewidths=0.8,
         )
 
 
 def _series(measured: Measured) -> list[_Series]:
     series = []
-    for kind, (name, colour, marker) in enumerate(_KINDS):
+    for kind, (name, color, marker) in enumerate(_KINDS):
         for label, samples, filled in (
             (name, measured.fitted, False),
             (f"{name}, held out", measured.held_out, True),
         ):
             points = [sample for sample in samples if _kind(sample) == kind]
             if points:
-                series.append(_Series(label, points, colour, marker, filled))
+                series.append(_Series(label, points, color, marker, filled))
     return series
 
 

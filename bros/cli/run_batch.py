@@ -1,4 +1,4 @@
-"""`bros run-batch`: a file of requests answered here, without a server."""
+"""`bros run-batch`: processes a file of requests in this process, without a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,64 +21,70 @@ from bros.batch.files import Page
 from bros.batch.objects import DAY_S, MAX_WINDOW_S, Batch, BatchStatus, StoredFile
 from bros.batch.rows import parse_row
 from bros.batch.store import Store, open_store
-from bros.cli.batch import NOT_COMPLETED, SOME_ROWS_FAILED, first_url
-from bros.cli.batch_client import Patience, RemoteBatch, counts, ending, problem, wait_for_end
+from bros.cli.batch import (
+    NOT_A_FILE,
+    NOT_COMPLETED,
+    SOME_ROWS_FAILED,
+    first_url,
+    write_atomically,
+)
+from bros.cli.batch_client import RemoteBatch, Retrier, counts, end_summary, problem, wait_for_end
 from bros.cli.flags import RunBatchFlags, read_own
 from bros.core.clock import Clock
 from bros.core.config import Config
-from bros.core.errors import BrosError, ConfigError, EngineDeadError
+from bros.core.errors import ConfigError, EngineDeadError
 from bros.server.batches.schema import BatchObject
 from bros.server.build import local_jobs, served_name
 from bros.server.state import ServerState
 
 _TENANT = ""
-_COPIED_AT_ONCE = 2**20
+_COPY_BYTES = 2**20
 
 
 class _StoppedError(Exception):
-    """The user has stopped waiting for the batch."""
+    """The user has interrupted the batch."""
 
 
 def run_batch_here(
     args: argparse.Namespace, config: Config, clock: Clock, console: Console | None = None
 ) -> int:
-    """Answer a file; returns the exit status.
+    """Process a file; returns the exit status.
 
-    Raises ConfigError for files that cannot be used, ModelError, or KeyboardInterrupt.
+    Raises ConfigError for unusable files, ModelError, or KeyboardInterrupt.
     """
     console = console or Console(stderr=True)
     own = read_own(RunBatchFlags, args)
     source, target = Path(own.input).expanduser(), Path(own.target).expanduser()
     endpoint = own.endpoint or first_url(source)
     if target.is_dir() or not target.absolute().parent.is_dir():
-        raise ConfigError(f"{target} cannot be written: no such folder, or it is one")
+        raise ConfigError(f"{target} cannot be written: {NOT_A_FILE}")
     if target.exists() and target.samefile(source):
-        raise ConfigError(f"{target} is the input; the answers need another file")
-    with _alone(_partial(target)):
+        raise ConfigError(f"{target} is the input; name another file")
+    with _locked(_partial(target)):
         wanted = RequestedRun(source, endpoint, served_name(config))
         return _run_to_end(config, wanted, target, clock, console)
 
 
 def _partial(target: Path) -> Path:
-    """The folder of what is done, until all of it is."""
+    """The folder of the intermediate state."""
     return target.with_name(f"{target.name}.partial")
 
 
 @contextlib.contextmanager
-def _alone(partial: Path) -> Iterator[None]:
-    """Raises ConfigError if another process works in the folder."""
+def _locked(partial: Path) -> Iterator[None]:
+    """Holds the lock of the folder. Raises ConfigError if another process has it."""
     partial.mkdir(exist_ok=True, mode=0o700)
     with (partial / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"another run is at work in {partial}") from None
+            raise ConfigError(f"another process is using {partial}") from None
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedRun:
-    """What is to be run, and by which model."""
+    """The file to process, the endpoint, and the served name of the model."""
 
     source: Path
     endpoint: str
@@ -92,7 +98,7 @@ def _run_to_end(
     store = open_store(partial)
     try:
         store.batches.release()  # of a run that was killed
-        batch = _begun(store, wanted, partial) or begin(store, wanted, clock)
+        batch = _resumable(store, wanted, partial) or begin(store, wanted, clock)
         if not batch.status.is_final:
             asyncio.run(_run(config, store, batch, clock, console))
             batch = store.batches.get(_TENANT, batch.id)
@@ -100,35 +106,35 @@ def _run_to_end(
         shutil.rmtree(partial)
         return status
     except KeyboardInterrupt:
-        console.print("Interrupted; the same command goes on where it was.", highlight=False)
+        console.print("Interrupted; run the same command to continue.", highlight=False)
         raise
     finally:
         store.close()
 
 
-def _begun(store: Store, wanted: RequestedRun, partial: Path) -> Batch | None:
-    """What an interrupted run of the same command was doing."""
+def _resumable(store: Store, wanted: RequestedRun, partial: Path) -> Batch | None:
+    """The batch of an interrupted run of the same command; None without one."""
     batches, _ = store.batches.page(_TENANT, Page(limit=1))
     if not batches:
         return None
     with wanted.source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    begun = batches[0]
+    resumed = batches[0]
     for what, before, now in (
-        ("input", begun.input_digest, digest),
-        ("endpoint", begun.endpoint, wanted.endpoint),
-        ("model", begun.served_model, wanted.model),
+        ("input", resumed.input_digest, digest),
+        ("endpoint", resumed.endpoint, wanted.endpoint),
+        ("model", resumed.served_model, wanted.model),
     ):
         if before != now:
-            raise ConfigError(f"{partial} is of another {what}; remove it to begin anew")
-    return begun
+            raise ConfigError(f"{partial} is of another {what}; remove it to start over")
+    return resumed
 
 
 def begin(store: Store, wanted: RequestedRun, clock: Clock) -> Batch:
-    """A batch of a file, which no runner has claimed yet."""
+    """Create the batch of a file."""
     now, stamp = clock.unix_time(), clock.now()
     with store.files.bodies.new() as body, wanted.source.open("rb") as file:
-        while piece := file.read(_COPIED_AT_ONCE):
+        while piece := file.read(_COPY_BYTES):
             body.write(piece)
         body.finish()
         kept = StoredFile(
@@ -157,7 +163,7 @@ def begin(store: Store, wanted: RequestedRun, clock: Clock) -> Batch:
 
 
 async def _run(config: Config, store: Store, batch: Batch, clock: Clock, console: Console) -> None:
-    """Until the batch has ended."""
+    """Run the batch to its end, or until Ctrl-C."""
     stopped = threading.Event()
 
     def pause(seconds: float) -> None:
@@ -166,12 +172,12 @@ async def _run(config: Config, store: Store, batch: Batch, clock: Clock, console
 
     def ask() -> RemoteBatch:
         if not state.engine.alive:
-            raise EngineDeadError("The engine has ended; the same command goes on where it was.")
-        return _shown(store.batches.get(_TENANT, batch.id))
+            raise EngineDeadError("The engine has died; run the same command to continue.")
+        return _as_remote(store.batches.get(_TENANT, batch.id))
 
     def watch() -> None:
-        patience = Patience(clock, pause, lambda text: console.print(text, highlight=False))
-        wait_for_end(ask(), ask, patience, clock, pause, console)
+        retrier = Retrier(clock, pause, lambda text: console.print(text, highlight=False))
+        wait_for_end(ask(), ask, retrier, clock, pause, console)
 
     state: ServerState
     async with local_jobs(config, store) as state:
@@ -188,27 +194,27 @@ def _conclude(store: Store, batch: Batch, target: Path, console: Console) -> int
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    shown = _shown(batch)
+    shown = _as_remote(batch)
     if batch.status is not BatchStatus.COMPLETED:
-        say(ending(shown))
+        say(end_summary(shown))
         for error in shown.errors:
             say(f"  {problem(error)}")
     if batch.total:
-        _write(target, _in_order(store, batch))
+        write_atomically(target, _lines_in_input_order(store, batch))
         say(f"{counts(shown)}; wrote {target}")
     if batch.status is not BatchStatus.COMPLETED:
         return NOT_COMPLETED
     return SOME_ROWS_FAILED if batch.failed else 0
 
 
-def _shown(batch: Batch) -> RemoteBatch:
-    """As the client of a server sees it, but without a window: there is none here."""
+def _as_remote(batch: Batch) -> RemoteBatch:
+    """The batch as a server would describe it, but without a completion window."""
     fields = json.loads(BatchObject.of(batch).model_dump_json())
     return RemoteBatch.read({**fields, "expires_at": None})
 
 
-def _in_order(store: Store, batch: Batch) -> Iterator[bytes]:
-    """The lines of both files, as the requests come in the input."""
+def _lines_in_input_order(store: Store, batch: Batch) -> Iterator[bytes]:
+    """The lines of the output and the error file, in the order of the input."""
     with contextlib.ExitStack() as stack:
         places: dict[str, tuple[BinaryIO, int]] = {}
         for file_id in filter(None, (batch.output_file_id, batch.error_file_id)):
@@ -218,22 +224,9 @@ def _in_order(store: Store, batch: Batch) -> Iterator[bytes]:
             for line in file:
                 places[json.loads(line)["custom_id"]] = file, offset
                 offset += len(line)
-        source = store.files.bodies.path(batch.input_digest)  # the user's file may be another now
+        source = store.files.bodies.path(batch.input_digest)  # the user's file may have changed
         for request in stack.enter_context(source.open("rb")):
             if request.strip():
                 where, offset = places[parse_row(request, batch.endpoint).custom_id]
                 where.seek(offset)
                 yield where.readline()
-
-
-def _write(target: Path, lines: Iterable[bytes]) -> None:
-    """Under another name until it is whole. Raises BrosError."""
-    written = target.with_name(f".{target.name}.part")
-    try:
-        with written.open("wb") as file:
-            file.writelines(lines)
-        written.replace(target)
-    except OSError as error:
-        raise BrosError(f"{target} cannot be written: {error.strerror}") from None
-    finally:
-        written.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`bros simulate`: policies compared on a virtual clock, without a model."""
+"""`bros simulate`: compares policies and routers on a virtual clock, without a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -31,8 +31,9 @@ from bros.cli.flags import (
     SimulateFlags,
     changed_flags,
     doublings,
+    names,
     number,
-    policies,
+    optional_whole,
     rates,
     read_own,
     whole,
@@ -41,12 +42,12 @@ from bros.cli.simulate_tables import (
     print_fleet_reports,
     print_reports,
     progress_bar,
-    wide,
+    table_console,
     writable,
     write,
 )
 from bros.core.clock import Clock
-from bros.core.config import EngineConfig
+from bros.core.config import POLICIES, EngineConfig
 from bros.core.config_sources import given_flags, load_config, near_matches
 from bros.core.errors import ConfigError
 from bros.router.state import ROUTERS
@@ -78,7 +79,7 @@ from bros.simulator.simulation import (
     read_profile,
     with_step_bounds,
 )
-from bros.simulator.sweep import run_all, run_sweep
+from bros.simulator.sweep import run_all, run_scenario
 from bros.workload.arrivals import (
     RT_SIZES,
     BeLoad,
@@ -88,7 +89,33 @@ from bros.workload.arrivals import (
     read_azure_trace,
 )
 
-# ---- `bros simulate --replicas`: routers compared on a virtual clock, without a model.
+Scenario = TypeVar("Scenario")
+Result = TypeVar("Result")
+
+
+def _timed_runs(
+    run: Callable[[Scenario, Callable[[float], None]], Result],
+    scenarios: Sequence[Scenario],
+    jobs: int,
+    clock: Clock,
+) -> tuple[list[Result], float]:
+    """The result of each scenario, and the seconds that all of them took."""
+    start_s = clock.now()
+    with progress_bar(len(scenarios)) as on_progress:
+        results = run_all(run, scenarios, jobs, on_progress)
+    return results, clock.now() - start_s
+
+
+def _write_json(path: Path, content: Mapping[str, Any], wall_s: float) -> None:
+    write(path, json.dumps({**content, "wall_s": round(wall_s, 3)}, indent=2) + "\n")
+
+
+def _print_wall_time(console: Console, count: int, wall_s: float) -> None:
+    runs = f"{count} runs" if count > 1 else "1 run"
+    console.print(f"{runs} in {wall_s:.1f} s", style="dim")
+
+
+# ---- `bros simulate --replicas`: compares routers.
 
 
 _MOST_REPLICAS = 4096
@@ -96,10 +123,9 @@ _MOST_REPLICAS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """What the command line asks for.
+    """The checked options.
 
-    shortened: replicas for which there would be more requests if runs with as many were not too
-        long.
+    shortened: numbers of replicas whose runs are limited to MOST_REQUESTS.
     """
 
     scenarios: tuple[FleetScenario, ...]
@@ -118,14 +144,11 @@ def run_replicas(
 ) -> int:
     """Simulate, print tables and write the file; returns the exit status.
 
-    Raises ConfigError for a wrong option.
+    Raises ConfigError for an invalid option.
     """
     settings = read_replica_settings(args, environ, warn)
-    console = wide(console)
-    start_s = clock.now()
-    with progress_bar(len(settings.scenarios)) as told:
-        reports = run_all(run_fleet, settings.scenarios, settings.jobs, told)
-    wall_s = clock.now() - start_s
+    console = table_console(console)
+    reports, wall_s = _timed_runs(run_fleet, settings.scenarios, settings.jobs, clock)
     key, first = settings.profile.key, settings.scenarios[0]
     console.print(
         f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile, "
@@ -134,26 +157,24 @@ def run_replicas(
     if settings.shortened:
         counts = ", ".join(map(str, settings.shortened))
         console.print(
-            f"With {counts} replicas: only {MOST_REQUESTS} requests, and families to match, "
-            "so these runs are shorter than others; --requests N asks for more"
+            f"With {counts} replicas: limited to {MOST_REQUESTS} requests and a matching number of "
+            "families, so these runs are shorter; override with --requests N"
         )
     console.print()
     print_fleet_reports(console, list(zip(settings.scenarios, reports, strict=True)))
     if settings.json_path is not None:
-        content = {**replicas_json(settings, reports), "wall_s": round(wall_s, 3)}
-        write(settings.json_path, json.dumps(content, indent=2) + "\n")
-    runs = f"{len(reports)} runs" if len(reports) > 1 else "1 run"
-    console.print(f"{runs} in {wall_s:.1f} s", style="dim")
+        _write_json(settings.json_path, replicas_json(settings, reports), wall_s)
+    _print_wall_time(console, len(reports), wall_s)
     return 0
 
 
 def read_replica_settings(
     args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
 ) -> ReplicaSettings:
-    """Raises ConfigError naming the flag that is wrong and what is allowed."""
+    """Raises ConfigError, naming the invalid flag and the allowed values."""
     own, fleet = read_own(SimulateFlags, args), read_own(ReplicasFlags, args)
-    names = policies("--policy", own.policy or REPLICA_POLICY)
-    config = load_config({**given_flags(args), "policy": names[0]}, environ, warn)
+    selected = names("--policy", own.policy or REPLICA_POLICY, POLICIES)
+    config = load_config({**given_flags(args), "policy": selected[0]}, environ, warn)
     engine = config.engine
     data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
     profile = read_profile(engine.profile or REPLICA_PROFILE, profile_folders(data_dir))
@@ -163,7 +184,7 @@ def read_replica_settings(
     be_share = number("--be-requests", fleet.be_requests, low=0)
     scenarios = tuple(
         FleetScenario(
-            config=_under(engine, policy),
+            config=_fleet_config_with(engine, policy),
             device=device,
             replicas=replicas,
             router=router,
@@ -173,13 +194,13 @@ def read_replica_settings(
             decision_s=number("--decision-time", fleet.decision_time, low=0) / 1e3,
             classes=be_share > 0.0,
         )
-        for policy in names
+        for policy in selected
         for replicas in counts
-        for router in _names("--router", fleet.router, ROUTERS)
+        for router in names("--router", fleet.router, ROUTERS)
     )
     for scenario in scenarios:
         check_fleet_scenario(scenario)
-    _warn_of_one_engine(own, warn)
+    _warn_of_unused_with_replicas(own, warn)
     jobs, asked = own.jobs, fleet.requests
     return ReplicaSettings(
         scenarios=scenarios,
@@ -191,7 +212,7 @@ def read_replica_settings(
 
 
 def replicas_json(settings: ReplicaSettings, reports: Sequence[FleetReport]) -> dict[str, Any]:
-    """Everything that determines the runs, and what came of them."""
+    """Everything that determines the runs, and their results."""
     return {
         "bros": __version__,
         "python": platform.python_version(),
@@ -211,7 +232,7 @@ def replicas_json(settings: ReplicaSettings, reports: Sequence[FleetReport]) -> 
 
 
 def scenario_json(scenario: FleetScenario) -> dict[str, Any]:
-    """Without the recorded requests of a trace."""
+    """The settings of a run, without the recorded requests of a trace."""
     load = dataclasses.asdict(scenario.load)  # type: ignore[call-overload]
     load.pop("recorded", None)
     return {
@@ -225,26 +246,26 @@ def scenario_json(scenario: FleetScenario) -> dict[str, Any]:
     }
 
 
-def _under(engine: EngineConfig, policy: str) -> EngineConfig:
+def _fleet_config_with(engine: EngineConfig, policy: str) -> EngineConfig:
     return dataclasses.replace(fleet_config(engine), policy=policy)
 
 
 def _load(own: SimulateFlags, fleet: ReplicasFlags, replicas: int) -> PrefixLoad:
-    """The workload of one run, scaled to so many replicas where nothing else is asked for."""
-    (name,) = _names("--workload", fleet.workload, WORKLOADS, most=1)
-    (popularity,) = _names("--popularity", fleet.popularity, POPULARITIES, most=1)
+    """The workload of one run; its defaults scale with `replicas`."""
+    (name,) = names("--workload", fleet.workload, WORKLOADS, most=1)
+    (popularity,) = names("--popularity", fleet.popularity, POPULARITIES, most=1)
     rate = _optional_number("--rate", fleet.rate)
-    count = _optional_whole("--requests", fleet.requests)
-    families = _optional_whole("--families", fleet.families)
+    count = optional_whole("--requests", fleet.requests)
+    families = optional_whole("--families", fleet.families)
     be_share = number("--be-requests", fleet.be_requests, low=0)
     if be_share > 1.0:
         raise ConfigError(f"--be-requests: {be_share:g} must be at most 1")
     if name in RECORDED:
         if families is not None or popularity != POPULARITIES[0]:
-            raise ConfigError(f"--families, --popularity: not to be set with --workload {name}")
-        return _recorded(name, own.trace, replicas, rate, count, be_share)
+            raise ConfigError(f"--families, --popularity: not available with --workload {name}")
+        return _recorded_load(name, own.trace, replicas, rate, count, be_share)
     if own.trace is not None:
-        raise ConfigError(f"--trace: only --workload {' and '.join(RECORDED)} have one")
+        raise ConfigError(f"--trace: requires --workload {' or '.join(RECORDED)}")
     if count is None:
         count = min(_published_count(name, replicas), MOST_REQUESTS)
     return published(
@@ -258,7 +279,7 @@ def _load(own: SimulateFlags, fleet: ReplicasFlags, replicas: int) -> PrefixLoad
     )
 
 
-def _recorded(
+def _recorded_load(
     name: str,
     trace: str | None,
     replicas: int,
@@ -267,11 +288,11 @@ def _recorded(
     be_share: float,
 ) -> PrefixLoad:
     if trace is None:
-        raise ConfigError(f"--workload {name}: --trace says which file")
+        raise ConfigError(f"--workload {name}: requires --trace")
     if name == AZURE:
         paths = [Path(part.strip()).expanduser() for part in trace.split(",")]
         if len(paths) != 2:
-            raise ConfigError(f"--trace: {AZURE} has two, of code and of conversations: CODE,CHATS")
+            raise ConfigError(f"--trace: {AZURE} requires two files, CODE,CONVERSATIONS")
         times = read_azure_times(*paths)
         return AzureLoad(
             recorded=times,
@@ -298,35 +319,23 @@ def _is_shortened(load: PrefixLoad, replicas: int) -> bool:
     return isinstance(load, PrefixWorkload) and load.count < _published_count(load.name, replicas)
 
 
-def _names(flag: str, text: str, known: Sequence[str], most: int | None = None) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in names:
-        if name not in known:
-            near = near_matches(name, known)
-            raise ConfigError(f"{flag}: {name!r} is not one of {', '.join(known)}{near}")
-    if most is not None and len(names) > most:
-        raise ConfigError(f"{flag}: takes one of {', '.join(known)}, not {len(names)}")
-    return names
-
-
 def _optional_number(flag: str, text: str | None) -> float | None:
     return None if text is None else number(flag, text, above=0)
 
 
-def _optional_whole(flag: str, text: str | None) -> int | None:
-    return None if text is None else whole(flag, text, low=1)
-
-
-def _warn_of_one_engine(own: SimulateFlags, warn: Callable[[str], None]) -> None:
-    """One line if flags were changed that only a single engine has a use for."""
+def _warn_of_unused_with_replicas(own: SimulateFlags, warn: Callable[[str], None]) -> None:
+    """Warn of options that have no effect on several replicas."""
     unused = [flag for flag in changed_flags(own) if flag in ONE_ENGINE]
     if unused:
         warn(f"{', '.join(unused)}: without effect with --replicas")
 
 
+# ---- `bros simulate` with one replica.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateSettings:
-    """What the command line asks for."""
+    """The checked options."""
 
     scenarios: tuple[SimulatedScenario, ...]
     profile: Profile
@@ -343,16 +352,13 @@ def run_simulate(
 ) -> int:
     """Simulate, print tables and write the file; returns the exit status.
 
-    Raises ConfigError for a wrong option.
+    Raises ConfigError for an invalid option.
     """
     if read_own(ReplicasFlags, args).replicas is not None:
         return run_replicas(args, environ, warn, clock, console)
     settings = read_settings(args, environ, warn)
-    console = wide(console)
-    start_s = clock.now()
-    with progress_bar(len(settings.scenarios)) as told:
-        reports = run_sweep(settings.scenarios, settings.jobs, told)
-    wall_s = clock.now() - start_s
+    console = table_console(console)
+    reports, wall_s = _timed_runs(run_scenario, settings.scenarios, settings.jobs, clock)
     key, first = settings.profile.key, settings.scenarios[0]
     warm_up = f", the first {first.warm_up_s:g} s not counted" if first.warm_up_s else ""
     console.print(
@@ -361,20 +367,18 @@ def run_simulate(
     )
     print_reports(console, list(zip(settings.scenarios, reports, strict=True)))
     if settings.json_path is not None:
-        content = {**as_json(settings, reports), "wall_s": round(wall_s, 3)}
-        write(settings.json_path, json.dumps(content, indent=2) + "\n")
-    runs = f"{len(reports)} runs" if len(reports) > 1 else "1 run"
-    console.print(f"{runs} in {wall_s:.1f} s", style="dim")
+        _write_json(settings.json_path, as_json(settings, reports), wall_s)
+    _print_wall_time(console, len(reports), wall_s)
     return 0
 
 
 def read_settings(
     args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
 ) -> SimulateSettings:
-    """Raises ConfigError naming the flag that is wrong and what is allowed."""
+    """Raises ConfigError, naming the invalid flag and the allowed values."""
     flags, own = given_flags(args), read_own(SimulateFlags, args)
-    names = policies("--policy", own.policy or DEFAULT_POLICIES)
-    config = load_config({**flags, "policy": names[0]}, environ, warn)
+    selected = names("--policy", own.policy or DEFAULT_POLICIES, POLICIES)
+    config = load_config({**flags, "policy": selected[0]}, environ, warn)
     engine = config.engine
     data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
     profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
@@ -382,10 +386,10 @@ def read_settings(
     duration_s = number("--duration", own.duration, above=0)
     warm_up_s = number("--warm-up", own.warm_up, low=0)
     if warm_up_s >= duration_s:
-        raise ConfigError(f"--warm-up: {warm_up_s:g} s leave nothing of --duration {duration_s:g}")
+        raise ConfigError(f"--warm-up: {warm_up_s:g} s must be less than --duration {duration_s:g}")
     scenarios = tuple(
         SimulatedScenario(
-            config=_engine_config(engine, policy, alone=len(names) == 1),
+            config=_engine_config(engine, policy, alone=len(selected) == 1),
             device=device,
             rt=load,
             be=BeLoad(whole("--be", own.be, low=0), own.be_batches),
@@ -398,14 +402,14 @@ def read_settings(
             ),
         )
         for load in _loads(own)
-        for policy in names
+        for policy in selected
     )
     for scenario in scenarios:
         check_scenario(scenario)
-    _warn_of_unused(engine, names, warn)
+    _warn_of_unused(engine, selected, warn)
     unused = changed_flags(read_own(ReplicasFlags, args))
     if unused:
-        warn(f"{', '.join(unused)}: without effect, --replicas is missing")
+        warn(f"{', '.join(unused)}: without effect, needs --replicas")
     jobs = own.jobs
     return SimulateSettings(
         scenarios=scenarios,
@@ -416,7 +420,7 @@ def read_settings(
 
 
 def as_json(settings: SimulateSettings, reports: Sequence[Report]) -> dict[str, Any]:
-    """Everything that determines the runs, and what came of them."""
+    """Everything that determines the runs, and their results."""
     return {
         "bros": __version__,
         "python": platform.python_version(),
@@ -453,7 +457,7 @@ def _scenario_json(scenario: SimulatedScenario) -> dict[str, Any]:
 
 
 def _engine_config(engine: EngineConfig, policy: str, alone: bool) -> EngineConfig:
-    """The options under one of the policies; what only bros can do is not asked of the others."""
+    """The options with one of the policies; --overload is reset for policies that lack it."""
     changes = {"policy": policy}
     if policy != "bros" and not alone:
         changes["overload"] = "late"
@@ -463,7 +467,7 @@ def _engine_config(engine: EngineConfig, policy: str, alone: bool) -> EngineConf
 def _warn_of_unused(
     engine: EngineConfig, policies: Sequence[str], warn: Callable[[str], None]
 ) -> None:
-    """One line for each policy that options were given for which it has no use."""
+    """Warn, once per policy, of options that have no effect with it."""
     for policy in policies:
         unused = unused_options(dataclasses.replace(engine, policy=policy))
         if _engine_config(engine, policy, alone=len(policies) == 1).overload != engine.overload:

@@ -1,4 +1,4 @@
-"""Reports as tables for the terminal, 100 columns wide."""
+"""Reports as tables for the terminal, 100 columns table_console."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _NOTHING = "-"
 _WIDTH = 100
 
 
-def wide(console: Console | None) -> Console:
-    """`console` or standard output, as wide as tables are where it is no terminal."""
+def table_console(console: Console | None) -> Console:
+    """`console` or standard output; without a terminal it is as wide as the tables."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
@@ -49,7 +49,7 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
             f" first token within {slo.slo_ttft:g} ms, then one every {slo.slo_tpot:g} ms"
         )
         if first.skipped:
-            console.print(f"{first.skipped} more left out, too long to be served")
+            console.print(f"{first.skipped} more were left out as too long")
         console.print(_real_time(rows))
     if scenario.be.in_flight:
         how = "batches of" if scenario.be.batches else "always"
@@ -118,7 +118,7 @@ def _counts(part: ClassReport) -> tuple[str, str, str]:
 
 
 def _percent(share: Attainment) -> str:
-    """Never 100 if one was missed."""
+    """Rounded down: never 100 if one was missed."""
     if share.value is None:
         return _NOTHING
     tenths = share.met * 1000 // share.decided
@@ -136,7 +136,7 @@ def _ms(seconds: float | None) -> str:
     return f"{ms:.1f}" if ms < 99.95 else f"{ms:.0f}"
 
 
-# ---- Reports of runs on several replicas as tables for the terminal, 100 columns wide.
+# ---- Tables of runs on several replicas.
 
 
 FleetRow = tuple[FleetScenario, FleetReport]
@@ -184,7 +184,7 @@ def _fleet_table(rows: Sequence[FleetRow]) -> Table:
 
 
 def _times_faster(report: FleetReport, baseline: FleetReport | None) -> tuple[str, str]:
-    """How many times as long requests take with round robin: the mean, and the slowest ones."""
+    """The speed-up over round robin in mean and p99 latency."""
     if baseline is None:
         return _NOTHING, _NOTHING
     theirs, ours = baseline.latency_s, report.latency_s
@@ -211,20 +211,22 @@ def _seconds(value: float | None) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, or more where there are more before the point."""
+    """Three significant digits, or more for large numbers."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-# ---- Where results of `bros simulate` go, and how far it has come.
+# ---- The output file and the progress bar of `bros simulate`.
 
 
 def writable(text: str | None) -> Path | None:
-    """Found out before minutes of work and not after. Raises ConfigError."""
+    """The path of --json. Raises ConfigError before minutes of work, not after them."""
     if text is None:
         return None
     path = Path(text).expanduser()
     if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--json: {text} cannot be written: no such folder, or it is one")
+        raise ConfigError(
+            f"--json: {text} cannot be written: its folder does not exist, or it is a folder"
+        )
     return path
 
 
@@ -236,17 +238,17 @@ def write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(runs: int) -> Iterator[Callable[[int, float], None]]:
-    """A bar on stderr while the block runs, if that is a terminal."""
+def progress_bar(runs: int, text: str = "simulating") -> Iterator[Callable[[int, float], None]]:
+    """A bar on stderr while the block runs, if stderr is a terminal."""
     shares = [0.0] * runs
-    columns = (TextColumn("simulating"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (TextColumn(text), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with bar:
-        task = bar.add_task("simulating", total=runs)
+        task = bar.add_task(text, total=runs)
 
-        def told(index: int, share: float) -> None:
+        def on_progress(index: int, share: float) -> None:
             shares[index] = share
             bar.update(task, completed=sum(shares))
 
-        yield told
+        yield on_progress

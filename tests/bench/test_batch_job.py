@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from bros.bench.client import Outcome
 from bros.bench.metrics import Window, measure
 from bros.bench.plan import Piece, Planned
-from bros.bench.running import BatchJobError, JobSums, Look, as_metrics, batch_job, rows_of
+from bros.bench.running import (
+    BatchJobError,
+    BatchSample,
+    BatchSamples,
+    batch_input_lines,
+    batch_job,
+    batch_metrics,
+)
 from bros.core.request import ServiceClass, Slo
 from support.batch_server import BatchServer, batch_server, jsonl, row
 
@@ -28,8 +35,8 @@ async def server(tmp_path: Path) -> AsyncIterator[BatchServer]:
         yield made
 
 
-def look(at_s: float, tokens: float) -> Look:
-    return Look(at_s, tokens / 10, 0.0, tokens, 2 * tokens, tokens / 2)
+def sample(at_s: float, tokens: float) -> BatchSample:
+    return BatchSample(at_s, tokens / 10, 0.0, tokens, 2 * tokens, tokens / 2)
 
 
 @given(
@@ -41,20 +48,20 @@ def test_of_a_steady_batch_the_throughput_is_its_rate_wherever_one_looks(
     rate: float, times: list[float], ends: tuple[float, float]
 ) -> None:
     times = sorted(times)
-    sums = JobSums(tuple(look(at_s, rate * at_s) for at_s in times))
+    samples = BatchSamples(tuple(sample(at_s, rate * at_s) for at_s in times))
     first, last = times[0], times[-1]
     begin, end = (first + part * (last - first) for part in sorted(ends))
     if not 0 <= begin < end:
         return
-    added = sums.within(Window(begin, end))
+    added = samples.within(Window(begin, end))
     assert added.prompt_tokens == pytest.approx(rate * (end - begin), abs=1e-6 * (1 + rate))
     assert added.output_tokens == pytest.approx(2 * added.prompt_tokens, abs=1e-6 * (1 + rate))
 
 
 def test_what_was_done_outside_the_window_does_not_count() -> None:
-    sums = JobSums((look(0, 0), look(10, 100), look(20, 160), look(30, 960)))
+    samples = BatchSamples((sample(0, 0), sample(10, 100), sample(20, 160), sample(30, 960)))
     window = Window(10.0, 20.0)
-    metrics = as_metrics(sums, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
+    metrics = batch_metrics(samples, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
     assert metrics.prompt_tokens_per_s == 6.0 and metrics.output_tokens_per_s == 12.0
     assert metrics.requests_per_s == 0.6
     assert (metrics.prompt_tokens, metrics.output_tokens, metrics.cached_tokens) == (60, 120, 30)
@@ -63,9 +70,9 @@ def test_what_was_done_outside_the_window_does_not_count() -> None:
 
 
 def test_failed_rows_are_errors() -> None:
-    sums = JobSums((Look(0, 0, 0, 0, 0, 0), Look(10, 3, 2, 30, 60, 0)))
+    samples = BatchSamples((BatchSample(0, 0, 0, 0, 0, 0), BatchSample(10, 3, 2, 30, 60, 0)))
     window = Window(0.0, 10.0)
-    metrics = as_metrics(sums, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
+    metrics = batch_metrics(samples, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
     assert metrics.errors == 2 and metrics.requests == 5
     assert metrics.reasons == {"rows in the error file": 2}
 
@@ -79,7 +86,7 @@ def test_rows_are_requests_without_what_rows_cannot_have() -> None:
         Planned(name=f"be-{i}", service_class=BE, prompt=(Piece(f"{i}", 3),), output_tokens=3)
         for i in itertools.count()
     )
-    lines = [json.loads(line) for line in rows_of(backlog, body, PATH, 100.0)]
+    lines = [json.loads(line) for line in batch_input_lines(backlog, body, PATH, 100.0)]
     assert len(lines) == 1600
     assert lines[7] == {
         "custom_id": "be-7",
@@ -95,8 +102,8 @@ async def test_a_batch_is_watched_and_cancelled_with_the_block(server: BatchServ
     async with batch_job(f"{server.live.url}/v1", None, PATH, lines) as job:
         found = await server.client.batches.retrieve(job.id)
         await server.wait_done(found, 4)
-        await job.look(lambda: 12.5)
-    (seen,) = job.sums.looks
+        await job.sample(lambda: 12.5)
+    (seen,) = job.samples.samples
     assert (seen.at_s, seen.completed, seen.failed) == (12.5, 4, 0)
     assert seen.output_tokens == 4 * len("Hello world ")
     assert (await server.client.batches.retrieve(job.id)).status == "cancelled"
@@ -106,7 +113,7 @@ async def test_a_batch_that_ends_too_early_is_an_error(server: BatchServer) -> N
     async with batch_job(server.live.url, None, PATH, [jsonl(row(1))]) as job:
         await server.wait(job.id)
         with pytest.raises(BatchJobError, match="completed before the run is over"):
-            await job.look(lambda: 1.0)
+            await job.sample(lambda: 1.0)
 
 
 async def test_a_batch_that_is_refused_says_why(server: BatchServer) -> None:
@@ -119,6 +126,6 @@ async def test_a_batch_that_is_refused_says_why(server: BatchServer) -> None:
 
 
 async def test_a_server_without_batches_is_an_error() -> None:
-    with pytest.raises(BatchJobError, match="gives no answer"):
+    with pytest.raises(BatchJobError, match="does not respond"):
         async with batch_job("http://127.0.0.1:9", None, PATH, [b"{}"]):
             raise AssertionError("not reached")

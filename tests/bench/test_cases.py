@@ -33,7 +33,7 @@ def test_bounds_are_measured_whatever_is_compared(policies: tuple[str, ...]) -> 
 def test_a_target_is_asked_with_and_without_classes_if_it_knows_any() -> None:
     with_classes = cases_of_target((1.0,), ALL, has_classes=True)
     assert with_classes == [Case(S0, 1.0), Case(S2, None), Case(S1, 1.0), Case(S3, 1.0)]
-    assert [case.tells_classes for case in with_classes] == [True, True, False, True]
+    assert [case.sends_classes for case in with_classes] == [True, True, False, True]
     assert Case(S3, 1.0) not in cases_of_target((1.0,), ALL, has_classes=False)
 
 

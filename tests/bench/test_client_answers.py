@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from virtual_loop import LoopClock, run_virtual
 
 from bros.bench.client import LINGER_S, Client, Outcome, Record
-from bros.bench.dialects import Endpoint, Wording, dialect_of
+from bros.bench.dialects import Endpoint, RequestFormat, dialect_of
 from bros.bench.plan import Planned
 from support.bench_server import (
     EVENT_STREAM,
@@ -42,8 +42,8 @@ def ask(
     """The record of one request that is sent a second after the start, and what `send` returns."""
 
     async def main() -> tuple[Record, float | None]:
-        wording = Wording(dialect=dialect_of(dialect), model="m", endpoint=endpoint)
-        client = Client(FakeHttp(lambda _: script), "http://x", wording, render, **options)
+        request_format = RequestFormat(dialect=dialect_of(dialect), model="m", endpoint=endpoint)
+        client = Client(FakeHttp(lambda _: script), "http://x", request_format, render, **options)
         clock = LoopClock()
         start_s = clock.now()
         await asyncio.sleep(1.0)
@@ -142,7 +142,9 @@ def test_a_stall_after_done_spoils_nothing() -> None:
 def test_a_connection_that_stays_open_after_done_is_soon_given_up() -> None:
     async def main() -> float:
         http = FakeHttp(lambda _: stream(event(text("a", "stop")), DONE, hang=True))
-        client = Client(http, "http://x", Wording(dialect=dialect_of("bros"), model="m"), render)
+        client = Client(
+            http, "http://x", RequestFormat(dialect=dialect_of("bros"), model="m"), render
+        )
         clock = LoopClock()
         start_s = clock.now()
         record = Record(planned=planned(), due_s=0.0)
@@ -321,7 +323,9 @@ def test_pings_keep_a_waiting_request_alive() -> None:
 def test_cancelled_request_stays_open_with_what_it_has() -> None:
     async def main() -> Record:
         http = FakeHttp(lambda _: stream(*[event(text("a"))] * 9))
-        client = Client(http, "http://x", Wording(dialect=dialect_of("bros"), model="m"), render)
+        client = Client(
+            http, "http://x", RequestFormat(dialect=dialect_of("bros"), model="m"), render
+        )
         clock = LoopClock()
         start_s = clock.now()
         record = Record(planned=planned(), due_s=0.0)
@@ -345,14 +349,16 @@ def test_prompt_that_cannot_be_written_is_a_failure_of_its_request() -> None:
             raise ValueError("no such piece")
 
         http = FakeHttp(lambda _: answer(1, 1.0))
-        client = Client(http, "http://x", Wording(dialect=dialect_of("bros"), model="m"), broken)
+        client = Client(
+            http, "http://x", RequestFormat(dialect=dialect_of("bros"), model="m"), broken
+        )
         record = Record(planned=planned(), due_s=0.0)
         await client.send(record, client.prepare(record.planned), lambda: 4.0)
         return record, len(http.seen)
 
     record, sent = run_virtual(main)
     assert (record.outcome, record.sent_s, record.end_s, sent) == (Outcome.FAILED, None, 4.0, 0)
-    assert record.detail == "the request cannot be written: ValueError: no such piece"
+    assert record.detail == "the request cannot be built: ValueError: no such piece"
 
 
 @pytest.mark.parametrize("base", ["http://x:1", "http://x:1/", "http://x:1/v1", "http://x:1/v1/"])
@@ -366,8 +372,8 @@ def test_prompt_that_cannot_be_written_is_a_failure_of_its_request() -> None:
 def test_address_and_key(base: str, endpoint: Endpoint, path: str) -> None:
     async def main() -> None:
         http = FakeHttp(lambda _: answer(3, 1.0))
-        wording = Wording(dialect=dialect_of("bros"), model="m", endpoint=endpoint)
-        client = Client(http, base, wording, render, api_key="k")
+        request_format = RequestFormat(dialect=dialect_of("bros"), model="m", endpoint=endpoint)
+        client = Client(http, base, request_format, render, api_key="k")
         record = Record(planned=planned(), due_s=0.0)
         await client.send(record, client.prepare(record.planned), lambda: 0.0)
         [seen] = http.seen

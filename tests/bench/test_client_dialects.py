@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bros.bench.dialects import DIALECTS, Endpoint, Wording, dialect_of
+from bros.bench.dialects import DIALECTS, Endpoint, RequestFormat, dialect_of
 from bros.core.errors import ConfigError
 from bros.core.request import SamplingParams, ServiceClass, Slo
 from support.bench_server import planned
@@ -27,9 +27,9 @@ TEXT = {"prompt": "hi"}
 
 
 def body(
-    name: str, service_class: ServiceClass = RT, *, wording: Any = None, **request: Any
+    name: str, service_class: ServiceClass = RT, *, request_format: Any = None, **request: Any
 ) -> dict[str, Any]:
-    words = Wording(dialect=dialect_of(name), model="m", **(wording or {}))
+    words = RequestFormat(dialect=dialect_of(name), model="m", **(request_format or {}))
     said: dict[str, Any] = json.loads(
         words.body(planned("r", service_class, **request), [5, 6], "hi")
     )
@@ -70,8 +70,8 @@ def test_objectives_go_to_bros_in_milliseconds_and_only_those_that_are_set() -> 
 def test_without_classes_both_are_told_the_same(name: str) -> None:
     hidden = {"classes": False}
     slo = Slo(ttft_s=1.0)
-    rt = body(name, RT, wording=hidden, slo=slo)
-    assert rt == body(name, BE, wording=hidden, slo=slo)
+    rt = body(name, RT, request_format=hidden, slo=slo)
+    assert rt == body(name, BE, request_format=hidden, slo=slo)
     assert not rt.keys() & {"priority", "service_tier", "slo"}
 
 
@@ -84,24 +84,24 @@ def test_natural_lengths_are_only_limited(name: str) -> None:
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_chat_takes_the_text(name: str) -> None:
-    said = body(name, wording={"endpoint": Endpoint.CHAT})
+    said = body(name, request_format={"endpoint": Endpoint.CHAT})
     assert said["messages"] == [{"role": "user", "content": "hi"}]
     assert "prompt" not in said
 
 
 def test_plain_forces_lengths_only_when_asked() -> None:
     request = planned()
-    assert not Wording(dialect=dialect_of("plain"), model="m").forces(request)
-    wording = Wording(dialect=dialect_of("plain"), model="m", ignore_eos=True)
-    assert wording.forces(request)
-    assert not wording.forces(planned(forced=False))
-    assert body("plain", wording={"ignore_eos": True}) == COMMON | TEXT | EXACT
+    assert not RequestFormat(dialect=dialect_of("plain"), model="m").forces(request)
+    request_format = RequestFormat(dialect=dialect_of("plain"), model="m", ignore_eos=True)
+    assert request_format.forces(request)
+    assert not request_format.forces(planned(forced=False))
+    assert body("plain", request_format={"ignore_eos": True}) == COMMON | TEXT | EXACT
 
 
 def test_extra_fields_win_and_the_kind_of_prompt_can_be_chosen() -> None:
-    said = body("plain", wording={"extra": {"seed": 7, "top_k": 1}, "token_ids": True})
+    said = body("plain", request_format={"extra": {"seed": 7, "top_k": 1}, "token_ids": True})
     assert said == COMMON | IDS | {"seed": 7, "top_k": 1}
-    assert body("bros", wording={"token_ids": False})["prompt"] == "hi"
+    assert body("bros", request_format={"token_ids": False})["prompt"] == "hi"
 
 
 def test_own_server_takes_these_lengths() -> None:

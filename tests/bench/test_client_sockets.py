@@ -9,14 +9,14 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from bros.bench.client import AiohttpHttp, Client, Outcome, Record
-from bros.bench.dialects import Wording, dialect_of
+from bros.bench.client import AiohttpTransport, Client, Outcome, Record
+from bros.bench.dialects import RequestFormat, dialect_of
 from bros.bench.load import PREPARE_AHEAD_S, LoadResult, OfferedLoad, drive
 from bros.bench.plan import Session, Turn
 from bros.core.clock import SystemClock
 from support.bench_server import event, planned, render, text, usage
 
-WORDING = Wording(dialect=dialect_of("bros"), model="m")
+FORMAT = RequestFormat(dialect=dialect_of("bros"), model="m")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 LAST = b"0\r\n\r\n"
 WHOLE = event(text("", "length")) + event(usage(4, 3)) + event("[DONE]")
@@ -65,8 +65,8 @@ async def serving(serve: Serve) -> AsyncIterator[str]:
 
 
 async def ask(url: str, *, idle_s: float | None = 30.0) -> tuple[Record, float | None]:
-    async with AiohttpHttp() as http:
-        client = Client(http, url, WORDING, render, idle_s=idle_s)
+    async with AiohttpTransport() as http:
+        client = Client(http, url, FORMAT, render, idle_s=idle_s)
         record = Record(planned=planned(), due_s=0.0)
         wait_s = await client.send(record, client.prepare(record.planned), SystemClock().now)
         return record, wait_s
@@ -113,7 +113,7 @@ async def test_address_that_is_none() -> None:
 async def test_closed_before_an_answer() -> None:
     record, _ = await answer_with(b"")
     assert record.outcome is Outcome.FAILED
-    assert record.detail == "the server closed the connection without an answer"
+    assert record.detail == "the server closed the connection without a response"
 
 
 async def test_something_that_is_not_http() -> None:
@@ -133,8 +133,8 @@ async def test_reset_in_the_middle() -> None:
         reset(writer)
 
     got_first = asyncio.Event()
-    async with serving(serve) as url, AiohttpHttp() as http:
-        client = Client(http, url, WORDING, render)
+    async with serving(serve) as url, AiohttpTransport() as http:
+        client = Client(http, url, FORMAT, render)
         record = Record(planned=planned(), due_s=0.0)
 
         def now() -> float:
@@ -153,7 +153,7 @@ async def test_closed_in_the_middle_of_a_chunked_body() -> None:
     record, _ = await answer_with(HEAD + chunked(event(text("a"))))
     assert record.outcome is Outcome.FAILED
     assert record.detail is not None
-    assert record.detail.startswith("the connection broke in the middle of the answer (after 1")
+    assert record.detail.startswith("the connection broke in the middle of the response (after 1")
 
 
 async def test_stream_that_ends_early() -> None:
@@ -218,8 +218,8 @@ async def test_connections_are_used_again() -> None:
             writer.write(HEAD + chunked(event(text("a"))) + chunked(WHOLE) + LAST)
             await writer.drain()
 
-    async with serving(serve) as url, AiohttpHttp() as http:
-        client = Client(http, url, WORDING, render)
+    async with serving(serve) as url, AiohttpTransport() as http:
+        client = Client(http, url, FORMAT, render)
         for _ in range(5):
             record = Record(planned=planned(), due_s=0.0)
             await client.send(record, client.prepare(record.planned), SystemClock().now)
@@ -256,8 +256,8 @@ async def test_times_over_a_real_connection() -> None:
             starts.append(self.now())
             return super().unix_time()
 
-    async with serving(serve) as url, AiohttpHttp() as http:
-        client = Client(http, url, WORDING, render)
+    async with serving(serve) as url, AiohttpTransport() as http:
+        client = Client(http, url, FORMAT, render)
         load = OfferedLoad(duration_s=0.9, drain_s=20.0, sessions=sessions)
         result: LoadResult = await drive(load, client, Clock(), cpu_s=lambda: 0.0, cores=1)
     [start_s] = starts

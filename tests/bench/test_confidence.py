@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.metrics import likely
-from bros.bench.report.words import likely_percent
+from bros.bench.metrics import confidence_interval
+from bros.bench.report.words import interval_percent
 from bros.workload.attainment import Attainment
 
 
@@ -24,7 +24,7 @@ from bros.workload.attainment import Attainment
     ],
 )
 def test_published_intervals(met: int, decided: int, low: float, high: float) -> None:
-    assert likely(Attainment(met, decided)) == pytest.approx((low, high), abs=5e-5)
+    assert confidence_interval(Attainment(met, decided)) == pytest.approx((low, high), abs=5e-5)
 
 
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -33,10 +33,10 @@ def test_the_interval_holds_the_shares_that_are_not_too_far_away(sample: tuple[i
     met, decided = sample
     grid = np.linspace(0.0, 1.0, 20_001)
     near = np.abs(met / decided - grid) <= 1.959964 * np.sqrt(grid * (1 - grid) / decided) + 1e-12
-    found = likely(Attainment(met, decided))
+    found = confidence_interval(Attainment(met, decided))
     assert found is not None
     assert found == pytest.approx((grid[near].min(), grid[near].max()), abs=1.1e-4)
-    mirrored = likely(Attainment(decided - met, decided))
+    mirrored = confidence_interval(Attainment(decided - met, decided))
     assert mirrored is not None
     assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx(found, abs=1e-12)
 
@@ -46,7 +46,7 @@ def test_it_holds_the_truth_about_as_often_as_it_says(share: float) -> None:
     """Over all outcomes of 150 requests, by their binomial probabilities."""
     held = 0.0
     for met in range(151):
-        found = likely(Attainment(met, 150))
+        found = confidence_interval(Attainment(met, 150))
         assert found is not None
         if found.low <= share <= found.high:
             held += math.comb(150, met) * share**met * (1 - share) ** (150 - met)
@@ -55,7 +55,7 @@ def test_it_holds_the_truth_about_as_often_as_it_says(share: float) -> None:
 
 def test_as_many_requests_are_needed_as_the_documentation_says() -> None:
     def above(low: float, met: int, decided: int) -> bool:
-        found = likely(Attainment(met, decided))
+        found = confidence_interval(Attainment(met, decided))
         return found is not None and found.low >= low
 
     assert [above(0.95, n - 1, n) for n in (109, 110)] == [False, True]
@@ -74,4 +74,4 @@ def test_as_many_requests_are_needed_as_the_documentation_says() -> None:
     ],
 )
 def test_percents_are_rounded_away_from_the_share(share: Attainment, text: str) -> None:
-    assert likely_percent(share) == text
+    assert interval_percent(share) == text

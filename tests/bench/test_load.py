@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from virtual_loop import START_S, LoopClock, VirtualLoop, run_virtual
 
 from bros.bench.client import LINGER_S, Client, Outcome, Record
-from bros.bench.dialects import Wording, dialect_of
+from bros.bench.dialects import RequestFormat, dialect_of
 from bros.bench.load import (
-    FIRST_PAUSE_S,
-    LONGEST_OBEYED_S,
-    LONGEST_PAUSE_S,
+    FIRST_BACKOFF_S,
+    MAX_BACKOFF_S,
+    MAX_RETRY_AFTER_S,
     PREPARE_AHEAD_S,
     LoadResult,
     OfferedLoad,
@@ -29,7 +29,7 @@ from bros.core.request import ServiceClass
 from support.bench_server import FakeHttp, Script, Seen, answer, event, planned, render, text
 
 BE = ServiceClass.BE
-WORDING = Wording(dialect=dialect_of("plain"), model="m")  # whose prompts are the names
+FORMAT = RequestFormat(dialect=dialect_of("plain"), model="m")  # whose prompts are the names
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
     **options: Any,
 ) -> LoadResult:
     async def main() -> LoadResult:
-        client = Client(http or FakeHttp(script), "http://x", WORDING, rendered, idle_s=None)
+        client = Client(http or FakeHttp(script), "http://x", FORMAT, rendered, idle_s=None)
         given = {"cpu_s": lambda: 0.0, "cores": 2} | options
         return await drive(load, client, LoopClock(), **given)
 
@@ -262,9 +262,9 @@ def test_dead_server_is_asked_ever_more_rarely() -> None:
     result = run(load, lambda _: Script(refuse="no"))
     sent = [record.due_s for record in result.records]
     pauses = [b - a for a, b in zip(sent, sent[1:], strict=False)]
-    expected = [min(FIRST_PAUSE_S * 2**n, LONGEST_PAUSE_S) for n in range(len(pauses))]
+    expected = [min(FIRST_BACKOFF_S * 2**n, MAX_BACKOFF_S) for n in range(len(pauses))]
     assert pauses == pytest.approx(expected)
-    assert pauses[-1] == LONGEST_PAUSE_S
+    assert pauses[-1] == MAX_BACKOFF_S
     assert set(outcomes(result).values()) == {Outcome.FAILED}
 
 
@@ -276,7 +276,7 @@ def test_lane_recovers_after_a_success() -> None:
     assert sent == [0.0, 0.1, 0.3, 0.8, 0.9]  # a pause of 0.1, 0.2, none, 0.1 again
 
 
-@pytest.mark.parametrize(("asked", "waited_s"), [("3", 3.0), ("900", LONGEST_OBEYED_S)])
+@pytest.mark.parametrize(("asked", "waited_s"), [("3", 3.0), ("900", MAX_RETRY_AFTER_S)])
 def test_retry_after_is_obeyed_within_reason(asked: str, waited_s: float) -> None:
     load = OfferedLoad(duration_s=45.0, backlog=backlog(2), in_flight=1)
     refusal = Script(status=429, headers={"retry-after": asked})
@@ -304,7 +304,7 @@ def test_stop_ends_the_run_and_keeps_the_records() -> None:
         load = OfferedLoad(
             duration_s=600.0, drain_s=600.0, sessions=[at(1.0, "a"), at(3.0, "b"), at(4.0, "c")]
         )
-        client = Client(FakeHttp(lambda _: answer(2, 0.5)), "http://x", WORDING, render)
+        client = Client(FakeHttp(lambda _: answer(2, 0.5)), "http://x", FORMAT, render)
         return await drive(load, client, LoopClock(), cpu_s=lambda: 0.0, cores=2, stop=stop)
 
     result = run_virtual(main)
@@ -330,7 +330,7 @@ def test_request_that_fell_due_while_the_client_hung_is_a_record() -> None:
 
         asyncio.get_running_loop().call_later(PREPARE_AHEAD_S + 1.0, hang)
         load = OfferedLoad(duration_s=60.0, sessions=[at(0.5, "a"), at(1.8, "b"), at(1.9, "c")])
-        client = Client(FakeHttp(lambda _: answer(9, 9.0)), "http://x", WORDING, render)
+        client = Client(FakeHttp(lambda _: answer(9, 9.0)), "http://x", FORMAT, render)
         return await drive(load, client, LoopClock(), cpu_s=lambda: 0.0, cores=2, stop=stop)
 
     result = run_virtual(main)

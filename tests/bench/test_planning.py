@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bros.bench.planning import Case, Overlong, RequestedLoad, has_own_times, make_plan, text_seed
+from bros.bench.planning import (
+    Case,
+    Overlong,
+    RequestedLoad,
+    has_recorded_times,
+    make_plan,
+    text_seed,
+)
 from bros.bench.results import Scenario
 from bros.core.request import ServiceClass, Slo
 from support.tiny_tokenizer import tiny_tokenizer
@@ -85,5 +92,5 @@ def test_a_trace_brings_its_own_times(tmp_path: Path) -> None:
     plan = make_plan(wanted, Case(S0, None), 2048, TOKENIZER)
     assert [session.at_s for session in plan.sessions] == [float(k) for k in range(10)]
     assert plan.rate == pytest.approx(10 / 60, abs=1e-4)
-    assert has_own_times(wanted.rt)
-    assert not has_own_times("lmsys") and not has_own_times("sharegpt:file.json")
+    assert has_recorded_times(wanted.rt)
+    assert not has_recorded_times("lmsys") and not has_recorded_times("sharegpt:file.json")

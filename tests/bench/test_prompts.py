@@ -130,7 +130,7 @@ def test_texts_are_the_same_on_every_machine(smollm: Tokenizer) -> None:
 
 
 def test_a_vocabulary_without_words_is_refused() -> None:
-    with pytest.raises(ConfigError, match="are words with a space before them"):
+    with pytest.raises(ConfigError, match="are words with a leading space"):
         Prompts(tiny_tokenizer(), seed=1)
 
 

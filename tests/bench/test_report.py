@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from bros.bench.client import Outcome, Record
-from bros.bench.metrics import NAMES, Window, likely
+from bros.bench.metrics import NAMES, Window, confidence_interval
 from bros.bench.report.files import (
     page,
     requests_file_name,
@@ -32,10 +32,10 @@ from bros.bench.results import (
     BadResultsError,
     BenchResult,
     CapacityResult,
+    CapacityTrial,
     Command,
     Scenario,
     ServerSample,
-    Tried,
 )
 from bros.core.request import Slo
 from bros.workload.attainment import Attainment
@@ -228,7 +228,7 @@ def test_summary_parses_back(bench: BenchResult, tmp_path: Path) -> None:
             part.both_met.met,
             part.both_met.decided,
         )
-        interval = likely(part.both_met) or ("", "")
+        interval = confidence_interval(part.both_met) or ("", "")
         assert (row["both_met_low"], row["both_met_high"]) == tuple(map(str, interval))
         assert row["slo_ttft_s"] == "0.4" and row["seed"] == "1" and row["commit"] == "0123abc"
         assert "nan" not in row.values()
@@ -277,7 +277,7 @@ def test_page_needs_nothing_else(name: str) -> None:
     assert not re.search(r"url\(|@import|https?:|[\"'=]//", html)
     assert found.text.count(verdict(bench)) == 1
     assert "None" not in found.text and "nan" not in found.text.split()
-    assert found.text.index("How it was measured") > found.text.index("Runs")
+    assert found.text.index("Method") > found.text.index("Runs")
     assert ("Example 9000" in found.text) == bool(bench.results)
 
 
@@ -288,7 +288,7 @@ def test_failing_server_is_shown_as_such(where: str) -> None:
     )
     text = " ".join(shown.split())
     assert f"5 of 7 real-time requests were not completed: 5 x {REFUSAL}" in text
-    assert "not one of 7 real-time requests was completed; 2 are open" in text
+    assert "none of 7 real-time requests was completed; 2 are open" in text
     assert "2 of 7 real-time requests were still open and overdue at the end" in text
     assert "fell behind its schedule" in text and "3200 ms at most" in text
     assert "bros met the objectives of 0.0 % of real-time requests (0 of 7)" in text
@@ -351,7 +351,7 @@ def test_terminal_shows_the_share_of_best_effort_work_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("typical", ["At 0.4 real-time requests/s", "of a free server; fcfs met those of "]),
+        ("typical", ["At 0.4 real-time requests/s", "of S2; fcfs met those of "]),
         ("nothing run", ["Nothing was measured."]),
         ("nothing sent", ["Nothing was measured."]),
         ("one token", ["Real-time requests alone: at 0.1/s bros met", "100.0 %", "(1 of 1)"]),
@@ -372,8 +372,8 @@ def test_one_missed_request_is_never_rounded_away() -> None:
 
 def test_capacity_is_said_in_words() -> None:
     tried = (
-        Tried(rate=0.1, both_met=Attainment(80, 100)),
-        Tried(rate=0.2, both_met=Attainment(0, 0)),
+        CapacityTrial(rate=0.1, both_met=Attainment(80, 100)),
+        CapacityTrial(rate=0.2, both_met=Attainment(0, 0)),
     )
     none = CapacityResult(
         command=COMMAND, target="bros", policy="rr", asked=0.99, rate=None, tried=tried
@@ -419,16 +419,16 @@ SECOND = make_result(Scenario.S3, ONE_TOKEN, window=WINDOW, rt_rate=0.1)
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        ({"command": dataclasses.replace(COMMAND, slo=Slo(0.3, 0.2))}, "held to other objectives"),
-        ({"rt_digest": "c" * 64}, "sent other real-time requests"),
-        ({"command": changed(COMMAND, **{"--endpoint": "chat"})}, "asked at another endpoint"),
-        ({"command": changed(COMMAND, **{"--model": "b"})}, "made with another model"),
-        ({"command": changed(COMMAND, **{"--kv-blocks": "9"})}, "other options for the server"),
-        ({"command": dataclasses.replace(COMMAND, environment=MACHINE)}, "made on another machine"),
-        ({"server_version": "9"}, "another version of the server"),
+        ({"command": dataclasses.replace(COMMAND, slo=Slo(0.3, 0.2))}, "different objectives"),
+        ({"rt_digest": "c" * 64}, "different real-time requests"),
+        ({"command": changed(COMMAND, **{"--endpoint": "chat"})}, "a different endpoint"),
+        ({"command": changed(COMMAND, **{"--model": "b"})}, "a different model"),
+        ({"command": changed(COMMAND, **{"--kv-blocks": "9"})}, "different server options"),
+        ({"command": dataclasses.replace(COMMAND, environment=MACHINE)}, "a different machine"),
+        ({"server_version": "9"}, "a different server version"),
         (
             {"command": dataclasses.replace(COMMAND, environment=LATER)},
-            "made with other versions of bros or its packages",
+            "different versions of bros or its packages",
         ),
     ],
 )
@@ -449,8 +449,8 @@ def test_other_loads_and_times_are_warned_of() -> None:
     other = make_result(Scenario.S3, ONE_TOKEN, window=LONGER, rt_rate=0.2)
     busier = dataclasses.replace(other, be_load="32 in flight")
     assert warnings(make_bench([SECOND, busier])) == [
-        "S3 bros, 0.2/s: sent other best-effort requests than S3 bros, 0.1/s",
-        "S3 bros, 0.2/s: measured over another time than S3 bros, 0.1/s",
+        "S3 bros, 0.2/s: different best-effort requests than S3 bros, 0.1/s",
+        "S3 bros, 0.2/s: a different measured time than S3 bros, 0.1/s",
     ]
 
 
@@ -471,9 +471,9 @@ def test_page_says_how_each_run_was_made() -> None:
     bench = make_bench([FIRST, dataclasses.replace(SECOND, command=later)])
     html = page(bench)
     text = Page(html).text
-    assert "made by command 1 command 2 runs S0 bros at 0.1/s S3 bros at 0.1/s" in text
+    assert "setting command 1 command 2 runs S0 bros at 0.1/s S3 bros at 0.1/s" in text
     assert "commit 0123abc feed" in text and "--kv-blocks 90 9 " in text
-    assert "server says bros 1.2.3 bros 1.2.3" in text
+    assert "server version bros 1.2.3 bros 1.2.3" in text
     marked = re.findall(r'<tr class=marked><th scope="row">([^<]*)', html)
     assert marked == ["runs", "date", "commit", "--kv-blocks"]
 
@@ -534,7 +534,7 @@ def test_plots_have_titles_units_and_every_server(name: str) -> None:
         assert any("fcfs" in label for label in names) and any("bros" in label for label in names)
     assert "objective, 400 ms" in texts_of(found["ttft"])
     timeline = texts_of(found["timeline_S3_bros"])
-    assert all(word in timeline for word in ("seconds", "limit", "time tokens had left", "ms"))
+    assert all(word in timeline for word in ("seconds", "limit", "mean slack of tokens", "ms"))
 
 
 def test_lines_are_those_of_the_runs() -> None:
@@ -549,7 +549,7 @@ def test_lines_are_those_of_the_runs() -> None:
     assert list(lines["fcfs"].get_ydata()) == pytest.approx(expected)
     bars = [tuple(segment[:, 1]) for bar in ax.collections for segment in bar.get_segments()]
     for run in runs:
-        interval = likely(run.rt.both_met)
+        interval = confidence_interval(run.rt.both_met)
         assert interval is not None
         assert (100 * interval.low, 100 * interval.high) in bars
 

@@ -8,15 +8,15 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.metrics import ATTAINMENTS, likely
+from bros.bench.metrics import ATTAINMENTS, confidence_interval
 from bros.bench.results import (
     BenchResult,
     CapacityResult,
+    CapacityTrial,
     Command,
     Environment,
     ScenarioResult,
     ServerSample,
-    Tried,
 )
 from bros.core.request import Slo
 from bros.workload.attainment import Attainment
@@ -56,7 +56,7 @@ CAPACITIES = st.builds(
     command=COMMANDS,
     asked=FINITE,
     rate=st.none() | FINITE,
-    tried=st.lists(st.builds(Tried, rate=FINITE, both_met=SHARES), max_size=3).map(tuple),
+    tried=st.lists(st.builds(CapacityTrial, rate=FINITE, both_met=SHARES), max_size=3).map(tuple),
 )
 BENCHES = st.builds(
     BenchResult,
@@ -88,7 +88,7 @@ def test_shares_of_requests_have_their_interval_and_those_of_tokens_have_none(
             pairs.append((shown["both_met"], tried.both_met))
     assert len(pairs) == 6 * len(bench.results) + sum(len(c.tried) for c in bench.capacities)
     for shown, share in pairs:
-        interval = likely(share)
+        interval = confidence_interval(share)
         assert (shown["low"], shown["high"]) == (interval or (None, None))
 
 

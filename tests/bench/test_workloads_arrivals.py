@@ -13,7 +13,7 @@ from bros.bench.workloads.contents import (
     OpenLoop,
     RandomArrivals,
     RecordedArrivals,
-    chats,
+    rt_content,
 )
 from bros.core.errors import ConfigError
 from bros.workload.arrivals import PoissonLoad
@@ -79,7 +79,7 @@ def test_another_rate_stretches_the_same_gaps(seed: int, slower: float, burstine
 
 @pytest.mark.parametrize("name", ["lmsys", "sharegpt"])
 def test_requests_are_those_of_the_simulator(name: str) -> None:
-    sessions = OpenLoop(chats(name), RandomArrivals(3.0)).sessions(100.0, 9)
+    sessions = OpenLoop(rt_content(name), RandomArrivals(3.0)).sessions(100.0, 9)
     simulated = PoissonLoad(3.0, name).arrivals(100.0, 9)
     assert [session.at_s for session in sessions] == pytest.approx(
         [arrival.time_s for arrival in simulated], abs=1e-6

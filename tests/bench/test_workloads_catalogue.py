@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bros.bench.plan import digest
-from bros.bench.workloads.catalogue import find
+from bros.bench.workloads.catalogue import find_content
 from bros.bench.workloads.contents import (
     CHATS,
     NAMES,
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def plan_digest(name: str, seed: int, burstiness: float = 1.0) -> str:
-    content = find(name, seed=seed, requests=200).content
+    content = find_content(name, seed=seed, requests=200).content
     sessions = OpenLoop(content, RandomArrivals(5.0, burstiness)).sessions(40.0, seed)
     backlog = ClosedLoop(content, 4).requests(seed)
     return digest(sessions, list(itertools.islice(backlog, 50)))
@@ -68,10 +68,10 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
     script = (
         "from bros.bench.plan import digest\n"
         "from bros.bench.workloads.contents import RandomArrivals\n"
-        "from bros.bench.workloads.catalogue import find\n"
+        "from bros.bench.workloads.catalogue import find_content\n"
         "from bros.bench.workloads.contents import OpenLoop\n"
         f"for name in {GENERATED}:\n"
-        "    content = find(name, seed=3, requests=99).content\n"
+        "    content = find_content(name, seed=3, requests=99).content\n"
         "    print(digest(OpenLoop(content, RandomArrivals(5.0)).sessions(20.0, 3), []))\n"
     )
     outputs = {
@@ -106,7 +106,7 @@ def test_files_are_found_by_kind(tmp_path: Path) -> None:
         (f"mooncake:{mooncake}", ()),
         (f"burstgpt:{burst}", ("b.csv: left out 1 failed requests",)),
     ):
-        found = find(name, seed=1, requests=5)
+        found = find_content(name, seed=1, requests=5)
         assert found.arrivals is not None
         assert len(OpenLoop(found.content, found.arrivals).sessions(1.0, 1)) == 1
         assert found.notes == notes
@@ -118,16 +118,16 @@ def test_real_text_needs_a_tokenizer(tmp_path: Path) -> None:
     answers = ("south quiet found under", "no")
     chats = ", ".join(f'{{"conversations": {turns % answer}}}' for answer in answers)
     path.write_text(f"[{chats}]")
-    found = find(f"sharegpt:{path}", seed=1, requests=5, tokenizer=joining())
+    found = find_content(f"sharegpt:{path}", seed=1, requests=5, tokenizer=joining())
     assert found.arrivals is None
     [(draft,)] = found.content.conversations(1)
     assert (draft.prompt[0].tokens, draft.output_tokens) == (4, 4)
     assert found.notes == ("s.json: left out 1 too short, 0 too long",)
     with pytest.raises(ConfigError, match="needs the model's tokenizer"):
-        find(f"sharegpt:{path}", seed=1, requests=5)
+        find_content(f"sharegpt:{path}", seed=1, requests=5)
 
 
 @pytest.mark.parametrize("name", ["chatgpt", "azure", "", "loogle:x"])
 def test_unknown_names_say_what_there_is(name: str) -> None:
     with pytest.raises(ConfigError, match="there are lmsys, sharegpt, synthetic"):
-        find(name, seed=1, requests=5)
+        find_content(name, seed=1, requests=5)

@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 
 from bros.bench.plan import Piece
 from bros.bench.workloads.contents import (
-    BE_TERMS,
-    RT_TERMS,
+    BE_TEMPLATE,
+    RT_TEMPLATE,
     TABLE_1,
-    Chats,
+    ChatContent,
     ClosedLoop,
     Content,
     Conversation,
     Draft,
     OpenLoop,
     RandomArrivals,
-    Recorded,
     RecordedArrivals,
-    SendingTerms,
+    RecordedContent,
+    RequestTemplate,
     SharedPrefixContent,
-    chats,
+    be_content,
     cut,
-    documents,
-    preble,
+    preble_content,
+    rt_content,
     texts_of,
 )
 from bros.core.errors import ConfigError
@@ -51,7 +51,7 @@ def in_common(one: tuple[Piece, ...], other: tuple[Piece, ...]) -> int:
 
 
 def test_documents_are_uniform() -> None:
-    drafts = [conversation[0] for conversation in first(documents(), 20_000)]
+    drafts = [conversation[0] for conversation in first(be_content(), 20_000)]
     prompts = [tokens(draft.prompt) for draft in drafts]
     outputs = [draft.output_tokens for draft in drafts]
     assert (min(prompts), max(prompts)) == (512, 1024)
@@ -60,7 +60,7 @@ def test_documents_are_uniform() -> None:
 
 
 def test_drawn_requests_share_nothing() -> None:
-    drafts = [c[0] for c in (*first(chats("lmsys"), 200), *first(documents(), 200))]
+    drafts = [c[0] for c in (*first(rt_content("lmsys"), 200), *first(be_content(), 200))]
     assert len({piece.key for draft in drafts for piece in draft.prompt}) == 400
 
 
@@ -80,7 +80,7 @@ def test_rows_of_preble_have_their_statistics(name: str) -> None:
 
 
 def test_requests_of_a_group_begin_alike_and_go_on_differently() -> None:
-    drafts = [c[0] for c in first(preble("toolbench", 39 * 5), 200)]
+    drafts = [c[0] for c in first(preble_content("toolbench", 39 * 5), 200)]
     for one, other in itertools.combinations(drafts, 2):
         common, key, rest = one.prompt
         same_group = key.key == other.prompt[1].key
@@ -92,14 +92,14 @@ def test_requests_of_a_group_begin_alike_and_go_on_differently() -> None:
 @pytest.mark.parametrize("name", TABLE_1)
 def test_so_many_requests_share_a_key_portion(name: str) -> None:
     requests = 5000
-    drafts = [c[0] for c in first(preble(name, requests), requests)]
+    drafts = [c[0] for c in first(preble_content(name, requests), requests)]
     groups = {draft.prompt[1].key for draft in drafts}
     assert requests / len(groups) == pytest.approx(TABLE_1[name].requests_per_key, rel=0.02)
 
 
 def test_few_groups_are_popular_with_zipf() -> None:
     count = 50_000
-    content = preble("toolbench", 39 * 100, zipf=1.1)
+    content = preble_content("toolbench", 39 * 100, zipf=1.1)
     seen = Counter(c[0].prompt[1].key for c in first(content, count))
     total = sum(rank**-1.1 for rank in range(1, 101))
     for rank in (1, 2, 10):
@@ -108,7 +108,7 @@ def test_few_groups_are_popular_with_zipf() -> None:
 
 
 def test_without_zipf_groups_are_equally_popular() -> None:
-    seen = Counter(c[0].prompt[1].key for c in first(preble("embodied", 480), 20_000))
+    seen = Counter(c[0].prompt[1].key for c in first(preble_content("embodied", 480), 20_000))
     assert len(seen) == 10
     assert max(seen.values()) < 1.15 * min(seen.values())
 
@@ -123,7 +123,7 @@ def test_impossible_groups_are_refused(groups: int, zipf: float) -> None:
 def test_prompts_grow_by_the_answer_and_the_next_question(
     low: int, more: int, system: int, seed: int
 ) -> None:
-    content = Chats("c", Uniform(low, low + more), Uniform(5, 30), Uniform(2, 9), system, 3.0)
+    content = ChatContent("c", Uniform(low, low + more), Uniform(5, 30), Uniform(2, 9), system, 3.0)
     for conversation in first(content, 20, seed):
         assert low <= len(conversation) <= low + more
         assert conversation[0].think_s == 0.0
@@ -137,24 +137,24 @@ def test_prompts_grow_by_the_answer_and_the_next_question(
 
 
 def test_users_think_as_long_as_asked_on_average() -> None:
-    content = Chats("c", Uniform(3, 3), Uniform(1, 2), Uniform(1, 2), think_s=8.0)
+    content = ChatContent("c", Uniform(3, 3), Uniform(1, 2), Uniform(1, 2), think_s=8.0)
     pauses = [draft.think_s for c in first(content, 5000) for draft in c[1:]]
     assert statistics.fmean(pauses) == pytest.approx(8.0, rel=0.04)
     assert statistics.pstdev(pauses) == pytest.approx(8.0, rel=0.06)
 
 
 def test_conversations_share_the_system_text_alone() -> None:
-    content = Chats("c", Uniform(2, 2), Uniform(5, 9), Uniform(5, 9), system_tokens=70)
+    content = ChatContent("c", Uniform(2, 2), Uniform(5, 9), Uniform(5, 9), system_tokens=70)
     for one, other in itertools.combinations(first(content, 20), 2):
         assert in_common(one[-1].prompt, other[-1].prompt) == 70
 
 
 def test_negative_chats_are_refused() -> None:
     with pytest.raises(ConfigError, match="must not be negative"):
-        Chats("c", Uniform(1, 1), Uniform(1, 1), Uniform(1, 1), think_s=-1.0)
+        ChatContent("c", Uniform(1, 1), Uniform(1, 1), Uniform(1, 1), think_s=-1.0)
 
 
-RECORDED = Recorded(
+RECORDED = RecordedContent(
     "two",
     (
         (Draft((Piece("a", 3), Piece("b", 4)), 5),),
@@ -166,8 +166,8 @@ RECORDED = Recorded(
 
 def test_an_open_loop_sends_one_conversation_per_arrival() -> None:
     slo = Slo(ttft_s=1.0)
-    terms = SendingTerms(ServiceClass.RT, "q", slo=slo, forced=False)
-    loop = OpenLoop(RECORDED, RecordedArrivals((0.0, 2.0)), terms)
+    template = RequestTemplate(ServiceClass.RT, "q", slo=slo, forced=False)
+    loop = OpenLoop(RECORDED, RecordedArrivals((0.0, 2.0)), template)
     one, two = loop.sessions(10.0, 0)
     assert (one.at_s, two.at_s) == (0.0, 2.0)
     [only] = one.turns
@@ -197,7 +197,7 @@ def test_a_content_that_ends_begins_again_with_other_text() -> None:
 
 
 def test_loops_of_a_run_share_no_made_up_text() -> None:
-    content = preble("toolbench", 100)
+    content = preble_content("toolbench", 100)
     sessions = OpenLoop(content, RandomArrivals(5)).sessions(10.0, 1)
     backlog = itertools.islice(ClosedLoop(content, 1).requests(1), 50)
     one = {piece for session in sessions for piece in session.turns[0].request.prompt}
@@ -206,16 +206,16 @@ def test_loops_of_a_run_share_no_made_up_text() -> None:
 
 
 def test_texts_reach_whoever_makes_prompts() -> None:
-    loops = (OpenLoop(RECORDED, RandomArrivals(1)), ClosedLoop(documents(), 1))
+    loops = (OpenLoop(RECORDED, RandomArrivals(1)), ClosedLoop(be_content(), 1))
     assert texts_of(*loops) == {"written": "as is"}
     assert texts_of(ClosedLoop(RECORDED, 1), object()) == {"written": "as is"}
 
 
 @given(limit=st.integers(1, 300), seed=st.integers(0, 50))
 def test_prompts_are_cut_at_their_end(limit: int, seed: int) -> None:
-    whole = OpenLoop(chats("lmsys"), RandomArrivals(5)).sessions(5.0, seed)
-    terms = SendingTerms(ServiceClass.RT, "rt", max_prompt_tokens=limit)
-    short = OpenLoop(chats("lmsys"), RandomArrivals(5), terms).sessions(5.0, seed)
+    whole = OpenLoop(rt_content("lmsys"), RandomArrivals(5)).sessions(5.0, seed)
+    template = RequestTemplate(ServiceClass.RT, "rt", max_prompt_tokens=limit)
+    short = OpenLoop(rt_content("lmsys"), RandomArrivals(5), template).sessions(5.0, seed)
     for one, other in zip(whole, short, strict=True):
         before, after = one.turns[0].request, other.turns[0].request
         assert after.prompt_tokens == min(limit, before.prompt_tokens)
@@ -233,7 +233,7 @@ def test_a_cut_prompt_is_the_beginning_of_the_whole(lengths: list[int], limit: i
 
 def test_impossible_loops_are_refused() -> None:
     with pytest.raises(ConfigError, match="-1 requests in flight"):
-        ClosedLoop(documents(), -1)
+        ClosedLoop(be_content(), -1)
     with pytest.raises(ConfigError, match="cut to 0"):
-        SendingTerms(ServiceClass.RT, "rt", max_prompt_tokens=0)
-    assert RT_TERMS.name != BE_TERMS.name
+        RequestTemplate(ServiceClass.RT, "rt", max_prompt_tokens=0)
+    assert RT_TEMPLATE.name != BE_TEMPLATE.name

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from bros.bench.plan import Piece, Planned, Session, Turn
 from bros.bench.planning import FitCounts, FittedBacklog, Fitter, Overlong, factor_for, fit
 from bros.bench.workloads.contents import (
-    Chats,
+    ChatContent,
     ClosedLoop,
     OpenLoop,
     RandomArrivals,
-    documents,
-    preble,
+    be_content,
+    preble_content,
 )
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
@@ -96,7 +96,7 @@ def common_start(one: Session, other: Session) -> int:
 
 @given(plan_seed=st.integers(0, 20), factor=st.floats(0.0005, 0.2))
 def test_scaled_prompts_share_what_they_shared_and_no_more(plan_seed: int, factor: float) -> None:
-    whole = OpenLoop(preble("toolbench", 100), RandomArrivals(8)).sessions(1.0, plan_seed)
+    whole = OpenLoop(preble_content("toolbench", 100), RandomArrivals(8)).sessions(1.0, plan_seed)
     fitted, _ = fit(whole, 10**6, Overlong.SKIP, factor)
     for one, other in itertools.combinations(range(len(whole)), 2):
         before = common_start(whole[one], whole[other])
@@ -138,7 +138,7 @@ def test_a_session_ends_before_the_turn_that_is_skipped() -> None:
 
 @given(factor=st.floats(0.25, 1.0), limit=st.integers(100, 400))
 def test_prompts_still_grow_from_turn_to_turn(factor: float, limit: int) -> None:
-    content = Chats("c", Uniform(4, 4), Uniform(5, 90), Uniform(5, 90), system_tokens=20)
+    content = ChatContent("c", Uniform(4, 4), Uniform(5, 90), Uniform(5, 90), system_tokens=20)
     whole = OpenLoop(content, RandomArrivals(4)).sessions(2.0, 3)
     for one in fit(whole, limit, Overlong.SKIP, factor).sessions:
         for before, after in itertools.pairwise(one.turns):
@@ -147,8 +147,8 @@ def test_prompts_still_grow_from_turn_to_turn(factor: float, limit: int) -> None
 
 
 def test_a_backlog_is_fitted_as_it_is_taken() -> None:
-    backlog = FittedBacklog(ClosedLoop(documents(), 8), Fitter(700, Overlong.SKIP))
-    whole = ClosedLoop(documents(), 8).requests(5)
+    backlog = FittedBacklog(ClosedLoop(be_content(), 8), Fitter(700, Overlong.SKIP))
+    whole = ClosedLoop(be_content(), 8).requests(5)
     taken = list(itertools.islice(backlog.requests(5), 20))
     expected = (p for p in whole if p.prompt_tokens + p.output_tokens <= 700)
     assert taken == list(itertools.islice(expected, 20))
@@ -157,7 +157,7 @@ def test_a_backlog_is_fitted_as_it_is_taken() -> None:
 
 
 def test_a_backlog_of_which_nothing_fits_is_an_error() -> None:
-    backlog = FittedBacklog(ClosedLoop(documents(), 8), Fitter(100, Overlong.SKIP))
+    backlog = FittedBacklog(ClosedLoop(be_content(), 8), Fitter(100, Overlong.SKIP))
     with pytest.raises(ConfigError, match="too long for 100 tokens"):
         next(backlog.requests(1))
 

@@ -127,7 +127,7 @@ def test_a_wrong_line_is_named(
 
 
 def test_nothing_to_use_is_an_error(read: Callable[..., ShareGpt], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no conversation that can be used"):
+    with pytest.raises(ConfigError, match="no usable conversation"):
         read([])
     with pytest.raises(ConfigError, match="cannot be read"):
         read_sharegpt(tmp_path / "missing.json", Letters(), seed=1)

@@ -88,11 +88,11 @@ def test_without_an_endpoint_nothing_is_sent(desk: Desk, tmp_path: Path, content
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--window", "soon"], "--window: 'soon' is no completion window"),
+        (["--window", "soon"], "--window: 'soon' is not a completion window"),
         (["--metadata", "a"], "--metadata: 'a' is not KEY=VALUE"),
         (["--metadata", "=a"], "--metadata: '=a' is not KEY=VALUE"),
         (["--metadata", "a=1", "--metadata", "a=2"], "--metadata: a is given twice"),
-        (["-o", "x"], "-o: only with --wait"),
+        (["-o", "x"], "-o: requires --wait"),
         (["--wait", "-o", "x" * 300], "-o: xxx"),
         (["--wait", "-o", "/no/such/folder/x"], "-o: /no/such/folder/x cannot be written"),
         (["--url", "localhost:8000"], "--url: 'localhost:8000' must start with http://"),
@@ -353,7 +353,7 @@ def test_a_server_that_failed_at_a_batch_has_what_it_did_before(desk: Desk, tmp_
 
 def test_two_results_in_one_file_are_refused(desk: Desk, tmp_path: Path) -> None:
     for name in ("-", str(tmp_path / "x")):
-        with pytest.raises(ConfigError, match="--errors: this is where the answers go"):
+        with pytest.raises(ConfigError, match="--errors: the responses go there"):
             desk.run("results", "batch_1", "-o", name, "--errors", name)
 
 
@@ -432,7 +432,7 @@ def test_output_may_have_the_longest_name_there_is(desk: Desk, tmp_path: Path) -
 
 def test_empty_id_is_not_sent(desk: Desk) -> None:
     for action in ("status", "cancel", "results"):
-        with pytest.raises(ConfigError, match="ID: there is none"):
+        with pytest.raises(ConfigError, match="ID: it is empty"):
             desk.run(action, "")
     assert desk.fake.requests == []
 
@@ -455,7 +455,7 @@ def test_damaged_answer_is_an_error_in_words(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (httpx.Response(404, json={"detail": "Not Found"}), "has it a batch API?"),
+        (httpx.Response(404, json={"detail": "Not Found"}), "does this server have a batch API?"),
         (httpx.Response(200, text="<html>"), "does not speak OpenAI's batch API"),
         (httpx.Response(200, json=[]), "does not speak OpenAI's batch API"),
         (httpx.Response(200, json={"id": 1}), "does not speak OpenAI's batch API"),
@@ -570,7 +570,7 @@ def test_ctrl_c_on_a_terminal_leaves_the_batch_alone(rows: str) -> None:
             assert child.stdout.read() == b"batch_1\n"
             assert child.wait() == 130
         os.close(ours)
-    assert "No longer waiting; batch_1 goes on." in screen
+    assert "No longer waiting; batch_1 continues." in screen
     assert fake.batches["batch_1"]["status"] == "validating"
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from bros.cli.batch import NOT_COMPLETED, SOME_ROWS_FAILED
-from bros.cli.batch_client import FIRST_LINE_EVERY_S, LAST_LINE_EVERY_S, LOST_S
+from bros.cli.batch_client import FIRST_LINE_INTERVAL_S, MAX_LINE_INTERVAL_S, MAX_OUTAGE_S
 from bros.core.errors import BrosError
 from support.batch_desk import (
     CANCELLED,
@@ -90,8 +90,8 @@ def test_without_a_terminal_there_are_few_lines(desk: Desk) -> None:
     *times, _ = desk.err.times
     gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
     assert desk.clock.now() > 10_000
-    assert min(gaps) >= FIRST_LINE_EVERY_S
-    assert gaps[-2] >= LAST_LINE_EVERY_S
+    assert min(gaps) >= FIRST_LINE_INTERVAL_S
+    assert gaps[-2] >= MAX_LINE_INTERVAL_S
     assert "\x1b" not in desk.err.getvalue()
 
 
@@ -182,9 +182,9 @@ def test_lost_connection_is_said_once_and_survived(desk: Desk, rows: str) -> Non
 
 def test_server_that_stays_away_ends_the_wait(desk: Desk, rows: str) -> None:
     desk.fake.script = [RUNNING] + [httpx.ConnectError("refused") for _ in range(1000)]
-    with pytest.raises(BrosError, match="for 15 min now. The batch goes on when the server is"):
+    with pytest.raises(BrosError, match="for 15 min now. The batch continues when the server is"):
         desk.run("submit", rows, "--wait")
-    assert LOST_S <= desk.clock.now() < 1.1 * LOST_S
+    assert MAX_OUTAGE_S <= desk.clock.now() < 1.1 * MAX_OUTAGE_S
 
 
 def test_batch_that_is_gone_ends_the_wait(desk: Desk, rows: str) -> None:
@@ -203,7 +203,7 @@ def test_first_question_is_asked_once(desk: Desk) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["status", "batch_1"], "goes on"), (["cancel", "batch_1"], "is still being cancelled")],
+    [(["status", "batch_1"], "continues"), (["cancel", "batch_1"], "is still being cancelled")],
 )
 def test_interruption_says_that_the_batch_goes_on(
     desk: Desk, arguments: list[str], words: str

@@ -203,7 +203,7 @@ async def test_another_objective_is_added_and_warned_of(
     how = (*arguments, "--append", "--slo-ttft", "1234")
     assert await bench(FakeServer(), model, out, *how, "--target-name", "two") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "S0 two, 8/s: held to other objectives than S0 fake, 8/s" in shown
+    assert "S0 two, 8/s: different objectives than S0 fake, 8/s" in shown
     assert [command.slo.ttft_s for command in result(out).commands] == [60.0, 1.234]
 
 
@@ -290,7 +290,7 @@ async def test_the_capacity_of_a_target(model: Path, tmp_path: Path) -> None:
         (["--rates", "x"], "--rates: 'x' is not a number"),
         (["--rt", "lmsis"], "--rt: there is no workload 'lmsis'"),
         (["--be", "azure:/no/such.csv"], "--be: "),
-        (["--duration", "5", "--warm-up", "5"], "--warm-up: nothing is left"),
+        (["--duration", "5", "--warm-up", "5"], "--warm-up: must be shorter than"),
         (["--scenarios", "S9"], "--scenarios: 'S9' is not a list of S0,S1,S2,S3"),
         (["--endpoint", "chats"], "--endpoint: 'chats' is not one of completions, chat"),
         (["--target", "http://x", "--dialect", "vlm"], "no dialect is called 'vlm'"),

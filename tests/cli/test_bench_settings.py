@@ -24,7 +24,7 @@ def test_options_are_kept_wherever_they_were_set(tmp_path: Path) -> None:
     config.write_text("max_num_seqs = 8\nbe_share = 0.1\n")
     environ = {"BROS_SLO_TTFT": "300", "BROS_KV_BLOCKS": "70", "BROS_SEED": "5"}
     arguments = ["--config", str(config), "--kv-blocks", "90", "--be-share", "0.02", "--rates", "1"]
-    command = settings(arguments, environ).measuring.command
+    command = settings(arguments, environ).run_options.command
     kept = command.settings
     assert (kept["--kv-blocks"], kept["--max-num-seqs"], kept["--slo-ttft"]) == (90, 8, 300.0)
     assert (kept["--rates"], kept["--in-flight"], kept["--capacity"]) == ("1", "16", None)
@@ -39,7 +39,7 @@ def test_no_keys_and_no_folders_are_kept(tmp_path: Path) -> None:
         *("--rt", f"azure:{trace}", "--api-key", "hidden", "--model", str(tmp_path / "model")),
         *("--target", "http://127.0.0.1:8000", "--out", str(tmp_path), "--append"),
     ]
-    kept = settings(arguments).measuring.command.settings
+    kept = settings(arguments).run_options.command.settings
     assert kept["--rt"] == "azure:chat.csv" and kept["--model"] == "model"
     assert kept["--target"] == "http://127.0.0.1:8000"
     assert not any("hidden" in str(value) or str(tmp_path) in str(value) for value in kept.values())

@@ -292,7 +292,7 @@ def refuse(request: httpx.Request) -> httpx.Response:
         (lambda request: httpx.Response(502, text="bad gateway"), "502: bad gateway"),
         (lambda request: httpx.Response(503), "503: Service Unavailable"),
         (lambda request: events({"error": {"message": "engine died"}}), "engine died"),
-        (lambda request: events(delta("half")), "the server ended the answer early"),
+        (lambda request: events(delta("half")), "the server ended the response early"),
         (lambda request: events("no json"), "does not speak the OpenAI API"),
     ],
 )

@@ -91,7 +91,7 @@ def test_exit_status_is_that_of_the_server(build: FakeBuild) -> None:
         (["serve", "--prot", "1"], "--prot: there is no such option; did you mean --port"),
         (["serve", "--prot=1"], "--prot: there is no such option; did you mean --port"),
         (["serve", "--max-num", "1"], "--max-num: there is no such option"),  # no abbreviations
-        (["serve", "a", "b"], "'b' is one argument too many"),
+        (["serve", "a", "b"], "unexpected argument 'b'"),
         (["serve", "--port"], "argument --port: expected one argument (see bros serve --help)"),
         (["serve", "--port", "x"], "--port: 'x' is not a whole number"),
         (["serve", "--policy", "lifo"], "--policy: 'lifo' is not one of bros, fcfs, priority"),

@@ -137,7 +137,7 @@ def test_two_runs_do_not_work_on_one_output(
     with (folder / "out.jsonl.partial" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert run(model, "in.jsonl", "out.jsonl") == 2
-    assert "another run is at work" in capsys.readouterr().err
+    assert "another process is using" in capsys.readouterr().err
 
 
 def test_an_engine_that_ends_ends_the_run(
@@ -151,7 +151,7 @@ def test_an_engine_that_ends_ends_the_run(
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "step", overflow)
         assert run(model, "in.jsonl", "out.jsonl") == 1
-    assert "The engine has ended; the same command goes on" in capsys.readouterr().err
+    assert "The engine has died; run the same command to continue" in capsys.readouterr().err
     assert run(model, "in.jsonl", "out.jsonl") == 0
     assert len(lines(folder / "out.jsonl")) == 2
 

@@ -124,7 +124,7 @@ def test_a_run_that_is_cut_short_says_so(
     common = ("--router", "rr", "--profile", profile, "--jobs", "1")
     assert main(["simulate", "--replicas", "2,4", *common], {}) == 0
     out, _ = capsys.readouterr()
-    assert "With 2, 4 replicas: only 20 requests" in " ".join(out.split())
+    assert "With 2, 4 replicas: limited to 20 requests" in " ".join(out.split())
     assert max(len(line) for line in out.splitlines()) <= 100
     assert simulate(profile, "1", "--router", "rr") == 0
     assert "only 20 requests" not in capsys.readouterr().out
@@ -139,11 +139,11 @@ def test_help_has_the_defaults_of_several_replicas(
     config = settings(profile, "2").scenarios[0].config
     for default in (
         f"(default; with --replicas {REPLICA_PROFILE})",
-        f"in one iteration (default: 64; with --replicas {config.max_num_seqs})",
-        f"are split (default: 256; with --replicas {config.max_batch_tokens})",
+        f"requests per step (default: 64; with --replicas {config.max_num_seqs})",
+        f"are chunked (default: 256; with --replicas {config.max_batch_tokens})",
         f"--kv-blocks; with --replicas {config.host_kv_blocks})",
         "JSON lines of a Mooncake trace",
-        "mooncake: 0.08 for each, azure: 1.5)",
+        "mooncake: 0.08; azure: 1.5)",
     ):
         assert default in text
 
@@ -157,21 +157,21 @@ def test_help_has_the_defaults_of_several_replicas(
         (("5000",), "--replicas: 5000 must be at most 4096"),
         (("2", "--router", "e3"), "--router: 'e3' is not one of e2, rr, least, oracle"),
         (("2", "--workload", "videos"), "--workload: 'videos' is not one of toolbench"),
-        (("2", "--workload", "mooncake"), "--workload mooncake: --trace says which file"),
-        (("2", "--workload", "azure"), "--workload azure: --trace says which file"),
+        (("2", "--workload", "mooncake"), "--workload mooncake: requires --trace"),
+        (("2", "--workload", "azure"), "--workload azure: requires --trace"),
         (
             ("2", "--workload", "azure", "--trace", "a.csv"),
-            "of code and of conversations: CODE,CHATS",
+            "azure requires two files, CODE,CONVERSATIONS",
         ),
         (
             ("2", "--workload", "mooncake", "--families", "3"),
-            "not to be set with --workload mooncake",
+            "not available with --workload mooncake",
         ),
         (
             ("2", "--workload", "azure", "--popularity", "zipf"),
-            "not to be set with --workload azure",
+            "not available with --workload azure",
         ),
-        (("2", "--trace", "x"), "--trace: only --workload mooncake and azure have one"),
+        (("2", "--trace", "x"), "--trace: requires --workload mooncake or azure"),
         (("2", "--popularity", "odd"), "--popularity: 'odd' is not one of even, zipf, dataset"),
         (("2", "--be-requests", "2"), "--be-requests: 2 must be at most 1"),
         (("2", "--rate", "0"), "--rate: 0 must be more than 0"),
@@ -193,4 +193,4 @@ def test_flags_of_the_other_kind_of_run_are_without_effect_and_that_is_said(
     assert "--duration, --be-batches: without effect with --replicas" in capsys.readouterr().err
     alone = ["simulate", "--policy", "fcfs", "--duration", "1", "--profile", profile]
     assert main([*alone, "--router", "rr", "--jobs", "1"], {}) == 0
-    assert "--router: without effect, --replicas is missing" in capsys.readouterr().err
+    assert "--router: without effect, needs --replicas" in capsys.readouterr().err

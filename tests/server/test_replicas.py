@@ -280,13 +280,13 @@ def test_a_table_says_what_replicas_do() -> None:
         *("explore", "30,", "exploit", "2"),
     ]
     assert lines[2].split()[:2] == ["1", "down"] and lines[2].split()[-2:] == ["-", "2"]
-    assert "3 as their replica was lost, 1 as it was drained or had a longer queue" in lines[3]
+    assert "3 after a failure, 1 after a drain or to rebalance" in lines[3]
     assert len(lines) == 4
     desk = Desk([busy])
     desk.plan = {"requests": 7, "prefill_s": 4.0, "planned_s": 1.2, "balance": 2.0,
                  "planned_balance": 1.3}  # fmt: skip
     assert desk.run("replicas").splitlines()[-1] == (
-        "plan: 7 requests, 4.0 s of prompts, 1.2 s as planned; busiest replica 2.00 times the "
+        "plan: 7 requests, 4.0 s of prefill, 1.2 s as planned; busiest replica 2.00 times the "
         "mean, 1.30 as planned"
     )
 

@@ -12,13 +12,13 @@ from bros.bench.plan import Piece, Planned
 from bros.bench.results import (
     BenchResult,
     CapacityResult,
+    CapacityTrial,
     ClientHealth,
     Command,
     Environment,
     Scenario,
     ScenarioResult,
     ServerSample,
-    Tried,
 )
 from bros.core.request import ServiceClass, Slo
 
@@ -201,7 +201,7 @@ def typical_bench(rates: Sequence[float] = (0.1, 0.2, 0.3, 0.4, 0.5), seed: int 
             ),
         ]  # fmt: skip
     tried = tuple(
-        Tried(rate=result.rt_rate, both_met=result.rt.both_met)
+        CapacityTrial(rate=result.rt_rate, both_met=result.rt.both_met)
         for result in results
         if result.scenario is Scenario.S3 and result.rt_rate is not None
     )

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from bros.bench.client import HttpAnswer, TransportError
+from bros.bench.client import HttpResponse, TransportError
 from bros.bench.plan import Piece, Planned
 from bros.core.request import ServiceClass, Slo
 
@@ -111,7 +111,7 @@ class FakeHttp:
     @asynccontextmanager
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[HttpAnswer]:
+    ) -> AsyncIterator[HttpResponse]:
         now_s = asyncio.get_running_loop().time()
         self.seen.append(Seen(now_s, url, json.loads(body), headers))
         script = self._script(self.seen[-1])
@@ -121,7 +121,7 @@ class FakeHttp:
             await asyncio.sleep(script.head_s)
             if script.refuse is not None:
                 raise TransportError(script.refuse)
-            yield HttpAnswer(script.status, script.headers, self._pieces(script))
+            yield HttpResponse(script.status, script.headers, self._pieces(script))
         finally:
             self.open_now -= 1
 

@@ -1,1 +1,1 @@
-"""What was measured, for people and for programs."""
+"""The report of `bros bench`: terminal tables, JSON, CSV and HTML."""

@@ -1,4 +1,4 @@
-"""A comparison as files: JSON, CSV, PNG and HTML."""
+"""The files of a comparison: JSON, CSV, PNG and HTML."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from bros.bench.metrics import (
     ATTAINMENTS,
     ClassMetrics,
     Window,
+    confidence_interval,
     finish_s,
     judge,
-    likely,
     output_tokens,
     prompt_tokens,
 )
@@ -35,7 +35,7 @@ from bros.bench.report.words import (
     capacity,
     counts,
     file_name,
-    likely_percent,
+    interval_percent,
     ms,
     name_of,
     objectives,
@@ -58,14 +58,11 @@ from bros.bench.results import (
 from bros.core.request import ServiceClass, Slo
 from bros.workload.attainment import Summary
 
-# ---- A comparison as one page that needs nothing else: no scripts, no fonts, pictures inside.
-
-
-# ---- How the runs of a report were made: a table with a column for each command.
+# ---- The HTML page, which is self-contained: pictures are inlined, there are no scripts or fonts.
 
 
 class PageRow(NamedTuple):
-    """values: one for each command, in their order."""
+    """A row of the table of commands. values: one per command, in their order."""
 
     name: str
     values: tuple[str, ...]
@@ -76,7 +73,7 @@ class PageRow(NamedTuple):
 
 
 def rows_of_commands(bench: BenchResult) -> list[PageRow]:
-    """Runs first, then where and with what, then the options; nothing is a dash."""
+    """One column per command: its runs, its environment, its options."""
     columns = [dict(_column(bench, command)) for command in bench.commands]
     names = dict.fromkeys(name for column in columns for name in column)
     return [PageRow(name, tuple(column.get(name, NOTHING) for column in columns)) for name in names]
@@ -89,7 +86,7 @@ def _column(bench: BenchResult, command: Command) -> Iterator[tuple[str, str]]:
     versions = {f"{run.target} {run.server_version}": None for run in runs if run.server_version}
     yield "runs", _names(bench, runs)
     yield "date", environment.date
-    yield "server says", ", ".join(versions) or NOTHING
+    yield "server version", ", ".join(versions) or NOTHING
     yield "client", f"bros {environment.bros}"
     yield "commit", _short(environment.commit)
     yield "Python", environment.python
@@ -117,16 +114,16 @@ def _names(bench: BenchResult, runs: Sequence[ScenarioResult]) -> str:
 
 
 def _short(commit: str | None) -> str:
-    """As much of it as names it; the plus of a changed tree stays."""
+    """The first 12 digits, and the plus of a modified tree."""
     if commit is None:
         return NOTHING
     return commit.rstrip("+")[:12] + "+" * commit.endswith("+")
 
 
 def page(bench: BenchResult) -> str:
-    """Complete HTML with pictures for light and dark screens; page.html is its template."""
+    """Complete HTML with plots for light and dark mode; page.html is its template."""
     light = figures(bench, LIGHT)
-    return _page(bench, light, _drawn(light))
+    return _page(bench, light, _as_pngs(light))
 
 
 def _page(bench: BenchResult, light: Mapping[str, Figure], pictures: Mapping[str, bytes]) -> str:
@@ -151,7 +148,7 @@ def _page(bench: BenchResult, light: Mapping[str, Figure], pictures: Mapping[str
         details=[_details(bench, run) for run in runs],
         commands=[f"command{number if len(numbers) > 1 else ''}" for number in numbers],
         settings=[(row.name, *row.values) for row in commands],
-        # What differs between commands stands out.
+        # Rows that differ between commands are highlighted.
         marked=[number for number, row in enumerate(commands) if row.differs],
     )
 
@@ -159,17 +156,17 @@ def _page(bench: BenchResult, light: Mapping[str, Figure], pictures: Mapping[str
 def _plots(
     bench: BenchResult, light: Mapping[str, Figure], pictures: Mapping[str, bytes]
 ) -> dict[str, list[dict[str, str]]]:
-    """By heading: what was measured first, then what servers say of themselves."""
-    dark = _drawn(figures(bench, DARK))
-    found: dict[str, list[dict[str, str]]] = {"Plots": [], "Inside the servers": []}
+    """Heading -> plots: the measurements, then the servers' own metrics."""
+    dark = _as_pngs(figures(bench, DARK))
+    found: dict[str, list[dict[str, str]]] = {"Plots": [], "Server metrics": []}
     for name, figure in light.items():
-        heading = "Inside the servers" if name.startswith("timeline") else "Plots"
-        picture = {"light": _inline(pictures[name]), "dark": _inline(dark[name])}
+        heading = "Server metrics" if name.startswith("timeline") else "Plots"
+        picture = {"light": _data_url(pictures[name]), "dark": _data_url(dark[name])}
         found[heading].append({**picture, "title": figure.get_suptitle()})
     return found
 
 
-def _drawn(plots: Mapping[str, Figure]) -> dict[str, bytes]:
+def _as_pngs(plots: Mapping[str, Figure]) -> dict[str, bytes]:
     """Each as a PNG."""
     return {name: _png(figure) for name, figure in plots.items()}
 
@@ -180,7 +177,7 @@ def _png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _inline(png: bytes) -> str:
+def _data_url(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
@@ -193,9 +190,9 @@ def _capacity(bench: BenchResult, found: CapacityResult) -> dict[str, Any]:
             (
                 f"{tried.rate:g}",
                 percent(tried.both_met),
-                likely_percent(tried.both_met),
+                interval_percent(tried.both_met),
                 tried.both_met.decided,
-                "yes" if tried.keeps(found.asked) else "no",
+                "yes" if tried.meets(found.asked) else "no",
             )
             for tried in found.tried
         ],
@@ -218,8 +215,8 @@ def _details(bench: BenchResult, result: ScenarioResult) -> dict[str, Any]:
     sent = (("real-time", result.rt_digest), ("best-effort", result.be_digest))
     digests = ", ".join(f"{kind} {digest[:12]}" for kind, digest in sent if digest) or NOTHING
     texts = [
-        f"{result.scenario.label}; server {result.target}, {version}spoken to as {result.dialect}",
-        f"Requests sent: {digests}",
+        f"{result.scenario.label}; server {result.target}, {version}dialect {result.dialect}",
+        f"Digests of the requests: {digests}",
         f"Client: sent {ms(client.lateness_p50_s)} ms late at the median, "
         f"{ms(client.lateness_p99_s)} ms at p99, {ms(client.lateness_max_s)} ms at most; "
         f"{100 * client.cpu_share:.1f} % of the cores",
@@ -250,12 +247,12 @@ def _class_texts(part: ClassMetrics) -> Iterator[str]:
     if part.goodput_per_s is not None:
         yield f"Goodput: {part.goodput_per_s:.3g} requests/s within their objectives"
     if part.tokens_on_time.decided:
-        yield f"{percent(part.tokens_on_time)} % of tokens within the objective of their own"
+        yield f"{percent(part.tokens_on_time)} % of tokens on time"
     if part.cached_tokens is not None:
         yield f"{part.cached_tokens} of {part.prompt_tokens} prompt tokens were cached"
     if part.tiers:
         found = ", ".join(f"{count} x {tier}" for tier, count in part.tiers.items())
-        yield f"Service tiers named by the answers: {found}"
+        yield f"Service tiers of the responses: {found}"
 
 
 def _latencies(part: ClassMetrics) -> Iterator[Sequence[str]]:
@@ -291,11 +288,11 @@ REQUEST_COLUMNS = (
 def write_report(folder: Path, bench: BenchResult) -> list[Path]:
     """result.json, summary.csv, report.html and a PNG for each plot; returns their paths.
 
-    Makes the folder. Files of the same names are replaced. Plots and requests of runs that are
-    gone are removed if the result.json that was there lists them. Raises OSError.
+    Creates the folder and replaces existing files. Plots and request files of runs that are no
+    longer part of the result are removed if the previous result.json lists them. Raises OSError.
     """
     light = figures(bench, LIGHT)
-    pictures = _drawn(light)
+    pictures = _as_pngs(light)
     paths = save_result(folder, bench, plots=[f"{name}.png" for name in pictures])
     paths.append(folder / "report.html")
     paths[-1].write_text(_page(bench, light, pictures), encoding="utf-8")
@@ -306,12 +303,13 @@ def write_report(folder: Path, bench: BenchResult) -> list[Path]:
 
 
 def save_result(folder: Path, bench: BenchResult, plots: Sequence[str] | None = None) -> list[Path]:
-    """result.json and summary.csv alone, which takes milliseconds where pictures take seconds;
-    returns their paths. `plots` are the files of pictures that belong to it, by default those
-    that lie there. Raises OSError.
+    """Write only result.json and summary.csv, which takes milliseconds; returns their paths.
+
+    plots: names of the plot files that belong to the result; None: those of the previous one.
+    Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    before = _listed(folder)
+    before = _previous_files(folder)
     if plots is None:
         plots = sorted(name for name in before if name.endswith(".png"))
     files = (*plots, *(requests_file_name(result) for result in bench.results))
@@ -327,8 +325,8 @@ def read_result(folder: Path) -> BenchResult:
     return BenchResult.from_json((folder / "result.json").read_text(encoding="utf-8"))
 
 
-def _listed(folder: Path) -> set[str]:
-    """Files that an earlier report in the folder says are its own."""
+def _previous_files(folder: Path) -> set[str]:
+    """The files that the result.json in the folder lists."""
     try:
         names = read_result(folder).files
     except (OSError, UnicodeDecodeError, BadResultsError):
@@ -337,7 +335,7 @@ def _listed(folder: Path) -> set[str]:
 
 
 def write_summary(path: Path, bench: BenchResult) -> Path:
-    """A line per run and class. Nothing is an empty cell."""
+    """A line per run and class. Missing values are empty cells."""
     rows = [
         _summary_row(bench, result, service_class)
         for result in ordered(bench)
@@ -347,12 +345,12 @@ def write_summary(path: Path, bench: BenchResult) -> Path:
 
 
 def write_requests(path: Path, records: Sequence[Record], slo: Slo, window: Window) -> Path:
-    """A line per request of one run, in or outside the window. Nothing is an empty cell."""
+    """A line per request of one run, in or outside the window. Missing values are empty cells."""
     return _write(path, [_request_row(record, slo, window) for record in records], REQUEST_COLUMNS)
 
 
 def requests_file_name(result: ScenarioResult) -> str:
-    """`requests_S3_bros_0.5.csv`: unlike that of any other run of one server."""
+    """`requests_S3_bros_0.5.csv`, unique within a comparison."""
     parts = (result.scenario, result.target, result.policy, result.rt_rate)
     text = "_".join(str(part) for part in parts if part is not None)
     return f"requests_{file_name(text)}.csv"
@@ -392,7 +390,7 @@ def _class_cells(part: ClassMetrics) -> Row:
         share = getattr(part, name)
         row |= {name: share.met, f"{name}_of": share.decided}
         if name in ATTAINMENTS:
-            low, high = likely(share) or (None, None)
+            low, high = confidence_interval(share) or (None, None)
             row |= {f"{name}_low": low, f"{name}_high": high}
     for name in _SUMMARIES:
         summary: Summary = getattr(part, f"{name}_s")

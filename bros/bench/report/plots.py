@@ -1,7 +1,7 @@
-"""Plots of a comparison, each small enough to be read on a phone.
+"""Plots of a comparison, sized to be readable on a phone.
 
-With several rates, lines over the rate; with one, bars per run. Colours are those of Okabe and
-Ito, which people with any kind of colour vision can tell apart; lines and markers differ, too.
+Several rates are drawn as lines over the rate, a single rate as bars per run. The colors are Okabe
+and Ito's, which are distinguishable with any color vision; lines and markers differ as well.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from bros.bench.metrics import Interval, likely
+from bros.bench.metrics import Interval, confidence_interval
 from bros.bench.report.words import NOTHING, file_name, name_of, ordered, server_name, short_name
 from bros.bench.results import BenchResult, Scenario, ScenarioResult, ServerSample
 
-# ---- What a server said of itself while it was measured, over time.
+# ---- The server's own metrics over time.
 
 
 _RT, _BE, _LIMIT = "#0072B2", "#E69F00", "#D55E00"
-_MOST_POINTS = 150
+_MAX_POINTS = 150
 _SLACK, _STEP = "#009E73", "#CC79A7"
 
 
 class _Line(NamedTuple):
     name: str
-    colour: str
+    color: str
     label: str
     pattern: str
 
@@ -42,13 +42,13 @@ _WAITING = (
     _Line("be_waiting", _BE, "best-effort", "--"),
 )
 _TIMES = (
-    _Line("slack_ms", _SLACK, "time tokens had left", "-"),
-    _Line("step_ms", _STEP, "time of a step", "--"),
+    _Line("slack_ms", _SLACK, "mean slack of tokens", "-"),
+    _Line("step_ms", _STEP, "mean step time", "--"),
 )
 
 
 def draw_timeline(figure: Figure, name: str, samples: Sequence[ServerSample]) -> None:
-    """Requests in the batch, requests that wait, and time that is left: those that there are."""
+    """Running requests, waiting requests, slack and step time, as far as samples have them."""
     figure.suptitle(f"{name}: inside the server", x=0.02, ha="left", fontsize=11.5)
     samples = _thinned(samples)
     known = set().union(*(sample.values for sample in samples))
@@ -77,7 +77,7 @@ def draw_timeline(figure: Figure, name: str, samples: Sequence[ServerSample]) ->
 
 
 def _draw_batch(ax: Axes, samples: Sequence[ServerSample]) -> None:
-    """Stacked: together they are the batch."""
+    """Stacked, so that the total is the batch size."""
     at = [sample.at_s for sample in samples]
     rt, be = (_values(samples, name, 0.0) for name in ("rt_running", "be_running"))
     ax.stackplot(
@@ -99,7 +99,7 @@ def _draw_waiting(ax: Axes, samples: Sequence[ServerSample]) -> None:
 def _draw_times(ax: Axes, samples: Sequence[ServerSample]) -> None:
     _draw_lines(ax, samples, _TIMES, "default")
     ax.axhline(0, color=_LIMIT, linewidth=0.8)
-    ax.set_ylabel("mean, ms")
+    ax.set_ylabel("ms")
 
 
 def _draw_lines(
@@ -108,26 +108,26 @@ def _draw_lines(
     lines: Sequence[_Line],
     style: Literal["default", "steps-post"],
 ) -> None:
-    """Those of the lines that have figures."""
+    """Draws the lines that have values."""
     at = [sample.at_s for sample in samples]
     for line in lines:
         values = _values(samples, line.name, math.nan)
         if not all(map(math.isnan, values)):
             ax.plot(
-                at, values, line.pattern, drawstyle=style, color=line.colour, linewidth=1.4,
+                at, values, line.pattern, drawstyle=style, color=line.color, linewidth=1.4,
                 label=line.label,
             )  # fmt: skip
 
 
 def _thinned(samples: Sequence[ServerSample]) -> list[ServerSample]:
-    """Means of neighbours, so that no more than _MOST_POINTS are left."""
-    width = -(-len(samples) // _MOST_POINTS)
+    """Averages neighbors down to at most _MAX_POINTS samples."""
+    width = -(-len(samples) // _MAX_POINTS)
     groups = [samples[start : start + width] for start in range(0, len(samples), width)]
     return [ServerSample(group[0].at_s, _means(group)) for group in groups]
 
 
 def _means(samples: Sequence[ServerSample]) -> dict[str, float]:
-    """By name, of the samples that have it."""
+    """Name -> mean over the samples that have it."""
     names = dict.fromkeys(name for sample in samples for name in sample.values)
     return {
         name: fmean(sample.values[name] for sample in samples if name in sample.values)
@@ -148,15 +148,15 @@ _LEGEND_CHARACTERS = 70
 _LEGEND_ROW = 0.19  # inches
 _BLUE, _GREY, _VERMILLION, _ORANGE = "#0072B2", "#7f7f7f", "#D55E00", "#E69F00"
 _GREEN, _PURPLE, _SKY = "#009E73", "#CC79A7", "#56B4E9"
-_OWN_COLOURS = {"bros": _BLUE, "fcfs": _GREY, "rr": _VERMILLION, "priority": _ORANGE}
-_COLOURS = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _SKY, _GREY)
+_POLICY_COLORS = {"bros": _BLUE, "fcfs": _GREY, "rr": _VERMILLION, "priority": _ORANGE}
+_COLORS = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _SKY, _GREY)
 _OBJECTIVE = _PURPLE
 _MARKERS = "os^DvPX"
 
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours of everything that is not data."""
+    """Colors of everything but the data."""
 
     ink: str
     paper: str
@@ -168,11 +168,13 @@ DARK = Theme(ink="#e6e8eb", paper="#16191d", grid="#34393f")
 
 
 class Panel(NamedTuple):
-    """values: label -> figure; a second one is drawn thinner.
+    """One plot.
 
-    spread: of the first value, drawn as a bar.
+    values: label -> figure of a run; the second one is drawn thinner.
+    scenarios: those whose runs are drawn.
     asked: objectives, drawn as levels.
-    log: the axis.
+    log: logarithmic axis.
+    spread: interval around the first value, drawn as a bar.
     """
 
     title: str
@@ -185,7 +187,7 @@ class Panel(NamedTuple):
 
 
 class Style(NamedTuple):
-    colour: str
+    color: str
     marker: str
 
 
@@ -194,7 +196,7 @@ _BE_RUNS = (Scenario.S1, Scenario.S2, Scenario.S3)
 
 
 def figures(bench: BenchResult, theme: Theme) -> dict[str, Figure]:
-    """By the names of their files; only those that have something to show."""
+    """File name without suffix -> figure; plots without values are left out."""
     panels = {name: panel for name, panel in _panels(bench).items() if _has_figures(bench, panel)}
     found = {}
     several = len({run.rt_rate for run in bench.results if run.rt_rate is not None}) > 1
@@ -214,9 +216,9 @@ def figures(bench: BenchResult, theme: Theme) -> dict[str, Figure]:
 def _panels(bench: BenchResult) -> dict[str, Panel]:
     return {
         "attainment": Panel(
-            "Real-time requests within both objectives (thin: 95 % likely)", "%",
+            "Real-time requests within both objectives (thin: 95 % CI)", "%",
             {"": lambda r: _percent(r.rt.both_met.value)}, _RT_RUNS,
-            spread=lambda r: _percents(likely(r.rt.both_met)),
+            spread=lambda r: _percents(confidence_interval(r.rt.both_met)),
         ),
         "be_throughput": Panel(
             "Best-effort throughput, prompt and output", "tokens/s",
@@ -268,33 +270,33 @@ def _figure(theme: Theme, height: float) -> Figure:
 
 
 def _lines(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> None:
-    """A line per server and measure over the real-time rate; best-effort work alone is level."""
+    """A line per server and value over the real-time rate; S2 is a horizontal line."""
     measures = zip(panel.values, ("bold", "thin"), strict=False)
     how = ", ".join(f"{name} {look}" for name, look in measures if name)
     ax = _axes(figure, f"{panel.title}, {how}" if how else panel.title)
     styles = _styles(bench)
     several = len({run.target for run in bench.results}) > 1
     for (target, policy, alone), runs in _series(bench, panel).items():
-        colour, marker = styles[target, policy]
-        colour = theme.ink if alone and not several else colour
+        color, marker = styles[target, policy]
+        color = theme.ink if alone and not several else color
         name = server_name(bench, target, policy) + (", alone" if alone else "")
         for number, value in enumerate(panel.values.values()):
             if number and alone and several:
-                continue  # too many lines to tell apart; it is in the tables
+                continue  # too many lines to distinguish; the tables have the figures
             label = name if number == 0 else None
             if runs[0].rt_rate is None:
                 level = _number(value(runs[0]))
-                ax.axhline(level, color=colour, linestyle=":", linewidth=1.6, label=label)
+                ax.axhline(level, color=color, linestyle=":", linewidth=1.6, label=label)
                 continue
             ax.plot(
                 [run.rt_rate or 0.0 for run in runs], [_number(value(run)) for run in runs],
-                color=colour, marker=marker, markersize=7.5 if alone else 5.5,
+                color=color, marker=marker, markersize=7.5 if alone else 5.5,
                 linestyle=(":" if alone else "-", (0, (1, 4)) if alone else "--")[number],
                 linewidth=1.9 - 0.9 * number, zorder=1.8 if alone else 2 + number,
-                markerfacecolor=theme.paper if alone or number else colour, label=label,
+                markerfacecolor=theme.paper if alone or number else color, label=label,
             )  # fmt: skip
             if number == 0:
-                _draw_spreads(ax, runs, panel, colour)
+                _draw_spreads(ax, runs, panel, color)
     _draw_objectives(ax.axhline, panel)
     ax.grid(True)
     ax.set_xlabel("real-time requests per second")
@@ -305,7 +307,7 @@ def _lines(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> No
 
 
 def _legend(figure: Figure, ax: Axes) -> None:
-    """Below, in as many columns as there is room for; the figure grows by further rows."""
+    """Below the plot, in as many columns as fit; further rows make the figure taller."""
     labels = ax.get_legend_handles_labels()[1]
     columns = max(1, min(3, _LEGEND_CHARACTERS // (max(map(len, labels)) + 6)))
     rows = math.ceil(len(labels) / columns)
@@ -314,7 +316,7 @@ def _legend(figure: Figure, ax: Axes) -> None:
 
 
 def _bars(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> None:
-    """A bar per run and measure, with its figure. All runs have the same rate or none."""
+    """A bar per run and value, labeled with its figure. All runs have the same rate or none."""
     [rate] = {run.rt_rate for run in bench.results if run.rt_rate is not None} or [None]
     ax = _axes(figure, panel.title)
     runs = [run for run in ordered(bench) if run.scenario in panel.scenarios]
@@ -327,10 +329,10 @@ def _bars(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> Non
             figure_of = value(run)
             interval = panel.spread(run) if panel.spread else None
             shown = f"{label} {_shown(figure_of, panel.unit)}".strip()
-            colour = styles[run.target, run.policy].colour
+            color = styles[run.target, run.policy].color
             ax.barh(
                 at, figure_of or 0.0, thickness * 0.9,
-                color=colour if number == 0 else _pale(colour, theme),
+                color=color if number == 0 else _pale(color, theme),
             )  # fmt: skip
             if interval:
                 ax.hlines(at, *interval, color=theme.ink, alpha=0.6, linewidth=1.2)
@@ -363,16 +365,16 @@ def _draw_objectives(draw: Callable[..., object], panel: Panel) -> None:
         draw(asked, color=_OBJECTIVE, linewidth=1.2, linestyle="-.", label=label, zorder=1.5)
 
 
-def _draw_spreads(ax: Axes, runs: Sequence[ScenarioResult], panel: Panel, colour: str) -> None:
-    """Behind the lines, so thin that they do not hide each other."""
+def _draw_spreads(ax: Axes, runs: Sequence[ScenarioResult], panel: Panel, color: str) -> None:
+    """Thin bars behind the lines, so that they do not hide each other."""
     for run in runs:
         if panel.spread and (interval := panel.spread(run)):
-            ax.vlines(run.rt_rate or 0.0, *interval, color=colour, alpha=0.6, linewidth=1.2,
+            ax.vlines(run.rt_rate or 0.0, *interval, color=color, alpha=0.6, linewidth=1.2,
                       zorder=1.6)  # fmt: skip
 
 
-def _pale(colour: str, theme: Theme) -> tuple[float, ...]:
-    pairs = zip(to_rgb(colour), to_rgb(theme.paper), strict=True)
+def _pale(color: str, theme: Theme) -> tuple[float, ...]:
+    pairs = zip(to_rgb(color), to_rgb(theme.paper), strict=True)
     return tuple(0.55 * own + 0.45 * paper for own, paper in pairs)
 
 
@@ -399,7 +401,7 @@ def _scale(ax: Axes, panel: Panel) -> None:
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten in [low, high]; only the powers if those are many."""
+    """1, 2 and 5 times powers of ten in [low, high]; only powers of ten over a wide range."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if high / low < 3000 else (1,)
     found = [step * 10.0**exponent for exponent in exponents for step in steps]
@@ -409,7 +411,7 @@ def _round_numbers(low: float, high: float) -> list[float]:
 def _series(
     bench: BenchResult, panel: Panel
 ) -> dict[tuple[str, str | None, bool], list[ScenarioResult]]:
-    """(target, policy, alone) -> runs by rate; those alone last."""
+    """(target, policy, alone) -> runs in order of rate; S0 and S2 last."""
     found: dict[tuple[str, str | None, bool], list[ScenarioResult]] = {}
     for run in ordered(bench):
         if run.scenario in panel.scenarios:
@@ -419,18 +421,18 @@ def _series(
 
 
 def _styles(bench: BenchResult) -> dict[tuple[str, str | None], Style]:
-    """Known policies have a colour of their own, on the first server that has them."""
+    """Known policies have a fixed color on the first server that has them."""
     styles: dict[tuple[str, str | None], Style] = {}
     servers = dict.fromkeys((run.target, run.policy) for run in bench.results)
-    reserved = {_OWN_COLOURS[policy] for _, policy in servers if policy in _OWN_COLOURS}
-    free = [colour for colour in _COLOURS if colour not in reserved]
+    reserved = {_POLICY_COLORS[policy] for _, policy in servers if policy in _POLICY_COLORS}
+    free = [color for color in _COLORS if color not in reserved]
     for number, (target, policy) in enumerate(servers):
-        used = {style.colour for style in styles.values()}
-        colour = _OWN_COLOURS.get(policy or "")
-        if colour is None or colour in used:
+        used = {style.color for style in styles.values()}
+        color = _POLICY_COLORS.get(policy or "")
+        if color is None or color in used:
             unused = [other for other in free if other not in used]
-            colour = unused[0] if unused else _COLOURS[number % len(_COLOURS)]
-        styles[target, policy] = Style(colour, _MARKERS[number % len(_MARKERS)])
+            color = unused[0] if unused else _COLORS[number % len(_COLORS)]
+        styles[target, policy] = Style(color, _MARKERS[number % len(_MARKERS)])
     return styles
 
 
@@ -447,7 +449,7 @@ def _has_figures(bench: BenchResult, panel: Panel) -> bool:
 
 
 def _shown(value: float | None, unit: str) -> str:
-    """Never 100 % if it is less."""
+    """Percentages are rounded down, so that less than 100 % never shows as 100."""
     if value is None:
         return NOTHING
     if unit == "%":

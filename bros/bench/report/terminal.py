@@ -22,7 +22,7 @@ from bros.bench.report.words import (
     NOTHING,
     all_objectives,
     capacity,
-    likely_percent,
+    interval_percent,
     ms,
     ordered,
     percent,
@@ -36,15 +36,15 @@ from bros.core.request import ServiceClass, Slo
 from bros.workload.attainment import Attainment, Summary
 
 COLUMNS = (
-    *("both\nmet %", "95 %\nlikely", "TTFT\nmet %", "TPOT\nmet %"),
+    *("both\nmet %", "95 %\nCI", "TTFT\nmet %", "TPOT\nmet %"),
     *("TTFT\np50 ms", "TTFT\np99 ms", "TPOT\np50 ms", "TPOT\np99 ms"),
     *("BE\ntok/s", "of S2\n%", "errors"),
 )
-"""Of cells(): real-time figures first, then best-effort ones."""
+"""Headings of cells(): real-time figures, then best-effort ones."""
 
 
 def print_report(console: Console, bench: BenchResult) -> None:
-    """Verdict, a line per run, and what to be careful about."""
+    """Print the verdict, a line per run, and the warnings."""
     console.print(f"[bold]{escape(verdict(bench))}[/bold]")
     console.print(f"Objectives of real-time requests: {all_objectives(bench)}", highlight=False)
     console.print(_table(bench))
@@ -61,7 +61,7 @@ def cells(bench: BenchResult, result: ScenarioResult) -> list[str]:
     rt, be = result.rt, result.be
     has_rt, has_be = bool(rt.requests), bool(be.requests)
     return [
-        *(percent(rt.both_met), likely_percent(rt.both_met)),
+        *(percent(rt.both_met), interval_percent(rt.both_met)),
         *(percent(rt.ttft_met), percent(rt.tpot_met)),
         *(ms(seconds) for seconds in (rt.ttft_s.p50, rt.ttft_s.p99)),
         *(ms(seconds) for seconds in (rt.tpot_s.p50, rt.tpot_s.p99)),
@@ -87,22 +87,19 @@ def _table(bench: BenchResult) -> Table:
     return table
 
 
-# ---- How a run is going, while it does: a panel on a terminal, else a line now and then.
+# ---- Progress during a run: a panel on a terminal, else a line from time to time.
 
 
-LINE_EVERY_S = 10.0
-"""Between two lines where there is no terminal."""
+LINE_INTERVAL_S = 10.0
+"""Interval of progress lines without a terminal."""
 
 _RECENT_S = 30.0
-"""Rates are of so many seconds."""
+"""Period over which rates are averaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """One class so far.
-
-    tokens_per_s: prompt and output, of the last seconds.
-    """
+class ClassProgress:
+    """One class so far. tokens_per_s: prompt and output, over the last _RECENT_S."""
 
     running: int
     completed: int
@@ -113,15 +110,15 @@ class Standing:
     tokens_per_s: float
 
 
-def standing(records: Sequence[Record], slo: Slo | None, elapsed_s: float) -> Standing:
-    """Of the records of one class; time grows with their number, not with that of tokens."""
+def class_progress(records: Sequence[Record], slo: Slo | None, elapsed_s: float) -> ClassProgress:
+    """The progress of one class. Takes time linear in its records, not in their tokens."""
     judged = [judge(record, slo, elapsed_s) for record in records]
     completed = sum(record.outcome is Outcome.COMPLETED for record in records)
     still_open = [record for record in records if record.outcome is Outcome.OPEN]
     rates = (0.0, 0.0)
     if elapsed_s > 0:
         rates = tokens_per_s(records, Window(max(0.0, elapsed_s - _RECENT_S), elapsed_s))
-    return Standing(
+    return ClassProgress(
         running=sum(record.sent_s is not None for record in still_open),
         completed=completed,
         errors=len(records) - completed - len(still_open),
@@ -133,9 +130,9 @@ def standing(records: Sequence[Record], slo: Slo | None, elapsed_s: float) -> St
 
 
 class LiveView:
-    """A context manager; `update` shows what there is so far.
+    """Shows progress; a context manager.
 
-    It draws only in `update`, in the caller's thread: call it about once a second.
+    It draws only in `update`, in the caller's thread: call `update` about once a second.
     """
 
     def __init__(self, console: Console, title: str, slo: Slo) -> None:
@@ -143,7 +140,7 @@ class LiveView:
         self._title = title
         self._slo = slo
         self._live: Live | None = None
-        self._next_line_s = LINE_EVERY_S
+        self._next_line_s = LINE_INTERVAL_S
         if console.is_terminal:
             self._live = Live(console=console, auto_refresh=False, transient=True)
 
@@ -162,7 +159,7 @@ class LiveView:
             self._live.stop()
 
     def update(self, elapsed_s: float, duration_s: float, records: Sequence[Record]) -> None:
-        """elapsed_s: of duration_s, since the start of the run."""
+        """Show the progress after elapsed_s of the run's duration_s."""
         if self._live is None and elapsed_s < self._next_line_s:
             return
         found = {}
@@ -170,18 +167,18 @@ class LiveView:
             part = [r for r in records if r.planned.service_class is service_class]
             held = self._slo if service_class is ServiceClass.RT else None
             if part:
-                found[service_class] = standing(part, held, elapsed_s)
+                found[service_class] = class_progress(part, held, elapsed_s)
         if self._live is not None:
             panel = _panel(self._title, elapsed_s, duration_s, found)
             self._live.update(panel, refresh=True)
             return
-        self._next_line_s = elapsed_s - elapsed_s % LINE_EVERY_S + LINE_EVERY_S
+        self._next_line_s = elapsed_s - elapsed_s % LINE_INTERVAL_S + LINE_INTERVAL_S
         text = _line(self._title, elapsed_s, duration_s, found)
         self._console.print(escape(text), highlight=False, soft_wrap=True)
 
 
 def _panel(
-    title: str, elapsed_s: float, duration_s: float, found: dict[ServiceClass, Standing]
+    title: str, elapsed_s: float, duration_s: float, found: dict[ServiceClass, ClassProgress]
 ) -> Panel:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -207,7 +204,7 @@ def _panel(
 
 
 def _line(
-    title: str, elapsed_s: float, duration_s: float, found: dict[ServiceClass, Standing]
+    title: str, elapsed_s: float, duration_s: float, found: dict[ServiceClass, ClassProgress]
 ) -> str:
     parts = [f"{title}: {elapsed_s:.0f} of {duration_s:.0f} s"]
     for service_class, now in found.items():

@@ -1,4 +1,4 @@
-"""What a comparison says, in words: figures, names and the verdict."""
+"""A comparison in words: figures, names, the verdict and warnings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from bros.bench.client import Outcome
-from bros.bench.metrics import ClassMetrics, likely
+from bros.bench.metrics import ClassMetrics, confidence_interval
 from bros.bench.results import BenchResult, CapacityResult, Scenario, ScenarioResult
 from bros.core.config_sources import all_options
 from bros.core.request import ServiceClass, Slo
@@ -17,7 +17,7 @@ from bros.workload.attainment import Attainment
 NOTHING = "-"
 CLASS_NAMES = {ServiceClass.RT: "real-time", ServiceClass.BE: "best-effort"}
 
-_WORDS = {
+_OUTCOME_WORDS = {
     Outcome.COMPLETED: "completed",
     Outcome.CUT: "cut short",
     Outcome.REFUSED: "refused",
@@ -27,13 +27,13 @@ _WORDS = {
 
 
 def percent(share: Attainment) -> str:
-    """With one decimal; never 100 if one was missed."""
+    """With one decimal, rounded down: never 100 if one was missed."""
     return NOTHING if share.value is None else f"{share.met * 1000 // share.decided / 10:.1f}"
 
 
-def likely_percent(share: Attainment) -> str:
-    """`65-99`: the 95 % interval, rounded away from the share; NOTHING of nothing."""
-    interval = likely(share)
+def interval_percent(share: Attainment) -> str:
+    """`65-99`: the 95 % confidence interval, rounded outwards."""
+    interval = confidence_interval(share)
     if interval is None:
         return NOTHING
     parts = 1 if interval.high - interval.low > 0.04 else 10  # of a percent
@@ -43,7 +43,7 @@ def likely_percent(share: Attainment) -> str:
 
 
 def ms(seconds: float | None) -> str:
-    """Milliseconds with three digits or more."""
+    """Milliseconds with at least three significant digits from 10 on."""
     if seconds is None:
         return NOTHING
     value = 1000 * seconds
@@ -56,7 +56,7 @@ def ratio(value: float | None) -> str:
 
 
 def file_name(text: str) -> str:
-    """`text` with nothing in it that is special to a shell or a file system."""
+    """`text` without characters that are special to a shell or a file system."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
 
 
@@ -87,19 +87,19 @@ def server_name(bench: BenchResult, target: str, policy: str | None) -> str:
 
 
 def name_of(bench: BenchResult, result: ScenarioResult) -> str:
-    """Unlike that of any other run: `S3 bros, 0.5/s`."""
+    """Unique within a comparison: `S3 bros, 0.5/s`."""
     at = "" if result.rt_rate is None else f", {result.rt_rate:g}/s"
     return short_name(bench, result) + at
 
 
 def short_name(bench: BenchResult, result: ScenarioResult) -> str:
-    """Unlike that of any other run at the same rate: `S3 bros`."""
+    """Unique within the runs of one rate: `S3 bros`."""
     return f"{result.scenario} {server_name(bench, result.target, result.policy)}"
 
 
 def counts(part: ClassMetrics) -> str:
     """`38 completed, 2 refused`."""
-    found = [f"{n} {_WORDS[outcome]}" for outcome, n in part.outcomes.items() if n]
+    found = [f"{n} {_OUTCOME_WORDS[outcome]}" for outcome, n in part.outcomes.items() if n]
     return ", ".join(found) or "none"
 
 
@@ -112,7 +112,7 @@ def verdict(bench: BenchResult) -> str:
     if judged:
         worst = min(judged, key=_attainment)
         at = "" if worst.rt_rate is None else f"at {worst.rt_rate:g}/s "
-        return f"Real-time requests alone: {at}{_kept(bench, worst)}."
+        return f"Real-time requests alone: {at}{_attainment_words(bench, worst)}."
     if any(result.be.requests for result in bench.results):
         best = max(bench.results, key=lambda result: result.be.tokens_per_s)
         return f"Best-effort requests alone: {best.be.tokens_per_s:.0f} tokens/s."
@@ -122,16 +122,16 @@ def verdict(bench: BenchResult) -> str:
 def capacity(bench: BenchResult, found: CapacityResult) -> str:
     name = server_name(bench, found.target, found.policy)
     share = f"at least {100 * found.asked:g} % of real-time requests within their objectives"
-    decided = _decided(found)
+    decided = _search_evidence(found)
     if found.rate is None:
         return f"At no rate tried does {name} keep {share}{decided}."
     return f"{name} keeps {share} up to {found.rate:g} requests/s{decided}."
 
 
-def _decided(found: CapacityResult) -> str:
-    """What the border rests on: the best rate and the next one tried, as far as there are any."""
+def _search_evidence(found: CapacityResult) -> str:
+    """The attainment at the best rate and at the lowest failing one, as far as there are any."""
     passed = [tried for tried in found.tried if tried.rate == found.rate]
-    failed = [tried for tried in found.tried if not tried.keeps(found.asked)]
+    failed = [tried for tried in found.tried if not tried.meets(found.asked)]
     border = [*passed, *sorted(failed, key=lambda tried: tried.rate)[:1]]
     texts = [
         f"{tried.both_met.met} of {tried.both_met.decided} decided requests at {tried.rate:g}/s"
@@ -141,14 +141,15 @@ def _decided(found: CapacityResult) -> str:
 
 
 def _mixed_finding(bench: BenchResult, mixed: Sequence[ScenarioResult]) -> str:
-    """At the highest rate: the best, preferably protected, and the best of the others."""
+    """The best run at the highest rate, S3 before S1, and the best of the others."""
     highest = max(result.rt_rate or 0.0 for result in mixed)
     at_highest = [result for result in mixed if (result.rt_rate or 0.0) == highest]
     best = max(at_highest, key=lambda r: (r.scenario is Scenario.S3, _attainment(r)))
-    text = f"At {highest:g} real-time requests/s beside best-effort work, {_kept(bench, best)}"
+    text = f"At {highest:g} real-time requests/s beside best-effort work, "
+    text += _attainment_words(bench, best)
     efficiency = bench.be_efficiency(best, Scenario.S2)
     if efficiency is not None:
-        text += f", with {100 * efficiency:.0f} % of the best-effort throughput of a free server"
+        text += f", with {100 * efficiency:.0f} % of the best-effort throughput of S2"
     others = [result for result in at_highest if result is not best]
     if others:
         second = max(others, key=lambda r: (_attainment(r), r.be.tokens_per_s))
@@ -159,7 +160,7 @@ def _mixed_finding(bench: BenchResult, mixed: Sequence[ScenarioResult]) -> str:
     return text + "."
 
 
-def _kept(bench: BenchResult, result: ScenarioResult) -> str:
+def _attainment_words(bench: BenchResult, result: ScenarioResult) -> str:
     name = server_name(bench, result.target, result.policy)
     share = result.rt.both_met
     return (
@@ -172,18 +173,19 @@ def _attainment(result: ScenarioResult) -> float:
     return result.rt.both_met.value or 0.0
 
 
-# ---- Whether the runs of a report were made alike, so that their figures can be compared.
+# ---- Whether the runs of a report are comparable.
 
 
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 _COMPARED_ELSEWHERE = ("--slo-ttft", "--slo-tpot", "--seed", "--model")
 
 
 class _Trait(NamedTuple):
-    """words: of a run in which it is another.
-    of: None where a run has no such thing.
+    """A property in which comparable runs agree.
 
-    among: runs are only compared with those that have the same.
+    words: for the warning, "... than RUN".
+    of: the property of a run; None if it does not apply.
+    among: groups the runs; only runs of one group are compared.
     """
 
     words: str
@@ -191,12 +193,12 @@ class _Trait(NamedTuple):
     among: Callable[[ScenarioResult], Hashable]
 
 
-def _all(run: ScenarioResult) -> Hashable:
+def _all_runs(run: ScenarioResult) -> Hashable:
     return None
 
 
 def _server_options(run: ScenarioResult) -> Hashable:
-    """Those that the command passed on to servers."""
+    """The options that the command passed to servers."""
     settings = run.command.settings
     known = {option.flag for option in all_options()}
     return frozenset(
@@ -218,35 +220,37 @@ def _versions(run: ScenarioResult) -> Hashable:
 
 
 _TRAITS = (
-    _Trait("held to other objectives", lambda r: r.command.slo if r.rt_digest else None, _all),
-    _Trait("sent other real-time requests", lambda r: r.rt_digest or None, lambda r: r.rt_rate),
+    _Trait("different objectives", lambda r: r.command.slo if r.rt_digest else None, _all_runs),
+    _Trait("different real-time requests", lambda r: r.rt_digest or None, lambda r: r.rt_rate),
     _Trait(
-        "sent other best-effort requests",
+        "different best-effort requests",
         lambda r: (r.be_digest, r.be_load) if r.be_digest else None,
-        _all,
+        _all_runs,
     ),
     _Trait(
-        "measured over another time",
+        "a different measured time",
         lambda r: (r.metrics.window.start_s, r.metrics.window.end_s),
-        _all,
+        _all_runs,
     ),
-    _Trait("asked at another endpoint", lambda r: r.command.settings.get("--endpoint"), _all),
-    _Trait("made with another model", lambda r: r.command.settings.get("--model", ""), _all),
-    _Trait("made on another machine", _machine, _all),
-    _Trait("made with other versions of bros or its packages", _versions, lambda r: r.target),
-    _Trait("another version of the server", lambda r: r.server_version, lambda r: r.target),
-    _Trait("other options for the server", _server_options, lambda r: r.target),
+    _Trait("a different endpoint", lambda r: r.command.settings.get("--endpoint"), _all_runs),
+    _Trait("a different model", lambda r: r.command.settings.get("--model", ""), _all_runs),
+    _Trait("a different machine", _machine, _all_runs),
+    _Trait("different versions of bros or its packages", _versions, lambda r: r.target),
+    _Trait("a different server version", lambda r: r.server_version, lambda r: r.target),
+    _Trait("different server options", _server_options, lambda r: r.target),
 )
 
 
 def differences(bench: BenchResult) -> list[str]:
-    """A sentence for everything in which runs differ that their names do not say."""
+    """A sentence for each difference between runs that their names do not show."""
     runs = ordered(bench)
-    return [text for trait in _TRAITS for text in _differing(bench, trait, runs)]
+    return [text for trait in _TRAITS for text in _differences_in(bench, trait, runs)]
 
 
-def _differing(bench: BenchResult, trait: _Trait, runs: Sequence[ScenarioResult]) -> Iterator[str]:
-    """Against the first run of each group."""
+def _differences_in(
+    bench: BenchResult, trait: _Trait, runs: Sequence[ScenarioResult]
+) -> Iterator[str]:
+    """Compares all runs with the first one of their group."""
     first: dict[Hashable, ScenarioResult] = {}
     others: dict[Hashable, list[ScenarioResult]] = {}
     for run in runs:
@@ -257,39 +261,39 @@ def _differing(bench: BenchResult, trait: _Trait, runs: Sequence[ScenarioResult]
             others.setdefault(group, []).append(run)
     for group, found in others.items():
         names = [name_of(bench, run) for run in found]
-        more = f"; and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        more = f"; and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         yield (
-            f"{'; '.join(names[:_MOST_NAMES])}{more}: {trait.words} than "
+            f"{'; '.join(names[:_MAX_NAMES])}{more}: {trait.words} than "
             f"{name_of(bench, first[group])}"
         )
 
 
-# ---- What makes the figures of a comparison doubtful, in words.
+# ---- Warnings about questionable figures.
 
 
 MAX_CLIENT_SHARE = 0.05
-"""A client that takes more of the cores than this may slow down a server beside it."""
+"""A client with a larger share of the cores may slow down a server on the same machine."""
 MAX_OVERDUE = 0.05
-"""With a larger share of its requests open and overdue, a server is stalled or overloaded."""
+"""With a larger share of open and overdue requests, a server is stalled or overloaded."""
 
 
 def warnings(bench: BenchResult) -> list[str]:
-    """What makes the figures doubtful, a sentence each; most of them begin with a run's name."""
+    """One sentence per reason to distrust the figures; most begin with the name of a run."""
     found = []
     for result in ordered(bench):
         name = name_of(bench, result)
-        found += [f"{name}: {text}" for text in _about_client(result)]
+        found += [f"{name}: {text}" for text in _client_warnings(result)]
         for service_class, part in result.metrics.by_class.items():
             kind = CLASS_NAMES[service_class]
-            found += [f"{name}: {text}" for text in _about_class(part, kind)]
+            found += [f"{name}: {text}" for text in _class_warnings(part, kind)]
     return found + differences(bench)
 
 
-def _about_client(result: ScenarioResult) -> Iterator[str]:
+def _client_warnings(result: ScenarioResult) -> Iterator[str]:
     client = result.client
     if client.fell_behind:
         yield (
-            "the client fell behind its schedule, so that the load was not what was asked for "
+            "the client fell behind its schedule, so the load differs from the requested one "
             f"(sent late by {ms(client.lateness_p50_s)} ms at the median, "
             f"{ms(client.lateness_p99_s)} ms at p99, {ms(client.lateness_max_s)} ms at most)"
         )
@@ -297,13 +301,13 @@ def _about_client(result: ScenarioResult) -> Iterator[str]:
         yield f"the client took {100 * client.cpu_share:.0f} % of the processor cores"
 
 
-def _about_class(part: ClassMetrics, kind: str) -> Iterator[str]:
+def _class_warnings(part: ClassMetrics, kind: str) -> Iterator[str]:
     if part.errors:
         why = "; ".join(f"{count} x {reason}" for reason, count in part.reasons.items())
         yield f"{part.errors} of {part.requests} {kind} requests were not completed: {why}"
     if part.requests and not part.completed:
         still_open = part.outcomes[Outcome.OPEN]
-        yield f"not one of {part.requests} {kind} requests was completed; {still_open} are open"
+        yield f"none of {part.requests} {kind} requests was completed; {still_open} are open"
     if part.overdue > MAX_OVERDUE * part.requests:
         yield (
             f"{part.overdue} of {part.requests} {kind} requests were still open and overdue at "

@@ -1,12 +1,11 @@
-"""What is asked (contents) and when (arrivals), for every workload that `bros bench` knows.
+"""The workloads of `bros bench`.
 
-    contents                                    loops
-    drawn.py          BROS Table 2          --> loops.py     OpenLoop = content x arrivals
-    shared_prefix.py  Preble Table 1                         ClosedLoop = content x in flight
-    conversations.py  growing prompts
-    traces.py         Azure, Mooncake, BurstGPT    fitting.py    to the model's context
-    sharegpt.py       real text                    catalogue.py  by name
+    contents.py    contents: what is requested      lengths of BROS Table 2, shared prefixes of
+                                                    Preble Table 1, chats of several turns
+                   arrivals: when                   random, or recorded in a trace
+                   loops: OpenLoop = content x arrivals, ClosedLoop = content x in flight
+    catalogue.py   contents by name                 also from ShareGPT files and traces
 
-Everything depends on seeds alone. A content gives the same conversations whatever the arrivals
-are: at another rate the same ones come with their gaps stretched.
+Everything depends on seeds alone. The conversations of a content do not depend on the arrivals:
+another rate only stretches the gaps between them.
 """

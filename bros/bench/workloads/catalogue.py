@@ -1,4 +1,4 @@
-"""Contents by the names that users write.
+"""Contents by their names on the command line.
 
 lmsys, sharegpt, synthetic                             BROS Table 2
 toolbench, embodied, programming, video, loogle        Preble Table 1
@@ -25,36 +25,36 @@ from bros.bench.workloads.contents import (
     FILES,
     NAMES,
     SHARED_PREFIX,
-    Chats,
+    ChatContent,
     Content,
     Conversation,
     Draft,
-    Recorded,
     RecordedArrivals,
-    chats,
-    documents,
-    preble,
+    RecordedContent,
+    be_content,
+    preble_content,
+    rt_content,
 )
 from bros.core.errors import ConfigError
 from bros.workload.arrivals import RT_SIZES, Size, generator, read_azure_trace
 from bros.workload.lengths import Uniform
 
-# ---- ShareGPT files: prompts that people wrote, with the lengths of the answers they got.
+# ---- ShareGPT files: real prompts, with the lengths of the real responses.
 #
 #     [{"id": ..., "conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}]
 #
-# Of each conversation the first thing a human said is the prompt, and the answer to it says how
-# many tokens to generate. Conversations that are too short or too long are left out, with the
-# limits that vLLM's benchmark has; how many is told.
+# The first user message of a conversation is the prompt, and the response to it determines the
+# output length. Conversations that are too short or too long are left out and counted, with the
+# limits of vLLM's benchmark.
 
 
-_HUMANS = frozenset({"human", "user"})
-_NO_ANSWERS = frozenset({"human", "user", "system"})
+_USER_ROLES = frozenset({"human", "user"})
+_NOT_ASSISTANT_ROLES = frozenset({"human", "user", "system"})
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Encoder(Protocol):
-    """What of bros.text.tokenizer.Tokenizer is needed to count tokens."""
+    """The method of bros.text.tokenizer.Tokenizer that counts tokens."""
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, limit: int | None = None
@@ -63,7 +63,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """Tokens that prompts and answers may have; both ends are allowed."""
+    """Inclusive limits on the tokens of prompts and responses."""
 
     shortest_prompt: int = 4
     shortest_answer: int = 4
@@ -72,13 +72,13 @@ class TokenLimits:
 
 
 class ShareGpt(NamedTuple):
-    """The conversations that can be used, and how many of those looked at cannot.
+    """The usable conversations, and how many were left out.
 
-    without_question: no human was answered.
+    without_question: without a response to a user message.
     too_short, too_long: beyond the limits.
     """
 
-    content: Recorded
+    content: RecordedContent
     without_question: int
     too_short: int
     too_long: int
@@ -92,14 +92,13 @@ def read_sharegpt(
     take: int | None = None,
     limits: TokenLimits | None = None,
 ) -> ShareGpt:
-    """Conversations in an order that depends on the seed.
+    """Conversations, shuffled by the seed.
 
-    take: stop looking when so many can be used; None looks at all, which takes about a second
-    per thousand. Raises ConfigError naming file and line if the file is not what it should be,
-    and if no conversation can be used.
+    take: stop after this many usable conversations; None: read all, about a second per thousand.
+    Raises ConfigError, naming file and line, for an invalid file, and if none is usable.
     """
     limits = limits or TokenLimits()
-    asked = _read(path)
+    asked = _read_exchanges(path)
     generator(seed, "sharegpt order").shuffle(asked)
     texts: dict[str, str] = {}
     drafts: list[Draft] = []
@@ -116,18 +115,18 @@ def read_sharegpt(
         elif prompt > limits.longest_prompt or prompt + answer > limits.longest_together:
             counts["too_long"] += 1
         else:
-            # Known by its hash, so that a plan's digest is one of the texts as well.
+            # The key is a hash of the text, so that a plan's digest covers the texts.
             key = f"text/{hashlib.sha256(pair[0].encode()).hexdigest()}"
             texts[key] = pair[0]
             drafts.append(Draft((Piece(key, prompt),), answer))
     if not drafts:
-        raise ConfigError(f"{path} has no conversation that can be used: {counts}")
-    content = Recorded(path.stem, tuple((draft,) for draft in drafts), texts)
+        raise ConfigError(f"{path} has no usable conversation: {counts}")
+    content = RecordedContent(path.stem, tuple((draft,) for draft in drafts), texts)
     return ShareGpt(content, **counts)
 
 
-def _read(path: Path) -> list[tuple[str, str] | None]:
-    """The prompt and the answer of each conversation; None where there are none."""
+def _read_exchanges(path: Path) -> list[tuple[str, str] | None]:
+    """(prompt, response) of each conversation; None for a conversation without."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -136,7 +135,7 @@ def _read(path: Path) -> list[tuple[str, str] | None]:
     try:
         for at, entry in _entries(text):
             try:
-                found.append(_question(entry))
+                found.append(_first_exchange(entry))
             except (KeyError, TypeError, AttributeError):
                 line = text.count("\n", 0, at) + 1
                 raise ConfigError(
@@ -149,103 +148,99 @@ def _read(path: Path) -> list[tuple[str, str] | None]:
 
 
 def _entries(text: str) -> Iterator[tuple[int, Any]]:
-    """The elements of a JSON list one by one, each with where it begins in the text.
+    """The elements of a JSON list one by one, each with its offset in the text.
 
     Raises JSONDecodeError.
     """
     decoder = json.JSONDecoder()
-    at = _skip(text, 0)
+    at = _skip_space(text, 0)
     if text[at : at + 1] != "[":
         raise json.JSONDecodeError("it does not begin with [", text, at)
-    at = _skip(text, at + 1)
+    at = _skip_space(text, at + 1)
     if text[at : at + 1] == "]":
         return
     while True:
         entry, end = decoder.raw_decode(text, at)
         yield at, entry
-        at = _skip(text, end)
+        at = _skip_space(text, end)
         if text[at : at + 1] == "]":
             return
         if text[at : at + 1] != ",":
             raise json.JSONDecodeError("neither , nor ] follows an element", text, at)
-        at = _skip(text, at + 1)
+        at = _skip_space(text, at + 1)
 
 
-def _skip(text: str, at: int) -> int:
+def _skip_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     return match.end() if match else at
 
 
-def _question(entry: Any) -> tuple[str, str] | None:
-    """Raises KeyError, TypeError or AttributeError if this is no conversation."""
+def _first_exchange(entry: Any) -> tuple[str, str] | None:
+    """Raises KeyError, TypeError or AttributeError for an invalid conversation."""
     turns: Sequence[Any] = entry["conversations"]
     if not isinstance(turns, list):
         raise TypeError
     said = [(turn["from"].lower(), turn["value"].strip()) for turn in turns]
     for (who, prompt), (other, answer) in zip(said, said[1:], strict=False):
-        if who in _HUMANS:
-            # Only the first: later questions mean little without what was said before.
-            return None if other in _NO_ANSWERS else (prompt, answer)
+        if who in _USER_ROLES:
+            # Only the first: later messages depend on the earlier ones.
+            return None if other in _NOT_ASSISTANT_ROLES else (prompt, answer)
     return None
 
 
-# ---- Trace files: when requests came and how long they were, for three formats.
+# ---- Trace files: arrival times and lengths in three formats.
 #
 #     Azure 2023   TIMESTAMP,ContextTokens,GeneratedTokens
 #     Mooncake     {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}
 #     BurstGPT     Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 #
-# Times count from the first request. All readers raise ConfigError that names the file and the
-# line that is wrong.
+# Times are relative to the first request. All readers raise ConfigError, naming file and line.
 
 
 BLOCK_TOKENS = 512
-"""Tokens of a prompt that one hash id of a Mooncake trace stands for."""
+"""Prompt tokens per hash id of a Mooncake trace."""
 
 _BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSizes:
-    """Conversations of one request each with the lengths of a file; prompts share nothing.
+    """Conversations of one request each with the lengths of a file and no shared prefixes.
 
-    They are made as they are asked for: traces may have millions of rows.
+    They are created lazily, because traces may have millions of rows.
     """
 
     label: str
     sizes: tuple[Size, ...] = field(repr=False)
 
     def conversations(self, seed: int) -> Iterator[Conversation]:
-        """In the order of the file whatever the seed is."""
+        """In the order of the file for every seed."""
         for number, (prompt_tokens, output_tokens) in enumerate(self.sizes):
             yield (Draft((Piece(f"{self.label}/{number}", prompt_tokens),), output_tokens),)
 
 
 class Trace(NamedTuple):
-    """A file's requests and when they came.
+    """The requests of a file and their arrival times. skipped: rows that were left out."""
 
-    skipped: rows that are no requests to play.
-    """
-
-    content: Recorded | RecordedSizes
+    content: RecordedContent | RecordedSizes
     arrivals: RecordedArrivals
     skipped: int = 0
 
 
 def read_azure(path: Path) -> Trace:
-    """An Azure LLM inference trace of 2023. Prompts share nothing."""
+    """An Azure LLM inference trace of 2023. Prompts share no prefixes."""
     try:
         arrivals = read_azure_trace(path)
-    except ConfigError as error:  # names a flag of the simulator
+    except ConfigError as error:  # its message names a flag of the simulator
         raise ConfigError(str(error).removeprefix("--trace: ")) from None
-    return _sized(path, [(time_s, *size) for time_s, size in arrivals], 0)
+    return _trace_of_sizes(path, [(time_s, *size) for time_s, size in arrivals], 0)
 
 
 def read_burstgpt(path: Path, model: str | None = None) -> Trace:
-    """A BurstGPT trace; other columns may stand between those it has always had.
+    """A BurstGPT trace; it may have additional columns.
 
-    model: only rows of this model (`ChatGPT`, `GPT-4`). Rows without response tokens (the
-    request failed) or without request tokens are skipped and counted. Prompts share nothing.
+    model: read only rows of this model (`ChatGPT`, `GPT-4`). Rows without response tokens (the
+    request failed) or without request tokens are skipped and counted. Prompts share no prefixes.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -253,13 +248,13 @@ def read_burstgpt(path: Path, model: str | None = None) -> Trace:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     played = sorted(row for row in rows if row[1] and row[2])
-    return _sized(path, played, len(rows) - len(played))
+    return _trace_of_sizes(path, played, len(rows) - len(played))
 
 
 def read_mooncake(path: Path) -> Trace:
-    """A Mooncake trace: every block of a prompt is a piece known by its hash id.
+    """A Mooncake trace. Every block of a prompt is a piece with its hash id as the key.
 
-    Equal ids are equal text, so requests share exactly the prefixes that the file says.
+    Equal ids become equal text, so requests share the prefixes that they share in the trace.
     """
     found: list[tuple[float, Draft]] = []
     try:
@@ -271,7 +266,7 @@ def read_mooncake(path: Path) -> Trace:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     found.sort(key=lambda row: row[0])
     arrivals = _arrivals(path, [time_s for time_s, _ in found])
-    return Trace(Recorded(path.stem, tuple((draft,) for _, draft in found)), arrivals)
+    return Trace(RecordedContent(path.stem, tuple((draft,) for _, draft in found)), arrivals)
 
 
 def _burstgpt_rows(
@@ -280,7 +275,7 @@ def _burstgpt_rows(
     header = [name.strip() for name in next(lines, [])]
     missing = [name for name in _BURSTGPT_COLUMNS if name not in header]
     if missing:
-        _wrong(path, 1, f"there is no column {missing[0]!r} in the first line")
+        _bad_line(path, 1, f"there is no column {missing[0]!r} in the first line")
     time_at, model_at, prompt_at, output_at = (header.index(name) for name in _BURSTGPT_COLUMNS)
     for number, line in enumerate(lines, start=2):
         if not line:
@@ -289,9 +284,9 @@ def _burstgpt_rows(
             time_s, name = float(line[time_at]), line[model_at]
             prompt_tokens, output_tokens = int(line[prompt_at]), int(line[output_at])
         except (ValueError, IndexError):
-            _wrong(path, number, f"{','.join(line)!r} has no time or no token counts")
+            _bad_line(path, number, f"{','.join(line)!r} has no time or no token counts")
         if not math.isfinite(time_s) or prompt_tokens < 0 or output_tokens < 0:
-            _wrong(path, number, "the time must be a number, token counts must not be negative")
+            _bad_line(path, number, "the time must be a number, token counts must not be negative")
         if model is None or name == model:
             yield time_s, prompt_tokens, output_tokens
 
@@ -300,21 +295,21 @@ def _mooncake_row(path: Path, number: int, line: str) -> tuple[float, Draft]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        _wrong(path, number, f"not JSON: {error}")
+        _bad_line(path, number, f"not JSON: {error}")
     if not isinstance(row, dict):
-        _wrong(path, number, "not a JSON object")
+        _bad_line(path, number, "not a JSON object")
     time_ms: Any = row.get("timestamp")
     if type(time_ms) not in (int, float) or not math.isfinite(time_ms):
-        _wrong(path, number, "timestamp must be a number of milliseconds")
+        _bad_line(path, number, "timestamp must be a number of milliseconds")
     counts: list[Any] = [row.get("input_length"), row.get("output_length")]
     if any(type(count) is not int or count < 1 for count in counts):
-        _wrong(path, number, "input_length and output_length must be token counts of at least 1")
+        _bad_line(path, number, "input_length and output_length must be token counts of at least 1")
     ids: Any = row.get("hash_ids")
     if not isinstance(ids, list) or any(type(hash_id) is not int for hash_id in ids):
-        _wrong(path, number, "hash_ids must be a list of whole numbers")
+        _bad_line(path, number, "hash_ids must be a list of whole numbers")
     prompt_tokens, output_tokens = counts
     if len(ids) != -(-prompt_tokens // BLOCK_TOKENS):
-        _wrong(
+        _bad_line(
             path,
             number,
             f"{len(ids)} hash_ids for {prompt_tokens} tokens: each stands for {BLOCK_TOKENS}, "
@@ -327,8 +322,8 @@ def _mooncake_row(path: Path, number: int, line: str) -> tuple[float, Draft]:
     return time_ms / 1000, Draft(prompt, output_tokens)
 
 
-def _sized(path: Path, rows: list[tuple[float, int, int]], skipped: int) -> Trace:
-    """rows: time, prompt tokens and output tokens, sorted."""
+def _trace_of_sizes(path: Path, rows: list[tuple[float, int, int]], skipped: int) -> Trace:
+    """rows: (time in s, prompt tokens, output tokens), sorted."""
     arrivals = _arrivals(path, [time_s for time_s, _, _ in rows])
     sizes = tuple(Size(prompt_tokens, output_tokens) for _, prompt_tokens, output_tokens in rows)
     return Trace(RecordedSizes(path.stem, sizes), arrivals, skipped)
@@ -340,13 +335,13 @@ def _arrivals(path: Path, times_s: list[float]) -> RecordedArrivals:
     return RecordedArrivals(tuple(time_s - times_s[0] for time_s in times_s))
 
 
-def _wrong(path: Path, line: int, why: str) -> NoReturn:
+def _bad_line(path: Path, line: int, why: str) -> NoReturn:
     raise ConfigError(f"{path}:{line}: {why}")
 
 
-class Found(NamedTuple):
-    """arrivals: as recorded, for traces.
-    notes: for people, what was left out of a file.
+class FoundContent(NamedTuple):
+    """arrivals: the recorded ones of a trace, else None.
+    notes: human-readable remarks on what was left out of a file.
     """
 
     content: Content
@@ -354,38 +349,42 @@ class Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def find(
+def find_content(
     name: str, *, seed: int, requests: int, tokenizer: Encoder | None = None, zipf: float = 0.0
-) -> Found:
+) -> FoundContent:
     """The content called `name`, one of NAMES with a path for FILE.
 
-    requests: about so many will be sent; decides how many groups share prefixes, and how much
-    of a file of real text is read. zipf: how unequally popular groups are. tokenizer: needed
-    for real text. Raises ConfigError for other names and files that cannot be used.
+    requests: expected number; determines the number of groups that share prefixes, and how much
+        of a file of real text is read.
+    tokenizer: required for real text.
+    zipf: skew of the popularity of groups.
+    Raises ConfigError for other names and unusable files.
     """
     kind, colon, path = name.partition(":")
     if colon and kind in FILES:
         return _from_file(kind, Path(path), seed, requests, tokenizer)
     if name in CHATS:
-        return Found(chats(name))
+        return FoundContent(rt_content(name))
     if name == "synthetic":
-        return Found(documents())
+        return FoundContent(be_content())
     if name in SHARED_PREFIX:
-        return Found(preble(name, requests, zipf))
+        return FoundContent(preble_content(name, requests, zipf))
     if name == "multiturn":
-        return Found(multiturn())
+        return FoundContent(multiturn())
     raise ConfigError(f"there is no workload {name!r}; there are {', '.join(NAMES)}")
 
 
-def multiturn() -> Chats:
-    """2 to 6 turns with the lengths of LMSYS chats, 10 s apart, after a common text."""
+def multiturn() -> ChatContent:
+    """2 to 6 turns with the lengths of LMSYS chats, 10 s apart, with a shared system prompt."""
     sizes = RT_SIZES["lmsys"]
-    return Chats(
+    return ChatContent(
         "multiturn", Uniform(2, 6), sizes.prompt, sizes.output, system_tokens=100, think_s=10.0
     )
 
 
-def _from_file(kind: str, path: Path, seed: int, requests: int, tokenizer: Encoder | None) -> Found:
+def _from_file(
+    kind: str, path: Path, seed: int, requests: int, tokenizer: Encoder | None
+) -> FoundContent:
     if kind == "sharegpt":
         if tokenizer is None:
             raise ConfigError(f"sharegpt:{path} needs the model's tokenizer")
@@ -393,8 +392,8 @@ def _from_file(kind: str, path: Path, seed: int, requests: int, tokenizer: Encod
         left_out = f"{path.name}: left out {read.too_short} too short, {read.too_long} too long"
         if read.without_question:
             left_out += f", {read.without_question} without an answered question"
-        return Found(read.content, notes=(left_out,))
+        return FoundContent(read.content, notes=(left_out,))
     readers = {"azure": read_azure, "mooncake": read_mooncake, "burstgpt": read_burstgpt}
     trace = readers[kind](path)
     notes = (f"{path.name}: left out {trace.skipped} failed requests",) if trace.skipped else ()
-    return Found(trace.content, trace.arrivals, notes)
+    return FoundContent(trace.content, trace.arrivals, notes)

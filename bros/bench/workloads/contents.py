@@ -1,4 +1,4 @@
-"""What is asked, without saying when: the seam between contents and loops."""
+"""Contents (what is requested), arrivals (when), and the loops that combine them into a load."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from bros.workload.lengths import ClippedLogNormal, Lengths
 
 
 class Draft(NamedTuple):
-    """A request before it has a name, a class and objectives.
+    """A request without a name, a class and objectives.
 
-    think_s: seconds between the end of the answer before it and this request.
+    think_s: seconds between the end of the previous response and this request.
     """
 
     prompt: tuple[Piece, ...]
@@ -28,34 +28,34 @@ class Draft(NamedTuple):
 
 
 Conversation = tuple[Draft, ...]
-"""Requests that follow each other, at least one."""
+"""Consecutive requests of one user, at least one."""
 
 
 class Content(Protocol):
-    """Where conversations come from."""
+    """A source of conversations."""
 
     @property
     def label(self) -> str:
-        """For people, e.g. `lmsys`."""
+        """Human-readable, e.g. `lmsys`."""
         ...
 
     def conversations(self, seed: int) -> Iterator[Conversation]:
-        """At least one; the k-th is always the same for a seed. May be endless."""
+        """At least one, possibly endless. The k-th one depends on the seed alone."""
         ...
 
 
 @runtime_checkable
 class WithTexts(Protocol):
-    """A content or a loop some pieces of which are texts that people wrote."""
+    """A content or a loop with pieces of real text."""
 
     @property
     def texts(self) -> Mapping[str, str]:
-        """Key of a piece -> its text. Pieces with other keys are made up (prompts.py)."""
+        """Key of a piece -> its text. Pieces with other keys are synthetic (prompts.py)."""
         ...
 
 
 def texts_of(*sources: object) -> dict[str, str]:
-    """The texts of all those that have any; what Prompts wants to know."""
+    """The texts of all sources that have any, for prompts.Prompts."""
     found: dict[str, str] = {}
     for source in sources:
         if isinstance(source, WithTexts):
@@ -64,8 +64,8 @@ def texts_of(*sources: object) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """Conversations read from a file, in its order whatever the seed is."""
+class RecordedContent:
+    """Conversations read from a file, in its order for every seed."""
 
     label: str
     recorded: tuple[Conversation, ...] = field(repr=False)
@@ -76,19 +76,19 @@ class Recorded:
 
 
 def endless(content: Content, seed: int, owner: str) -> Iterator[Conversation]:
-    """The conversations of a content; when they end, again from the first one.
+    """The conversations of a content, repeated in rounds.
 
-    Made-up text is another one for every owner and each time, so that a server cannot know it
-    from elsewhere; what the conversations of one round share, they share in every round.
+    Synthetic text differs between owners and rounds, so that a server's prefix cache has no hits
+    across them. Prefixes that conversations share in one round are shared in every round.
     """
     texts = texts_of(content)
     for round_number in itertools.count():
         prefix = f"{owner}{round_number}/" if round_number else f"{owner}/"
         for conversation in content.conversations(seed):
-            yield tuple(_owned(draft, prefix, texts) for draft in conversation)
+            yield tuple(_with_key_prefix(draft, prefix, texts) for draft in conversation)
 
 
-def _owned(draft: Draft, prefix: str, texts: Mapping[str, str]) -> Draft:
+def _with_key_prefix(draft: Draft, prefix: str, texts: Mapping[str, str]) -> Draft:
     prompt = tuple(
         piece if piece.key in texts else piece._replace(key=prefix + piece.key)
         for piece in draft.prompt
@@ -97,7 +97,7 @@ def _owned(draft: Draft, prefix: str, texts: Mapping[str, str]) -> Draft:
 
 
 def cut(prompt: tuple[Piece, ...], tokens: int) -> tuple[Piece, ...]:
-    """The first `tokens` tokens of a prompt: what it shares with others at its start stays."""
+    """The first `tokens` tokens of a prompt, so that shared prefixes are kept."""
     kept: list[Piece] = []
     left = tokens
     for piece in prompt:
@@ -108,29 +108,28 @@ def cut(prompt: tuple[Piece, ...], tokens: int) -> tuple[Piece, ...]:
     return tuple(kept)
 
 
-# ---- Chats of several turns: every prompt is the one before, an answer and what the user says
-# next.
+# ---- Chats of several turns. A prompt is the previous one, its response and the next user message.
 #
 #     turn 0   | system | user 0 |
 #     turn 1   | system | user 0 | answer 0 | user 1 |
 #     turn 2   | system | user 0 | answer 0 | user 1 | answer 1 | user 2 |
 #
-# The answers in the prompts are stand-ins as long as the real ones, because a plan is made before
-# anything is answered: a server finds in its cache what it has read before, not what it wrote.
+# The responses within prompts are synthetic text of the planned length, because the plan is made
+# before the run: a server's prefix cache hits on earlier prompts, not on its own output.
 
 
 _DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Chats:
-    """Conversations of `turns` turns.
+class ChatContent:
+    """Conversations of several turns.
 
+    turns: number of turns.
+    user, answer: tokens of a user message and of a response.
+    system_tokens: of a system prompt that all conversations share.
+    think_s: mean of the exponentially distributed time between a response and the next turn.
     Raises ConfigError if system_tokens or think_s is negative.
-
-    user, answer: tokens of what the user says in a turn and of the answer.
-    system_tokens: of a text at the start that all conversations share.
-    think_s: mean of the exponentially distributed time between an answer and the next turn.
     """
 
     label: str
@@ -164,14 +163,14 @@ class Chats:
         return round(rng.expovariate(1.0) * self.think_s, _DIGITS)
 
 
-# ---- Conversations of one request each, whose lengths are drawn and whose prompts share nothing.
+# ---- Conversations of one request each with random lengths and no shared prefixes.
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledContent:
     """Prompt and output lengths from a distribution.
 
-    purpose: names the random numbers; "rt" and "be" draw what the simulator draws for a seed.
+    purpose: name of the random stream; with "rt" and "be" the lengths equal the simulator's.
     """
 
     label: str
@@ -187,30 +186,31 @@ class Drawn:
             yield (Draft((Piece(key, prompt_tokens),), output_tokens),)
 
 
-def chats(name: str) -> Drawn:
+def rt_content(name: str) -> SampledContent:
     """A row of BROS Table 2: `lmsys` or `sharegpt`. Raises KeyError for others."""
-    return Drawn(name, RT_SIZES[name])
+    return SampledContent(name, RT_SIZES[name])
 
 
-def documents() -> Drawn:
+def be_content() -> SampledContent:
     """The best-effort requests of BROS: prompts U[512, 1024], outputs U[32, 128]."""
-    return Drawn("synthetic", BE_SIZES, "be")
+    return SampledContent("synthetic", BE_SIZES, "be")
 
 
-# ---- Prompts that begin alike: the workloads of Preble (Table 1), made up from its statistics.
+# ---- Prompts with shared prefixes: synthetic workloads with the statistics of Preble's Table 1.
 #
 #     | common to all |  of the group (key portion)  |  of this request  |
 #     |<-------------- shared prefix -------------->|
 #
-# Preble gives the mean and deviation of prompt and output lengths, the share of the prompt that
-# other requests share, the share of the key portion (the node of the prefix tree that is longer
-# than all before it), and how many requests share one. The key portion's share is read as one of
-# the shared prefix: of the prompt it would exceed the shared part in two of the five rows. What
-# stands before it is common to all requests, like the instructions of an application.
+# Preble gives the mean and deviation of prompt and output lengths, the fraction of the prompt that
+# is shared with other requests, the fraction of the key portion (the node of the prefix tree that
+# is longer than all nodes before it), and the number of requests that share one. We read the key
+# portion's fraction as relative to the shared prefix: relative to the prompt it would exceed the
+# shared part in two of the five rows. The rest of the shared prefix is common to all requests, like
+# the instructions of an application.
 
 
 _TAIL = 8.0
-"""Lengths are clipped so many deviations above their mean."""
+"""Lengths are clipped this many standard deviations above their mean."""
 
 
 class Moments(NamedTuple):
@@ -220,13 +220,15 @@ class Moments(NamedTuple):
     std: float
 
     def at_least(self, low: int) -> ClippedLogNormal:
-        """Lengths with these moments."""
+        """A distribution with these moments and the minimum `low`."""
         return ClippedLogNormal(self.mean, self.std, low, round(self.mean + _TAIL * self.std))
 
 
 class DatasetSizes(NamedTuple):
-    """shared: of the prompt, with other requests.
-    key: of that, the key portion.
+    """A row of Preble's Table 1.
+
+    shared: fraction of the prompt that is shared with other requests.
+    key: fraction of the shared prefix that is the key portion.
     """
 
     prompt: Moments
@@ -247,12 +249,11 @@ TABLE_1 = {
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixContent:
-    """Requests of `groups` groups; those of one group begin with the same text.
+    """Requests of `groups` groups; the requests of a group share a prefix.
 
-    zipf: group k (from 1) is chosen with a probability that is proportional to k ** -zipf;
-    0 makes all equally popular. The lengths of the shared part belong to the group, so a sample
-    of few groups may be far from the row's mean. Raises ConfigError if there is no group or
-    zipf is negative.
+    zipf: group k (from 1) is chosen with a probability proportional to k ** -zipf; 0: uniformly.
+    A group has one length of the shared prefix, so the mean over few groups may be far from the
+    row's. Raises ConfigError if there is no group or zipf is negative.
     """
 
     label: str
@@ -283,7 +284,7 @@ class SharedPrefixContent:
     def _key_portions(self, seed: int) -> list[Piece]:
         rng = generator(seed, f"{self.label} groups")
         common = self._common_tokens
-        # More than all before it, which is what makes it the key portion.
+        # Longer than everything before it, as Preble defines the key portion.
         lengths = self._prefix.at_least(2 * common + 1)
         return [
             Piece(f"{self.label}/group {k}", lengths.draw(rng) - common) for k in range(self.groups)
@@ -295,19 +296,19 @@ class SharedPrefixContent:
 
     @property
     def _rest(self) -> Moments:
-        """Of the part of the prompt that no other request shares."""
+        """Of the part of the prompt that is not shared."""
         alone = 1 - self.row.shared
         return Moments(alone * self.row.prompt.mean, alone * self.row.prompt.std)
 
     @property
     def _prefix(self) -> Moments:
-        """Of the shared part, so that it and the rest together have the prompt's moments."""
+        """Of the shared prefix, such that prefix and rest add up to the prompt's moments."""
         variance = self.row.prompt.std**2 - self._rest.std**2
         return Moments(self.row.shared * self.row.prompt.mean, math.sqrt(variance))
 
 
-def preble(name: str, requests: float, zipf: float = 0.0) -> SharedPrefixContent:
-    """A row of TABLE_1 with as many groups as `requests` requests have at its requests per key.
+def preble_content(name: str, requests: float, zipf: float = 0.0) -> SharedPrefixContent:
+    """A row of TABLE_1. The number of groups follows from `requests` and its requests_per_key.
 
     Raises KeyError for other names.
     """
@@ -315,33 +316,28 @@ def preble(name: str, requests: float, zipf: float = 0.0) -> SharedPrefixContent
     return SharedPrefixContent(name, row, max(1, round(requests / row.requests_per_key)), zipf)
 
 
-# ---- Names of workloads. Imports nothing, so that --help is quick.
+# ---- Names of workloads.
 
 
 CHATS = ("lmsys", "sharegpt")
 SHARED_PREFIX = ("toolbench", "embodied", "programming", "video", "loogle")
 TRACES = ("azure", "mooncake", "burstgpt")
-"""Files with times and lengths."""
+"""File formats with arrival times and lengths."""
 
 FILES = (*TRACES, "sharegpt")
 NAMES = (*CHATS, "synthetic", *SHARED_PREFIX, "multiturn", *(f"{kind}:FILE" for kind in FILES))
 
 
-# ---- Contents as workloads: sessions that come by themselves, and work of which much is waiting.
-
-
-# ---- When sessions begin.
-
-
-"""Times are whole microseconds: the last bit of a logarithm is not the same on all machines."""
+# ---- Arrivals: when sessions begin. Times are rounded to microseconds, because the last bits of a
+# logarithm differ between machines.
 
 
 class Arrivals(Protocol):
-    """A process that sends sessions off."""
+    """An arrival process."""
 
     @property
     def label(self) -> str:
-        """For people, e.g. `4 req/s`."""
+        """Human-readable, e.g. `4 req/s`."""
         ...
 
     def times(self, duration_s: float, seed: int) -> list[float]:
@@ -351,12 +347,11 @@ class Arrivals(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RandomArrivals:
-    """`rate` sessions per second on average; 0 is none.
+    """`rate` sessions per second on average; 0: none.
 
-    Gaps are independent and follow a gamma distribution of shape `burstiness` and mean 1 / rate:
-    at 1 a Poisson process, below it bursts with long pauses, above it ever more regular. The
-    gaps of a seed at another rate are the same ones, stretched. Raises ConfigError if rate is
-    negative or burstiness is not positive.
+    Gaps are independent and follow a gamma distribution of shape `burstiness` and mean 1 / rate: 1
+    is a Poisson process, less is bursty, more is increasingly regular. Another rate stretches the
+    gaps of a seed. Raises ConfigError if rate is negative or burstiness is not positive.
     """
 
     rate: float
@@ -394,8 +389,7 @@ class RandomArrivals:
 class RecordedArrivals:
     """The times of a trace, played `speed` times as fast.
 
-    times_s: sorted, from 0 on.
-
+    times_s: sorted, beginning with 0.
     Raises ConfigError if speed is not positive.
     """
 
@@ -416,14 +410,15 @@ class RecordedArrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class SendingTerms:
-    """How all requests of a loop are sent.
+class RequestTemplate:
+    """What all requests of a loop have in common.
 
-    forced: answers have exactly the planned tokens, else at most so many.
-    max_prompt_tokens: prompts are cut to so many at their end; None leaves them whole.
-    name: what the names of requests begin with, and the keys of made-up text: the loops of a run
-    need different ones, and what they make up is never the same.
-    Raises ConfigError if prompts would be cut to nothing.
+    name: prefix of the requests' names and of the keys of synthetic text; unique per loop of a
+        run, so that loops share no text.
+    slo: see Planned.
+    forced: responses have exactly the planned length, else at most.
+    max_prompt_tokens: longer prompts are cut at their end; None: no limit.
+    Raises ConfigError if max_prompt_tokens is below 1.
     """
 
     service_class: ServiceClass
@@ -458,20 +453,20 @@ class SendingTerms:
         return Turn(planned, draft.think_s)
 
 
-RT_TERMS = SendingTerms(ServiceClass.RT, "rt")
-BE_TERMS = SendingTerms(ServiceClass.BE, "be")
+RT_TEMPLATE = RequestTemplate(ServiceClass.RT, "rt")
+BE_TEMPLATE = RequestTemplate(ServiceClass.BE, "be")
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
     """A plan.Workload: the k-th conversation of a content begins at the k-th arrival.
 
-    A content that ends before the arrivals do begins again (content.endless).
+    A finite content repeats, see `endless`.
     """
 
     content: Content
     arrivals: Arrivals
-    terms: SendingTerms = RT_TERMS
+    template: RequestTemplate = RT_TEMPLATE
 
     @property
     def label(self) -> str:
@@ -482,24 +477,24 @@ class OpenLoop:
         return texts_of(self.content)
 
     def sessions(self, duration_s: float, seed: int) -> list[Session]:
-        conversations = endless(self.content, seed, self.terms.name)
+        conversations = endless(self.content, seed, self.template.name)
         return [
-            Session(at_s, self.terms.turns(number, next(conversations)))
+            Session(at_s, self.template.turns(number, next(conversations)))
             for number, at_s in enumerate(self.arrivals.times(duration_s, seed))
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """A plan.Backlog: so many requests of a content are in flight; 0 is none.
+    """A plan.Backlog: `in_flight` requests of a content at a time; 0: none.
 
-    The turns of a conversation are requests of their own here, one after the other: the next
-    one does not wait for the answer before it. Raises ConfigError if in_flight is negative.
+    The turns of a conversation are separate requests here: a turn does not wait for the response to
+    the previous one. Raises ConfigError if in_flight is negative.
     """
 
     content: Content
     in_flight: int
-    terms: SendingTerms = BE_TERMS
+    template: RequestTemplate = BE_TEMPLATE
 
     def __post_init__(self) -> None:
         if self.in_flight < 0:
@@ -514,5 +509,5 @@ class ClosedLoop:
         return texts_of(self.content)
 
     def requests(self, seed: int) -> Iterator[Planned]:
-        for number, conversation in enumerate(endless(self.content, seed, self.terms.name)):
-            yield from (turn.request for turn in self.terms.turns(number, conversation))
+        for number, conversation in enumerate(endless(self.content, seed, self.template.name)):
+            yield from (turn.request for turn in self.template.turns(number, conversation))
