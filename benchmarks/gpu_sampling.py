@@ -31,7 +31,7 @@ def sampling(bench: Bench) -> Iterator[Line]:
         yield Line("sampling", "by Triton", skipped=str(error))
         return
     # Late, because it needs Triton.
-    from bros.kernels.triton.sampling import SamplingTensors, choose_tokens
+    from bros.kernels.triton.sampling import SamplingTensors, sample_tokens
 
     for rows in bench.model.sizes.sampled:
         logits = [torch.randn(rows, vocab, device=device) * SPREAD for _ in range(VARIANTS)]
@@ -45,7 +45,7 @@ def sampling(bench: Bench) -> Iterator[Line]:
                 starts,
             )
             [timing] = bench.kernels(
-                [lambda i, given=logits, params=params: choose_tokens(given[i % VARIANTS], params)]
+                [lambda i, given=logits, params=params: sample_tokens(given[i % VARIANTS], params)]
             )
             yield timed_line(
                 "sampling",

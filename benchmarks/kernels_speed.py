@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bros.core.clock import SystemClock
 from bros.core.plan import SharedPrefix
-from bros.executor.inputs import read_together
+from bros.executor.inputs import with_shared_parts
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels
 from bros.kernels.reference import ReferenceKernels
 
@@ -154,7 +154,7 @@ def shared_seconds(
         attend("alone", alone)
         before = clock.now()
         common = SharedPrefix(array("i", range(rows)), 0, prefix // BLOCK_SIZE)
-        together = read_together(alone, [common])
+        together = with_shared_parts(alone, [common])
         durations["grouping"].append(clock.now() - before)
         attend("together", together)
     return {name: statistics.median(values[1:]) for name, values in durations.items()}

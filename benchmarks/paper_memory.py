@@ -44,7 +44,7 @@ from paper_drawing import (
 
 PROFILE = "4x-a100-40g/opt-30b-fp16"
 RATES = (8.0, 10.0)
-ALONE = "real-time alone"
+SINGLE_RANK = "real-time alone"
 BASE, OURS = "plain + recompute", "bidirectional + checkpoint"
 KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -59,7 +59,7 @@ FULL, QUICK = Span(400.0, 100.0), Span(60.0, 20.0)
 _PANELS = (TTFT, BE_TOKENS)
 _COLORS = dict(
     zip(
-        [*KINDS, ALONE],
+        [*KINDS, SINGLE_RANK],
         ("#5f5f5f", "#d55e00", "#cc79a7", "#0072b2", "#56b4e9", "#d9d9d9"),
         strict=True,
     )
@@ -73,9 +73,9 @@ def measure(options: Options) -> dict[str, Any]:
     rates = RATES[-1:] if options.quick else RATES
     settings = [Setting(PROFILE, lengths) for lengths in LENGTHS]
     runs = []
-    for kind, changes in {**KINDS, ALONE: {}}.items():
+    for kind, changes in {**KINDS, SINGLE_RANK: {}}.items():
         config = dataclasses.replace(POLICIES["bros"], **changes)
-        in_flight = 0 if kind == ALONE else BE_IN_FLIGHT
+        in_flight = 0 if kind == SINGLE_RANK else BE_IN_FLIGHT
         cases = [
             Case(setting, "bros", rate, in_flight, config) for setting in settings for rate in rates
         ]

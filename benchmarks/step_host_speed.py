@@ -28,7 +28,7 @@ from bros.core.interfaces import EngineInfo, Grouping
 from bros.core.plan import SampledToken
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass
 from bros.engine.engine import Engine
-from bros.executor.feed import InputFeed
+from bros.executor.inputs import InputUploader
 from bros.executor.runner import ModelRunner
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import HeadLayout
@@ -80,11 +80,9 @@ def make(rows: int, shared: bool, outputs: int) -> Engine:
     cpu = torch.device("cpu")
     kernels = select_kernels("cpu", cpu)
     grouping = Grouping(BLOCK_SIZE, min_blocks=16, min_rows=4)
-    feed = InputFeed(kernels, HeadLayout(9, 3, 64), cpu)
-    if hasattr(feed, "grouped"):  # a version that looks for common prefixes in each step
-        feed = InputFeed(kernels, HeadLayout(9, 3, 64), cpu, grouping)  # type: ignore[call-arg]
+    uploader = InputUploader(kernels, HeadLayout(9, 3, 64), cpu)
     runner = ModelRunner(
-        cast(Any, ConstantDecoder()), cast(Any, NoKv()), feed, cast(Any, ConstantChooser())
+        cast(Any, ConstantDecoder()), cast(Any, NoKv()), uploader, cast(Any, ConstantChooser())
     )
     info = EngineInfo(
         model="none", weights="", kernels="", kv_dtype="", device="", max_model_len=4096,

@@ -41,7 +41,7 @@ from bros.executor.loader import load_executor, random_executor
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.plan_codec import PlanDecoder, PlanEncoder
-from bros.executor.parallel.ranks import Alone, Ranks, TorchRanks
+from bros.executor.parallel.ranks import Ranks, SingleRank, TorchRanks
 from bros.executor.parallel.runner import follow, lead
 from bros.executor.runner import ModelRunner
 from bros.executor.sampler import HostStepSampler, Sampler
@@ -229,7 +229,7 @@ def measure(ranks: Ranks, repeats: int, report: Callable[[str], None]) -> dict[s
     found: dict[str, object] = {"ranks": ranks.size}
     report("one rank")
     if ranks.rank == 0:
-        alone, _ = load(Alone())
+        alone, _ = load(SingleRank())
         found["threads_alone"] = torch.get_num_threads()
         found["step_ms_alone"] = steps(alone, repeats)
         alone.close()
@@ -251,7 +251,7 @@ def measure(ranks: Ranks, repeats: int, report: Callable[[str], None]) -> dict[s
         f"{len(x)} x 576": collective(partial(ranks.all_reduce_, x))
         for x in (torch.zeros(rows, 576) for rows in (1, 8, 64, 512))
     }
-    found["any"] = collective(partial(ranks.any_, False))
+    found["any"] = collective(partial(ranks.broadcast_flag, False))
     found["sampling"] = sampling(ranks, vocab)
     return found
 

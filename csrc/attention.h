@@ -1,4 +1,4 @@
-// The attention of a step: cut into tasks, run them on all threads, merge the parts.
+// The attention of a step: cuts it into tasks, runs them on all threads, merges their results.
 #pragma once
 
 #include "attention_decode.h"
@@ -27,7 +27,7 @@ void merge_parts(const Problem& p, const Merge& merge, const int64_t* sources, f
   }
 }
 
-// The memory of one thread; a task uses one half of it.
+// The scratch memory of one thread; a task uses one of the two halves.
 struct ThreadScratch {
   DecodeScratch decode;
   TileScratch tile;

@@ -1,4 +1,4 @@
-// Attention of a few lanes (typically one token): bound by reading K and V, each of them once.
+// Attention of a few lanes (typically one token): bound by memory bandwidth, reads K and V once.
 #pragma once
 
 #include "attention_tasks.h"
@@ -17,7 +17,7 @@ constexpr int kDimBlock = 2;
 constexpr int64_t kScoreStride = kDecodeSplit + 16;  // kDecodeSplit + kDecodeLanes, whole vectors
 static_assert(kDecodeLanes <= 16 && kScoreStride % kLanes == 0, "");
 
-// Consecutive rows of the cache: keys, and as many values.
+// Consecutive rows of the cache: `count` keys and values.
 struct Run {
   const void* k;
   const void* v;
@@ -28,7 +28,7 @@ struct DecodeScratch {
   float* q;       // [lanes, stride], scaled, zero past head_dim
   float* o;       // [lanes, stride]
   float* scores;  // [lanes, kScoreStride]
-  Run* runs;      // at most one per context key
+  Run* runs;      // [kDecodeSplit], at most one per context key
 
   DecodeScratch(Arena* arena, const Problem& p) {
     const int64_t stride = round_up(p.dim, kLanes);
@@ -39,7 +39,7 @@ struct DecodeScratch {
   }
 };
 
-// scores[lane][key] = q[lane] . k[key] for LANES lanes. Fetches row i of `next` with key i.
+// scores[lane][key] = q[lane] . k[key] for LANES lanes. Prefetches row i of `next` with key i.
 template <int LANES, class T>
 void score_run(const float* q, int64_t q_stride, const T* k, int64_t k_stride, int64_t count,
                int64_t dim, const T* next, int64_t next_count, float* scores) {
@@ -66,8 +66,8 @@ void score_run(const float* q, int64_t q_stride, const T* k, int64_t k_stride, i
   }
 }
 
-// o[lane] += sum over keys of p[lane][key] * v[key], for LANES lanes and VECS vectors of `v`;
-// of the last vector only the first `tail` elements exist if tail > 0.
+// o[lane] += sum over keys of p[lane][key] * v[key], for LANES lanes and VECS vectors of `v`.
+// If tail > 0, the last vector has only `tail` elements.
 template <int LANES, int VECS, class T>
 void add_values_block(const float* p, const T* v, int64_t v_stride, int64_t count, int64_t tail,
                       float* o, int64_t o_stride) {
@@ -103,7 +103,7 @@ void add_values_run(const float* p, const T* v, int64_t v_stride, int64_t count,
   }
 }
 
-// Calls body.run<LANES>(first lane) over blocks of lanes.
+// Calls body.run<LANES>(first lane) for blocks of up to kLaneBlock lanes.
 template <class Body>
 BROS_INLINE void for_lane_blocks(int64_t lanes, const Body& body) {
   int64_t lane = 0;
@@ -155,7 +155,7 @@ struct ValueBody {
   }
 };
 
-// Turns n scores into 2^(score - max), zero up to a whole vector; returns max and sum.
+// Replaces n scores by 2^(score - max), padded with 0 to a whole vector; returns max and sum.
 BROS_INLINE void softmax_lane(float* scores, int64_t n, float* max, float* sum) {
   const int64_t padded = round_up(n, kLanes);
   for (int64_t i = n; i < padded; ++i) scores[i] = -__builtin_inff();
@@ -234,7 +234,7 @@ void decode_task(const Problem& p, const Task& task, float q_scale, const Decode
   }
   float max[kDecodeLanes], sum[kDecodeLanes];
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    // The query of this lane sees the chunk up to itself.
+    // Causal: the query of this lane attends to the chunk up to itself.
     const int64_t visible = task.num_context + (chunk ? lane / p.group + 1 : 0);
     float* lane_scores = s.scores + lane * kScoreStride;
     for (int64_t key = visible; key < task.num_context + chunk; ++key) {

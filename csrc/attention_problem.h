@@ -1,4 +1,4 @@
-// A batch as the kernels see it, and how they hand on partial results.
+// The arguments of a batch with derived sizes, and the layout of partial results.
 #pragma once
 
 #include "kernels.h"
@@ -7,10 +7,10 @@
 namespace bros {
 namespace {
 
-constexpr int64_t kDecodeLanes = 8;    // at most so many lanes go the one-by-one way
-constexpr int64_t kDecodeSplit = 256;  // context keys in one part of a decode task
+constexpr int64_t kDecodeLanes = 8;    // decode tasks have at most this many lanes, else tile tasks
+constexpr int64_t kDecodeSplit = 256;  // context keys of a decode task
 
-// A batch with the numbers that every task needs.
+// A batch with the sizes that every task needs.
 struct Problem {
   const AttentionArgs& args;
   int64_t dim;
@@ -42,13 +42,13 @@ struct Problem {
     return args.query_start[row + 1] - args.query_start[row];
   }
 
-  // Partial results take lane_size() floats per lane, that is, per query and head of the group.
+  // A partial result has lane_size() floats per lane. A lane is a query and a head of the group.
   int64_t lane_size() const { return dim + 2; }
   int64_t partial_size(int64_t queries) const { return queries * group * lane_size(); }
 };
 
-// The partial result of a lane: o [dim], then its maximum m and sum l, in base 2: the lane's output
-// is sum_parts 2^m o / sum_parts 2^m l.
+// The partial result of a lane: o [dim], then maximum m and sum l, in base 2. The lane's output is
+// sum_parts 2^m o / sum_parts 2^m l.
 struct Partial {
   float* o;
   float* m;

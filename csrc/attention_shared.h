@@ -1,12 +1,12 @@
-// Parts of the cached context that several rows read: who reads them, and where the results go.
+// Shared parts, the context that several rows read: their readers, and where their results go.
 //
 //   part    readers (rows)    queries of the part, in this order    its context keys, in splits
 //   0       0 1 2             q0 | q1 q1 q1 | q2                    [ split 0 | split 1 | ... ]
 //   1       1 2               q1 q1 q1 | q2                         [ split 0 ]
 //
-// All queries of a part attend to its keys in common, tile by tile, so that K and V are loaded once
-// per tile and not once per row. Each (KV head, split) leaves the partial results of all queries of
-// the part in a row, where the merge of a reader finds its own.
+// All queries of a part attend to its keys together, tile by tile, so that K and V are loaded once
+// per tile instead of once per row. Each (KV head, split) writes the partial results of all queries
+// of the part one after the other; the merge of a reader picks those of its queries.
 #pragma once
 
 #include "attention_problem.h"
@@ -14,23 +14,23 @@
 namespace bros {
 namespace {
 
-constexpr int64_t kTileLanes = 192;    // lanes of a query tile, if a query has no more
-constexpr int64_t kSharedSplit = 512;  // context keys of a task, if all queries are in one tile
+constexpr int64_t kTileLanes = 192;    // lanes of a query tile, unless one query has more
+constexpr int64_t kSharedSplit = 512;  // context keys of a task if all queries are in one tile
 
 struct SharedPart {
   const int32_t* tokens;    // [num_queries], of the queries of all its readers
-  const int32_t* segments;  // (block, lo, hi) of each
+  const int32_t* segments;  // (block, lo, hi) each
   int64_t num_queries;
   int64_t num_context;
-  int64_t split;       // context keys of all splits but the last
-  int64_t num_splits;  // 0 if there is nothing to do
-  int64_t partial;     // of the first KV head and split; the others follow
+  int64_t split;       // context keys of every split but the last
+  int64_t num_splits;  // 0 if the part has no queries or no context
+  int64_t partial;     // where the results of the first KV head and split begin; others follow
 };
 
-// A row in a part.
+// A row that reads a part.
 struct Reader {
   int32_t part;
-  int32_t first_query;  // of the row, among the queries of the part
+  int32_t first_query;  // index of the row's first query among the queries of the part
 };
 
 const char* check_segments(const AttentionArgs& a, const int32_t* start, int64_t count,
@@ -68,7 +68,7 @@ int64_t count_keys(const int32_t* segments, int64_t num_segments) {
   return total;
 }
 
-// The parts of a batch, and for each row the parts that it reads. `memory` holds what it points to.
+// The parts of a batch, and for each row the parts that it reads. `memory` owns the arrays.
 class SharedIndex {
  public:
   SharedIndex(const Problem& p, Scratch* memory) {
@@ -94,7 +94,7 @@ class SharedIndex {
   int64_t partial_floats = 0;
   SharedPart* parts = nullptr;
 
-  // Calls visit(part, first query of the row in it) for the parts that a row reads.
+  // Calls visit(part, index of the row's first query in it) for each part that a row reads.
   template <class Visit>
   void for_each_part(int64_t row, const Visit& visit) const {
     if (num_parts == 0) return;
@@ -134,16 +134,16 @@ class SharedIndex {
     }
   }
 
-  // The more tiles of queries, the longer their splits: tasks are as many, and partial results take
-  // no more memory than those of one tile and of each query once.
+  // Splits are longer if there are more tiles of queries. So the number of tasks and the memory for
+  // partial results do not grow with the number of tiles.
   static int64_t split_of(const Problem& p, int64_t num_queries) {
     const int64_t lanes = num_queries * p.group;
     if (lanes <= kDecodeLanes) return kDecodeSplit;
     return kSharedSplit * ceil_div(lanes, kTileLanes);
   }
 
-  // Groups the readers by row. While they are placed, reader_start_[row + 1] is where the next one
-  // of `row` goes; in the end that is where those of the next row begin.
+  // Counting sort of the readers by row. During the sort reader_start_[row + 1] is the position of
+  // the next reader of `row`; at the end it is where the readers of row + 1 begin.
   void list_readers(const Problem& p) {
     const SharedArgs& s = p.args.shared;
     __builtin_memset(reader_start_, 0, (p.args.rows + 1) * sizeof *reader_start_);

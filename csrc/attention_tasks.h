@@ -6,13 +6,13 @@
 //
 // A task is the attention of some queries of one row, with all query heads of one KV head (its
 // lanes), over a part of the context and, in the last part, over the chunk. If a tile of queries
-// has several parts, each leaves an unnormalised output with its maximum and sum, and a merge
-// combines them. The cut depends on the row alone, so a row's result does not depend on the other
-// rows of the batch or on the number of threads.
+// has several parts, each writes an unnormalized output with its maximum and sum, and a merge
+// combines them. The cut depends only on the row, so a row's result depends neither on the other
+// rows of the batch nor on the number of threads.
 //
-// What several rows read (attention_shared.h) is cut in the same way, with the queries of all these
-// rows in the place of a chunk; merges of the rows combine it with their own parts. There the
-// result depends, by rounding, on who reads a part with whom.
+// Shared parts (attention_shared.h) are cut in the same way, with the queries of all their readers
+// as the queries; the merge of a row combines their results with those of its own parts. Here the
+// rounding of a result depends on which rows read a part.
 #pragma once
 
 #include "attention_shared.h"
@@ -20,26 +20,26 @@
 namespace bros {
 namespace {
 
-constexpr int64_t kTileSplit = 1024;  // context keys in one part, if a row has only one tile
+constexpr int64_t kTileSplit = 1024;  // context keys of a part if a row has only one tile
 
 struct Task {
   int32_t kv_head;
-  int32_t token;          // of the first query, if `tokens` is null
-  const int32_t* tokens;  // of the queries, if they are those of several rows
+  int32_t token;          // of the first query if `tokens` is null
+  const int32_t* tokens;  // of the queries if they are of several rows, else null
   int32_t num_queries;
   int32_t first_query;     // its index in the chunk
-  const int32_t* segment;  // the context part: num_context keys from here, without the first `skip`
+  const int32_t* segment;  // where the context part begins: skip the first `skip` keys from here
   int32_t skip;
-  int32_t num_context;
-  bool with_chunk;  // also keys 0 .. query of the chunk
-  bool decode;
-  int64_t partial;  // where the part goes in the array of partials; -1: straight to the output
+  int32_t num_context;  // keys of the context part
+  bool with_chunk;      // each query also attends to the chunk up to itself
+  bool decode;          // a decode task (attention_decode.h), else a tile task
+  int64_t partial;      // index of the result in the array of partials; -1: write to the output
 
   int64_t query_token(int64_t query) const { return tokens ? tokens[query] : token + query; }
 };
 
-// Puts the results of some queries of a row together. A source is where in the array of partials
-// one result for all their lanes begins.
+// Combines the partial results of some queries of a row. A source is the index in the array of
+// partials where one result for all their lanes begins.
 struct Merge {
   int32_t kv_head;
   int32_t token;
@@ -61,7 +61,7 @@ const char* check_batch(const AttentionArgs& a) {
   return check_segments(a, a.segment_start, a.rows, a.segments, a.num_segments);
 }
 
-// Lists the tasks of a batch, the long ones first. With null arrays it only counts.
+// Lists the tasks of a batch, long ones first. With null arrays it only counts them.
 class TaskList {
  public:
   TaskList(const Problem& problem, const SharedIndex& shared, Task* tasks, Merge* merges,
@@ -136,7 +136,7 @@ class TaskList {
     multiply_adds += multiply_adds_of(num_queries * (context + (num_queries + 1) / 2));
   }
 
-  // The tasks of a tile of a row, and what merges them if there are several results.
+  // Adds the tasks of a tile of a row, and the merge if there are several results.
   void add_tile(int64_t row, Task task, int64_t context, int64_t part_length, int64_t num_parts) {
     const int64_t size = problem_.partial_size(task.num_queries);
     const int64_t first_source = num_sources;
@@ -166,8 +166,8 @@ class TaskList {
     }
   }
 
-  // The task once for each part of the context; `step` floats lie between the partial results. Of a
-  // task with a chunk the last one has it.
+  // Adds the task once for each part of the context; the last one keeps the chunk. Partial results
+  // are `step` floats apart.
   void add_parts(Task task, int64_t context, int64_t part_length, int64_t num_parts, int64_t step) {
     if (tasks_) {
       const bool with_chunk = task.with_chunk;
@@ -207,7 +207,7 @@ class TaskList {
   int64_t* sources_;
 };
 
-// Calls visit(block, offset, count) for the stretches of cache that make up a task's context.
+// Calls visit(block, offset, count) for the contiguous ranges of slots of a task's context.
 template <class Visit>
 BROS_INLINE void for_each_stretch(const Task& task, const Visit& visit) {
   const int32_t* segment = task.segment;

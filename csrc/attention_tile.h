@@ -1,12 +1,13 @@
-// Attention of many lanes: bound by arithmetic, so built from register-blocked products.
+// Attention of many lanes: bound by arithmetic, so it uses register-blocked products.
 //
 // Lanes (query, head of the group) lie along the vectors, keys and head_dim along memory:
 //
 //   scores [key][lane]  = sum over d of    K [key][d] (broadcast) * Q' [d][lane]
 //   output [d][lane]   += sum over key of  V [key][d] (broadcast) * weights [key][lane]
 //
-// so K and V need no transposition, and maxima, sums and rescaling of the online softmax are
-// vertical. A panel is kPanel lanes; lanes are ordered by query, so a panel stops at the diagonal.
+// so K and V need no transposition, and the maxima, sums and rescaling of the online softmax are
+// vertical operations. A panel is kPanel lanes. Lanes are ordered by query, so a panel skips the
+// keys after its last query.
 #pragma once
 
 #include "attention_tasks.h"
@@ -37,7 +38,7 @@ struct TileScratch {
   float* o;            // per panel [key_stride, kPanel]
   float* m;            // per panel [kPanel]
   float* l;            // per panel [kPanel]
-  int32_t* visible;    // per panel [kPanel]: how many keys the lane sees, context included
+  int32_t* visible;    // per panel [kPanel]: keys that the lane attends to, context included
 
   TileScratch(Arena* arena, const Problem& p) : key_stride(round_up(p.dim, kRows)) {
     const int64_t panels = ceil_div(max_of(kTileLanes, p.group), kPanel);
@@ -98,8 +99,9 @@ BROS_INLINE void value_block(const float* __restrict v, int64_t v_stride,
   }
 }
 
-// Online softmax: scores become weights relative to the new maximum m; alpha rescales what was
-// accumulated under the old one. visible: keys of this tile seen by each lane, null for all.
+// Online softmax: replaces scores by weights relative to the new maximum m; alpha rescales the sums
+// accumulated with the old maximum. visible: keys that each lane attends to, null for all; base:
+// index of the tile's first key.
 template <int VECS>
 BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const int32_t* visible,
                                int32_t base, float* __restrict m, float* __restrict l,
@@ -137,7 +139,7 @@ BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const
   for (int j = 0; j < VECS; ++j) store(l + j * kLanes, sum[j]);
 }
 
-// One panel over the num_keys keys of the tile; `masked` if some lane does not see all of them.
+// One panel over the num_keys keys of the tile; `masked` if some lane attends to fewer of them.
 template <int VECS>
 void tile_panel(const Problem& p, const TileScratch& s, int64_t panel, int64_t num_keys,
                 int32_t base, bool masked) {

@@ -1,4 +1,4 @@
-// Norms, rotary embedding with cache write, and the gated activation: one pass over each token.
+// Norms, rotary embedding with cache writes, and gated activation: one pass over each token.
 #pragma once
 
 #include "kernels.h"
@@ -71,7 +71,7 @@ const char* silu_and_mul(const SiluArgs& a) {
   return nullptr;
 }
 
-// Rotates the pairs (x[i], x[i + half]) by the angles whose cosines, then sines, are given.
+// Rotates the pairs (x[i], x[i + half]) by the angles with these `half` cosines, then sines.
 BROS_INLINE void rotate_one(float* x, const float* cos_sin, int64_t half) {
   const float* cosines = cos_sin;
   const float* sines = cos_sin + half;

@@ -1,7 +1,7 @@
-// What module.cpp asks of the kernels, and one table of them per instruction set.
+// The interface between module.cpp and the kernels: one table of kernels per instruction set.
 //
-// Plain C data only: the tables are filled by three objects compiled with different flags, and
-// nothing compiled with AVX flags may be shared with code that runs everywhere.
+// It has only plain C data: three objects compiled with different flags fill the tables, and code
+// compiled with AVX flags must not be shared with code that runs on every CPU.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,8 @@ struct RopeArgs {
   int threads;
 };
 
-// Context that several rows read beside their own. With parts == 0 the rest is not looked at.
+// Shared parts: context that several rows read in addition to their own. With parts == 0 all other
+// fields are ignored.
 struct SharedArgs {
   const int32_t* row_start;      // [parts + 1]
   const int32_t* rows;           // [num_rows]
@@ -88,7 +89,7 @@ struct SiluArgs {
   int threads;
 };
 
-// Every kernel returns null, or what is wrong with its arguments having touched no memory.
+// Every kernel returns null, or an error message for wrong arguments before it writes any memory.
 struct KernelTable {
   const char* (*rms_norm)(const RmsNormArgs&);
   const char* (*rope_and_cache)(const RopeArgs&);

@@ -1,14 +1,14 @@
-// Moves the K and V of single tokens between the KV cache and a contiguous buffer.
+// Copies the K and V of single tokens between the KV cache and a contiguous buffer.
 //
 //   cache    [row][block][head][16 slots][head_dim]     row: K or V of one layer
-//   pieces   [token][row][head][head_dim]               what one token keeps, in one piece
+//   pieces   [token][row][head][head_dim]               a piece: all K and V of one token
 //
-// Bytes are moved, so one kernel serves all types; it comes in four widths, and the widest that
-// divides what a head keeps of a token is the one to take. blockIdx.y runs over rows and
-// blockIdx.x over what a row keeps of all tokens; both wrap around, so any grid is right. Each
-// thread has four loads under way before it stores anything.
+// The kernels copy bytes, so they serve all dtypes. There are four widths; callers use the widest
+// that divides head_dim in bytes. blockIdx.y runs over rows, blockIdx.x over the vectors of all
+// tokens in a row; both wrap around, so any grid size works. Each thread has four loads in flight
+// before it stores.
 //
-// NVRTC compiles this when it is first used, without any header.
+// NVRTC compiles this at first use, without any header.
 
 namespace {
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ void move_tokens(char* cache, long long row_bytes, ch
       Vector* targets[kLoads];
 #pragma unroll
       for (unsigned load = 0; load < kLoads; ++load) {
-        // Past the end the last one is loaded again, so that no load has to wait for a branch.
+        // Past the end, load the last vector again, so that no load depends on a branch.
         const unsigned index = first + load * blockDim.x;
         const unsigned valid = index < row_vectors ? index : row_vectors - 1;
         const unsigned token = valid / token_vectors;

@@ -1,8 +1,8 @@
 // bros.kernels._C: the kernels as Python functions of addresses and sizes.
 //
-// Tensors come as data_ptr() integers, so this needs no torch headers. cpu_ops.py checks types
-// and shapes before it calls; what only the data can tell (slots, blocks) is checked here.
-// Besides them two functions of int32 buffers, for steps as messages (segment_changes.py).
+// Tensors are passed as data_ptr() integers, so this needs no torch headers. cpu_ops.py checks
+// dtypes and shapes before a call; values (slots, blocks) are checked here. Two further functions
+// take int32 buffers and encode the segments of a step for other ranks (segment_changes.py).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -18,7 +18,7 @@ struct Level {
   bool (*available)();
 };
 
-// Best first. The index of a level is the first argument of every kernel.
+// Fastest first. The index of a level is the first argument of every kernel.
 const Level kLevels[] = {
 #if defined(__x86_64__)
     {"avx512", &kAvx512Kernels,
@@ -105,8 +105,8 @@ class Arguments {
   Py_ssize_t left_;
 };
 
-// Work below this many elements is done in some ten microseconds and keeps the GIL: giving it up
-// could mean waiting for another thread's switch interval (5 ms) to get it back.
+// A kernel with less work, in elements, takes some ten microseconds and keeps the GIL: to get a
+// released GIL back may take another thread's switch interval (5 ms).
 constexpr int64_t kKeepGil = 65536;
 
 template <class Args>
@@ -177,7 +177,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.shared = in.shared();
   a.scale = in.real();
   a.threads = static_cast<int>(in.integer());
-  // A guess of the keys per query that needs no pass over the batch.
+  // An estimate of the keys per query that needs no pass over the batch.
   const int64_t per_row = a.rows ? a.num_segments / a.rows : 0;
   const int64_t keys = (per_row + a.shared.num_segments) * a.cache.block_size + a.tokens;
   const int64_t work = a.tokens * keys * a.layout.heads * a.layout.head_dim / 8;
@@ -196,7 +196,7 @@ PyObject* silu_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.ok() ? call(table->silu_and_mul, a, 2 * a.tokens * a.size) : nullptr;
 }
 
-// int32 numbers of objects with a buffer, in order. Errors show in PyErr_Occurred().
+// The int32 numbers of arguments with the buffer protocol. Errors show in PyErr_Occurred().
 class Buffers {
  public:
   Buffers(PyObject* const* values, Py_ssize_t count, Py_ssize_t wanted) {
@@ -227,7 +227,7 @@ PyObject* wrong_segments() {
   return nullptr;
 }
 
-// A list of pairs that grows.
+// A growing list of pairs: index of a number, and its new value.
 struct Changes {
   int32_t* places = nullptr;
   int32_t* values = nullptr;
@@ -257,8 +257,8 @@ struct Changes {
   }
 };
 
-// segment_changes(before_starts, before, places, starts, numbers): bytes of the places of numbers
-// that are not as guessed, and behind all places what they are.
+// segment_changes(before_starts, before, previous_rows, starts, numbers): bytes of the indexes of
+// all numbers that differ from the prediction, then of their values.
 PyObject* segment_changes(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const Buffers in(values, count, 5);
   if (PyErr_Occurred()) return nullptr;
@@ -282,7 +282,8 @@ PyObject* segment_changes(PyObject*, PyObject* const* values, Py_ssize_t count) 
   return result;
 }
 
-// changed_segments(before_starts, before, places, starts, changes): the numbers as a bytearray.
+// changed_segments(before_starts, before, previous_rows, starts, changes): the numbers, as a
+// bytearray.
 PyObject* changed_segments(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const Buffers in(values, count, 5);
   if (PyErr_Occurred()) return nullptr;
@@ -309,7 +310,7 @@ PyObject* changed_segments(PyObject*, PyObject* const* values, Py_ssize_t count)
   return result;
 }
 
-// The names of all levels built, best first, and whether this machine can run them.
+// (name, whether this machine can run it) of all levels built, fastest first.
 PyObject* levels(PyObject*, PyObject*) {
   PyObject* result = PyTuple_New(kNumLevels);
   for (Py_ssize_t i = 0; result && i < kNumLevels; ++i) {

@@ -1,4 +1,4 @@
-// Splitting work over OpenMP threads, and memory that lives from call to call.
+// Splitting work over OpenMP threads, and scratch memory that is reused across calls.
 #pragma once
 
 #include <stdlib.h>
@@ -19,12 +19,12 @@ inline int thread_number() {
 #endif
 }
 
-// Below this much work (about 5 microseconds of one thread) starting a parallel region costs more
-// than it saves. In elements read or written; attention counts multiply-adds and divides by 8.
+// With less work (about 5 microseconds of one thread) starting a parallel region costs more than it
+// saves. In elements read or written; attention counts multiply-adds / 8.
 constexpr int64_t kMinParallelWork = 32768;
 
-// Calls body(begin, end) on consecutive parts of [0, n), one per thread. The parts of a token do
-// not depend on the split, so results do not depend on the number of threads.
+// Calls body(begin, end) on consecutive parts of [0, n), one per thread. Callers compute each index
+// independently of the split, so results do not depend on the number of threads.
 template <class Body>
 inline void parallel_for(int64_t n, int64_t work, int threads, const Body& body) {
   const int64_t parts = min_of<int64_t>(threads, n);
@@ -38,8 +38,8 @@ inline void parallel_for(int64_t n, int64_t work, int threads, const Body& body)
   }
 }
 
-// A block of memory that grows and is kept: fresh pages for every layer would cost more than the
-// small kernels themselves. One per calling thread (thread_local at the place of use).
+// A block of memory that grows and never shrinks: fresh pages for every layer would cost more than
+// the small kernels themselves. Each calling thread has its own (thread_local where it is used).
 class Scratch {
  public:
   Scratch() = default;
@@ -68,7 +68,7 @@ class Scratch {
   size_t size_ = 0;
 };
 
-// Hands out 64-byte aligned arrays from a block of memory; with a null block it only measures.
+// Allocates 64-byte aligned arrays from a block of memory; with a null block it only measures.
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}

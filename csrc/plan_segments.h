@@ -1,9 +1,10 @@
-// The segments of a step, told as what is not as in the step before (plan_codec.py).
+// Encodes the segments of a step as differences from a prediction (kernels/segment_changes.py).
 //
-//   before   [ row a | row b | row c ]        places  1, -1, 0: of rows x, y, z in the step before
-//   guess    [ row b, and 0 if x has more | 0 ... | row a, as much of it as z has ]
+//   before   [ row a | row b | row c ]      places  1, -1, 0: the new rows x, y, z were b, none, a
+//   guess    [ row b, padded with 0 or cut to x | 0 ... | row a, padded with 0 or cut to z ]
 //
-// All numbers are int32, three for each segment; `starts` of rows count segments.
+// All numbers are int32, three for each segment; `starts` counts segments. places[row] is the index
+// of a row in the previous step, -1 for a new row.
 #pragma once
 
 #include <stdint.h>
@@ -30,7 +31,7 @@ struct RowSegments {
   }
 };
 
-// How many numbers a row has from the one in its place before, which begin at *from.
+// How many numbers of a row are predicted from its previous row; these begin at *from.
 inline int64_t kept(const RowSegments& before, int32_t place, int64_t length,
                     const int32_t** from) {
   if (place < 0) return 0;
@@ -45,11 +46,11 @@ inline bool places_valid(const int32_t* places, int64_t rows, const RowSegments&
   return true;
 }
 
-// Calls visit(index) for every number of `now` that is not as guessed.
+// Calls visit(index) for every number of `now` that differs from the guess.
 template <class Visit>
 void for_each_change(const RowSegments& before, const int32_t* places, const RowSegments& now,
                      const Visit& visit) {
-  constexpr int64_t kAtOnce = 128;  // compared as a whole first: nearly all are as they were
+  constexpr int64_t kAtOnce = 128;  // numbers per memcmp: nearly all are unchanged
   for (int64_t row = 0; row < now.rows; ++row) {
     const int64_t length = now.length(row), begin = now.begin(row);
     const int32_t* found = now.numbers + begin;
@@ -68,7 +69,7 @@ void for_each_change(const RowSegments& before, const int32_t* places, const Row
   }
 }
 
-// The guess for rows that begin at `starts`.
+// Writes the predicted numbers of all rows.
 inline void guess(const RowSegments& before, const int32_t* places, const int32_t* starts,
                   int64_t rows, int32_t* out) {
   for (int64_t row = 0; row < rows; ++row) {

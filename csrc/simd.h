@@ -1,9 +1,9 @@
 // One vector of floats, as wide as the instruction set of this object allows.
 //
-// GCC/Clang vector extensions do the arithmetic (a * b + c contracts to FMA); intrinsics only
-// where the extensions have no word for it. Everything is in an unnamed namespace and no header
-// with inline functions of external linkage is used: the linker could otherwise pick the AVX-512
-// copy of a shared function for a machine without AVX-512.
+// Arithmetic uses GCC/Clang vector extensions (a * b + c contracts to FMA), and intrinsics only for
+// operations that the extensions lack. Everything is in an unnamed namespace, and no header with
+// inline functions of external linkage is included: otherwise the linker could pick the AVX-512
+// copy of such a function for a machine without AVX-512.
 #pragma once
 
 #include <stddef.h>
@@ -63,7 +63,7 @@ BROS_INLINE Vec select(IntVec mask, Vec a, Vec b) {
   return bit_cast<Vec>((mask & bit_cast<IntVec>(a)) | (~mask & bit_cast<IntVec>(b)));
 }
 
-// The larger; b if a is NaN, as in x86 max.
+// The larger of each pair; b if a is NaN, as in x86 max.
 BROS_INLINE Vec vmax(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);

@@ -17,12 +17,12 @@ from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.engine.self_test import Generated, first_difference, generate
 from bros.executor.diagnosis import (
-    BackEnd,
+    Backend,
     ChosenBackend,
-    back_ends,
-    check,
-    check_copies,
-    choose,
+    backends,
+    check_backend,
+    check_kv_copies,
+    choose_backend,
     gpu_facts,
 )
 from bros.executor.target import Target
@@ -45,7 +45,7 @@ class Tested:
     failure: None if all is well.
     """
 
-    back_end: BackEnd
+    backend: Backend
     checks: tuple[Check, ...]
     seconds: float
     failure: str | None
@@ -71,7 +71,7 @@ class Findings:
     machine: list[tuple[str, str]]
     versions: Mapping[str, str | None]
     choice: ChosenBackend
-    back_ends: list[BackEnd]
+    backends: list[Backend]
     tested: list[Tested] = field(default_factory=list)
     tried: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -84,8 +84,8 @@ def run_doctor(config: EngineConfig, as_json: bool, clock: Clock) -> int:
     Of the options, those count that say where and in which precision it runs. What is found is
     printed at once, as kernels that have to be compiled take their time.
     """
-    choice = choose(config)
-    found = Findings(_machine(), _versions(), choice, back_ends(choice))
+    choice = choose_backend(config)
+    found = Findings(_machine(), _versions(), choice, backends(choice))
     if choice.problem is not None:
         found.problems.append(choice.problem)
     for section in _examine(found, config, clock):
@@ -99,11 +99,11 @@ def run_doctor(config: EngineConfig, as_json: bool, clock: Clock) -> int:
 def _examine(found: Findings, config: EngineConfig, clock: Clock) -> Iterator[Table | str]:
     """Completes what is found and yields it as it becomes known."""
     yield from _what_there_is(found)
-    for back_end in found.back_ends:
-        if back_end.open is not None:
-            tested = _test_kernels(found, back_end, clock)
+    for backend in found.backends:
+        if backend.open is not None:
+            tested = _test_kernels(found, backend, clock)
             yield Table(
-                f"Self-test of {back_end.name} against the reference",
+                f"Self-test of {backend.name} against the reference",
                 ("", "types", "error", "allowed", ""),
                 _test_rows(tested),
                 left=2,
@@ -158,23 +158,23 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _test_kernels(found: Findings, back_end: BackEnd, clock: Clock) -> Tested:
+def _test_kernels(found: Findings, backend: Backend, clock: Clock) -> Tested:
     began = clock.now()
     checks: list[Check] = []
     failure = None
     try:
-        for result in check(back_end, _SEED):
+        for result in check_backend(backend, _SEED):
             checks.append(result)
     except Exception as error:  # whatever it is, the report goes on and says so
         failure = _words(error)
     wrong = [each for each in checks if not each.passed]
     if wrong:
         failure = f"{wrong[0].operation} is wrong: error {wrong[0].error:.1e}"
-    tested = Tested(back_end, tuple(checks), clock.now() - began, failure)
+    tested = Tested(backend, tuple(checks), clock.now() - began, failure)
     found.tested.append(tested)
     if failure is not None:
-        where = found.problems if back_end.in_use else found.advice
-        where.append(f"kernels {back_end.name}: {failure}")
+        where = found.problems if backend.in_use else found.advice
+        where.append(f"kernels {backend.name}: {failure}")
     return tested
 
 
@@ -197,7 +197,7 @@ def _test_generation(found: Findings, config: EngineConfig, clock: Clock) -> Ite
 
 def _test_copies(found: Findings, target: Target) -> Iterator[str]:
     try:
-        error = check_copies(target)
+        error = check_kv_copies(target)
     except Exception as failure:  # as above
         found.problems.append(f"KV cannot be copied to the host: {_words(failure)}")
         return
@@ -226,10 +226,10 @@ def _words(error: Exception) -> str:
 
 def _advise(found: Findings) -> None:
     """What would make it faster; nothing here is wrong."""
-    for back_end in found.back_ends:
-        slow = found.choice.kernels == "reference" and back_end.name == "cpu"
-        if back_end.open is None and slow:
-            found.advice.append(f"much faster on this CPU: {back_end.note}")
+    for backend in found.backends:
+        slow = found.choice.kernels == "reference" and backend.name == "cpu"
+        if backend.open is None and slow:
+            found.advice.append(f"much faster on this CPU: {backend.note}")
     facts = dict(found.machine)
     if facts["NVIDIA driver"] != _NO_DRIVER and facts["GPU"].startswith("not used"):
         found.advice.append(f"there is a GPU that is {facts['GPU']}")
@@ -250,11 +250,11 @@ def _as_json(found: Findings) -> dict[str, object]:
                 "usable": each.open is not None,
                 "note": each.note,
             }
-            for each in found.back_ends
+            for each in found.backends
         ],
         "tests": [
             {
-                "kernels": each.back_end.name,
+                "kernels": each.backend.name,
                 "seconds": round(each.seconds, 3),
                 "failure": each.failure,
                 "checks": [
@@ -275,7 +275,7 @@ def _what_there_is(found: Findings) -> Iterator[Table]:
         ("", "in use", "", "what it is, or why it cannot be used"),
         [
             (each.name, "yes" if each.in_use else "", str(each.device), each.note)
-            for each in found.back_ends
+            for each in found.backends
         ],
         left=4,
     )
@@ -293,7 +293,7 @@ def _test_rows(tested: Tested) -> list[tuple[str, str, str, str, str]]:
     """One line per operation, or one for all where nothing but a spare is tested."""
     worst: dict[str, Check] = {}
     for one in tested.checks:
-        name = one.operation if tested.back_end.in_use or not one.passed else "all operations"
+        name = one.operation if tested.backend.in_use or not one.passed else "all operations"
         if name not in worst or not _part(one) <= _part(worst[name]):
             worst[name] = one
     rows = [

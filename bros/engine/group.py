@@ -17,7 +17,7 @@ from bros.core.rank_env import RankEnv
 from bros.engine.parent import end_with_parent
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, resolve_model
-from bros.executor.parallel.ranks import ALONE, Ranks, TorchRanks
+from bros.executor.parallel.ranks import SINGLE_RANK, Ranks, TorchRanks
 from bros.executor.parallel.runner import follow, lead
 from bros.executor.target import device_of_rank
 
@@ -33,7 +33,7 @@ class Group:
     If the block ends with an error, all the others are killed: one that hangs ends no other way.
     """
 
-    def __init__(self, config: EngineConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
         """Of ranks that have joined, or of this process alone."""
         self._config = config
         self._ranks = ranks

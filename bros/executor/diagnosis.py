@@ -1,4 +1,4 @@
-"""What this machine has to compute with, which of it would be used, and whether it is right."""
+"""Checks for `bros doctor`: which devices and kernels exist, which are used, are they correct."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CUDA_TYPES = ((_FP32, _FP32), (_BF16, _BF16), (_FP16, _FP16))
 _HOW_TO_BUILD = "the compiled kernels were not built; install g++ or clang++ and reinstall bros"
 _HOW_TO_COPY = (
     "the package cupy, which copies KV between the GPU and the host, is not installed; install "
-    "bros[cuda], or do without copies by --on-pressure recompute"
+    "bros[cuda], or avoid these copies with --on-pressure recompute"
 )
 _MIB = 2**20
 _COPY_BLOCKS = 6
@@ -44,15 +44,15 @@ SMALL_MODEL = {
     "head_dim": 64,
     "max_position_embeddings": 512,
 }
-"""As in a config.json; for trying what there is on it."""
+"""The config.json of a small random model, for self-tests."""
 
 
 @dataclass(frozen=True, slots=True)
-class BackEnd:
-    """A kernel back end.
+class Backend:
+    """A kernel backend.
 
-    note: what it is, or why it cannot be used.
-    open: None then.
+    note: a description, or why the backend cannot be used.
+    open: creates the kernels; None if the backend cannot be used.
     """
 
     name: str
@@ -66,9 +66,9 @@ class BackEnd:
 class ChosenBackend:
     """What the engine would run on with these options.
 
-    problem: why it would not start.
-
-    kernels: as in --kernels, but never auto.
+    target: None if no device can be used.
+    kernels: a value of --kernels other than auto.
+    problem: why the engine would not start, None if it would.
     """
 
     target: Target | None
@@ -80,8 +80,8 @@ class ChosenBackend:
         return self.target is not None and self.target.device.type == "cuda"
 
 
-def choose(config: EngineConfig) -> ChosenBackend:
-    """Follows the same rules as the loader, but reports instead of raising."""
+def choose_backend(config: EngineConfig) -> ChosenBackend:
+    """Follows the same rules as the loader, but returns the problem instead of raising."""
     cuda = find_cuda()
     try:
         target = choose_target(config, cuda, size=config.tp)
@@ -99,7 +99,7 @@ def choose(config: EngineConfig) -> ChosenBackend:
 
 
 def gpu_facts() -> list[tuple[str, str]]:
-    """(what, value) pairs about the GPU, or why there is none."""
+    """(name, value) pairs about the GPU, or why it cannot be used."""
     cuda = find_cuda()
     if cuda.problem is not None:
         return [("GPU", f"not used: {cuda.problem}")]
@@ -112,30 +112,30 @@ def gpu_facts() -> list[tuple[str, str]]:
     ]
 
 
-def back_ends(choice: ChosenBackend) -> list[BackEnd]:
-    """All there are, whether usable here or not."""
-    reference = BackEnd(
+def backends(choice: ChosenBackend) -> list[Backend]:
+    """All backends, including those that cannot be used on this machine."""
+    reference = Backend(
         "reference",
         choice.target.device if choice.target and choice.kernels == "reference" else CPU,
-        "plain torch; defines what is right, slow",
+        "plain torch, slow; the definition that other backends are tested against",
         ReferenceKernels,
         choice.kernels == "reference",
     )
     return [reference, *_cpu_back_ends(choice), _triton_back_end(choice)]
 
 
-def check(back_end: BackEnd, seed: int) -> Iterator[Check]:
-    """Against the reference. Raises whatever the back end raises."""
-    assert back_end.open is not None
-    types = _CUDA_TYPES if back_end.device.type == "cuda" else _CPU_TYPES
+def check_backend(backend: Backend, seed: int) -> Iterator[Check]:
+    """Compare with the reference. Raises whatever the backend raises."""
+    assert backend.open is not None
+    types = _CUDA_TYPES if backend.device.type == "cuda" else _CPU_TYPES
     with torch.inference_mode():
-        yield from check_kernels(back_end.open(), back_end.device, types, seed)
+        yield from check_kernels(backend.open(), backend.device, types, seed)
 
 
-def check_copies(target: Target) -> float:
-    """The largest error of KV that went to the host and came back to other slots; 0 is right.
+def check_kv_copies(target: Target) -> float:
+    """Copy KV to the host and back to other slots; returns the largest error, which must be 0.
 
-    Raises ConfigError if copies cannot be made, or whatever making them raises.
+    Raises ConfigError if this machine cannot copy KV, and whatever the copies raise.
     """
     spec = ModelSpec.from_config(SMALL_MODEL)
     device, cuda = target.device, target.device.type == "cuda"
@@ -145,58 +145,58 @@ def check_copies(target: Target) -> float:
     generator = torch.Generator().manual_seed(0)
     caches = [cache for layer in kv.layers for cache in layer]
     slots = torch.randperm(_COPY_BLOCKS * KV_BLOCK_SIZE, generator=generator)
-    there, elsewhere = slots.chunk(2)
-    host = array("i", range(len(there)))
+    source, destination = slots.chunk(2)
+    host = array("i", range(len(source)))
     with torch.inference_mode():
         for cache in caches:
             cache.copy_(torch.randn(cache.shape, generator=generator))
-        expected = [_tokens(cache, there) for cache in caches]
-        kv.copy(KvCopies(out_device=array("i", there.tolist()), out_host=host))
+        expected = [_tokens(cache, source) for cache in caches]
+        kv.copy(KvCopies(out_device=array("i", source.tolist()), out_host=host))
         for cache in caches:
-            cache.zero_()  # what is copied has to be what was there before
-        kv.copy(KvCopies(back_device=array("i", elsewhere.tolist()), back_host=host))
+            cache.zero_()  # the copy above must have read the values from before
+        kv.copy(KvCopies(back_device=array("i", destination.tolist()), back_host=host))
         kv.wait_for_layer(len(kv.layers) - 1)
-        found = [_tokens(cache, elsewhere) for cache in caches]
+        found = [_tokens(cache, destination) for cache in caches]
     kv.clear()
     errors = (got - wanted for got, wanted in zip(found, expected, strict=True))
     return float(torch.stack([error.abs().max() for error in errors]).max())
 
 
 def _tokens(cache: Tensor, slots: Tensor) -> Tensor:
-    """[slots, kv_heads, head_dim], on the CPU."""
+    """K or V of these slots: [slots, kv_heads, head_dim], on the CPU."""
     at = slots.to(cache.device)
     return cache[at // KV_BLOCK_SIZE, :, at % KV_BLOCK_SIZE].cpu()
 
 
 def _cpu_levels() -> Sequence[str]:
     try:
-        # Optional: without a compiler it does not exist.
+        # Imported late: the extension is optional, it is not built without a compiler.
         from bros.kernels.cpu_ops import levels
     except ImportError:
         return ()
     return levels()
 
 
-def _cpu_back_ends(choice: ChosenBackend) -> Iterator[BackEnd]:
+def _cpu_back_ends(choice: ChosenBackend) -> Iterator[Backend]:
     found = _cpu_levels()
     if not found:
-        yield BackEnd("cpu", CPU, _HOW_TO_BUILD, None, choice.kernels == "cpu")
+        yield Backend("cpu", CPU, _HOW_TO_BUILD, None, choice.kernels == "cpu")
         return
-    # Optional, as above; here it is there.
+    # Imported late, as above.
     from bros.kernels.cpu_ops import CpuKernels
 
     for level in found:
         best = level == found[0]
-        yield BackEnd(
+        yield Backend(
             f"cpu-{level}",
             CPU,
-            "compiled; the best this processor can run" if best else "compiled",
+            "compiled; the fastest that this processor can run" if best else "compiled",
             lambda level=level: CpuKernels(level),  # type: ignore[misc]
             best and choice.kernels == "cpu" and choice.problem is None,
         )
 
 
-def _triton_back_end(choice: ChosenBackend) -> BackEnd:
+def _triton_back_end(choice: ChosenBackend) -> Backend:
     cuda = find_cuda()
     device = CPU if cuda.problem is not None else torch.device("cuda", 0)
     in_use = choice.kernels == "triton" and choice.on_cuda
@@ -204,6 +204,6 @@ def _triton_back_end(choice: ChosenBackend) -> BackEnd:
         select_kernels("triton", device)
     except ConfigError as error:
         note = cuda.problem if cuda.problem is not None and cuda.triton else str(error)
-        return BackEnd("triton", device, note.removeprefix("--kernels triton: "), None, in_use)
+        return Backend("triton", device, note.removeprefix("--kernels triton: "), None, in_use)
     note = "compiled for this GPU at first use" if cuda.problem is None else "interpreted"
-    return BackEnd("triton", device, note, lambda: select_kernels("triton", device), in_use)
+    return Backend("triton", device, note, lambda: select_kernels("triton", device), in_use)

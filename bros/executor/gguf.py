@@ -1,8 +1,7 @@
-"""Converts a GGUF file to a Hugging Face style folder. Imports no torch of its own.
+"""Converts a GGUF file to a Hugging Face style folder. Does not import torch.
 
-Weights that bros can read as they are (see RAW_TYPES) keep their quantised bytes under name +
-suffix, so the folder is as small as the GGUF file and --weights int4 needs no second rounding;
-all others are stored as fp32.
+Weights of RAW_TYPES keep their quantized bytes, under name + suffix: the folder is as small as the
+GGUF file, and --weights int4 does not round them a second time. All others are stored as fp32.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ _ROPE_FACTORS = "rope_freqs.weight"
 def convert_gguf(path: Path, folder: Path, shard_bytes: int = 2**31) -> None:
     """Write config.json, generation_config.json, tokenizer files and weights into `folder`.
 
-    shard_bytes: a weights file is closed once it has so many; the next one is begun.
-    Raises ModelError if the file is damaged or of an architecture or kind not in ARCHITECTURES.
+    shard_bytes: a new weights file is started once the current one has this many bytes.
+    Raises ModelError if the file is damaged or its architecture is not supported.
     """
     try:
         reader = GGUFReader(path)
@@ -85,7 +84,7 @@ def _field(reader: GGUFReader, key: str, default: Any = None) -> Any:
 
 
 def _config(reader: GGUFReader) -> dict[str, Any]:
-    """The config.json a Hugging Face checkpoint of this model would have."""
+    """The config.json that a Hugging Face checkpoint of this model would have."""
     kind = _field(reader, "general.architecture")
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -106,7 +105,7 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
     hidden = required("embedding_length")
     head_dim = _field(reader, f"{kind}.attention.key_length", hidden // heads)
     if _field(reader, f"{kind}.rope.dimension_count", head_dim) != head_dim:
-        raise ModelError("GGUF models that rotate a part of each head are not supported")
+        raise ModelError("GGUF models with partial rotary embedding are not supported")
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
@@ -146,9 +145,9 @@ def _rope(reader: GGUFReader, kind: str, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_parameters(theta: float, head_dim: int, factors: Array) -> dict[str, Any]:
-    """Llama 3 GGUFs hold what each frequency is divided by, instead of the formula's constants.
+    """Llama 3 GGUFs store the divisor of each frequency instead of the formula's constants.
 
-    All released models share the constants but for the factor, which is the largest divisor.
+    All released models share the constants except `factor`, which is the largest divisor.
     """
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
@@ -172,7 +171,7 @@ def _eos_token_ids(reader: GGUFReader) -> list[int]:
 
 
 def _weights(reader: GGUFReader, config: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
-    """(name in the folder, array) of every tensor."""
+    """(name in the folder, array) for every tensor."""
     heads = {
         "attn_q": config["num_attention_heads"],
         "attn_k": config["num_key_value_heads"],
@@ -195,13 +194,13 @@ def _weights(reader: GGUFReader, config: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _unpermuted(rows: Array, heads: int) -> Array:
-    """Undo llama.cpp's reordering of Q and K rows: pairs (i, i + d/2) stand side by side there."""
+    """Undo llama.cpp's reordering of Q and K rows, which puts rows i and i + d/2 side by side."""
     split = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _write_weights(folder: Path, weights: Iterator[tuple[str, Array]], shard_bytes: int) -> None:
-    """Several files with an index, so that no more than one shard is in memory at a time."""
+    """Write several files and an index, so that at most one shard is in memory at a time."""
     weight_map: dict[str, str] = {}
     shard: dict[str, Array] = {}
 
@@ -222,8 +221,8 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Array]], shard_byt
 
 @contextlib.contextmanager
 def _without_triton() -> Iterator[None]:
-    """Nothing here needs it, but transformers has it loaded where it is installed, and then a
-    server that converted its model says a page about leaks when it ends."""
+    """Keep transformers from importing Triton, which would print a page of leak warnings when the
+    server exits. The conversion does not need Triton."""
     absent = sys.modules.setdefault("triton", cast(ModuleType, None)) is None
     try:
         yield
@@ -234,7 +233,7 @@ def _without_triton() -> Iterator[None]:
 
 def _write_tokenizer(path: Path, folder: Path, pre_tokenizer: str | None) -> None:
     with _without_triton():
-        # Imported late: transformers takes seconds, and a file with wrong weights never gets here.
+        # Imported late: transformers takes seconds, and only valid GGUF files reach this point.
         from tokenizers import pre_tokenizers
         from transformers import AutoTokenizer
 
@@ -243,8 +242,8 @@ def _write_tokenizer(path: Path, folder: Path, pre_tokenizer: str | None) -> Non
         except Exception as error:  # tokenizers raises nothing more specific
             raise ModelError(f"{path} has no usable tokenizer: {error!r}") from error
     if pre_tokenizer == "smollm":
-        # Digits stand alone before anything else is split, which transformers leaves out: it
-        # would split the line breaks in "\n\n1." in two, unlike what the model was trained on.
+        # The model was trained with digits split off first. transformers leaves this out and
+        # would split the line breaks in "\n\n1." in two.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),

@@ -1,7 +1,11 @@
-"""A StepPlan as tensors. On the path of every iteration: no Python loop over segments."""
+"""The tensors of a step: built from a StepPlan on the host, then uploaded to the decoder's device.
+
+This runs in every step, so no Python code loops over segments.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +15,20 @@ import torch
 from torch import Tensor
 
 from bros.core.plan import SEGMENT_WIDTH, SampleSpec, SharedPrefix, StepPlan
-from bros.kernels.interface import AttentionBatch, SharedParts
-from bros.kernels.parts import lengths_of, offsets
+from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
+from bros.kernels.offsets import lengths_of, offsets
+from bros.kernels.staging import Staging
+
+_ALIGNMENT = 4  # int32 elements; Triton compiles a kernel anew for pointers of other alignment
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the decoder reads. All int32: token_ids, positions, slots [tokens].
+    """The inputs of the decoder. All tensors are int32.
 
-    sample_rows: which tokens' hidden states become logits, one per entry of `samples`, which
-    are (request id, how to choose) in plan order.
+    token_ids, positions, slots: [tokens].
+    sample_rows: [samples], the tokens whose hidden states become logits.
+    samples: (request id, how to sample) of each of these tokens, in plan order.
     """
 
     token_ids: Tensor
@@ -32,10 +40,10 @@ class StepInputs:
 
 
 def build_inputs(plan: StepPlan) -> StepInputs:
-    """Lay the chunks of a plan end to end.
+    """Concatenate the chunks of a plan.
 
-    segments are copied buffer by buffer: 32 requests of 500 tokens are a thousand segments,
-    and touching each in Python would cost more than the attention over it.
+    Segments are copied as whole buffers: 32 requests of 500 tokens have a thousand segments, and a
+    Python loop over these would take longer than the attention.
     """
     chunks = plan.chunks
     token_ids = array("i")
@@ -43,7 +51,7 @@ def build_inputs(plan: StepPlan) -> StepInputs:
         token_ids.extend(chunk.token_ids)
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     widths = np.array([len(chunk.segments) for chunk in chunks], np.int32)
-    if len(token_ids) == len(chunks):  # decode rows alone
+    if len(token_ids) == len(chunks):  # only decode rows
         query_start = np.arange(len(chunks) + 1, dtype=np.int32)
         positions = starts
     else:
@@ -63,7 +71,7 @@ def build_inputs(plan: StepPlan) -> StepInputs:
         token_ids=_tensor(token_ids),
         positions=torch.from_numpy(positions),
         slots=_tensor(bytearray().join([chunk.slots for chunk in chunks])),
-        attention=read_together(attention, plan.shared),
+        attention=with_shared_parts(attention, plan.shared),
         sample_rows=torch.from_numpy(query_start[1:][sampled] - 1),
         samples=tuple(
             [(chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None]
@@ -71,10 +79,10 @@ def build_inputs(plan: StepPlan) -> StepInputs:
     )
 
 
-def read_together(batch: AttentionBatch, shared: Sequence[SharedPrefix]) -> AttentionBatch:
-    """The same attention, with these pieces as shared parts instead of segments of each row.
+def with_shared_parts(batch: AttentionBatch, shared: Sequence[SharedPrefix]) -> AttentionBatch:
+    """The same attention, with `shared` as shared parts instead of segments of each row.
 
-    batch: without shared parts; it is returned as it is if `shared` is empty.
+    batch: has no shared parts; returned unchanged if `shared` is empty.
     """
     assert batch.shared is None
     if not shared:
@@ -107,7 +115,82 @@ def read_together(batch: AttentionBatch, shared: Sequence[SharedPrefix]) -> Atte
 
 
 def _tensor(buffer: array[int] | bytearray) -> Tensor:
-    """A view of the buffer's int32 values; torch.frombuffer refuses an empty one."""
+    """A view of the buffer's int32 values. torch.frombuffer raises for an empty buffer."""
     if not buffer:
         return torch.empty(0, dtype=torch.int32)
     return torch.frombuffer(buffer, dtype=torch.int32)
+
+
+# ---- Uploading the inputs.
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """Input tokens that the previous step samples; only the device knows them yet.
+
+    tokens: int32 [rows of the previous step], on the device.
+    sources: int32 [tokens of this step], on the host: index into `tokens`, or -1 if token_ids
+        holds the token.
+    """
+
+    tokens: Tensor
+    sources: Tensor
+
+
+class InputUploader:
+    """Uploads the inputs of each step to the decoder's device. One per runner."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        layout: HeadLayout,
+        device: torch.device,
+        staging: Staging | None = None,
+    ) -> None:
+        """staging: None if the decoder reads host memory."""
+        self._kernels = kernels
+        self._layout = layout
+        self._device = device
+        self._staging = staging
+
+    def __call__(self, inputs: StepInputs, pending: PendingTokens | None = None) -> StepInputs:
+        """The same inputs on the device. The host does not wait for the device."""
+        attention = self._kernels.prepare(inputs.attention, self._layout, self._device)
+        if self._staging is None:
+            assert pending is None, "on the host all tokens are known"
+            if attention is inputs.attention:
+                return inputs
+            return dataclasses.replace(inputs, attention=attention)
+        on_device = upload(
+            [inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_rows]
+            + ([] if pending is None else [pending.sources]),
+            self._staging,
+            self._device,
+        )
+        if pending is not None:
+            fill_pending_tokens(on_device[0], pending.tokens, on_device.pop())
+        token_ids, positions, slots, sample_rows = on_device
+        return StepInputs(token_ids, positions, slots, attention, sample_rows, inputs.samples)
+
+
+def upload(tensors: Sequence[Tensor], staging: Staging, device: torch.device) -> list[Tensor]:
+    """Copy int32 vectors from the host to the device, all in one copy."""
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + -(-len(tensor) // _ALIGNMENT) * _ALIGNMENT)
+    host = staging.take(starts[-1])
+    for tensor, start in zip(tensors, starts, strict=False):
+        host[start : start + len(tensor)] = tensor
+    on_device = torch.empty(starts[-1], dtype=torch.int32, device=device)
+    on_device.copy_(host, non_blocking=True)
+    staging.sent()
+    return [
+        on_device[start : start + len(tensor)]
+        for tensor, start in zip(tensors, starts, strict=False)
+    ]
+
+
+def fill_pending_tokens(token_ids: Tensor, tokens: Tensor, sources: Tensor) -> None:
+    """token_ids[i] = tokens[sources[i]] where sources[i] is not -1. All on the device."""
+    found = tokens.index_select(0, sources.clamp(min=0))
+    token_ids.copy_(torch.where(sources < 0, token_ids, found))

@@ -19,58 +19,53 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def bytes_per_block(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Memory of one block over all layers, K and V."""
+    """Bytes of K and V of one block, over all layers."""
     values = 2 * spec.num_layers * spec.num_kv_heads * KV_BLOCK_SIZE * spec.head_dim
     return values * dtype.itemsize
 
 
 def blocks_in(memory_bytes: int, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """How many blocks fit. Raises ConfigError if not even one does."""
+    """How many blocks fit into `memory_bytes`. Raises ConfigError if not even one does."""
     block_bytes = bytes_per_block(spec, dtype)
     if memory_bytes < block_bytes:
         raise ConfigError(
-            f"--kv-memory: {memory_bytes} bytes hold no block; one of {KV_BLOCK_SIZE} tokens "
-            f"takes {block_bytes} bytes"
+            f"--kv-memory: {memory_bytes} bytes are too few for one block; a block of "
+            f"{KV_BLOCK_SIZE} tokens takes {block_bytes} bytes"
         )
     return memory_bytes // block_bytes
 
 
 class KvMemory(Protocol):
-    """KV cache memory of one device, and copies of parts of it on the host.
+    """KV cache memory of one device, and host memory for checkpoints of preempted tokens.
 
-    layers[i] = (K, V), each [num_blocks, num_kv_heads, 16, head_dim] and zero at first.
+    layers[i] = (K, V), each [num_blocks, num_kv_heads, 16, head_dim], initially zero.
     """
-
-    @property
-    def num_blocks(self) -> int: ...
 
     @property
     def layers(self) -> tuple[tuple[Tensor, Tensor], ...]: ...
 
     def copy(self, copies: KvCopies) -> None:
-        """Begin a plan's copies; call it before anything of that plan is computed."""
+        """Start a plan's copies. Call this before any computation of that plan."""
         ...
 
     def wait_for_layer(self, layer: int) -> None:
-        """What is computed from now on may use this layer, and those before it.
+        """Wait until the KV of this layer and of those before it is restored.
 
-        Call it for the last one before a step that runs as a whole, such as a CUDA graph.
+        Before a step that runs as a whole, such as a CUDA graph, pass the last layer.
         """
         ...
 
     def clear(self) -> None:
-        """Give the memory back; the storage cannot be used afterwards."""
+        """Release the memory; the storage cannot be used afterwards."""
         ...
 
 
 class KvStorage:
-    """KvMemory on this machine's CPU, whose copies are done when `copy` returns.
+    """KvMemory on the CPU; its copies are complete when `copy` returns.
 
-    layers[i] = (K, V), each [num_blocks, num_kv_heads, 16, head_dim] and zero at first.
-
-    All of them lie in one anonymous memory map: the operating system hands out its zeroed pages
-    on first write, so cache that is never used takes no memory and no time to allocate. Large
-    pages, where there are any, save the attention kernel an address lookup per block.
+    All layers lie in one anonymous memory map: the operating system provides zeroed pages on first
+    write, so unused cache takes no memory and no time to allocate. Huge pages, if the system has
+    them, save the attention kernel an address translation per block.
     """
 
     def __init__(
@@ -79,8 +74,7 @@ class KvStorage:
         memory = _memory(num_blocks * bytes_per_block(spec, dtype), "--kv-memory, --kv-blocks")
         shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, KV_BLOCK_SIZE, spec.head_dim)
         whole = torch.frombuffer(memory, dtype=dtype).view(shape)
-        self.num_blocks = num_blocks
-        # A row is what one head keeps of a token; K and V of each layer have theirs.
+        # A row is K or V of one token in one head of one layer.
         self._rows: Tensor = whole.view(2 * spec.num_layers, -1, spec.head_dim)
         self._copies = self._host_memory(spec, num_host_blocks, dtype)
         self._heads = torch.arange(spec.num_kv_heads)
@@ -89,7 +83,7 @@ class KvStorage:
         )
 
     def copy(self, copies: KvCopies) -> None:
-        """Move KV between the cache and host memory; what is asked first is done first."""
+        """Run the checkpoints of `copies` (device to host), then its restores (host to device)."""
         if copies.out_device:
             rows, host_rows = self._rows_of(copies.out_device, copies.out_host)
             for kv, host in zip(self._rows, self._copies, strict=True):
@@ -100,10 +94,10 @@ class KvStorage:
                 kv.index_copy_(0, rows, host.index_select(0, host_rows))
 
     def wait_for_layer(self, layer: int) -> None:
-        """Nothing to wait for."""
+        """Returns at once: copies are complete already."""
 
     def _rows_of(self, slots: array[int], host_slots: array[int]) -> tuple[Tensor, Tensor]:
-        """Of all heads, in the cache and in host memory."""
+        """Row indexes of all heads of these slots: in the cache, and in host memory."""
         indexes, num_heads = _indexes(slots)[:, None], len(self._heads)
         blocks, offsets = indexes // KV_BLOCK_SIZE, indexes % KV_BLOCK_SIZE
         rows = (blocks * num_heads + self._heads) * KV_BLOCK_SIZE + offsets
@@ -111,7 +105,7 @@ class KvStorage:
         return rows.flatten(), host_rows.flatten()
 
     def clear(self) -> None:
-        """Give the memory back; the storage cannot be used afterwards."""
+        """Release the memory; the storage cannot be used afterwards."""
         self.layers = ()
         self._rows = self._copies = torch.empty(0)
 
@@ -129,14 +123,14 @@ class KvStorage:
 
 
 def _memory(size: int, flags: str) -> mmap.mmap:
-    """Zeroed pages that are taken when they are first written."""
+    """Zeroed pages, which the system allocates when they are first written."""
     try:
         memory = mmap.mmap(-1, size)
     except (OSError, OverflowError):
         raise ConfigError(
-            f"{flags}: this machine has no {size / 2**30:.1f} GiB for that; ask for less"
+            f"{flags}: this machine cannot allocate {size / 2**30:.1f} GiB; ask for less"
         ) from None
-    with contextlib.suppress(AttributeError, OSError):  # not every system has large pages
+    with contextlib.suppress(AttributeError, OSError):  # not every system has huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 

@@ -1,4 +1,4 @@
-"""From a configuration and a model folder to a running executor."""
+"""Loads a model and sizes its KV cache: from an EngineConfig and a model folder to an executor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EngineInfo
 from bros.core.plan import Chunk, SampleSpec, StepPlan
 from bros.core.request import SamplingParams
-from bros.executor.cuda.graphs import CudaRecorder, GraphSizes, StepGraphs, recorded_or_warn
-from bros.executor.cuda.kv_storage import Buffers, cuda_kv_storage
-from bros.executor.feed import InputFeed
+from bros.executor.cuda.graphs import CudaGraphCapture, GraphSizes, StepGraphs, capture_or_warn
+from bros.executor.cuda.kv_storage import CopyBuffers, cuda_kv_storage
+from bros.executor.inputs import InputUploader
 from bros.executor.kv_storage import (
     DTYPES,
     KV_BLOCK_SIZE,
@@ -32,7 +32,7 @@ from bros.executor.model_store import ModelFiles
 from bros.executor.models.build import build_decoder
 from bros.executor.models.decoder import Decoder
 from bros.executor.models.spec import ModelSpec
-from bros.executor.parallel.ranks import ALONE, Ranks
+from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.parallel.sharding import shards_of
 from bros.executor.runner import LaunchingRunner, ModelRunner
 from bros.executor.sampler import DeviceStepSampler, Draw, HostStepSampler, NoStepSampler, Sampler
@@ -43,70 +43,73 @@ from bros.executor.target import (
     grouping_for,
     kernels_for,
     kv_dtype_for,
-    self_part_for,
+    xformers_for,
 )
 from bros.executor.weights import RandomWeights, Weights, WeightSource
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import HeadLayout
 from bros.kernels.staging import Staging
 
-# ---- How much GPU memory is left for the KV cache once the model and its largest step have theirs.
+# ---- GPU memory for the KV cache: what the model and its largest step leave.
 
 
 _GIB = 2**30
 _MOST_CONTEXT_BLOCKS = 2**16
-"""In the step that is measured, over all rows; reading them takes no memory, listing them does."""
+"""Context of all rows in the measured step. Only the lists of segments take memory, not the
+attention that reads them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes.
+    """GPU memory in bytes.
 
     total: of the device.
-    elsewhere: other processes, and what CUDA keeps for itself.
+    used_by_others: by other processes and by CUDA itself.
     peak: the most that this process needs beside the KV cache, weights included.
 
-    Recorded steps take some hundred MiB more, out of what `utilization` leaves.
+    CUDA graphs need some hundred MiB more, from the share that --gpu-memory-utilization leaves.
     """
 
     total: int
-    elsewhere: int
+    used_by_others: int
     peak: int
 
-    def room(self, utilization: float) -> int:
-        """What is left of `utilization` of the device; less than nothing if it is overdrawn."""
-        return int(self.total * utilization) - self.elsewhere - self.peak
+    def kv_cache_bytes(self, utilization: float) -> int:
+        """What is left for the KV cache of `utilization` of the device; may be negative."""
+        return int(self.total * utilization) - self.used_by_others - self.peak
 
-    def explain(self, utilization: float) -> ConfigError:
-        """For a room in which not even one block fits."""
+    def no_room_error(self, utilization: float) -> ConfigError:
+        """The error if kv_cache_bytes are too few for one block."""
         return ConfigError(
             f"--gpu-memory-utilization: {utilization:g} of {self.total / _GIB:.1f} GiB leave no "
             f"room for a KV cache; the model and its largest step take {self.peak / _GIB:.1f} GiB "
-            f"and others {self.elsewhere / _GIB:.1f} GiB. Raise it, or lower --max-batch-tokens or "
-            "--max-num-seqs"
+            f"and other processes {self.used_by_others / _GIB:.1f} GiB. Raise it, or lower "
+            "--max-batch-tokens or --max-num-seqs"
         )
 
 
-def measure_use(runner: ModelRunner, plan: StepPlan, device: torch.device, later: int) -> MemoryUse:
-    """Run the plan once and see what it took. CUDA only.
+def measure_memory(
+    runner: ModelRunner, plan: StepPlan, device: torch.device, later: int
+) -> MemoryUse:
+    """Run the plan once and measure the memory that it took. CUDA only.
 
-    later: bytes of buffers that are not there yet.
+    later: bytes of buffers that are allocated later; they count as used.
     """
-    torch.cuda.empty_cache()  # of what loading left
+    torch.cuda.empty_cache()  # releases temporary memory of loading
     torch.cuda.reset_peak_memory_stats(device)
     runner.execute(plan)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
-    elsewhere = total - free - torch.cuda.memory_reserved(device)
+    used_by_others = total - free - torch.cuda.memory_reserved(device)
     torch.cuda.empty_cache()
-    return MemoryUse(total, elsewhere, peak + later)
+    return MemoryUse(total, used_by_others, peak + later)
 
 
 def largest_step(rows: int, tokens: int, max_length: int, block_size: int) -> StepPlan:
-    """A step of `tokens` tokens in `rows` rows, all sampled, with as much context as there may be.
+    """A dummy step of `tokens` tokens in `rows` rows, all sampled, with the longest context.
 
-    All of it lies in block 0. Its numbers mean nothing; what it takes is what counts.
+    All slots and context lie in block 0: only the memory that the step takes matters.
     """
     rows = min(rows, tokens)
     lengths = [min(tokens // rows + (row < tokens % rows), max_length) for row in range(rows)]
@@ -114,14 +117,14 @@ def largest_step(rows: int, tokens: int, max_length: int, block_size: int) -> St
     chunks = []
     for row, length in enumerate(lengths):
         context = min((max_length - length) // block_size, _MOST_CONTEXT_BLOCKS // rows)
-        chunks.append(chunk_in_block_0(str(row), length, context, block_size, spec))
+        chunks.append(dummy_chunk(str(row), length, context, block_size, spec))
     return StepPlan(0, tuple(chunks))
 
 
-def chunk_in_block_0(
+def dummy_chunk(
     request_id: str, size: int, context: int, block_size: int, sample: SampleSpec
 ) -> Chunk:
-    """`size` tokens after `context` blocks: what running it takes counts, not what comes of it."""
+    """`size` tokens after `context` blocks, all of them in block 0; its output is meaningless."""
     return Chunk(
         request_id=request_id,
         start=context * block_size,
@@ -132,39 +135,39 @@ def chunk_in_block_0(
     )
 
 
-# ---- Steps that are run once before serving, so that no request waits for what comes only once.
+# ---- Warm-up: steps that run once before serving, so that no request waits for a compiler.
 #
-# Triton compiles a kernel when it is first launched with a new size, which takes a second or more;
-# recorded steps launch those of decoding only. Libraries set themselves up in the same way.
+# Triton compiles a kernel when it is first launched with a new tile size, which takes a second or
+# more; libraries initialize themselves on first use too. Capturing CUDA graphs compiles only the
+# kernels of decode steps.
 
 
 _LONGEST_CHUNK = 128
-"""Tiles of queries have 16 to 128 rows, of which a token has one at least."""
+"""A tile of queries has 16 to 128 rows, at least one for each token."""
 
-_CONTEXT_BLOCKS = 64  # enough for a context in several parts that are merged
+_CONTEXT_BLOCKS = 64  # long enough that the attention is split into parts and merged
 
 _GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
 _DRAWN = replace(_GREEDY, params=SamplingParams(temperature=1.0, top_p=0.9, top_k=50))
 
 
 def warm_up(runner: ModelRunner, max_length: int, block_size: int) -> None:
-    """Run what serving may launch. Only for a runner whose KV cache holds nothing yet: this leaves
-    numbers in block 0 that mean nothing."""
+    """Launch every kernel that serving may launch. Overwrites block 0 of the KV cache."""
     for plan in warm_up_plans(max_length, block_size):
         runner.execute(plan)
 
 
 def warm_up_plans(max_length: int, block_size: int) -> list[StepPlan]:
-    """Steps with a chunk of 2, 4, 8, ... tokens beside a row that decodes, as far as max_length
-    tokens go: whatever the number of heads, one for each size of a tile. In the first one both
-    rows are drawn; then one is greedy, so that both ways of choosing meet in a step."""
+    """Steps of a decode row and a chunk of 2, 4, 8, ... tokens, up to max_length: they cover every
+    tile size for any number of heads. The first step samples both rows at random; in the others the
+    decode row is greedy, so that a step mixes both kinds of sampling."""
     plans: list[StepPlan] = []
     size = 2
     while size <= min(_LONGEST_CHUNK, max_length):
         context = min((max_length - size) // block_size, _CONTEXT_BLOCKS)
         chunks = (
-            chunk_in_block_0("chunk", size, context, block_size, _DRAWN),
-            chunk_in_block_0("decode", 1, context, block_size, _GREEDY if plans else _DRAWN),
+            dummy_chunk("chunk", size, context, block_size, _DRAWN),
+            dummy_chunk("decode", 1, context, block_size, _GREEDY if plans else _DRAWN),
         )
         plans.append(StepPlan(len(plans), chunks))
         size *= 2
@@ -175,22 +178,22 @@ _CPU_KV_MEMORY = "1GiB"
 
 
 def load_executor(
-    config: EngineConfig, files: ModelFiles, ranks: Ranks = ALONE
+    config: EngineConfig, files: ModelFiles, ranks: Ranks = SINGLE_RANK
 ) -> tuple[ModelRunner, EngineInfo]:
-    """Load the weights, allocate the KV cache and say what came of it.
+    """Load the weights and allocate the KV cache; returns the runner and the facts about it.
 
-    Also sets the number of threads torch uses in this process (config.threads, or its share of
-    the cores that this process may run on).
+    Also sets the number of torch threads in this process (config.threads, or this rank's share of
+    the cores that the process may run on).
 
-    ranks: that run the model together. All of them call this, each loads its part of the weights
-    and of the KV cache, and their infos are the same. The runners of all but the first choose no
-    tokens; for what they are given see parallel/runner.py.
+    ranks: the ranks that run the model together. All of them call this; each loads its part of the
+        weights and of the KV cache and gets the same EngineInfo. Only the runner of rank 0 samples;
+        parallel/runner.py drives the others.
 
-    What auto stands for is said in target.py. On a GPU the KV cache gets what is left of
-    config.gpu_memory_utilization, unless config says how much.
+    target.py resolves the option value auto. On a GPU the KV cache gets what is left of
+    config.gpu_memory_utilization, unless config sets its size.
 
-    Raises ModelError if the model cannot be read or is not supported, ConfigError if an option
-    asks for what the machine, the model or the KV cache cannot give, and RanksLostError.
+    Raises ModelError if the model cannot be read or is not supported, ConfigError if the machine,
+    the model or the KV cache cannot satisfy an option, and RanksLostError.
     """
     settings = _read_json(files.folder / "config.json")
     spec = ModelSpec.from_config(settings)
@@ -204,22 +207,22 @@ def random_executor(
     config: EngineConfig,
     seed: int = 0,
     *,
-    drawn_on: str | None = None,
-    ranks: Ranks = ALONE,
+    rng_device: str | None = None,
+    ranks: Ranks = SINGLE_RANK,
 ) -> tuple[ModelRunner, EngineInfo]:
-    """Like load_executor, for a model of this shape that was never trained. Reads no file.
+    """Like load_executor, with random weights for a model of this shape. Reads no file.
 
-    drawn_on: "cpu" or "cuda", whose random numbers to take (see RandomWeights); "cpu" gives the
-    same model on every device, by default they are drawn where they are needed, which is fast.
+    rng_device: "cpu" or "cuda", the device that generates the weights (see RandomWeights). "cpu"
+        gives the same model on every device; the default, the device of each tensor, is fast.
     """
-    source = RandomWeights(seed, None if drawn_on is None else torch.device(drawn_on))
+    source = RandomWeights(seed, None if rng_device is None else torch.device(rng_device))
     return _Loader(config, spec, source, ranks).load(f"random-{spec.architecture}", ())
 
 
 class _Loader:
     """The steps from a configuration to a runner.
 
-    Ranks take them together: what is asked of `ranks` is asked by all in the same order.
+    All ranks take the same steps, so that they call the collectives of `ranks` in the same order.
     """
 
     def __init__(
@@ -239,25 +242,27 @@ class _Loader:
         self._kernels_name = kernels_for(config, self._target, cuda)
         local = self._local
         self._layout = HeadLayout(local.num_heads, local.num_kv_heads, local.head_dim)
-        self_part = self_part_for(config, self._target, self._kernels_name, self._layout)
-        self._kernels = select_kernels(self._kernels_name, self._device, self_part)
+        chunk_attention = xformers_for(config, self._target, self._kernels_name, self._layout)
+        self._kernels = select_kernels(self._kernels_name, self._device, chunk_attention)
         self._kv_dtype = kv_dtype_for(config, self._target)
-        self._shares = config.shared_attention == "on"
-        self._grouping = grouping_for(self._kernels.name, KV_BLOCK_SIZE) if self._shares else None
+        self._share_prefixes = config.shared_attention == "on"
+        self._grouping = (
+            grouping_for(self._kernels.name, KV_BLOCK_SIZE) if self._share_prefixes else None
+        )
         staging = None if self._device.type == "cpu" else Staging(self._device)
-        self._feed = InputFeed(self._kernels, self._layout, self._device, staging)
+        self._uploader = InputUploader(self._kernels, self._layout, self._device, staging)
 
     def load(self, name: str, eos_token_ids: tuple[int, ...]) -> tuple[ModelRunner, EngineInfo]:
-        """name: what the model is called."""
+        """name: of the model, for EngineInfo."""
         config, spec, ranks = self._config, self._spec, self._ranks
         num_host_blocks = ranks.minimum(
             _num_host_blocks(config, self._local, DTYPES[self._kv_dtype])
         )
-        num_blocks = self._asked_blocks()
-        reach = _max_model_len(config, spec, num_blocks)
-        decoder = self._decoder(reach)
+        num_blocks = self._configured_blocks()
+        max_positions = _max_model_len(config, spec, num_blocks)
+        decoder = self._decoder(max_positions)
         if num_blocks is None:
-            num_blocks = ranks.minimum(self._blocks_left(decoder, reach, num_host_blocks))
+            num_blocks = ranks.minimum(self._blocks_left(decoder, max_positions, num_host_blocks))
         max_model_len = _max_model_len(config, spec, num_blocks)
         kv = self._kv(num_blocks, num_host_blocks)
         runner = self._runner(decoder, kv, self._graphs(decoder, kv, max_model_len, num_blocks))
@@ -282,8 +287,8 @@ class _Loader:
         )
         return runner, info
 
-    def _asked_blocks(self) -> int | None:
-        """None: as many as fit the GPU."""
+    def _configured_blocks(self) -> int | None:
+        """None if the options do not say: then as many as fit the GPU's memory."""
         config, memory = self._config, self._config.kv_memory
         if config.kv_blocks is not None:
             return config.kv_blocks
@@ -311,22 +316,22 @@ class _Loader:
             ) from error
 
     def _blocks_left(self, decoder: Decoder, max_length: int, num_host_blocks: int) -> int:
-        """How many blocks fit what the largest step leaves of the GPU's memory."""
+        """How many blocks fit into the GPU memory that the largest step leaves."""
         config, dtype = self._config, DTYPES[self._kv_dtype]
         plan = largest_step(*self._bounds, max_length, KV_BLOCK_SIZE)
         runner = self._runner(decoder, self._kv(1, 0), None)
-        later = Buffers().total_bytes(self._local, dtype, num_host_blocks)
+        later = CopyBuffers().total_bytes(self._local, dtype, num_host_blocks)
         try:
-            use = measure_use(runner, plan, self._device, later)
+            use = measure_memory(runner, plan, self._device, later)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"--max-batch-tokens: a step of {self._bounds.tokens} tokens does not fit the "
                 "GPU beside the model; give less, or fewer --max-num-seqs"
             ) from error
-        room = use.room(config.gpu_memory_utilization)
-        if room < bytes_per_block(self._local, dtype):
-            raise use.explain(config.gpu_memory_utilization)
-        return blocks_in(room, self._local, dtype)
+        size = use.kv_cache_bytes(config.gpu_memory_utilization)
+        if size < bytes_per_block(self._local, dtype):
+            raise use.no_room_error(config.gpu_memory_utilization)
+        return blocks_in(size, self._local, dtype)
 
     def _kv(self, num_blocks: int, num_host_blocks: int) -> KvMemory:
         sizes = (self._local, num_blocks, DTYPES[self._kv_dtype], num_host_blocks)
@@ -336,16 +341,16 @@ class _Loader:
 
     def _runner(self, decoder: Decoder, kv: KvMemory, graphs: StepGraphs | None) -> ModelRunner:
         if self._ranks.rank > 0:
-            return ModelRunner(decoder, kv, self._feed, NoStepSampler(), graphs=graphs)
+            return ModelRunner(decoder, kv, self._uploader, NoStepSampler(), graphs=graphs)
         if self._device.type == "cpu":
-            return ModelRunner(decoder, kv, self._feed, HostStepSampler(Sampler()))
+            return ModelRunner(decoder, kv, self._uploader, HostStepSampler(Sampler()))
         step_sampler = DeviceStepSampler(Sampler(), self._draw())
-        return LaunchingRunner(decoder, kv, self._feed, step_sampler, graphs=graphs)
+        return LaunchingRunner(decoder, kv, self._uploader, step_sampler, graphs=graphs)
 
     def _draw(self) -> Draw | None:
         if self._kernels_name != "triton":
             return None
-        # Late, because Triton need not be installed.
+        # Imported late: Triton is optional.
         from bros.executor.cuda.device_sampler import draw
 
         return draw
@@ -356,9 +361,9 @@ class _Loader:
         if self._config.cuda_graphs == "off" or self._device.type != "cuda":
             return None
         sizes = GraphSizes.of(
-            self._bounds.rows, max_model_len, num_blocks, KV_BLOCK_SIZE, self._shares
+            self._bounds.rows, max_model_len, num_blocks, KV_BLOCK_SIZE, self._share_prefixes
         )
-        return recorded_or_warn(
+        return capture_or_warn(
             lambda: StepGraphs(
                 decoder,
                 kv.layers,
@@ -367,13 +372,13 @@ class _Loader:
                 self._device,
                 self._spec.vocab_size,
                 sizes,
-                CudaRecorder(),
+                CudaGraphCapture(),
             )
         )
 
 
 def _num_host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """How many blocks of KV may be kept on the host; memory for less than one is none."""
+    """The size of the host pool in blocks; 0 if the memory is too little for one."""
     if config.on_pressure != "checkpoint":
         return 0
     if config.host_kv_blocks is not None:
@@ -382,16 +387,16 @@ def _num_host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) 
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec, num_blocks: int | None) -> int:
-    """The longest prompt + output: the least of what was asked, the model and the KV cache.
+    """The longest prompt + output in tokens that the options, the model and the KV cache allow.
 
-    num_blocks: None while it is unknown.
+    num_blocks: None while the size of the KV cache is unknown.
     """
     asked = config.max_model_len
     cached = spec.max_positions if num_blocks is None else num_blocks * KV_BLOCK_SIZE
     if asked is not None and asked > spec.max_positions:
         raise ConfigError(
             f"--max-model-len: {asked} is more than the {spec.max_positions} tokens this model "
-            f"was made for"
+            "supports"
         )
     if asked is not None and asked > cached:
         raise ConfigError(
@@ -408,9 +413,9 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, num_blocks: int | None
 
 
 def _eos_token_ids(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end an answer: generation_config.json's if it names any, else config.json's.
+    """The end-of-sequence tokens of generation_config.json if it has any, else of config.json.
 
-    Ids outside the vocabulary, which some checkpoints carry, can never be sampled and are left out.
+    Drops ids outside the vocabulary, which some checkpoints have: they can never be sampled.
     """
     generation = folder / "generation_config.json"
     eos = _read_json(generation).get("eos_token_id") if generation.exists() else None

@@ -1,9 +1,9 @@
-"""Finds the model a name stands for, and makes it a local folder. Imports no torch.
+"""Resolves the name of a model to a local folder. Does not import torch.
 
 None                 the embedded SmolLM2-135M-Instruct, a GGUF file inside a Python package
 folder               used as it is: config.json, *.safetensors, tokenizer.json
 file.gguf            converted once into the cache folder
-organisation/name    downloaded from the Hugging Face hub into its own cache
+organization/name    downloaded from the Hugging Face hub into the hub's own cache
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ _ALTERNATIVES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A folder with config.json, weights and tokenizer; `name` is what the API calls the model."""
+    """A model on disk.
+
+    folder: holds config.json, weights and tokenizer.
+    name: the name of the model in the API.
+    """
 
     folder: Path
     name: str
 
 
 def default_cache_dir() -> Path:
-    """Where conversions are kept unless the user says otherwise: ~/.cache/bros."""
+    """The default folder for converted models: ~/.cache/bros."""
     return Path.home() / ".cache" / "bros"
 
 
 def cache_dir_of(data_dir: str | None) -> Path:
-    """The same for a server: its --data-dir, if it has one."""
+    """The folder for converted models of a server: its --data-dir if given, else the default."""
     return Path(data_dir).expanduser() if data_dir else default_cache_dir()
 
 
@@ -57,10 +61,10 @@ def _silent(message: str) -> None:
 def resolve_model(
     model: str | None, cache_dir: Path, report: Callable[[str], None] = _silent
 ) -> ModelFiles:
-    """The local folder for `model`, converting or downloading first if need be.
+    """The local folder for `model`; converts or downloads it first if necessary.
 
-    report is told, one line each, about work that takes more than a moment.
-    Raises ModelError saying what was tried and what can be given instead.
+    report: receives one line for each conversion or download.
+    Raises ModelError, whose message lists what was tried and which names are possible.
     """
     if model is None:
         return ModelFiles(_converted(_embedded_gguf(), cache_dir, report), EMBEDDED_NAME)
@@ -79,7 +83,7 @@ def resolve_model(
 
 
 def _embedded_gguf() -> Path:
-    # Found, not imported: importing the package pulls in libraries bros does not need.
+    # find_spec does not import the package, which would import libraries that bros does not need.
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():
@@ -92,7 +96,7 @@ def _embedded_gguf() -> Path:
 
 
 def _downloaded(hub_id: str, report: Callable[[str], None]) -> Path:
-    # Imported late: the hub's client takes a while to import and most starts never need it.
+    # Imported late: the hub's client is slow to import, and most starts do not need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -102,16 +106,16 @@ def _downloaded(hub_id: str, report: Callable[[str], None]) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"{hub_id} is no file or folder here, and the Hugging Face hub did not give it "
+            f"{hub_id} is not a local file or folder, and the Hugging Face hub did not provide it "
             f"({type(error).__name__}: {reason}); {_ALTERNATIVES}"
         ) from error
 
 
 def _converted(gguf: Path, cache_dir: Path, report: Callable[[str], None]) -> Path:
-    """The folder converted from `gguf`, kept in cache_dir until the file changes.
+    """The folder converted from `gguf`; it stays in cache_dir and is valid until the file changes.
 
-    A finished conversion appears under its name in one rename, so a folder that is there is
-    whole. The lock makes a second process wait for the first instead of converting as well.
+    A conversion gets its final name by one rename when it is complete, so an existing folder is
+    always complete. The lock makes a second process wait instead of converting as well.
     """
     stat = gguf.stat()
     identity = f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"

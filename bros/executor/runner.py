@@ -1,4 +1,4 @@
-"""ModelRunner: the executor of one process, from a plan to sampled tokens."""
+"""The executor of one process: ModelRunner turns a StepPlan into sampled tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from bros.core.plan import PENDING, KvCopies, StepPlan, StepResult
 from bros.executor.cuda.graphs import StepGraphs
-from bros.executor.feed import InputFeed, Pending
-from bros.executor.inputs import StepInputs, build_inputs
+from bros.executor.inputs import InputUploader, PendingTokens, StepInputs, build_inputs
 from bros.executor.kv_storage import KvMemory
 from bros.executor.models.decoder import Decoder
 from bros.executor.sampler import DeviceStepSampler, PendingSamples, StepSampler
@@ -20,26 +19,26 @@ from bros.executor.sampler import DeviceStepSampler, PendingSamples, StepSampler
 class ModelRunner:
     """Runs plans on one device. Implements core.interfaces.Executor.
 
-    `prepare`, `compute` and `choose` are the parts of `execute` for runners of several ranks;
-    they are called in inference mode.
+    `execute` is `prepare`, `compute` and `sample`; the runners of several ranks call these three
+    themselves, in inference mode.
 
-    What a plan's segments name must have been written by earlier plans: nothing is checked
-    here, the scheduler owns the blocks.
+    The scheduler owns the blocks: the runner does not check that earlier plans have written the
+    KV that a plan's segments name.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         kv: KvMemory,
-        feed: InputFeed,
+        uploader: InputUploader,
         step_sampler: StepSampler,
         *,
         graphs: StepGraphs | None = None,
     ) -> None:
-        """graphs: replays the steps that it has a recording for."""
+        """graphs: replays the steps for which it has captured a graph."""
         self._decoder: Decoder | None = decoder
         self._kv = kv
-        self._feed = feed
+        self._uploader = uploader
         self._step_sampler = step_sampler
         self._graphs = graphs
 
@@ -47,14 +46,14 @@ class ModelRunner:
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
-        """Run one iteration; K and V of every token in the plan are cached afterwards.
+        """Run one step; afterwards K and V of every token in the plan are cached.
 
-        should_abort: asked before each layer, or once before a step that is replayed; None is
-            returned as soon as it says yes.
+        should_abort: called before each layer, or once before the replay of a graph. If it returns
+            True, the step is aborted and `execute` returns None.
         """
         inputs = self.prepare(build_inputs(plan), plan.copies)
         logits = self.compute(inputs, should_abort)
-        return None if logits is None else self.choose(plan.step, logits, inputs)
+        return None if logits is None else self.sample(plan.step, logits, inputs)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
@@ -72,7 +71,7 @@ class ModelRunner:
         return len(self._kv.layers)
 
     def prepare(self, inputs: StepInputs, copies: KvCopies | None = None) -> StepInputs:
-        """Begin a plan's copies; returns the inputs for `compute`."""
+        """Start a plan's KV copies; returns the inputs for `compute`."""
         if copies is not None:
             self._kv.copy(copies)
         return inputs
@@ -81,31 +80,33 @@ class ModelRunner:
         self,
         inputs: StepInputs,
         should_abort: Callable[[], bool] | None = None,
-        pending: Pending | None = None,
+        pending: PendingTokens | None = None,
     ) -> Tensor | None:
-        """Logits, in a buffer that the next step overwrites if this one is replayed.
+        """fp32 logits [samples, vocab], None if the step was aborted.
 
-        inputs: of `prepare`.
+        The next step may overwrite them: those of a replayed graph lie in a static buffer.
+
+        inputs: from `prepare`.
         should_abort: see `execute`.
-        pending: tokens that only the device knows.
+        pending: input tokens that only the device knows.
         """
         decoder, graphs = self._decoder, self._graphs
         assert decoder is not None, "the executor is closed"
-        recording = None if graphs is None else graphs.fitting(inputs)
-        if graphs is None or recording is None:
+        graph = None if graphs is None else graphs.find(inputs)
+        if graphs is None or graph is None:
             hook = self._before_layer(should_abort)
-            return decoder(self._feed(inputs, pending), self._kv.layers, hook)
+            return decoder(self._uploader(inputs, pending), self._kv.layers, hook)
         if should_abort is not None and should_abort():
             return None
         self._kv.wait_for_layer(len(self._kv.layers) - 1)
-        return graphs.run(recording, inputs, pending)
+        return graphs.replay(graph, inputs, pending)
 
-    def choose(self, step: int, logits: Tensor, inputs: StepInputs) -> StepResult:
-        """The tokens of a step with these logits."""
+    def sample(self, step: int, logits: Tensor, inputs: StepInputs) -> StepResult:
+        """Sample the tokens of a step from its logits."""
         return StepResult(step, self._step_sampler(logits, inputs.samples))
 
     def close(self) -> None:
-        """Release weights and KV memory. Calling it twice is fine; executing after it is not."""
+        """Release weights and KV memory; `execute` fails afterwards. May be called twice."""
         self._decoder = self._graphs = None
         self._kv.clear()
 
@@ -119,47 +120,46 @@ class ModelRunner:
         return before_layer
 
 
-# ---- A runner that begins a step while the one before still runs, for devices that run by
-# themselves.
+# ---- Asynchronous execution: a runner that launches a step while the previous one still runs.
 #
 # host     launch 1 | launch 2 ..........| result 1 | launch 3 | result 2
 # device            [ step 1 .......... ][ step 2 ........... ][ step 3
 # tokens                                 1 -> 2                2 -> 3        stay on the device
 
 
-class Launched:
-    """A step on its way. Implements core.interfaces.StepHandle."""
+class LaunchedStep:
+    """A step that was launched. Implements core.interfaces.StepHandle."""
 
-    def __init__(self, plan: StepPlan, choice: PendingSamples) -> None:
+    def __init__(self, plan: StepPlan, samples: PendingSamples) -> None:
         self._step = plan.step
-        self._choice = choice
+        self._samples = samples
         self._result: StepResult | None = None
-        self._rows = {name: row for row, (name, _) in enumerate(choice.asked)}
-        self._on_host = frozenset(choice.others)
+        self._rows = {name: row for row, (name, _) in enumerate(samples.requests)}
+        self._host_rows = frozenset(samples.host_rows)
 
     def result(self) -> StepResult:
-        """Wait for its end."""
+        """Wait for the end of the step."""
         if self._result is None:
-            self._result = StepResult(self._step, self._choice.finish())
+            self._result = StepResult(self._step, self._samples.finish())
         return self._result
 
     def row_of(self, request_id: str) -> int | None:
-        """Of its token in `tokens`; None if only `result` knows it."""
+        """The index of a request's token in `tokens`; None if the host samples that token."""
         row = self._rows[request_id]
-        return None if row in self._on_host else row
+        return None if row in self._host_rows else row
 
     def token_of(self, request_id: str) -> int:
-        """Waits for the end. A valid one also where none could be chosen."""
+        """Wait for the end of the step; returns a request's token, 0 if sampling failed."""
         return max(0, self.result().samples[self._rows[request_id]].token_id)
 
     @property
     def tokens(self) -> Tensor | None:
-        """int32, on the device; None if the host chooses all of them."""
-        return self._choice.tokens
+        """int32 [samples], on the device; None if the host samples all of them."""
+        return self._samples.tokens
 
     def wait(self) -> None:
-        """For the device, whatever comes of it."""
-        self._choice.wait()
+        """Wait for the device, without sampling what the host has to sample."""
+        self._samples.wait()
 
 
 class LaunchingRunner(ModelRunner):
@@ -169,54 +169,57 @@ class LaunchingRunner(ModelRunner):
         self,
         decoder: Decoder,
         kv: KvMemory,
-        feed: InputFeed,
+        uploader: InputUploader,
         step_sampler: DeviceStepSampler,
         *,
         graphs: StepGraphs | None = None,
     ) -> None:
-        super().__init__(decoder, kv, feed, step_sampler, graphs=graphs)
-        self._choosing = step_sampler
-        self._last: Launched | None = None
+        super().__init__(decoder, kv, uploader, step_sampler, graphs=graphs)
+        self._device_sampler = step_sampler
+        self._last: LaunchedStep | None = None
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
-        """Begin a step as soon as the one before is done; does not wait for that, unless the host
-        chooses a token of it that this one needs."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue a step on the device behind the previous one. Waits for the previous step only if
+        the host samples a token of it that this step needs."""
         inputs = self.prepare(build_inputs(plan), plan.copies)
         return self.begin(plan, inputs, self.pending(plan, inputs))
 
-    def begin(self, plan: StepPlan, inputs: StepInputs, pending: Pending | None) -> Launched:
-        """The second half of `launch`. inputs: of `prepare`; pending: of `pending`."""
+    def begin(
+        self, plan: StepPlan, inputs: StepInputs, pending: PendingTokens | None
+    ) -> LaunchedStep:
+        """The second half of `launch`. inputs: from `prepare`; pending: from `pending`."""
         logits = self.compute(inputs, pending=pending)
         assert logits is not None, "a step is aborted only if should_abort is given"
-        self._last = Launched(plan, self._choosing.begin(logits, inputs.samples))
+        self._last = LaunchedStep(plan, self._device_sampler.begin(logits, inputs.samples))
         return self._last
 
-    def pending(self, plan: StepPlan, inputs: StepInputs) -> Pending | None:
-        """What has to be filled in on the device; what the host knows goes into inputs.token_ids.
+    def pending(self, plan: StepPlan, inputs: StepInputs) -> PendingTokens | None:
+        """The PENDING tokens of a plan that only the device knows; None if there are none.
 
-        Waits for the step before if the host chooses a token of it that the plan needs.
+        Writes those that the host knows into inputs.token_ids, for which it waits for the previous
+        step.
         """
         ids = inputs.token_ids.numpy()
-        places = np.flatnonzero(ids == PENDING)
-        if not len(places):
+        at = np.flatnonzero(ids == PENDING)
+        if not len(at):
             return None
         last = self._last
-        assert last is not None, "the first step has nothing to wait for"
+        assert last is not None, "the first step has no pending tokens"
         names = [chunk.request_id for chunk in plan.chunks if chunk.token_ids[0] == PENDING]
         rows = [last.row_of(name) for name in names]
-        ids[places] = [
+        ids[at] = [
             last.token_of(name) if row is None else PENDING
             for name, row in zip(names, rows, strict=True)
         ]
         if last.tokens is None or all(row is None for row in rows):
             return None
         sources = np.full(len(ids), -1, np.int32)
-        sources[places] = [-1 if row is None else row for row in rows]
-        return Pending(last.tokens, torch.from_numpy(sources))
+        sources[at] = [-1 if row is None else row for row in rows]
+        return PendingTokens(last.tokens, torch.from_numpy(sources))
 
     def close(self) -> None:
-        """Like that of ModelRunner; what is in flight is waited for."""
+        """Wait for the launched step, then release weights and KV memory."""
         if self._last is not None:
             self._last.wait()
             self._last = None

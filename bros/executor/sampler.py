@@ -1,12 +1,12 @@
-"""Chooses the next token of every row of logits.
+"""Samples the next token of every row of logits.
 
-Rows are handled one by one in NumPy: a row of logits fits into the cache, where NumPy's vector
-loops are several times faster than torch operations over a whole batch (measured at 32 x 49152),
-and a row that never meets another cannot depend on it.
+The host samples row by row in NumPy: a row of logits fits into the CPU's cache, where NumPy is
+several times faster than torch over the whole batch (measured at 32 x 49152). It also keeps rows
+independent of each other.
 
-Filters are thresholds: a token is allowed if its logit reaches a bound, so equal logits are allowed
-or refused together. Among the allowed ones an exponential race (the Gumbel-max trick) decides,
-first between blocks of the vocabulary and then within the block that won.
+Filters are thresholds: a token is allowed if its logit reaches a bound, so tokens with equal logits
+are all allowed or all excluded. An exponential race (the Gumbel-max trick) picks one of the allowed
+tokens: first a block of the vocabulary, then a token within that block.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from bros.kernels.staging import CopyEvent, to_device
 _Floats32 = NDArray[np.float32]
 
 BLOCK = 256
-_SORTABLE = 4096  # numbers that are sorted sooner than counted
+_SORTABLE = 4096  # up to this many numbers, sorting is faster than a histogram
 _BUCKETS = 2048
 SMALLEST_TEMPERATURE = 1e-20  # below it, dividing by the temperature could overflow
 _UINT64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
-BLOCK_NOISE = 2**32  # noise from here on is for blocks, below it for tokens
+BLOCK_NOISE = 2**32  # noise numbers from here on are for blocks, those below for tokens
 
 
 class Sampler:
-    """Stateless: a row's token depends on its logits and its spec alone, bit by bit."""
+    """Stateless: a row's token depends only on its logits and its spec, bit for bit."""
 
     def sample(
         self, logits: Tensor, specs: Sequence[SampleSpec]
     ) -> list[tuple[int, TokenLogprobs | None]]:
-        """One token per row, with log-probabilities where they were asked for.
+        """One token per row, with log-probabilities if its spec asks for them.
 
-        logits: fp32 [rows, vocab], not changed; a copy is made if they are not on the CPU.
+        logits: fp32 [rows, vocab], not changed; copied if they are not on the CPU.
         Order: logit_bias, forbidden tokens, repetition, presence and frequency penalty,
-        temperature, min_p, top_k, top_p. Log-probabilities are those of the model itself, before
-        any of these. Raises ValueError if a row's best logit is not finite (NaN anywhere in the
-        row counts), because whatever produced it is broken, or if every token is forbidden.
+        temperature, min_p, top_k, top_p. Log-probabilities are those of the model, before any of
+        these. Raises ValueError if a row's largest logit is not finite or if the row has a NaN (a
+        defect of the model or a kernel), or if every token is forbidden.
         """
         assert logits.dtype == torch.float32 and logits.dim() == 2
         rows: _Floats32 = logits.numpy(force=True)
@@ -56,10 +56,10 @@ class Sampler:
 
 
 def noise(seed: int, index: int, first: int, count: int) -> NDArray[np.float64]:
-    """`count` exponential random numbers, numbered from `first`, of the draw (seed, index).
+    """Exponential random numbers `first` .. first + count - 1 of the draw (seed, index).
 
-    SplitMix64 of the seed and the index starts a SplitMix64 sequence; number i is its i-th value,
-    so it depends on (seed, index, i) alone.
+    Number i is the i-th value of a SplitMix64 sequence whose start is SplitMix64 of seed and index,
+    so it depends only on (seed, index, i).
     """
     start = noise_start(seed, index)
     state = np.arange(first + 1, first + count + 1, dtype=np.uint64)
@@ -72,12 +72,12 @@ def noise(seed: int, index: int, first: int, count: int) -> NDArray[np.float64]:
 
 
 def noise_start(seed: int, index: int) -> int:
-    """The state, an unsigned 64-bit number, from which the noise of a draw starts."""
+    """The start of the SplitMix64 sequence of a draw, an unsigned 64-bit number."""
     return _splitmix64(_splitmix64(seed & _UINT64) ^ index)
 
 
-def why_no_token(peak: float) -> str:
-    """The error of a row whose best logit is not finite."""
+def no_token_error(peak: float) -> str:
+    """The error message for a row whose largest logit `peak` is not finite."""
     return f"no token can be chosen: the best logit is {peak}"
 
 
@@ -91,13 +91,13 @@ def _splitmix64(state: int) -> int:
 def _sample_row(raw: _Floats32, spec: SampleSpec) -> tuple[int, TokenLogprobs | None]:
     params = spec.params
     logits = _adjusted(raw, spec)
-    token = int(logits.argmax())  # of equals the first; of NaN the first as well
+    token = int(logits.argmax())  # the first of equal logits; the first NaN if there is one
     peak = float(logits[token])
     if not math.isfinite(peak):
-        raise ValueError(why_no_token(peak))
+        raise ValueError(no_token_error(peak))
     if not params.greedy:
         scaled = logits - np.float32(peak)
-        with np.errstate(over="ignore"):  # far below the best is -inf, which is right
+        with np.errstate(over="ignore"):  # logits far below the peak become -inf, as intended
             scaled /= np.float32(max(params.temperature, SMALLEST_TEMPERATURE))
         token = _draw(scaled, spec)
     return token, None if params.logprobs is None else _logprobs(raw, token, params.logprobs)
@@ -122,8 +122,8 @@ def _adjusted(raw: _Floats32, spec: SampleSpec) -> _Floats32:
 def _penalize(
     logits: _Floats32, history: NDArray[np.intp], prompt_len: int, params: SamplingParams
 ) -> None:
-    """In place. The repetition penalty pushes down every token of the history, a positive logit
-    by division and a negative one by multiplication; the other two subtract per output token."""
+    """In place. The repetition penalty divides the positive logits of tokens in the history and
+    multiplies the negative ones; presence and frequency penalty subtract, for output tokens."""
     if params.repetition_penalty != 1.0:
         factor = np.float32(params.repetition_penalty)
         seen = logits[history]
@@ -135,15 +135,16 @@ def _penalize(
 
 
 def _draw(scaled: _Floats32, spec: SampleSpec) -> int:
-    """A token with probability softmax(scaled) under the filters. scaled: <= 0, the best is 0.
+    """Draw a token with probability softmax(scaled) under the filters.
 
-    Every token, and every block of tokens, has noise of its own, so logits that are off by a
-    rounding error (another batch, another chunking) change the choice only where two were about
-    to win at once. With one random number and a running sum over the vocabulary, an error
-    anywhere would move every boundary after it.
+    scaled: logits / temperature, shifted so that the largest is 0.
+
+    Every token and every block has its own noise, so a rounding error in the logits (from another
+    batch or chunking) changes the token only if two tokens nearly tie. With one random number
+    and a running sum over the vocabulary, an error would move every boundary after it.
     """
     params = spec.params
-    weights = np.exp(scaled)  # relative to the best, so min_p is a bound on them
+    weights = np.exp(scaled)  # relative to the largest, so that min_p is a bound on them
     if params.min_p > 0.0:
         weights *= weights >= np.float32(params.min_p)
     if 0 < params.top_k < len(scaled):
@@ -161,16 +162,16 @@ def _kth_largest(values: _Floats32, k: int) -> np.float32:
     """The k-th largest of more than k values."""
     peaks = np.maximum.reduceat(values, np.arange(0, len(values), BLOCK))
     if k <= len(peaks):
-        # k blocks have a value of at least the k-th largest peak, so nothing below it is needed.
+        # k blocks have a value >= the k-th largest peak, so smaller values cannot be the answer.
         values = values[values >= np.partition(peaks, -k)[-k]]
     kth: np.float32 = np.partition(values, -k)[-k]
     return kth
 
 
 def _nucleus_bound(weights: _Floats32, share: float) -> np.float32:
-    """The largest bound such that the weights from it upwards have `share` of the mass.
+    """The largest bound such that the weights >= bound have `share` of the total mass (top-p).
 
-    Looks at the few best tokens first: usually they have the mass, and sorting them is cheap.
+    Tries the few largest weights first: usually they have that mass, and sorting them is cheap.
     """
     mass = share * float(weights.sum(dtype=np.float64))
     for depth in (4.0, 10.0):
@@ -183,8 +184,8 @@ def _nucleus_bound(weights: _Floats32, share: float) -> np.float32:
 def _bound_of_mass(weights: _Floats32, mass: float) -> np.float32:
     """The weight at which the sum from the largest downwards reaches `mass`. weights > 0.
 
-    A long list is not sorted: a histogram over logarithms finds the narrow range in which the mass
-    is reached, and only what lies in that range is.
+    For a long list, a histogram over logarithms finds the narrow range in which the mass is
+    reached, and only the weights in that range are sorted.
     """
     if len(weights) > _SORTABLE:
         depths = -np.log(weights)
@@ -202,13 +203,13 @@ def _bound_of_mass(weights: _Floats32, mass: float) -> np.float32:
 
 
 def _race(masses: NDArray[np.float64], times: NDArray[np.float64]) -> int:
-    """Exponential race: i wins with probability masses[i] / sum; what has no mass never does."""
+    """Exponential race: returns i with probability masses[i] / sum(masses)."""
     with np.errstate(divide="ignore"):
         return int((times / masses).argmin())
 
 
 def _logprobs(raw: _Floats32, token: int, k: int) -> TokenLogprobs:
-    """log-softmax of the chosen token and of the k best; of equals, the lower ids come first."""
+    """log-softmax of the sampled token and of the k best; equal logits in order of token ids."""
     peak = float(raw.max())
     norm = peak + math.log(np.exp(raw - np.float32(peak)).sum(dtype=np.float64))
     top: tuple[tuple[int, float], ...] = ()
@@ -221,36 +222,43 @@ def _logprobs(raw: _Floats32, token: int, k: int) -> TokenLogprobs:
     return TokenLogprobs(token, float(raw[token]) - norm, top)
 
 
-# ---- From logits to the tokens of a step, on the host or where the logits are.
+# ---- Sampling the tokens of a step, on the host or on the device of the logits.
 
 
-Asked = tuple[str, SampleSpec]
-"""Who wants a token, and how it is chosen."""
+SampleRequest = tuple[str, SampleSpec]
+"""(request id, how to sample)."""
 
 Draw = Callable[[Tensor, Sequence[SampleSpec]], Tensor]
-"""That of device_sampler.py."""
+"""The type of device_sampler.draw."""
 
 
 class StepSampler(Protocol):
-    """Chooses one token per row. logits: fp32 [rows, vocab], not changed."""
+    """Samples one token per row."""
 
-    def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
-        """In the order of rows. A row with broken logits fails alone: its token has `error`."""
+    def __call__(
+        self, logits: Tensor, requests: Sequence[SampleRequest]
+    ) -> tuple[SampledToken, ...]:
+        """logits: fp32 [rows, vocab], not changed. Returns the tokens in the order of rows.
+
+        A row with logits that are not finite gets a token with `error`; other rows are unaffected.
+        """
         ...
 
 
 class HostStepSampler:
-    """Row by row on the CPU."""
+    """Samples row by row on the CPU."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
+    def __call__(
+        self, logits: Tensor, requests: Sequence[SampleRequest]
+    ) -> tuple[SampledToken, ...]:
         """See StepSampler."""
-        rows = zip(asked, logits, strict=True)
-        return tuple(self._choose(name, spec, row) for (name, spec), row in rows)
+        rows = zip(requests, logits, strict=True)
+        return tuple(self._sample(name, spec, row) for (name, spec), row in rows)
 
-    def _choose(self, request_id: str, spec: SampleSpec, logits: Tensor) -> SampledToken:
+    def _sample(self, request_id: str, spec: SampleSpec, logits: Tensor) -> SampledToken:
         try:
             ((token_id, logprobs),) = self._sampler.sample(logits[None], [spec])
         except ValueError as error:
@@ -259,65 +267,75 @@ class HostStepSampler:
 
 
 class NoStepSampler:
-    """For ranks but the first, which have no logits: chooses nothing."""
+    """The step sampler of ranks other than 0, which have no logits."""
 
-    def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
-        """See StepSampler."""
+    def __call__(
+        self, logits: Tensor, requests: Sequence[SampleRequest]
+    ) -> tuple[SampledToken, ...]:
+        """Returns no tokens."""
         return ()
 
 
 class DeviceStepSampler:
-    """Greedy rows and rows with temperature, top_k, top_p and min_p on the device of the logits.
+    """Samples greedy rows, and rows with temperature, top_k, top_p and min_p, on the device.
 
-    Only token ids come to the host then, in one copy. Rows with biases, penalties, forbidden
-    tokens or log-probabilities are copied and chosen there, all in one copy as well.
+    The token ids of these rows come to the host in one copy. The host samples rows with biases,
+    penalties, forbidden tokens or log-probabilities; their logits come in one copy too.
     """
 
     def __init__(self, sampler: Sampler, draw: Draw | None = None) -> None:
-        """draw: None if the host has to choose all tokens but greedy ones."""
-        self._on_host = HostStepSampler(sampler)
+        """draw: None if the host has to sample all rows that are not greedy."""
+        self._host_sampler = HostStepSampler(sampler)
         self._draw = draw
 
-    def __call__(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[SampledToken, ...]:
+    def __call__(
+        self, logits: Tensor, requests: Sequence[SampleRequest]
+    ) -> tuple[SampledToken, ...]:
         """See StepSampler."""
-        return self.begin(logits, asked).finish()
+        return self.begin(logits, requests).finish()
 
-    def begin(self, logits: Tensor, asked: Sequence[Asked]) -> PendingSamples:
-        """Choose what the device can choose; the host does not wait for it."""
-        others = [row for row, (_, spec) in enumerate(asked) if not self._is_plain(spec)]
-        tokens = found = None
-        if len(others) < len(asked):
-            peaks, tokens = self._plain(logits, asked)
-            found = _sent(torch.stack((tokens, peaks.view(torch.int32))))
-        rows = None
-        if others:
-            every = len(others) == len(asked)
-            rows = _sent(logits if every else logits.index_select(0, _rows(others, logits)))
+    def begin(self, logits: Tensor, requests: Sequence[SampleRequest]) -> PendingSamples:
+        """Launch the sampling on the device and the copies to the host, without waiting."""
+        host_rows = [row for row, (_, spec) in enumerate(requests) if not self._on_device(spec)]
+        tokens = result = None
+        if len(host_rows) < len(requests):
+            peaks, tokens = self._sample_all(logits, requests)
+            result = _copy_to_host(torch.stack((tokens, peaks.view(torch.int32))))
+        host_logits = None
+        if host_rows:
+            every = len(host_rows) == len(requests)
+            host_logits = _copy_to_host(
+                logits if every else logits.index_select(0, _rows(host_rows, logits))
+            )
         done = None
         if logits.is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return PendingSamples(asked, others, tokens, found, rows, done, self._on_host)
+        return PendingSamples(
+            requests, host_rows, tokens, result, host_logits, done, self._host_sampler
+        )
 
-    def _plain(self, logits: Tensor, asked: Sequence[Asked]) -> tuple[Tensor, Tensor]:
-        """Peaks (fp32) and tokens (int32) of all rows, also of those whose spec is not plain."""
-        peaks, best = logits.max(dim=1)  # of equals the first; NaN anywhere in a row is its peak
+    def _sample_all(
+        self, logits: Tensor, requests: Sequence[SampleRequest]
+    ) -> tuple[Tensor, Tensor]:
+        """Peaks (fp32) and tokens (int32) of all rows; the host replaces those of its own rows."""
+        peaks, best = logits.max(dim=1)  # first of equal logits; the peak of a row with NaN is NaN
         tokens = best.int()
         drawn = [
             row
-            for row, (_, spec) in enumerate(asked)
-            if not spec.params.greedy and self._is_plain(spec)
+            for row, (_, spec) in enumerate(requests)
+            if not spec.params.greedy and self._on_device(spec)
         ]
         if drawn and self._draw is not None:
-            specs = [asked[row][1] for row in drawn]
-            if len(drawn) == len(asked):
+            specs = [requests[row][1] for row in drawn]
+            if len(drawn) == len(requests):
                 return peaks, self._draw(logits, specs)
             rows = _rows(drawn, logits)
             tokens.index_copy_(0, rows, self._draw(logits.index_select(0, rows), specs))
         return peaks, tokens
 
-    def _is_plain(self, spec: SampleSpec) -> bool:
-        """Chosen on the device, from the logits as they are, with nothing else to be told."""
+    def _on_device(self, spec: SampleSpec) -> bool:
+        """Whether the device can sample this row: no change of logits, no log-probabilities."""
         params = spec.params
         return (params.greedy or self._draw is not None) and not (
             params.logprobs is not None
@@ -329,48 +347,52 @@ class DeviceStepSampler:
 
 @dataclass(frozen=True, slots=True)
 class PendingSamples:
-    """The tokens of a step that are chosen or about to be.
+    """The tokens of a step whose sampling was launched on the device.
 
-    others: rows that the host chooses.
-    tokens: int32 [rows] on the device, right for all but them.
-    found, rows: the copies on their way to the host, complete once `done` has happened.
+    host_rows: the rows that the host samples.
+    tokens: int32 [rows] on the device, valid for all other rows.
+    result: int32 [2, rows], tokens and bits of the peaks, being copied to the host.
+    host_logits: fp32 [len(host_rows), vocab], being copied to the host.
+    done: recorded behind both copies; None on the CPU.
     """
 
-    asked: Sequence[Asked]
-    others: Sequence[int]
+    requests: Sequence[SampleRequest]
+    host_rows: Sequence[int]
     tokens: Tensor | None
-    found: Tensor | None
-    rows: Tensor | None
+    result: Tensor | None
+    host_logits: Tensor | None
     done: CopyEvent | None
-    on_host: HostStepSampler
+    host_sampler: HostStepSampler
 
     def wait(self) -> None:
-        """For the device."""
+        """Wait for the device."""
         if self.done is not None:
             self.done.synchronize()
 
     def finish(self) -> tuple[SampledToken, ...]:
-        """Wait for the device, and choose what it could not."""
+        """Wait for the device, then sample the rows of the host."""
         self.wait()
-        chosen: list[SampledToken] = []
-        if self.found is not None:
-            ids, peak_bits = self.found
-            values = peak_bits.view(torch.float32).tolist()
-            found = zip(self.asked, ids.tolist(), values, strict=True)
-            chosen = [_sampled(name, token, peak) for (name, _), token, peak in found]
-        if self.rows is None:
-            return tuple(chosen)
-        others = self.on_host(self.rows, [self.asked[row] for row in self.others])
-        if not chosen:
-            return others
-        for row, token in zip(self.others, others, strict=True):
-            chosen[row] = token
-        return tuple(chosen)
+        sampled: list[SampledToken] = []
+        if self.result is not None:
+            ids, peak_bits = self.result
+            peaks = peak_bits.view(torch.float32).tolist()
+            rows = zip(self.requests, ids.tolist(), peaks, strict=True)
+            sampled = [_sampled(name, token, peak) for (name, _), token, peak in rows]
+        if self.host_logits is None:
+            return tuple(sampled)
+        on_host = self.host_sampler(
+            self.host_logits, [self.requests[row] for row in self.host_rows]
+        )
+        if not sampled:
+            return on_host
+        for row, token in zip(self.host_rows, on_host, strict=True):
+            sampled[row] = token
+        return tuple(sampled)
 
 
 def _sampled(request_id: str, token: int, peak: float) -> SampledToken:
     if not math.isfinite(peak):
-        return SampledToken(request_id, -1, error=why_no_token(peak))
+        return SampledToken(request_id, -1, error=no_token_error(peak))
     return SampledToken(request_id, token)
 
 
@@ -378,8 +400,8 @@ def _rows(rows: Sequence[int], logits: Tensor) -> Tensor:
     return to_device(torch.tensor(rows), logits.device)
 
 
-def _sent(values: Tensor) -> Tensor:
-    """A copy on the host, which may still be under way."""
+def _copy_to_host(values: Tensor) -> Tensor:
+    """Starts a copy to pinned memory; an event tells when it is complete."""
     if not values.is_cuda:
         return values.clone()
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Where a model runs, in which precision, with which kernels: options turned into facts."""
+"""Resolves the options --device, --weights, --kernels and --kv-dtype, including their auto."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from bros.core.errors import ConfigError
 from bros.core.interfaces import Grouping
 from bros.executor.kv_storage import DTYPES
 from bros.kernels.interface import HeadLayout
-from bros.kernels.xformers_self import XformersSelf, open_xformers
+from bros.kernels.xformers_attention import XformersAttention, load_xformers
 
 CPU = torch.device("cpu")
 
 _NATIVE_BF16 = (8, 0)
-"""The first compute capability that multiplies bf16."""
+"""The first compute capability with bf16 products."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a decoder is built for.
+    """The device and precision that a decoder is built for.
 
     weights: "fp32", "bf16", "fp16" or "int4".
-    packed: linear layers in the formats that are fast on a CPU, with fp32 activations between
-    them. Otherwise weights are plain matrices on `device`, and activations have their dtype.
+    packed: True on a CPU: linear layers use packed formats, and activations are fp32. Otherwise
+        weights are plain matrices, and activations have their dtype.
     """
 
     device: torch.device
@@ -36,13 +36,18 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         return torch.float32 if self.packed else DTYPES[self.weights]
 
 
 @dataclass(frozen=True, slots=True)
 class Cuda:
-    """What this process finds of CUDA. `problem` says why it cannot be used, None if it can."""
+    """What this process can use of CUDA.
+
+    problem: why CUDA cannot be used, None if it can.
+    triton: whether the package triton is installed.
+    capability: compute capability of device 0.
+    """
 
     problem: str | None
     triton: bool
@@ -51,22 +56,22 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """Ask torch. Starts CUDA only if there is a device."""
+    """Query torch. Initializes CUDA only if there is a device."""
     triton = importlib.util.find_spec("triton") is not None
     if torch.version.cuda is None:
         return Cuda(
-            f"this torch ({torch.__version__}) is a build without CUDA; install one with it as "
+            f"this torch ({torch.__version__}) is a build without CUDA; install one with CUDA as "
             "https://pytorch.org/get-started describes, and then bros[cuda]",
             triton,
         )
     if not torch.cuda.is_available():
-        return Cuda(f"torch finds no GPU that it can use: {_why_unavailable()}", triton)
+        return Cuda(f"torch finds no usable GPU: {_why_unavailable()}", triton)
     return Cuda(None, triton, torch.cuda.get_device_capability(0), torch.cuda.device_count())
 
 
 def _why_unavailable() -> str:
     try:
-        # Says what is_available only turns into False.
+        # Raises the reason that is_available hides.
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
@@ -75,21 +80,20 @@ def _why_unavailable() -> str:
 
 
 def device_of_rank(config: EngineConfig, rank: int, size: int) -> torch.device:
-    """Where one of `size` ranks computes: every one has a GPU of its own, or all have the CPU.
+    """The device of one of `size` ranks: each has its own GPU, or all use the CPU.
 
-    Raises ConfigError if there is no such device for each.
+    Raises ConfigError if there are too few devices.
     """
     return choose_target(config, find_cuda(), rank, size).device
 
 
 def choose_target(config: EngineConfig, cuda: Cuda, rank: int = 0, size: int = 1) -> Target:
-    """The device and precision that config.device and config.weights stand for, on one of `size`
-    ranks.
+    """Resolve config.device and config.weights for one of `size` ranks.
 
-    weights auto is fp32 on a CPU, at which greedy output does not depend on how the work was cut
-    into iterations; bf16 is 1.3 to 1.8 times as fast there and rounds every linear layer's input
-    to 8 bits. On a GPU it is bf16, and fp16 where bf16 is not native.
-    Raises ConfigError if there is no such device, or not with these weights.
+    weights=auto is fp32 on a CPU, so that greedy output does not depend on the chunking; bf16 is
+    1.3 to 1.8 times as fast there but rounds every linear layer's input to 8 bits. On a GPU, auto
+    is bf16, or fp16 if the GPU has no bf16 products.
+    Raises ConfigError if the device does not exist or does not support the weights.
     """
     if config.device == "cuda" and cuda.problem is not None:
         raise ConfigError(f"--device cuda: {cuda.problem}")
@@ -103,7 +107,7 @@ def choose_target(config: EngineConfig, cuda: Cuda, rank: int = 0, size: int = 1
         )
     if size > cuda.num_devices:
         raise ConfigError(
-            f"--tp: {size} ranks take a GPU each, and torch finds {cuda.num_devices} on this "
+            f"--tp: {size} ranks need a GPU each, but torch finds {cuda.num_devices} on this "
             "machine; give less, or --device cpu"
         )
     auto = "bf16" if cuda.capability >= _NATIVE_BF16 else "fp16"
@@ -112,7 +116,7 @@ def choose_target(config: EngineConfig, cuda: Cuda, rank: int = 0, size: int = 1
 
 
 def kernels_for(config: EngineConfig, target: Target, cuda: Cuda) -> str:
-    """The name of a kernel back end that runs there. Raises ConfigError if there is none."""
+    """The name of the kernel backend for `target`. Raises ConfigError if there is none."""
     if target.device.type == "cpu":
         return config.kernels
     if config.kernels == "cpu":
@@ -125,40 +129,40 @@ def kernels_for(config: EngineConfig, target: Target, cuda: Cuda) -> str:
     return "triton" if config.kernels == "auto" else config.kernels
 
 
-def self_part_for(
+def xformers_for(
     config: EngineConfig, target: Target, kernels: str, layout: HeadLayout
-) -> XformersSelf | None:
-    """What config.self_attention stands for beside these kernels; None: they do all.
+) -> XformersAttention | None:
+    """xformers for the attention within prompt chunks, None if `kernels` compute all attention.
 
-    auto is none, until xformers has been measured to be faster on some device.
-    Raises ConfigError if xformers cannot be used.
+    config.self_attention=auto gives None, until a measurement shows that xformers is faster on
+    some device. Raises ConfigError if xformers was requested and cannot be used.
     """
     if config.self_attention != "xformers":
         return None
     if target.device.type != "cuda" or kernels != "triton":
         raise ConfigError("--self-attention xformers: only on a GPU, beside --kernels triton")
-    return open_xformers(target.device, layout, target.dtype)
+    return load_xformers(target.device, layout, target.dtype)
 
 
 def kv_dtype_for(config: EngineConfig, target: Target) -> str:
-    """auto is what activations are, so that nothing more is rounded: fp32 on a CPU."""
+    """Resolve config.kv_dtype: auto is the dtype of activations, so that caching rounds nothing."""
     if config.kv_dtype != "auto":
         return config.kv_dtype
     return "fp32" if target.packed else target.weights
 
 
 def device_name(device: torch.device) -> str:
-    """As in EngineInfo: "cpu", or what the GPU calls itself."""
+    """As in EngineInfo: "cpu", or the name of the GPU."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def grouping_for(kernels: str, block_size: int) -> Grouping | None:
-    """What pays with the kernels of this name (Kernels.name); None: nothing does.
+    """Which shared prefixes are worth reading once with these kernels (Kernels.name), if any.
 
-    On the CPU much is won where the lanes of all rows fill the vectors of a tile. Times that a
-    decode step's attention took with each row reading for itself, in those with the prefix read
-    once, which include finding it; benchmarks/kernels_speed.py, SmolLM2-135M (3 lanes per row), two
-    cores with AVX2, fp32 and bf16 KV:
+    On a CPU this pays off if the lanes of all rows fill the vectors of a tile. Speedup of a decode
+    step's attention by reading the prefix once (finding it included) over each row reading it:
+    benchmarks/kernels_speed.py, SmolLM2-135M (3 lanes per row), two cores with AVX2, fp32 and bf16
+    KV:
 
         rows          2          4          8         16         32
         64 tokens   .72 .72    .74 .83               .90 .95
@@ -172,29 +176,30 @@ def grouping_for(kernels: str, block_size: int) -> Grouping | None:
     return None
 
 
-# ---- Which GPUs an engine finds, where there are several engines on a machine.
+# ---- Distributing the GPUs of a machine over several engines.
 
 
-_SHOWN = "CUDA_VISIBLE_DEVICES"
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def show_devices_of(replica: int, ranks: int, environ: MutableMapping[str, str]) -> None:
-    """Let this process find the devices of one replica only. Before CUDA is used for anything.
+def set_visible_devices(replica: int, ranks: int, environ: MutableMapping[str, str]) -> None:
+    """Restrict this process to the devices of one replica. Call this before CUDA is initialized.
 
     environ: of this process.
     """
-    # Asks the driver's library, and does not start CUDA.
-    devices = devices_of(replica, ranks, environ.get(_SHOWN), torch.cuda.device_count())
+    # device_count does not initialize CUDA.
+    count = torch.cuda.device_count()
+    devices = visible_devices(replica, ranks, environ.get(_VISIBLE_DEVICES), count)
     if devices:
-        environ[_SHOWN] = ",".join(devices)
+        environ[_VISIBLE_DEVICES] = ",".join(devices)
 
 
-def devices_of(replica: int, ranks: int, shown: str | None, count: int) -> tuple[str, ...]:
-    """The names of a device for each rank, as CUDA_VISIBLE_DEVICES has them.
+def visible_devices(replica: int, ranks: int, visible: str | None, count: int) -> tuple[str, ...]:
+    """The devices of the ranks of one replica, as names for CUDA_VISIBLE_DEVICES.
 
-    shown: what it says now. count: devices there are of those. If that is not enough for all
-    replicas, they share.
+    visible: the current value of CUDA_VISIBLE_DEVICES.
+    count: the number of visible devices. If there are too few, replicas share them.
     """
-    names = shown.split(",")[:count] if shown else [str(number) for number in range(count)]
+    names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
     mine = [names[(replica * ranks + rank) % count] for rank in range(ranks if count else 0)]
     return tuple(dict.fromkeys(mine))

@@ -1,4 +1,4 @@
-"""Reads tensors by name from the safetensors files of a model folder."""
+"""The weights of a model: tensors by name, from safetensors files or random."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bros.core.errors import ModelError
 
-# ---- Weights in groups of 32 along the input: what GGUF's Q4_0, Q4_1 and Q8_0 hold.
+# ---- Quantized weights in groups of 32 along the input: GGUF's Q4_0, Q4_1 and Q8_0.
 #
 # A converted GGUF model keeps such a tensor as its raw rows, uint8 [rows, bytes], under its name
-# plus a suffix of SUFFIXES. One group of 32 values is
+# plus one of SUFFIXES. A group of 32 values is stored as
 #
 #     q4_0   d f16 | 16 bytes: value j in the low half of byte j, value j + 16 in the high half
 #     q4_1   d f16 | m f16 | 16 bytes as above
@@ -67,7 +67,7 @@ class Int4Groups:
 
     @classmethod
     def from_raw(cls, raw: Tensor, suffix: str) -> Int4Groups:
-        """raw: uint8 [rows, bytes] of kind q4_0 or q4_1."""
+        """raw: uint8 [rows, bytes]; suffix: ".q4_0" or ".q4_1"."""
         rows = raw.shape[0]
         groups = raw.view(rows, -1, GROUP_BYTES[suffix])
         scale = _halves(groups[..., 0:2])
@@ -87,7 +87,7 @@ class Int4Groups:
 
 
 def dequantize_raw(raw: Tensor, suffix: str) -> Tensor:
-    """raw: uint8 [rows, bytes] of the kind `suffix` names. Returns fp32 [rows, columns]."""
+    """raw: uint8 [rows, bytes] in the format of `suffix`. Returns fp32 [rows, columns]."""
     if suffix != ".q8_0":
         return Int4Groups.from_raw(raw, suffix).dequantize()
     groups = raw.view(raw.shape[0], -1, GROUP_BYTES[suffix])
@@ -103,11 +103,11 @@ def _halves(two_bytes: Tensor) -> Tensor:
 INDEX_FILE = "model.safetensors.index.json"
 
 Part = tuple[range, ...]
-"""Of a tensor: a range along each axis, none of which has steps."""
+"""A part of a tensor: a range with step 1 along each axis."""
 
 
 def slices(part: Part) -> tuple[slice, ...]:
-    """What a tensor is indexed with to have the part."""
+    """The index that selects this part of a tensor."""
     return tuple(slice(axis.start, axis.stop) for axis in part)
 
 
@@ -116,14 +116,14 @@ def part_shape(shape: tuple[int, ...], part: Part | None) -> tuple[int, ...]:
 
 
 class Weights(Protocol):
-    """Tensors by name, wherever they come from.
+    """Tensors by name.
 
-    shape: always of the whole tensor; part: what is wanted of it, None for all.
+    All methods take the shape of the whole tensor, and the part of it to read; None reads all.
     """
 
     @property
     def unread(self) -> frozenset[str]:
-        """Names that were not read yet."""
+        """The names of tensors that were not read yet."""
         ...
 
     def dense(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
@@ -131,7 +131,7 @@ class Weights(Protocol):
         ...
 
     def int4(self, name: str, shape: tuple[int, int], part: Part | None = None) -> Int4Groups:
-        """The matrix as 4-bit groups, which a part has a multiple of in each row."""
+        """The matrix as 4-bit groups. The columns of a part must be a multiple of 32."""
         ...
 
     def copy_into(
@@ -142,11 +142,11 @@ class Weights(Protocol):
 
 
 class WeightSource:
-    """The tensors of a folder with *.safetensors, one file or several with an index.
+    """The tensors of a folder with *.safetensors: one file, or several with an index.
 
-    A name may be stored dense, or (converted GGUF) in groups under name + suffix, as described
-    in quantized.py. Use as a context manager; files are memory-mapped while it is open. Of a
-    tensor that is wanted in part nothing else is read.
+    A tensor is stored dense, or (converted GGUF) in quantized groups under name + suffix. Use this
+    as a context manager: files are memory-mapped while it is open. Only the requested part of a
+    tensor is read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -177,11 +177,8 @@ class WeightSource:
 
     @property
     def unread(self) -> frozenset[str]:
-        """Names that were not read yet."""
+        """See Weights."""
         return frozenset(self._unread)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of or self._suffix(name) is not None
 
     def dense(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         """The values in fp32. Raises ModelError if they are missing or not of this shape."""
@@ -190,18 +187,15 @@ class WeightSource:
     def copy_into(
         self, out: Tensor, name: str, shape: tuple[int, ...], part: Part | None = None
     ) -> None:
-        """Fill `out`, of any device and dtype. Raises ModelError as `dense` does.
-
-        No copy of the whole model is made on the host: files are memory-mapped.
-        """
+        """See Weights. Files are memory-mapped, so the host holds no copy of the whole model."""
         out.copy_(self._values(name, shape, part))
 
     def int4(self, name: str, shape: tuple[int, int], part: Part | None = None) -> Int4Groups:
-        """The matrix as 4-bit groups: as stored if it is stored so and the part begins with a
-        whole group, else rounded to them."""
+        """See Weights. Rounds the matrix, unless it is stored in 4 bits and the part starts at a
+        group's border."""
         suffix = self._suffix(name)
-        begins_whole = part is None or part[1].start % GROUP == 0
-        if suffix in (".q4_0", ".q4_1") and begins_whole:
+        starts_at_group = part is None or part[1].start % GROUP == 0
+        if suffix in (".q4_0", ".q4_1") and starts_at_group:
             return Int4Groups.from_raw(self._groups(name, suffix, shape, part), suffix)
         return Int4Groups.from_dense(self.dense(name, shape, part))
 
@@ -209,7 +203,7 @@ class WeightSource:
         return next((suffix for suffix in SUFFIXES if name + suffix in self._file_of), None)
 
     def _values(self, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
-        """In the dtype in which they are stored; fp32 for groups."""
+        """In the stored dtype; fp32 if the tensor is quantized."""
         suffix = self._suffix(name)
         if suffix is None:
             self._check(name, self._stored_shape(name), shape)
@@ -221,7 +215,7 @@ class WeightSource:
         return values[:, first : first + len(part[1])]
 
     def _groups(self, name: str, suffix: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
-        """Raw rows, of a part those with all groups of which it has some."""
+        """Raw rows: for a part, all groups that overlap it."""
         size = GROUP_BYTES[suffix]
         rows, row_bytes = self._stored_shape(name + suffix)
         self._check(name, (rows, row_bytes // size * GROUP), shape)
@@ -266,33 +260,33 @@ def _weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-# ---- Weights of a model that was never trained: for measuring and testing without a download.
+# ---- Random weights, for measurements and tests without a download.
 
 
 _BIAS_STD = 0.02
 
 
 class RandomWeights:
-    """Any tensor of any shape. A name, a shape, a device and a seed always give the same numbers.
+    """Random tensors, which depend only on seed, name, shape and device. Implements Weights.
 
-    Matrices are normal with a variance of 1 / columns, so that activations neither vanish nor
-    blow up; biases are normal and small, the other vectors near 1.
+    Matrices are normal with variance 1 / columns, so that activations neither vanish nor explode;
+    biases are normal and small, other vectors are near 1.
     """
 
-    def __init__(self, seed: int = 0, drawn_on: torch.device | None = None) -> None:
-        """drawn_on: whose generator is used; by default that of the device a tensor is for.
+    def __init__(self, seed: int = 0, rng_device: torch.device | None = None) -> None:
+        """rng_device: the device whose generator is used; by default the device of each tensor.
 
-        Devices draw different numbers: to have the same ones everywhere, draw on the CPU.
+        Devices generate different numbers; use the CPU to get the same numbers everywhere.
         """
         self._seed = seed
-        self._drawn_on = drawn_on
+        self._rng_device = rng_device
 
     @property
     def unread(self) -> frozenset[str]:
         return frozenset()
 
     def dense(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        """fp32, on the CPU."""
+        """See Weights."""
         out = torch.empty(part_shape(shape, part))
         self.copy_into(out, name, shape, part)
         return out
@@ -303,12 +297,12 @@ class RandomWeights:
     def copy_into(
         self, out: Tensor, name: str, shape: tuple[int, ...], part: Part | None = None
     ) -> None:
-        """All of it is drawn for a moment, so that its parts fit together."""
-        device = self._drawn_on or out.device
+        """See Weights. Generates the whole tensor, so that the parts of all ranks fit together."""
+        device = self._rng_device or out.device
         generator = torch.Generator(device)
-        # Of a longer seed, some generators take 32 bits only.
+        # Some generators use only 32 bits of a seed.
         generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        # Drawn in fp32: what is drawn in a shorter precision are other numbers, not rounded ones.
+        # Generated in fp32: a generator returns other numbers, not rounded ones, for 16 bits.
         values = torch.empty(shape, device=device)
         if values.dim() > 1:
             values.normal_(std=values.shape[-1] ** -0.5, generator=generator)

@@ -74,8 +74,18 @@ def silu_and_mul(
     level: int, out: int, gate_up: int, tokens: int, size: int, threads: int, /
 ) -> None: ...
 def segment_changes(
-    before_starts: Numbers, before: Numbers, places: Numbers, starts: Numbers, numbers: Numbers, /
+    before_starts: Numbers,
+    before: Numbers,
+    previous_rows: Numbers,
+    starts: Numbers,
+    numbers: Numbers,
+    /,
 ) -> bytes: ...
 def changed_segments(
-    before_starts: Numbers, before: Numbers, places: Numbers, starts: Numbers, changes: Numbers, /
+    before_starts: Numbers,
+    before: Numbers,
+    previous_rows: Numbers,
+    starts: Numbers,
+    changes: Numbers,
+    /,
 ) -> bytearray: ...

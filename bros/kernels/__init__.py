@@ -1,1 +1,1 @@
-"""Numerical primitives. `reference` defines every operation; other back ends must agree with it."""
+"""Numerical kernels. `reference` defines every operation; all other backends must agree with it."""

@@ -1,6 +1,6 @@
 """The compiled CPU kernels. Importing this raises ImportError if they were not built.
 
-torch comes first: it brings the OpenMP library, and the kernels share its threads.
+torch must be imported first: it loads the OpenMP library whose threads the kernels share.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from bros.kernels.interface import (
     HeadLayout,
     SharedParts,
 )
-from bros.kernels.rows import empty_rows
+from bros.kernels.row_padding import empty_with_padding
 
 _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def levels() -> list[str]:
-    """Instruction sets this machine has kernels for, best first; the last is `generic`."""
+    """The instruction sets that this machine has kernels for, fastest first, `generic` last."""
     return [name for name, available in _C.levels() if available]
 
 
 class CpuKernels:
     """Implements `Kernels` for CPU tensors, on torch.get_num_threads() threads.
 
-    Asserts guard what would otherwise corrupt memory. Slots, positions, segments and rows of shared
-    parts outside their tables raise IndexError, with nothing written.
+    Asserts check shapes and dtypes. Slots, positions, segments and rows of shared parts out of
+    range raise IndexError before anything is written.
     """
 
     def __init__(self, level: str | None = None) -> None:
-        """level: one of levels(), by default the best. Raises ConfigError if it is not there."""
+        """level: one of levels(), by default the fastest. Raises ConfigError for any other."""
         available = levels()
         self.level = available[0] if level is None else level
         if self.level not in available:
@@ -51,7 +51,7 @@ class CpuKernels:
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device
     ) -> GraphBuffers | None:
-        """None: there are no graphs on the CPU."""
+        """None: a CPU has no graphs."""
         return None
 
     def prepare(
@@ -61,23 +61,23 @@ class CpuKernels:
         device: torch.device,
         into: GraphBuffers | None = None,
     ) -> AttentionBatch:
-        """The batch as it is."""
+        """The batch, unchanged."""
         assert device.type == "cpu" and into is None
         return batch
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last axis, in a new tensor."""
+        """See Kernels."""
         return self._norm(0, x, weight, eps)
 
     def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place; returns rms_norm(residual) in a new tensor."""
+        """See Kernels."""
         assert residual.shape == x.shape
         return self._norm(_address(residual), x, weight, eps)
 
     def _norm(self, residual: int, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, size = x.shape
         assert weight.shape == (size,)
-        out = empty_rows(rows, size)
+        out = empty_with_padding(rows, size)
         _C.rms_norm(
             self._level,
             out.data_ptr(),
@@ -104,7 +104,7 @@ class CpuKernels:
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> None:
-        """Norm and rotate Q and K in place, write K and V to their slots (see `Kernels`)."""
+        """See Kernels."""
         tokens = qkv.shape[0]
         max_positions, rotary_dim = (0, 0) if cos_sin is None else cos_sin.shape
         assert qkv.shape[1] == layout.qkv_size and rotary_dim <= layout.head_dim
@@ -140,13 +140,13 @@ class CpuKernels:
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """Softmax attention over the cached segments and, causally, the chunk (see `Kernels`)."""
+        """See Kernels."""
         rows = batch.num_rows
         num_segments = batch.segments.numel() // 3
         assert qkv.shape[1] == layout.qkv_size and layout.num_heads % layout.num_kv_heads == 0
         assert rows >= 0 and batch.segment_start.shape == (rows + 1,)
         assert batch.segments.numel() == 3 * num_segments
-        out = empty_rows(qkv.shape[0], layout.q_size)
+        out = empty_with_padding(qkv.shape[0], layout.q_size)
         _C.attention(
             self._level,
             out.data_ptr(),
@@ -168,10 +168,10 @@ class CpuKernels:
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[tokens, 2 * n] -> silu(first half) * second half, [tokens, n]."""
+        """See Kernels."""
         tokens, double = gate_up.shape
         assert double % 2 == 0
-        out = empty_rows(tokens, double // 2)
+        out = empty_with_padding(tokens, double // 2)
         _C.silu_and_mul(
             self._level,
             out.data_ptr(),

@@ -1,16 +1,16 @@
-"""Copies of KV between a CUDA device and pinned host memory: csrc/kv_copy.cu and copy engines.
+"""Copies KV between a CUDA device and pinned host memory, with csrc/kv_copy.cu and copy engines.
 
     cache  --gather-->  pieces on the device  --copy engine-->  pinned host memory
     cache  <-scatter--  pieces on the device  <-copy engine---
 
-The other way would be kernels that read or write the pinned memory themselves. Those need no
-pieces, but stay on their multiprocessors for as long as the bus takes, 38 us for a block of 16
-tokens; and while they are there, a matrix product made for one wave on all of the multiprocessors
-takes two. Copy engines use none, and the bus at its full rate, while the kernels here only move
-bytes within the device: for Llama-3-8B in bf16 (128 KiB per token) 60 ns a token on an H200 where
-the bus takes 2.4 us, reckoned from 4.3 TB/s and 55 GB/s.
+A piece is the K and V of one token in a contiguous staging buffer. Kernels that access pinned
+memory directly would need no pieces, but would occupy their multiprocessors while the bus transfers
+(38 us for a block of 16 tokens), and a matrix product sized for one wave on all multiprocessors
+then takes two. Copy engines occupy no multiprocessor and use the full bus; the kernels here only
+move bytes within the device. Llama-3-8B in bf16 (128 KiB per token) on an H200: 60 ns per token
+for a kernel, 2.4 us for the bus, calculated from 4.3 TB/s and 55 GB/s.
 
-CuPy compiles the kernels when they are first used, so that installing needs no CUDA toolkit.
+CuPy compiles the kernels at first use, so that the installation needs no CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from bros.core.errors import ConfigError
 
 THREADS = 256
 LOADS = 4
-"""Each thread moves that many vectors at a time, see kv_copy.cu."""
+"""Each thread moves this many vectors at a time, see kv_copy.cu."""
 
 GATHER_BLOCKS_PER_PROCESSOR = 8
-"""What computes waits for a gather, so it takes the whole device."""
+"""The model's computation waits for a gather, so a gather uses the whole device."""
 
 SCATTER_BLOCKS = 32
-"""A scatter runs beside other kernels and must only keep up with the bus. With four loads of 16
-bytes a thread, 32 blocks have 512 KiB under way: ten times what that takes."""
+"""A scatter runs beside other kernels and only has to keep up with the bus. With four loads of 16
+bytes per thread, 32 blocks have 512 KiB in flight, ten times as much as necessary."""
 
 WIDTHS = (16, 8, 4, 2)
 _MOST_VECTORS = 2**31 - 1
 
 
 class StreamHandle(Protocol):
-    """As torch.cuda.Stream."""
+    """The part of torch.cuda.Stream that is used here."""
 
     @property
     def cuda_stream(self) -> int: ...
@@ -56,7 +56,7 @@ class CopyRun(NamedTuple):
 
 
 class Driver(Protocol):
-    """Puts work on streams, which are given by their addresses, as is all memory."""
+    """Enqueues work on streams. Streams and memory are passed as addresses."""
 
     @property
     def num_processors(self) -> int: ...
@@ -70,20 +70,20 @@ class Driver(Protocol):
     def copy(
         self, to: int, to_pitch: int, of: int, of_pitch: int, width: int, rows: int, stream: int
     ) -> None:
-        """Copy rows of `width` bytes, each so many bytes after the one before."""
+        """Copy rows of `width` bytes; a pitch is the distance in bytes from one row to the next."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """uint8, with anything in it. Raises RuntimeError if there is not so much."""
+        """uint8 [num_bytes], uninitialized. Raises RuntimeError if there is too little memory."""
         ...
 
 
 class CudaKvCopier:
-    """Puts copies of KV on streams. Nothing here waits, or orders streams among each other.
+    """Enqueues copies of KV on streams. It neither waits nor synchronizes streams.
 
     cache:  [layers, 2, num_blocks, kv_heads, 16, head_dim], contiguous
     pieces: [tokens, layers, 2, kv_heads, head_dim], contiguous, on the device
-    host:   [host slots, layers, 2, kv_heads, head_dim], or some of its layers; pinned
+    host:   [host slots, layers, 2, kv_heads, head_dim], or a slice of its layers; pinned
     slots:  int32 [tokens], on the device
     """
 
@@ -122,7 +122,7 @@ class CudaKvCopier:
         self._driver.copy(to, size, of, size, size, 1, stream.cuda_stream)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """uint8, with anything in it. Raises RuntimeError if there is not so much."""
+        """See Driver."""
         return self._driver.pinned(num_bytes)
 
     def _move(
@@ -152,14 +152,14 @@ class CudaKvCopier:
 
 
 def _rows(tokens: Tensor) -> tuple[int, int]:
-    """Where the first token of pieces or of host memory begins; bytes from one to the next."""
+    """The address of the first token of pieces or of host memory, and the pitch of tokens."""
     return tokens.data_ptr(), tokens.stride(0) * tokens.itemsize
 
 
 class CupyDriver:
-    """The kernels and copies of a device, through CuPy.
+    """A Driver for one device, through CuPy.
 
-    Raises ConfigError if CuPy, the driver or the run-time compiler is missing.
+    Raises ConfigError if CuPy, the CUDA driver or the run-time compiler is missing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -172,7 +172,7 @@ class CupyDriver:
             module = cupy.RawModule(code=kernel_source("kv_copy.cu"), options=("-std=c++17",))
             with self._device:
                 module.compile()
-        # A missing library of CUDA is a RuntimeError, a source that does not compile is not.
+        # A missing CUDA library raises RuntimeError, a source that does not compile does not.
         except (RuntimeError, cupy.cuda.compiler.CompileException) as error:
             raise ConfigError(f"--device cuda: CuPy cannot use this device: {error}") from error
         self._kernels: dict[str, Any] = {
@@ -191,14 +191,14 @@ class CupyDriver:
         self, to: int, to_pitch: int, of: int, of_pitch: int, width: int, rows: int, stream: int
     ) -> None:
         runtime = self._runtime
-        kind = runtime.memcpyDefault  # which side is the host, addresses say
+        kind = runtime.memcpyDefault  # CUDA derives the direction from the addresses
         if width == to_pitch == of_pitch:
             runtime.memcpyAsync(to, of, width * rows, kind, stream)
         else:
             runtime.memcpy2DAsync(to, to_pitch, of, of_pitch, width, rows, kind, stream)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Exactly so much: torch's own pinned memory comes in powers of two."""
+        """Exactly num_bytes: torch rounds pinned memory up to powers of two."""
         cuda = self._cupy.cuda
         with self._device:
             memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(num_bytes), 0)
@@ -206,13 +206,13 @@ class CupyDriver:
 
 
 class _Stream(NamedTuple):
-    """As much of a stream as CuPy asks for in a launch."""
+    """The attributes of a stream that CuPy uses in a launch."""
 
     ptr: int
 
 
 def kernel_source(name: str) -> str:
-    """Text of a file of csrc/, which an installed bros carries beside this module."""
+    """The text of a file of csrc/; an installed bros has a copy beside this module."""
     here = Path(__file__).resolve().parent
     folders = (here / "_cuda", here.parents[1] / "csrc")
     path = next(path for path in (folder / name for folder in folders) if path.exists())
@@ -220,12 +220,12 @@ def kernel_source(name: str) -> str:
 
 
 def _import_cupy() -> Any:
-    # Imported late because only machines with a GPU have it.
+    # Imported late: only machines with a GPU have it.
     try:
         import cupy
     except ImportError as error:
         raise ConfigError(
             "--device cuda: KV is copied to the host with CuPy, which is missing or broken "
-            f"({error}); pip install cupy-cuda13x, or take --on-pressure recompute"
+            f"({error}); pip install cupy-cuda13x, or use --on-pressure recompute"
         ) from error
     return cupy

@@ -1,4 +1,4 @@
-"""Choosing a kernel back end by name."""
+"""Selects a kernel backend by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bros.kernels.reference import ReferenceKernels
 if TYPE_CHECKING:
     from bros.kernels.cpu_ops import CpuKernels
     from bros.kernels.triton.ops import TritonKernels
-    from bros.kernels.xformers_self import XformersSelf
+    from bros.kernels.xformers_attention import XformersAttention
 
 _HOW_TO_BUILD = (
     "the compiled kernels (bros.kernels._C) are not available; install a C++ compiler "
@@ -28,14 +28,16 @@ _HOW_TO_GET_TRITON = (
 
 
 def select_kernels(
-    name: str, device: torch.device | None = None, self_part: XformersSelf | None = None
+    name: str, device: torch.device | None = None, chunk_attention: XformersAttention | None = None
 ) -> Kernels:
-    """The back end called `name`: auto, reference, cpu or triton, the last one with self_part.
+    """The backend `name`: auto, reference, cpu or triton.
 
-    Without a device, triton takes the CUDA device if there is one, all others the CPU. auto takes
-    triton for CUDA; for the CPU it takes cpu if the compiled extension is there, else it warns once
-    and takes reference. Raises ConfigError if the name is unknown, or if that back end is not
-    there or not for this device.
+    device: by default, a CUDA device for triton if there is one, else the CPU.
+    chunk_attention: for triton, see TritonKernels.
+
+    auto selects triton for CUDA. For the CPU it selects cpu if the extension was compiled, else it
+    logs a warning and selects reference. Raises ConfigError if the name is unknown, or if the
+    backend is not available or does not support the device.
     """
     if name not in KERNELS:
         raise ConfigError(f"--kernels: {name!r} is not one of {', '.join(KERNELS)}")
@@ -44,7 +46,7 @@ def select_kernels(
         return ReferenceKernels()
     if name == "triton" or (name == "auto" and cuda):
         found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return _load_triton_kernels(device or found, self_part)
+        return _load_triton_kernels(device or found, chunk_attention)
     if cuda:
         raise ConfigError("--kernels cpu: these kernels are for the CPU, not for a CUDA device")
     try:
@@ -59,14 +61,16 @@ def select_kernels(
 
 
 def _load_cpu_kernels() -> CpuKernels:
-    # Imported late because the extension is optional: without a compiler it does not exist.
+    # Imported late: the extension is optional, it is not built without a compiler.
     from bros.kernels.cpu_ops import CpuKernels
 
     return CpuKernels()
 
 
-def _load_triton_kernels(device: torch.device, self_part: XformersSelf | None) -> TritonKernels:
-    # Imported late because Triton is optional, and takes long to import.
+def _load_triton_kernels(
+    device: torch.device, chunk_attention: XformersAttention | None
+) -> TritonKernels:
+    # Imported late: Triton is optional and slow to import.
     try:
         import triton
 
@@ -78,4 +82,4 @@ def _load_triton_kernels(device: torch.device, self_part: XformersSelf | None) -
             f"--kernels triton needs a CUDA device, not {device.type} "
             "(with TRITON_INTERPRET=1 it runs there, very slowly)"
         )
-    return TritonKernels(device, self_part=self_part)
+    return TritonKernels(device, chunk_attention=chunk_attention)

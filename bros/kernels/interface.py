@@ -1,15 +1,16 @@
-"""What a kernel back end provides. `reference` is the living definition of every operation.
+"""The interface of kernel backends. kernels/reference.py defines the result of every operation.
 
-Tokens of one step are packed: row r of a step owns query tokens
-[query_start[r], query_start[r + 1]), and its already cached tokens are the segments
-[segment_start[r], segment_start[r + 1]), each (block, lo, hi) = slots [lo, hi) of that block.
+The tokens of a step are packed: row r has query tokens [query_start[r], query_start[r + 1]). Its
+context (cached tokens) is segments [segment_start[r], segment_start[r + 1]), each (block, lo, hi)
+for slots [lo, hi) of a block.
 
       query_start   0            q1       q2      T
-    qkv             [ row 0 chunk | row 1 | row 2 ]           fresh K and V, causal in the row
-    segments row 0  (7,0,16) (3,0,16) (9,0,5)                 cached K and V, seen by all queries
+    qkv             [ row 0 chunk | row 1 | row 2 ]           new K and V, causal within the row
+    segments row 0  (7,0,16) (3,0,16) (9,0,5)                 cached K and V, visible to all queries
 
-Attention of a query = merge by log-sum-exp of the part over its segments, of the shared parts its
-row reads, and of the causal part over its own chunk. Segments may be empty, and come in any order.
+The attention of a query merges, by log-sum-exp, its attention over the row's segments, over the
+shared parts that the row reads, and causally over the row's chunk. Segments may be empty and in any
+order.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """Cached prefixes that several rows read. All int32, contiguous, on CPU.
+    """Cached prefixes that several rows read. All int32, contiguous, on the CPU.
 
     Every query of rows[row_start[p]:row_start[p + 1]] attends to
-    segments[segment_start[p]:segment_start[p + 1]] as well as to its own. A row is at most once in
-    one part, and in any number of parts: groups nest, as below.
+    segments[segment_start[p]:segment_start[p + 1]] in addition to its row's own segments. A row may
+    be in several parts (groups nest, as below), but only once in each.
 
     row_start: [parts + 1].
     rows: [n].
@@ -50,11 +51,12 @@ class SharedParts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where the queries of a step and their cached context lie. All int32, contiguous, on CPU.
+    """The queries of a step and their context. All int32, contiguous, on the CPU.
 
     query_start: [rows + 1].
     segment_start: [rows + 1].
     segments: [n, 3] of (block, lo, hi).
+    shared: prefixes that are not in `segments`.
     """
 
     query_start: Tensor
@@ -69,7 +71,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How the columns of a fused QKV tensor are split: heads x head_dim for Q, then K, then V."""
+    """The columns of a fused QKV tensor: heads x head_dim of Q, then of K, then of V."""
 
     num_heads: int
     num_kv_heads: int
@@ -90,11 +92,11 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The most that a decode step may hold whose attention is recorded in a graph.
+    """The largest decode step that a captured CUDA graph can replay.
 
-    rows: of one token each.
-    segments: private and shared ones together.
-    shared_rows: entries of SharedParts.rows, 0 if no recorded step has shared parts.
+    rows: rows of one token each.
+    segments: own and shared segments together.
+    shared_rows: entries of SharedParts.rows; 0 if the graph does not support shared parts.
     """
 
     rows: int
@@ -103,22 +105,19 @@ class GraphLimits:
 
 
 class GraphBuffers(Protocol):
-    """Device memory at fixed addresses that `Kernels.prepare` fills anew before each replay."""
-
-    @property
-    def limits(self) -> GraphLimits: ...
+    """Device memory at fixed addresses, which `Kernels.prepare` fills before each replay."""
 
     def fits(self, batch: AttentionBatch) -> bool:
-        """Whether prepare can write this batch: one token per row, and all within the limits."""
+        """Whether the batch has one token per row and is within the limits."""
         ...
 
 
 class Kernels(Protocol):
-    """Operations of one decoder layer. Activations are [tokens, features], contiguous: fp32 on
+    """The operations of a decoder layer. Activations are [tokens, features], contiguous: fp32 on
     the CPU; fp32, bf16 or fp16 on CUDA.
 
-    KV caches are [num_blocks, num_kv_heads, block_size, head_dim] in fp32, bf16 or fp16, which
-    need not be the type of the activations, one pair per layer.
+    A layer's K and V caches are [num_blocks, num_kv_heads, block_size, head_dim] each, in fp32,
+    bf16 or fp16, whatever the dtype of the activations.
     """
 
     @property
@@ -127,7 +126,7 @@ class Kernels(Protocol):
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device
     ) -> GraphBuffers | None:
-        """Buffers for `prepare(into=...)`; None if these kernels cannot be recorded in a graph."""
+        """Buffers for `prepare(into=...)`; None if a graph cannot capture these kernels."""
         ...
 
     def prepare(
@@ -137,18 +136,17 @@ class Kernels(Protocol):
         device: torch.device,
         into: GraphBuffers | None = None,
     ) -> AttentionBatch:
-        """What `attention` of every layer takes in place of `batch`. Called once per step.
+        """Prepare a batch, once per step, for `attention` of every layer.
 
-        With `into`, from graph_buffers and with into.fits(batch), attention reads nothing but these
-        buffers: a graph that recorded it once is replayed with the contents of any later prepare.
-        A recorded step may have more tokens than the batch: the last ones are padding, get slot
-        -1 (nothing is cached for them) and position 0, and any attention output.
+        into: from graph_buffers; into.fits(batch) must be True. `attention` then reads the batch
+            only from these buffers, so that a graph that captured it can be replayed after any
+            later prepare. The captured step may have more tokens than the batch: the last ones are
+            padding with slot -1 (not cached) and position 0, whose output is undefined.
         """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last axis, in a new tensor of x's type, whatever that of
-        weight is."""
+        """x / rms(x) * weight over the last axis, in a new tensor of x's dtype."""
         ...
 
     def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -168,13 +166,15 @@ class Kernels(Protocol):
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> None:
-        """Normalise (per head, if weights [head_dim] are given) and rotate Q and K in place in
-        qkv [tokens, layout.qkv_size], then write K and V into the caches.
+        """Normalize and rotate Q and K in place, then write K and V into the caches.
 
-        positions: int32 [tokens], indexes rows of cos_sin; slots: int32 [tokens], slot s is
-        offset s % block_size of block s // block_size. cos_sin: fp32 [max_positions, rotary_dim]:
-        cosines, then sines, rotary_dim / 2 of each; None means no rotation. NeoX halves: element i
-        pairs with i + rotary_dim / 2; elements past rotary_dim are left alone.
+        qkv: [tokens, layout.qkv_size].
+        positions: int32 [tokens], rows of cos_sin.
+        slots: int32 [tokens]; slot s is offset s % block_size of block s // block_size.
+        cos_sin: fp32 [max_positions, rotary_dim], cosines, then sines, rotary_dim / 2 of each; None
+            for no rotation. Element i is rotated with i + rotary_dim / 2 (NeoX); elements from
+            rotary_dim on are unchanged.
+        q_norm, k_norm: [head_dim], weights of RMSNorm per head; None for no norm.
         """
         ...
 
@@ -187,10 +187,11 @@ class Kernels(Protocol):
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """Softmax attention of every query over its cached segments and, causally, its chunk.
+        """Softmax attention of every query over its context and, causally, its chunk.
 
-        qkv has been through rope_and_cache_; batch has been through prepare, without which only
-        the reference and the CPU kernels work. Returns [tokens, layout.q_size].
+        qkv: after rope_and_cache_.
+        batch: from prepare. Only the reference and the CPU kernels accept an unprepared batch.
+        Returns [tokens, layout.q_size].
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The living definition of every kernel, in plain torch: any device, any KV dtype, no tricks."""
+"""The definition of every kernel in plain torch, for any device and KV dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bros.kernels.interface import AttentionBatch, GraphBuffers, GraphLimits, He
 
 
 class ReferenceKernels:
-    """Implements `Kernels`. Slow and clear; every other back end is tested against it."""
+    """Implements `Kernels`. Slow and simple; every other backend is tested against it."""
 
     @property
     def name(self) -> str:
@@ -20,7 +20,7 @@ class ReferenceKernels:
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device
     ) -> GraphBuffers | None:
-        """None: these operations look at numbers on the host, which no graph can record."""
+        """None: these operations read numbers on the host, which a graph cannot capture."""
         return None
 
     def prepare(
@@ -30,18 +30,18 @@ class ReferenceKernels:
         device: torch.device,
         into: GraphBuffers | None = None,
     ) -> AttentionBatch:
-        """The batch as it is."""
+        """The batch, unchanged."""
         assert into is None
         return batch
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last axis, in a new tensor."""
+        """See Kernels."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # rounded once, at the end
         out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
         return out.to(x.dtype)
 
     def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place; returns rms_norm(residual) in a new tensor."""
+        """See Kernels."""
         residual += x
         return self.rms_norm(residual, weight, eps)
 
@@ -58,7 +58,7 @@ class ReferenceKernels:
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> None:
-        """Norm and rotate Q and K in place, write K and V to their slots (see `Kernels`)."""
+        """See Kernels."""
         q, k, v = split_heads(qkv, layout)
         for heads, weight in ((q, q_norm), (k, k_norm)):
             if weight is not None:
@@ -80,7 +80,7 @@ class ReferenceKernels:
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """Softmax attention over the cached segments and, causally, the chunk (see `Kernels`)."""
+        """See Kernels."""
         q, k, v = split_heads(qkv, layout)
         out = torch.empty_like(q)
         query_start = batch.query_start.tolist()
@@ -92,13 +92,13 @@ class ReferenceKernels:
         return out.flatten(1)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[tokens, 2 * n] -> silu(first half) * second half, [tokens, n]."""
+        """See Kernels."""
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
 
 def split_heads(qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of Q [tokens, heads, head_dim], K and V [tokens, kv_heads, head_dim] into qkv."""
+    """Views into qkv: Q [tokens, heads, head_dim], K and V [tokens, kv_heads, head_dim]."""
     tokens = qkv.shape[0]
     q, k, v = torch.split(qkv, [layout.q_size, layout.kv_size, layout.kv_size], dim=-1)
     return (
@@ -109,7 +109,7 @@ def split_heads(qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor, Tensor
 
 
 def segments_of_rows(batch: AttentionBatch) -> list[list[list[int]]]:
-    """Per row, the (block, lo, hi) of its shared parts and of its own segments."""
+    """For each row, the (block, lo, hi) of its shared parts and of its own segments."""
     start, segments = batch.segment_start.tolist(), batch.segments.tolist()
     own = [segments[first:end] for first, end in pairwise(start)]
     if batch.shared is not None:

@@ -1,16 +1,17 @@
-"""The segments of a step as what is not as in the step before: small, and soon found.
+"""Encodes the segments of a step as differences from a prediction, the segments of the step before.
 
-    before   [ row a | row b | row c ]      places: 1, -1, 0, for rows that b, nobody and a were
-    guess    [ row b, and 0 if there is more | 0 ... | as much of row a as there is ]
+    before       [ row a | row b | row c ]
+    previous_rows  1, -1, 0: the new rows were b, none (a new request) and a
+    prediction   [ row b, padded with 0 or cut | 0 ... | row a, padded with 0 or cut ]
 
-A row has the numbers of its segments, three for each; `starts` count segments. The compiled
-functions take some ten microseconds for 64 rows of 4,096 tokens, those in Python ten times as long.
+A row has three numbers for each of its segments; `starts` counts segments. The compiled functions
+take some ten microseconds for 64 rows of 4,096 tokens, the Python functions ten times as long.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import torch  # noqa: F401  first, as in cpu_ops.py
+import torch  # noqa: F401  must be imported first, as in cpu_ops.py
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.int32]
@@ -18,55 +19,75 @@ Numbers = NDArray[np.int32]
 _WIDTH = 3
 
 
-def guess(before_starts: Numbers, before: Numbers, places: Numbers, starts: Numbers) -> Numbers:
-    """int32 [3 * starts[-1]]: what the rows had when they were at these places, -1 for new rows.
-
-    before_starts, before: of all rows then. starts: [rows + 1], of the rows now.
-    """
-    found = np.zeros(_WIDTH * int(starts[-1]), np.int32)
-    borders, old = (_WIDTH * starts).tolist(), (_WIDTH * before_starts).tolist()
-    for place, begin, end in zip(places.tolist(), borders[:-1], borders[1:], strict=True):
-        if place >= 0:
-            known = min(end - begin, old[place + 1] - old[place])
-            found[begin : begin + known] = before[old[place] : old[place] + known]
-    return found
-
-
-def reference_changes(
-    before_starts: Numbers, before: Numbers, places: Numbers, starts: Numbers, numbers: Numbers
+def predict(
+    before_starts: Numbers, before: Numbers, previous_rows: Numbers, starts: Numbers
 ) -> Numbers:
-    """Which of the numbers are not as guessed, and behind all these places what they are."""
-    changed = np.flatnonzero(guess(before_starts, before, places, starts) != numbers)
+    """int32 [3 * starts[-1]], the predicted numbers of all rows.
+
+    before_starts, before: [rows before + 1] and [3 * before_starts[-1]], of the previous step.
+    previous_rows: [rows], the index of each row in the previous step, -1 for a new row.
+    starts: [rows + 1], of this step.
+    """
+    predicted = np.zeros(_WIDTH * int(starts[-1]), np.int32)
+    bounds, old = (_WIDTH * starts).tolist(), (_WIDTH * before_starts).tolist()
+    for row, begin, end in zip(previous_rows.tolist(), bounds[:-1], bounds[1:], strict=True):
+        if row >= 0:
+            known = min(end - begin, old[row + 1] - old[row])
+            predicted[begin : begin + known] = before[old[row] : old[row] + known]
+    return predicted
+
+
+def reference_segment_changes(
+    before_starts: Numbers,
+    before: Numbers,
+    previous_rows: Numbers,
+    starts: Numbers,
+    numbers: Numbers,
+) -> Numbers:
+    """The indexes of numbers that differ from the prediction, then the values of these numbers."""
+    changed = np.flatnonzero(predict(before_starts, before, previous_rows, starts) != numbers)
     return np.concatenate([changed, numbers[changed]], dtype=np.int32, casting="unsafe")
 
 
-def reference_changed(
-    before_starts: Numbers, before: Numbers, places: Numbers, starts: Numbers, changes: Numbers
+def reference_changed_segments(
+    before_starts: Numbers,
+    before: Numbers,
+    previous_rows: Numbers,
+    starts: Numbers,
+    changes: Numbers,
 ) -> Numbers:
-    """The numbers of which these are the changes."""
-    found = guess(before_starts, before, places, starts)
+    """The numbers from which reference_segment_changes made these changes."""
+    numbers = predict(before_starts, before, previous_rows, starts)
     count = len(changes) // 2
-    found[changes[:count]] = changes[count:]
-    return found
+    numbers[changes[:count]] = changes[count:]
+    return numbers
 
 
 try:
     from bros.kernels._C import changed_segments as _changed_segments
     from bros.kernels._C import segment_changes as _segment_changes
-except ImportError:  # they were not built
-    segment_changes, changed_segments = reference_changes, reference_changed
+except ImportError:  # the extension was not built
+    segment_changes, changed_segments = reference_segment_changes, reference_changed_segments
 else:
 
     def segment_changes(
-        before_starts: Numbers, before: Numbers, places: Numbers, starts: Numbers, numbers: Numbers
+        before_starts: Numbers,
+        before: Numbers,
+        previous_rows: Numbers,
+        starts: Numbers,
+        numbers: Numbers,
     ) -> Numbers:
-        """As reference_changes. Raises ValueError if what it is given does not fit together."""
-        found = _segment_changes(before_starts, before, places, starts, numbers)
+        """As reference_segment_changes. Raises ValueError if the arguments are inconsistent."""
+        found = _segment_changes(before_starts, before, previous_rows, starts, numbers)
         return np.frombuffer(found, np.int32)
 
     def changed_segments(
-        before_starts: Numbers, before: Numbers, places: Numbers, starts: Numbers, changes: Numbers
+        before_starts: Numbers,
+        before: Numbers,
+        previous_rows: Numbers,
+        starts: Numbers,
+        changes: Numbers,
     ) -> Numbers:
-        """As reference_changed. Raises ValueError if what it is given does not fit together."""
-        found = _changed_segments(before_starts, before, places, starts, changes)
+        """As reference_changed_segments. Raises ValueError if the arguments are inconsistent."""
+        found = _changed_segments(before_starts, before, previous_rows, starts, changes)
         return np.frombuffer(found, np.int32)

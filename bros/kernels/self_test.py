@@ -1,8 +1,8 @@
-"""A few seconds of checks of one back end against the reference, for `bros doctor`.
+"""Checks a backend against the reference in a few seconds, for `bros doctor`.
 
-Inputs are random and fresh, small, and of every kind a step has: rows of one token and of several,
-with and without context, segments that begin late or end early, empty ones, shared parts.
-The reference computes in fp64 on the CPU from the very numbers that the back end gets.
+Inputs are small and random, and cover all that a step may have: rows of one and of several tokens,
+with and without context, segments that start late, end early or are empty, shared parts. The
+reference computes in fp64 on the CPU from exactly the numbers that the backend gets.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedPa
 from bros.kernels.reference import ReferenceKernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Largest relative error that rounding to a type explains: of activations, and of the cache where
-it is written. Products of fp32 numbers in tf32, which lose 13 bits, exceed it."""
+"""The largest relative error that rounding to a dtype explains, for activations and for writes to
+the cache. Products of fp32 numbers in tf32, which lose 13 bits, exceed it."""
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -33,7 +33,11 @@ _CHUNKS = ((1, 3), (1, 0), (7, 2), (1, 9), (33, 0), (1, 3))
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """error: |result - reference| / |reference|, Euclidean, of all numbers together."""
+    """The result of one check.
+
+    activations, cache: names of dtypes; cache is "" if the operation does not use it.
+    error: |result - reference| / |reference|, Euclidean norms over all numbers.
+    """
 
     operation: str
     activations: str
@@ -43,7 +47,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.tolerance  # NaN is not
+        return self.error <= self.tolerance  # False for NaN
 
 
 def check_kernels(
@@ -52,9 +56,10 @@ def check_kernels(
     types: Sequence[tuple[torch.dtype, torch.dtype]],
     seed: int,
 ) -> Iterator[Check]:
-    """Every operation in every pair of types, of activations and of the KV cache.
+    """Check every operation.
 
-    Raises whatever the back end raises.
+    types: pairs of the dtypes of activations and KV cache.
+    Raises whatever the backend raises.
     """
     generator = torch.Generator().manual_seed(seed)
     for dtype in dict.fromkeys(dtype for dtype, _ in types):
@@ -69,7 +74,7 @@ def check_kernels(
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Random numbers of one type, as the back end gets them."""
+    """Random tensors for the backend."""
 
     generator: torch.Generator
     device: torch.device
@@ -120,7 +125,7 @@ def _elementwise(kernels: Kernels, inputs: _Inputs) -> Iterator[Check]:
 
 
 def _rope(kernels: Kernels, inputs: _Inputs, cache: torch.dtype, norm: bool) -> Check:
-    """Q and K in place, and all of both caches, so that stray writes show."""
+    """Compares Q and K, and all of both caches, to detect writes to wrong slots."""
     tokens, blocks = 21, 4
     qkv = inputs.normal(tokens, _LAYOUT.qkv_size)
     angles = torch.rand(50, _LAYOUT.head_dim // 2, generator=inputs.generator) * 6.28
@@ -181,7 +186,7 @@ def _caches(inputs: _Inputs, dtype: torch.dtype, blocks: int) -> tuple[Tensor, T
 
 
 def _batch(generator: torch.Generator, shared: bool) -> AttentionBatch:
-    """Rows of _CHUNKS; shared: and two nested prefixes, four and two blocks long."""
+    """The rows of _CHUNKS; with `shared`, also two nested prefixes, four and two blocks long."""
     counts = torch.tensor(_CHUNKS, dtype=torch.int32)
     blocks = torch.randperm(_BLOCKS, generator=generator)
     own = int(counts[:, 1].sum())
@@ -203,7 +208,7 @@ def _batch(generator: torch.Generator, shared: bool) -> AttentionBatch:
 
 
 def _segments(generator: torch.Generator, blocks: Tensor) -> Tensor:
-    """(block, lo, hi) of each block: from either end, in the middle, and one that is empty."""
+    """A segment (block, lo, hi) of each block: random ones, a full, a partial and an empty one."""
     ends = torch.randint(0, _BLOCK_SIZE + 1, (len(blocks), 2), generator=generator)
     ends = ends.sort(dim=1).values
     ends[0], ends[1], ends[2] = torch.tensor([[0, _BLOCK_SIZE], [9, _BLOCK_SIZE], [4, 4]])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bros.core.plan import SampledToken, SampleSpec
 from bros.core.request import SamplingParams
-from bros.executor.sampler import Asked, DeviceStepSampler, HostStepSampler, Sampler
+from bros.executor.sampler import DeviceStepSampler, HostStepSampler, Sampler, SampleRequest
 from support.device_runners import draw as draw_on_host
 from support.kernel_cases import needs_triton, triton_backend
 
@@ -94,7 +94,7 @@ def test_triton_draws_what_the_host_draws() -> None:
         assert step_sampler(logits[:count].to(device), asked) == ON_HOST(logits[:count], asked)
     drawn = [(str(row), SampleSpec(kinds[4], seed=7, output_index=row)) for row in range(9)]
     choice = step_sampler.begin(logits.to(device), drawn)
-    assert choice.others == []
+    assert choice.host_rows == []
     tokens = choice.tokens
     assert tokens is not None and tokens.dtype == torch.int32
     assert 0 <= int(tokens[4]) < 700, "a step after this one may look it up"
@@ -118,7 +118,7 @@ def test_where_tokens_are_forbidden_the_host_chooses(temperature: float) -> None
     best, second = logits[0].topk(2).indices.tolist()
     params = SamplingParams(temperature=temperature, top_k=1)
     choice = ON_DEVICE.begin(logits, [("a", SampleSpec(params, 1, 0, forbidden=(best,)))])
-    assert list(choice.others) == [0]
+    assert list(choice.host_rows) == [0]
     assert choice.finish()[0].token_id == second
 
 
@@ -147,13 +147,13 @@ def test_the_device_has_the_tokens_that_need_no_host(plain: list[bool], rng: ran
         True: [SamplingParams(temperature=0.0), SamplingParams(top_k=4)],
         False: [SamplingParams(logprobs=0), SamplingParams(logit_bias={3: 2.0})],
     }
-    asked: list[Asked] = [
+    asked: list[SampleRequest] = [
         (str(row), SampleSpec(rng.choice(choices[is_plain]), seed=row, output_index=0))
         for row, is_plain in enumerate(plain)
     ]
     logits = logits_of(len(asked), 300, rng.randrange(1000))
     choice = ON_DEVICE.begin(logits, asked)
-    assert list(choice.others) == [row for row, is_plain in enumerate(plain) if not is_plain]
+    assert list(choice.host_rows) == [row for row, is_plain in enumerate(plain) if not is_plain]
     assert (choice.tokens is None) == (not any(plain))
     finished: tuple[SampledToken, ...] = choice.finish()
     assert finished == ON_HOST(logits, asked)
@@ -162,5 +162,5 @@ def test_the_device_has_the_tokens_that_need_no_host(plain: list[bool], rng: ran
             assert choice.tokens is not None and choice.tokens.dtype == torch.int32
             assert int(choice.tokens[row]) == finished[row].token_id
     greedy = [row for row, (_, spec) in enumerate(asked) if spec.params.greedy]
-    others = GREEDY_ON_DEVICE.begin(logits, asked).others
+    others = GREEDY_ON_DEVICE.begin(logits, asked).host_rows
     assert sorted([*others, *greedy]) == list(range(len(asked)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bros.core.interfaces import Grouping
 from bros.core.plan import StepPlan
-from bros.executor.cuda.graphs import GraphSizes, StepGraphs, buckets_for, recorded_or_warn
+from bros.executor.cuda.graphs import GraphSizes, StepGraphs, capture_or_warn, capture_sizes
 from bros.kernels.reference import ReferenceKernels
 from support.common_prefixes import with_shared
 from support.device_runners import BLOCK, Assembled, assemble, family_plans
@@ -34,7 +34,7 @@ TOLERANCE = {"atol": 1e-4, "rtol": 0}
     ],
 )
 def test_buckets(rows: int, buckets: tuple[int, ...]) -> None:
-    assert buckets_for(rows) == buckets
+    assert capture_sizes(rows) == buckets
 
 
 @given(
@@ -137,7 +137,7 @@ def test_a_recorded_step_waits_for_the_copies_of_all_layers(
 
 
 def test_kernels_that_cannot_be_recorded_say_so() -> None:
-    with pytest.raises(RuntimeError, match="reference kernels cannot be recorded"):
+    with pytest.raises(RuntimeError, match="reference kernels cannot be captured"):
         assemble(kernels=ReferenceKernels(), graph_rows=2)
 
 
@@ -145,7 +145,7 @@ def test_a_recording_that_fails_is_done_without(caplog: pytest.LogCaptureFixture
     def fail() -> StepGraphs:
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
-    assert recorded_or_warn(fail) is None
+    assert capture_or_warn(fail) is None
     [record] = caplog.records
     assert record.getMessage() == (
         "Decode steps run without CUDA graphs, more slowly: operation not permitted"

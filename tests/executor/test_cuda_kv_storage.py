@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bros.core.plan import KvCopies
-from bros.executor.cuda.kv_storage import Buffers, CudaKvStorage, cuda_kv_storage
+from bros.executor.cuda.kv_storage import CopyBuffers, CudaKvStorage, cuda_kv_storage
 from bros.executor.kv_storage import KV_BLOCK_SIZE, KvMemory, KvStorage, bytes_per_block
 from bros.executor.models.spec import ModelSpec
 from support.kv_streams import DelayedStreams, TorchCopier
@@ -32,7 +32,7 @@ SPEC = ModelSpec(
 )  # fmt: skip
 DTYPE = torch.float32
 TOKEN_BYTES = bytes_per_block(SPEC, DTYPE) // KV_BLOCK_SIZE
-SMALL = Buffers(count=2, size=3 * TOKEN_BYTES, group_bytes=1, run_bytes=1, groups=3)
+SMALL = CopyBuffers(count=2, size=3 * TOKEN_BYTES, group_bytes=1, run_bytes=1, groups=3)
 STEPS = 12
 CPU = torch.device("cpu")
 
@@ -124,14 +124,14 @@ class Model:
             self.streams.put(self.streams.compute(), work)
 
 
-def storage_on(streams: DelayedStreams, buffers: Buffers = SMALL) -> KvMemory:
+def storage_on(streams: DelayedStreams, buffers: CopyBuffers = SMALL) -> KvMemory:
     return CudaKvStorage(
         SPEC, 1, DTYPE, 1,
         streams=streams, copier=TorchCopier(streams), device=CPU, buffers=buffers,
     )  # fmt: skip
 
 
-def differs(seed: int, buffers: Buffers = SMALL, **mutation: object) -> bool:
+def differs(seed: int, buffers: CopyBuffers = SMALL, **mutation: object) -> bool:
     """Whether anything is read that is not what it would be with one thing after the other."""
     steps = make_steps(random.Random(seed))
     expected = Model(KvStorage(SPEC, 1, DTYPE, 1)).run(steps)
@@ -140,9 +140,12 @@ def differs(seed: int, buffers: Buffers = SMALL, **mutation: object) -> bool:
     return any(not torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@given(seed=st.integers(0, 2**32), buffers=st.sampled_from([SMALL, Buffers(), Buffers(count=1)]))
+@given(
+    seed=st.integers(0, 2**32),
+    buffers=st.sampled_from([SMALL, CopyBuffers(), CopyBuffers(count=1)]),
+)
 @settings(max_examples=examples(50))
-def test_every_order_gives_the_same(seed: int, buffers: Buffers) -> None:
+def test_every_order_gives_the_same(seed: int, buffers: CopyBuffers) -> None:
     assert not differs(seed, buffers)
 
 
@@ -177,7 +180,7 @@ def test_a_device_gives_the_same(seed: int) -> None:
     blocks = 64
     steps = make_steps(random.Random(seed), blocks * KV_BLOCK_SIZE)
     expected = Model(KvStorage(spec, blocks, DTYPE, blocks)).run(steps)
-    buffers = Buffers(count=2, size=2**21, group_bytes=2**16, run_bytes=1)
+    buffers = CopyBuffers(count=2, size=2**21, group_bytes=2**16, run_bytes=1)
     device = torch.device("cuda", 0)
     storage = cuda_kv_storage(spec, blocks, DTYPE, blocks, device, buffers)
     found = Model(storage).run(steps)
@@ -250,7 +253,7 @@ def test_what_comes_back_is_cut_by_layers_when_that_is_worth_it(
     storage = CudaKvStorage(
         spec, 1, torch.bfloat16, 32,
         streams=streams, copier=TorchCopier(streams), device=CPU,
-        buffers=Buffers(count=1),
+        buffers=CopyBuffers(count=1),
     )  # fmt: skip
     hosts = array("i", range(0, 2 * tokens, 2) if scattered else range(tokens))
     device = array("i", range(tokens))
@@ -262,8 +265,8 @@ def test_what_comes_back_is_cut_by_layers_when_that_is_worth_it(
 
 
 def test_memory_beside_the_cache_is_bounded_by_what_the_host_has_room_for() -> None:
-    buffers = Buffers(count=4, size=10 * TOKEN_BYTES)
+    buffers = CopyBuffers(count=4, size=10 * TOKEN_BYTES)
     assert buffers.total_bytes(SPEC, DTYPE, 1000) == 2 * 4 * 10 * TOKEN_BYTES
     assert buffers.total_bytes(SPEC, DTYPE, 2) == 2 * 4 * 8 * TOKEN_BYTES
     assert buffers.total_bytes(SPEC, DTYPE, 0) == 0
-    assert Buffers(size=1).tokens(SPEC, DTYPE, 1000) == 1, "a token always fits"
+    assert CopyBuffers(size=1).tokens(SPEC, DTYPE, 1000) == 1, "a token always fits"

@@ -181,7 +181,7 @@ def test_large_models_are_split_into_shards(tmp_path: Path) -> None:
     [
         ("gemma3", {}, "'gemma3' is not supported; supported are llama, qwen2, qwen3"),
         ("llama", {"llama.expert_count": 8}, "mixture-of-experts"),
-        ("llama", {"llama.rope.dimension_count": 8}, "rotate a part of each head"),
+        ("llama", {"llama.rope.dimension_count": 8}, "partial rotary embedding"),
         ("llama", {"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         ("llama", {"tokenizer.ggml.model": "rwkv"}, "no usable tokenizer"),
     ],

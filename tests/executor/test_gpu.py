@@ -13,7 +13,7 @@ from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
 from bros.core.plan import SampleSpec, StepPlan
 from bros.core.request import SamplingParams
-from bros.executor.cuda.graphs import CudaRecorder
+from bros.executor.cuda.graphs import CudaGraphCapture
 from bros.executor.cuda.kv_storage import CudaStreams
 from bros.executor.kv_storage import DTYPES, bytes_per_block
 from bros.executor.loader import random_executor
@@ -49,7 +49,7 @@ def executor(spec: ModelSpec, **options: Any) -> tuple[ModelRunner, EngineInfo]:
     }
     defaults |= {"max_num_seqs": 16, "on_pressure": "recompute"}  # copies have their own tests
     config = EngineConfig(**{**defaults, **options})
-    return random_executor(spec, config, drawn_on="cpu")
+    return random_executor(spec, config, rng_device="cpu")
 
 
 def runner(spec: ModelSpec, **options: Any) -> ModelRunner:
@@ -126,7 +126,7 @@ def test_half_precision_stays_close_to_the_cpu(weights: str, atol: float, kernel
 def test_recording_leaves_the_stream_that_replays_and_copies_are_ordered_by() -> None:
     """Also if it fails: what a stream of its own did would be seen by nobody."""
     device = torch.device("cuda", 0)
-    streams, recorder = CudaStreams(device), CudaRecorder()
+    streams, recorder = CudaStreams(device), CudaGraphCapture()
     before = streams.compute()
     numbers = torch.zeros(2**20, device=device)
 

@@ -14,17 +14,17 @@ GIB = 2**30
 
 
 def test_room_is_what_others_the_model_and_its_largest_step_leave() -> None:
-    use = MemoryUse(total=100 * GIB, elsewhere=2 * GIB, peak=20 * GIB)
-    assert use.room(0.9) == pytest.approx(68 * GIB, abs=1)
-    assert use.room(0.2) == pytest.approx(-2 * GIB, abs=1)
+    use = MemoryUse(total=100 * GIB, used_by_others=2 * GIB, peak=20 * GIB)
+    assert use.kv_cache_bytes(0.9) == pytest.approx(68 * GIB, abs=1)
+    assert use.kv_cache_bytes(0.2) == pytest.approx(-2 * GIB, abs=1)
 
 
 def test_no_room_says_who_takes_it() -> None:
-    error = MemoryUse(total=16 * GIB, elsewhere=GIB, peak=15 * GIB).explain(0.9)
+    error = MemoryUse(total=16 * GIB, used_by_others=GIB, peak=15 * GIB).no_room_error(0.9)
     assert str(error) == (
         "--gpu-memory-utilization: 0.9 of 16.0 GiB leave no room for a KV cache; the model and its "
-        "largest step take 15.0 GiB and others 1.0 GiB. Raise it, or lower --max-batch-tokens or "
-        "--max-num-seqs"
+        "largest step take 15.0 GiB and other processes 1.0 GiB. Raise it, or lower "
+        "--max-batch-tokens or --max-num-seqs"
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bros.core.errors import ConfigError
 from bros.core.plan import KvCopies
-from bros.executor.cuda.kv_storage import Buffers, CudaKvStorage, cuda_kv_storage
+from bros.executor.cuda.kv_storage import CopyBuffers, CudaKvStorage, cuda_kv_storage
 from bros.executor.kv_storage import (
     DTYPES,
     KV_BLOCK_SIZE,
@@ -33,8 +33,8 @@ SPEC = ModelSpec(
 )  # fmt: skip
 BLOCKS, HOST_BLOCKS = 5, 3
 SLOTS, HOST_SLOTS = BLOCKS * KV_BLOCK_SIZE, HOST_BLOCKS * KV_BLOCK_SIZE
-SMALL = Buffers(count=2, size=5 * 2 * 2 * 3 * 4 * 2, group_bytes=1, run_bytes=1)
-"""Buffers of 5 tokens of 16 bits, and every layer by itself."""
+SMALL = CopyBuffers(count=2, size=5 * 2 * 2 * 3 * 4 * 2, group_bytes=1, run_bytes=1)
+"""CopyBuffers of 5 tokens of 16 bits, and every layer by itself."""
 
 Make = Callable[[torch.dtype, int, int], KvMemory]
 
@@ -177,9 +177,13 @@ def test_a_copy_stays_valid_when_it_was_read(make: Make) -> None:
 
 def test_more_memory_than_there_is_names_the_option(make: Make) -> None:
     too_many = 2**62 // bytes_per_block(SPEC, torch.float32)
-    with pytest.raises(ConfigError, match="--host-kv-memory, --host-kv-blocks: this machine has"):
+    with pytest.raises(
+        ConfigError, match="--host-kv-memory, --host-kv-blocks: this machine cannot allocate"
+    ):
         make(torch.float32, 1, too_many)
-    with pytest.raises(ConfigError, match="--kv-memory, --kv-blocks: this (machine|device) has"):
+    with pytest.raises(
+        ConfigError, match="--kv-memory, --kv-blocks: this (machine|device) cannot allocate"
+    ):
         make(torch.float32, too_many, 0)
 
 

@@ -78,7 +78,7 @@ def test_kv_memory_is_turned_into_blocks(folder: Path, kv_dtype: str, shrink: in
 
 
 def test_kv_memory_too_small_for_a_block_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--kv-memory: 1000 bytes hold no block"):
+    with pytest.raises(ConfigError, match="--kv-memory: 1000 bytes are too few for one block"):
         info_of(folder, kv_memory="1000B")
 
 
@@ -86,7 +86,7 @@ def test_kv_memory_too_small_for_a_block_is_refused(folder: Path) -> None:
 def test_more_kv_memory_than_there_is_names_the_options(
     folder: Path, options: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigError, match="--kv-memory, --kv-blocks: this machine has no"):
+    with pytest.raises(ConfigError, match="--kv-memory, --kv-blocks: this machine cannot allocate"):
         info_of(folder, **options)
 
 
@@ -109,7 +109,9 @@ def test_memory_on_the_host_is_turned_into_blocks_or_none(
 
 
 def test_more_memory_on_the_host_than_there_is_names_the_options(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--host-kv-memory, --host-kv-blocks: this machine has"):
+    with pytest.raises(
+        ConfigError, match="--host-kv-memory, --host-kv-blocks: this machine cannot allocate"
+    ):
         info_of(folder, kv_blocks=10, host_kv_blocks=10**12)
 
 

@@ -72,8 +72,8 @@ def test_hub_id_without_a_network_is_refused(
     with pytest.raises(ModelError) as caught:
         resolve_model("somebody/some-model", tmp_path, reported.append)
     message = str(caught.value)
-    assert "somebody/some-model is no file or folder here" in message
-    assert "the Hugging Face hub did not give it" in message
+    assert "somebody/some-model is not a local file or folder" in message
+    assert "the Hugging Face hub did not provide it" in message
     assert "leave the model out for the embedded one" in message
     assert len(reported) == 1
 

@@ -22,7 +22,7 @@ from bros.executor.target import (
     find_cuda,
     kernels_for,
     kv_dtype_for,
-    self_part_for,
+    xformers_for,
 )
 from bros.kernels.interface import HeadLayout
 
@@ -83,7 +83,7 @@ def test_every_rank_has_a_gpu_of_its_own_or_they_share_the_cpu() -> None:
     devices = [choose_target(config(), two, rank, 2).device for rank in range(2)]
     assert devices == [torch.device("cuda", 0), torch.device("cuda", 1)]
     for rank in range(3):
-        with pytest.raises(ConfigError, match="--tp: 3 ranks take a GPU each, and torch finds 2"):
+        with pytest.raises(ConfigError, match="--tp: 3 ranks need a GPU each, but torch finds 2"):
             choose_target(config(), two, rank, 3)
         assert choose_target(config(device="cpu"), two, rank, 3).device == CPU
         assert choose_target(config(), NO_GPU, rank, 3).device == CPU
@@ -153,7 +153,7 @@ def test_the_own_part_of_prompts_is_left_to_triton(choice: str) -> None:
     options = config(self_attention=choice)
     for cuda, kernels in ((HOPPER, "triton"), (HOPPER, "reference"), (NO_GPU, "cpu")):
         target = choose_target(options, cuda)
-        assert self_part_for(options, target, kernels, LAYOUT) is None
+        assert xformers_for(options, target, kernels, LAYOUT) is None
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_xformers_that_cannot_be_used_is_refused(
     options = config(self_attention="xformers", weights=weights)
     target = choose_target(options, cuda)
     with pytest.raises(ConfigError, match=f"^--self-attention xformers: {message}"):
-        self_part_for(options, target, kernels, LAYOUT)
+        xformers_for(options, target, kernels, LAYOUT)
 
 
 def test_a_model_is_not_loaded_with_xformers_where_that_cannot_run() -> None:

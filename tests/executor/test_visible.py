@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bros.executor.target import devices_of, show_devices_of
+from bros.executor.target import set_visible_devices, visible_devices
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ from bros.executor.target import devices_of, show_devices_of
 def test_each_replica_has_devices_of_its_own(
     ranks: int, shown: str | None, count: int, expected: list[tuple[str, ...]]
 ) -> None:
-    assert [devices_of(replica, ranks, shown, count) for replica in range(3)] == expected
+    assert [visible_devices(replica, ranks, shown, count) for replica in range(3)] == expected
 
 
 def test_a_process_sees_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     environ = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    show_devices_of(1, 2, environ)
+    set_visible_devices(1, 2, environ)
     assert environ == {"CUDA_VISIBLE_DEVICES": "6,7"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    show_devices_of(1, 2, environ)
+    set_visible_devices(1, 2, environ)
     assert environ == {"CUDA_VISIBLE_DEVICES": "6,7"}

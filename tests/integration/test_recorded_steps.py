@@ -155,7 +155,7 @@ def executor(device: str, cuda_graphs: str = "off") -> ModelRunner:
         max_batch_tokens=64,
         threads=1,
     )
-    return random_executor(tiny_spec(), config, drawn_on="cpu")[0]
+    return random_executor(tiny_spec(), config, rng_device="cpu")[0]
 
 
 @pytest.mark.gpu

@@ -145,7 +145,7 @@ def test_kernels_move_each_token_to_its_place(
 
 def test_a_missing_cupy_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ConfigError, match="pip install cupy-cuda13x, or take --on-pressure"):
+    with pytest.raises(ConfigError, match="pip install cupy-cuda13x, or use --on-pressure"):
         CupyDriver(torch.device("cuda", 0))
 
 

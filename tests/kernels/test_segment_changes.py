@@ -69,7 +69,7 @@ def naive(before: Rows, places: list[int], now: Rows) -> list[int]:
     ("changes", "changed"),
     [
         pytest.param(module.segment_changes, module.changed_segments, marks=needs_compiled),
-        (module.reference_changes, module.reference_changed),
+        (module.reference_segment_changes, module.reference_changed_segments),
     ],
     ids=["compiled", "reference"],
 )
@@ -90,7 +90,7 @@ def test_changes_are_those_of_a_naive_model_and_lead_back(
 
 
 def test_the_compiled_ones_are_used_where_they_are() -> None:
-    compiled = module.segment_changes is not module.reference_changes
+    compiled = module.segment_changes is not module.reference_segment_changes
     assert compiled == (_C is not None)
 
 

@@ -130,7 +130,7 @@ def check_replays(record: Callable[[Callable[[], None]], Callable[[], None]]) ->
     k_cache, v_cache = torch.zeros(2, blocks, *cases[0].k_cache.shape[1:], device=device)
     qkv = torch.zeros(LIMITS.rows, layout.qkv_size, device=device)
     buffers = kernels.graph_buffers(LIMITS, layout, device)
-    assert buffers is not None and buffers.limits == LIMITS
+    assert buffers is not None
     recorded = kernels.prepare(cases[1].batch, layout, device, buffers)
     out = torch.empty(LIMITS.rows, layout.q_size, device=device)
 

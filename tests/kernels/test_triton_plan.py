@@ -21,8 +21,8 @@ from bros.kernels.triton.plan import (
     QUERY,
     SEGMENT,
     SEGMENT_END,
-    OwnDone,
     PlanRules,
+    PrecomputedChunks,
     Split,
     WorkList,
     plan_work,
@@ -135,7 +135,7 @@ def test_rows_whose_own_part_is_done_only_read_their_context(
     done = np.array(which[: len(lengths)], np.bool_)
     tokens = np.flatnonzero(np.repeat(done, lengths)).tolist()
     first = tokens[0] if tokens else 0
-    work = plan_work(case.batch, rules, OwnDone(done, first))
+    work = plan_work(case.batch, rules, PrecomputedChunks(done, first))
     read = what_is_read(work)
     # Whoever has no context is not read for at all, but then there is nothing to expect, either.
     expected = {

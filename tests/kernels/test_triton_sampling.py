@@ -31,7 +31,7 @@ def scratch_with_anything() -> Iterator[None]:
 
 
 def on_device(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    from bros.kernels.triton.sampling import SamplingTensors, choose_tokens
+    from bros.kernels.triton.sampling import SamplingTensors, sample_tokens
 
     starts = [noise_start(spec.seed, spec.output_index) for spec in specs]
     params = [spec.params for spec in specs]
@@ -39,7 +39,7 @@ def on_device(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=BACKEND.device)
 
-    chosen = choose_tokens(
+    chosen = sample_tokens(
         logits.to(BACKEND.device),
         SamplingTensors(
             column([p.temperature for p in params], torch.float32),

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from bros.core.interfaces import Grouping
 from bros.core.plan import SEGMENT_WIDTH, SharedPrefix, StepPlan
-from bros.executor.inputs import read_together
+from bros.executor.inputs import with_shared_parts
 from bros.kernels.interface import AttentionBatch
 
 
@@ -36,7 +36,7 @@ def group_shared(batch: AttentionBatch, grouping: Grouping) -> AttentionBatch:
         [tuple(segment) for segment in segments[start[row] : start[row + 1]]]
         for row in range(batch.num_rows)
     ]
-    return read_together(batch, find_shared(rows, grouping))
+    return with_shared_parts(batch, find_shared(rows, grouping))
 
 
 def find_shared(rows: Sequence[Sequence[tuple[int, ...]]], rule: Grouping) -> list[SharedPrefix]:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from bros.core.plan import Chunk, SampleSpec, StepPlan
 from bros.executor.cuda.graphs import GraphSizes, StepGraphs
-from bros.executor.feed import InputFeed
+from bros.executor.inputs import InputUploader
 from bros.executor.kv_storage import KvStorage
 from bros.executor.models.build import build_decoder
 from bros.executor.models.spec import ModelSpec
-from bros.executor.parallel.ranks import ALONE, Ranks
+from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.parallel.sharding import shards_of
 from bros.executor.runner import LaunchingRunner, ModelRunner
 from bros.executor.sampler import DeviceStepSampler, Sampler
@@ -88,10 +88,6 @@ class StaticBuffers:
             name: torch.full((size,), 10**6, dtype=torch.int32) for name, size in sizes.items()
         }
         self._counts = torch.zeros(len(sizes), dtype=torch.int32)
-
-    @property
-    def limits(self) -> GraphLimits:
-        return self._limits
 
     def fits(self, batch: AttentionBatch) -> bool:
         shared = batch.shared
@@ -239,7 +235,7 @@ def assemble(
     groups: bool = False,
     kv_blocks: int = 64,
     host_blocks: int = 0,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Assembled:
     """graph_rows: record steps of up to so many rows. Every runner of a spec has the same model,
     or its part of it."""
@@ -252,7 +248,7 @@ def assemble(
     with torch.inference_mode():
         decoder = build_decoder(spec, RandomWeights(), kernels, target, spec.max_positions, ranks)
     kv = KvStorage(local, kv_blocks, target.dtype, host_blocks)
-    feed = InputFeed(kernels, layout, CPU, Staging(CPU))
+    uploader = InputUploader(kernels, layout, CPU, Staging(CPU))
     graphs = None
     if graph_rows is not None:
         sizes = GraphSizes(graph_rows, segments, segments, groups)
@@ -260,7 +256,7 @@ def assemble(
             decoder, kv.layers, kernels, layout, CPU, spec.vocab_size, sizes, replays
         )
     step_sampler = DeviceStepSampler(Sampler(), draw)
-    runner = LaunchingRunner(decoder, kv, feed, step_sampler, graphs=graphs)
+    runner = LaunchingRunner(decoder, kv, uploader, step_sampler, graphs=graphs)
     return Assembled(runner, kv, replays)
 
 

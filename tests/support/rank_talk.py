@@ -33,7 +33,7 @@ def talk(ranks: Ranks) -> tuple[int, tuple[int, ...]]:
         x = torch.full((length % 7, 3), 10.0**rank)
         assert ranks.all_reduce_(x) is x
         assert torch.equal(x, torch.full_like(x, float("1" * size)))
-        assert ranks.any_(length % 2 == 0 if rank == 0 else True) == (length % 2 == 0)
+        assert ranks.broadcast_flag(length % 2 == 0 if rank == 0 else True) == (length % 2 == 0)
     long = torch.full((1000, 300), 10.0**rank)
     assert torch.equal(ranks.all_reduce_(long), torch.full_like(long, float("1" * size)))
     assert ranks.minimum(7 - rank) == 7 - (size - 1)
@@ -55,7 +55,7 @@ def lose_one(ranks: Ranks, signal_number: int, what: str) -> tuple[str, float] |
         "sum": lambda: ranks.all_reduce_(torch.ones(3)),
         "gather": lambda: ranks.gather(torch.ones(1, 1), (1, 1)),
         "plan": lambda: ranks.send(array("i", [1])) if ranks.rank == 0 else ranks.receive(),
-        "flag": lambda: ranks.any_(True),
+        "flag": lambda: ranks.broadcast_flag(True),
     }
     clock = SystemClock()
     start = clock.now()

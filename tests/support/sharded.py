@@ -16,7 +16,7 @@ from bros.core.plan import StepPlan
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
 from bros.executor.models.spec import ModelSpec
-from bros.executor.parallel.ranks import ALONE, Ranks
+from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from support.checkpoints import VOCAB, ScatteredRequest
 from support.device_runners import assemble
 
@@ -47,7 +47,7 @@ def mixed_plans(lengths: Sequence[int] = (30, 17, 4), seed: int = 2) -> Iterator
         step += 1
 
 
-def logits_of(case: Case, ranks: Ranks = ALONE) -> tuple[list[Tensor], EngineInfo]:
+def logits_of(case: Case, ranks: Ranks = SINGLE_RANK) -> tuple[list[Tensor], EngineInfo]:
     """Of every step of mixed_plans."""
     folder, options = case
     config = EngineConfig(**{"threads": 1, "kv_blocks": KV_BLOCKS, "host_kv_blocks": 9, **options})  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def logits_of_all(ranks: Ranks, cases: Sequence[Case]) -> list[tuple[list[Tensor
     return [logits_of(case, ranks) for case in cases]
 
 
-def logits_as_on_a_device(spec: ModelSpec, ranks: Ranks = ALONE) -> list[Tensor]:
+def logits_as_on_a_device(spec: ModelSpec, ranks: Ranks = SINGLE_RANK) -> list[Tensor]:
     """Of every step of mixed_plans, and of some that are replayed; from plain matrices."""
     runner = assemble(spec, graph_rows=8, ranks=ranks).runner
     logits = [runner.logits(plan) for plan in mixed_plans()]

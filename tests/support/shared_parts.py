@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from bros.kernels.interface import AttentionBatch
-from bros.kernels.parts import with_own_copies
+from bros.kernels.triton.plan import copy_parts_to_rows
 
 
 def without_shared(batch: AttentionBatch) -> AttentionBatch:
@@ -15,7 +15,7 @@ def without_shared(batch: AttentionBatch) -> AttentionBatch:
     if shared is None:
         return batch
     part = np.repeat(np.arange(shared.num_parts), np.diff(shared.row_start.numpy()))
-    start, segments = with_own_copies(
+    start, segments = copy_parts_to_rows(
         batch.segment_start.numpy(),
         batch.segments.numpy(),
         shared.rows.numpy(),

@@ -90,7 +90,7 @@ class ThreadRanks:
             )
         self._check()
 
-    def any_(self, flag: bool) -> bool:
+    def broadcast_flag(self, flag: bool) -> bool:
         self.said.append("any")
         return bool(self._exchange(torch.tensor(flag))[0])
 

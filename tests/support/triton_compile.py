@@ -29,7 +29,7 @@ from bros.kernels.interface import HeadLayout
 from bros.kernels.triton import attention, elementwise_kernels, sampling
 from bros.kernels.triton import ops as triton_ops
 from bros.kernels.triton.settings import TritonSettings
-from bros.kernels.xformers_self import XformersSelf
+from bros.kernels.xformers_attention import XformersAttention
 from support.fake_xformers import FakeFmha
 from support.kernel_cases import int32, make_case
 
@@ -173,7 +173,7 @@ ODD_MODELS = (
 def launches_of_merges_with_xformers(layout: HeadLayout, dtype: torch.dtype) -> list[Launched]:
     """What merges a chunk's own part, which is not a Triton kernel, with its context."""
     device = torch.device("cpu")
-    own = XformersSelf(FakeFmha((dtype,)), device)
+    own = XformersAttention(FakeFmha((dtype,)), device)
     kernels = triton_ops.TritonKernels(device, TritonSettings("NVIDIA H200", 132, 9), own)
     group = layout.num_heads // layout.num_kv_heads
     case = make_case([(64, 100)], layout.num_kv_heads, group, layout.head_dim, dtype)
@@ -195,7 +195,7 @@ def launches_of_sampling() -> list[Launched]:
         torch.zeros(rows, dtype=torch.int64),
     )
     with recorded((sampling, "choose")) as launches:
-        sampling.choose_tokens(torch.zeros(rows, vocab), params)
+        sampling.sample_tokens(torch.zeros(rows, vocab), params)
     found = launches["choose"]
     return [("choose", found.kernel, args, kwargs) for args, kwargs in found.calls]
 

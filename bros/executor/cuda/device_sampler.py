@@ -1,6 +1,6 @@
-"""The draws of sampler.py on the device, by Triton. Without Triton the host draws.
+"""Sampling on the device with Triton, for DeviceStepSampler.
 
-What a row gets here and there is the same token; see kernels/triton/sampling.py for how far.
+The device samples the same tokens as the host; kernels/triton/sampling.py says how exactly.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 from bros.core.plan import SampleSpec
 from bros.executor.sampler import SMALLEST_TEMPERATURE, noise_start
 from bros.kernels.staging import to_device
-from bros.kernels.triton.sampling import SamplingTensors, choose_tokens
+from bros.kernels.triton.sampling import SamplingTensors, sample_tokens
 
-_ALIGNMENT = 4  # rows; kernels are compiled for the alignment of what they are given
+_ALIGNMENT = 4  # rows; Triton compiles a kernel anew for pointers of other alignment
 
 
 def draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """The tokens drawn by specs that are not greedy and change no logits; int32 [rows].
+    """Sample int32 [rows] tokens, for specs that are not greedy and do not change logits.
 
-    logits: fp32 [rows, vocab], not changed. A row whose best logit is not finite gets a token that
-    means nothing. The host does not wait for the device.
+    logits: fp32 [rows, vocab], not changed. A row whose largest logit is not finite gets an
+    arbitrary valid token. The host does not wait for the device.
     """
-    tokens = choose_tokens(logits.contiguous(), _parameters(specs, logits))
+    tokens = sample_tokens(logits.contiguous(), _parameters(specs, logits))
     return tokens.clamp_(min=0)
 
 
 def _parameters(specs: Sequence[SampleSpec], logits: Tensor) -> SamplingTensors:
-    """All in one copy."""
+    """The parameters of all rows, uploaded in one copy."""
     vocab = logits.shape[1]
     params = [spec.params for spec in specs]
     columns: tuple[tuple[Sequence[float], DTypeLike], ...] = (
@@ -43,8 +43,8 @@ def _parameters(specs: Sequence[SampleSpec], logits: Tensor) -> SamplingTensors:
     )
     padding = [0] * (-len(specs) % _ALIGNMENT)
     parts = [np.array([*column, *padding], kind).view(np.uint8) for column, kind in columns]
-    there = to_device(torch.from_numpy(np.concatenate(parts)), logits.device)
-    starts, top_p, temperature, min_p, top_k = torch.split(there, [len(part) for part in parts])
+    on_device = to_device(torch.from_numpy(np.concatenate(parts)), logits.device)
+    starts, top_p, temperature, min_p, top_k = torch.split(on_device, list(map(len, parts)))
 
     def rows(part: Tensor, dtype: torch.dtype) -> Tensor:
         return part.view(dtype)[: len(specs)]

@@ -1,16 +1,16 @@
-"""KV cache memory on a CUDA device, and copies of it that move while the model computes.
+"""KV cache memory on a CUDA device, with checkpoints and restores that overlap with computation.
 
     compute    [upload][gather 1][   chunks 1   ][gather 2][ chunks 2 ...
     to host              '->[    out 1     ]        '->[ out 2 ]
     from host  [ in, layers 0-3 ][ in, layers 4-7 ]
     scatter              '->[ 0-3 ]  '->[ 4-7 ]           chunks wait for these, layer by layer
 
-What is taken away is gathered into pieces at once, in line with the computation and at the speed
-of the device's memory; from then on its slots may be overwritten, however long the bus takes.
-What comes back is put into its slots by a stream of its own, a few layers at a time, so that the
-first ones are computed while later ones are on their way.
+A checkpoint first gathers its tokens into a staging buffer, on the compute stream and at the speed
+of device memory. After that the tokens' slots may be overwritten, however long the bus takes.
+A restore scatters tokens into their slots on a separate stream, a few layers at a time, so that the
+first layers are computed while later ones are still being copied.
 
-Each wait below names the rule it keeps. KvCopies lists them from the scheduler's side.
+A comment at each wait names the rule that it enforces; core.plan.KvCopies lists these rules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bros.executor.kv_storage import KV_BLOCK_SIZE, bytes_per_block
 from bros.executor.models.spec import ModelSpec
 from bros.kernels.cuda_ops import CopyRun, CudaKvCopier, CupyDriver
 
-# ---- Streams and events of a CUDA device, as an interface that tests can stand in for.
+# ---- Streams and events of a CUDA device, as an interface with a fake in tests.
 
 
 StreamT = TypeVar("StreamT")
@@ -42,14 +42,14 @@ EventT = TypeVar("EventT")
 
 
 class Streams(Protocol[StreamT, EventT]):
-    """Orders work on a device. Names are for people who read traces, and for tests.
+    """Orders work on a device. Names are only for traces and tests.
 
-    Waiting for an event means: for what had been put on its stream when it was recorded last. One
-    that was never recorded has happened.
+    Waiting for an event waits for the work that its stream held when the event was last recorded.
+    An event that was never recorded counts as done.
     """
 
     def compute(self) -> StreamT:
-        """Where the model runs; always the same one."""
+        """The stream on which the model runs; always the same one."""
         ...
 
     def stream(self, name: str) -> StreamT: ...
@@ -61,16 +61,16 @@ class Streams(Protocol[StreamT, EventT]):
     def wait(self, stream: StreamT, event: EventT) -> None: ...
 
     def is_done(self, event: EventT) -> bool:
-        """Without waiting."""
+        """Whether the event is done; does not wait."""
         ...
 
     def synchronize(self) -> None:
-        """Block until everything is done. Not for use in a step."""
+        """Block until all work on the device is done. Not for use in a step."""
         ...
 
 
 class CudaStreams:
-    """Streams of one device, by torch."""
+    """Streams of one device, from torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,7 +79,7 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device)
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        # The little there is of kernels on these is what compute waits for, so it goes first.
+        # High priority: the few kernels on these streams are what the compute stream waits for.
         return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     def event(self, name: str) -> torch.cuda.Event:
@@ -103,7 +103,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class KvCopier(Protocol[StreamT_contra]):
-    """What can be put on streams; see kernels.cuda_ops.CudaKvCopier, also for the shapes."""
+    """Enqueues copies on streams; kernels.cuda_ops.CudaKvCopier documents methods and shapes."""
 
     def gather(
         self, cache: Tensor, slots: Tensor, pieces: Tensor, stream: StreamT_contra
@@ -127,16 +127,16 @@ class KvCopier(Protocol[StreamT_contra]):
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
-    """How copies are cut up.
+class CopyBuffers:
+    """Sizes of the staging buffers, and how copies are split.
 
-    count, size: pieces wait in so many buffers of so many bytes in each direction. 8 x 32 MiB are 5
-        ms of the bus: only a step that takes away more than that (2,048 tokens of Llama-3-8B) waits
-        for it.
-    group_bytes, groups: what comes back is cut into at most so many groups of layers of at least so
-        many bytes (75 us of the bus), for each costs a launch.
-    run_bytes: and a copy from consecutive host slots has at least so many bytes, on average. They
-        are 9 us of the bus, and asking for a copy takes the host a third of that.
+    count: staging buffers for each direction.
+    size: bytes of a buffer. 8 x 32 MiB take the bus 5 ms; only a step that checkpoints more (2,048
+        tokens of Llama-3-8B) waits for a free buffer.
+    groups: a restore is split into at most this many groups of layers.
+    group_bytes: the least bytes of a group (75 us of the bus), because each costs a launch.
+    run_bytes: the least bytes of a copy from consecutive host slots, on average (9 us of the bus;
+        the host needs a third of that to launch a copy).
     """
 
     count: int = 8
@@ -146,20 +146,23 @@ class Buffers:
     run_bytes: int = 512 * 2**10
 
     def tokens(self, spec: ModelSpec, dtype: torch.dtype, num_host_blocks: int) -> int:
-        """Tokens per buffer; no more than the host has room for are ever on their way."""
+        """Tokens per buffer. All buffers together never hold more tokens than the host pool."""
         token_bytes = bytes_per_block(spec, dtype) // KV_BLOCK_SIZE
         most = -(-num_host_blocks * KV_BLOCK_SIZE // self.count)
         return min(most, max(1, self.size // token_bytes))
 
     def total_bytes(self, spec: ModelSpec, dtype: torch.dtype, num_host_blocks: int) -> int:
-        """Device memory of all buffers, which is not the cache's."""
+        """Device memory of all buffers, in addition to the KV cache."""
         tokens = 2 * self.count * self.tokens(spec, dtype, num_host_blocks)
         return tokens * bytes_per_block(spec, dtype) // KV_BLOCK_SIZE
 
 
 class _Buffer(NamedTuple, Generic[EventT]):
-    """values: of some tokens.
-    filled, emptied: by the first and the second stream it is for.
+    """A staging buffer on the device.
+
+    values: K and V of some tokens, flat.
+    filled: recorded by the stream that writes the buffer.
+    emptied: recorded by the stream that reads it.
     """
 
     values: Tensor
@@ -167,11 +170,12 @@ class _Buffer(NamedTuple, Generic[EventT]):
     emptied: EventT
 
 
-class _Moves(NamedTuple):
-    """Tokens that move, by host slot.
+class _TokenCopies(NamedTuple):
+    """Tokens to copy, in the order of their host slots.
 
-    slots: theirs on the device.
-    runs: of all of them.
+    slots: their slots on the device.
+    host: their slots on the host.
+    runs: the runs of consecutive host slots.
     """
 
     slots: Ints
@@ -179,7 +183,7 @@ class _Moves(NamedTuple):
     runs: list[CopyRun]
 
     @classmethod
-    def of(cls, slots: array[int], host_slots: array[int]) -> _Moves:
+    def of(cls, slots: array[int], host_slots: array[int]) -> _TokenCopies:
         host = np.array(host_slots, dtype=np.int32)
         if not len(host):
             return cls(host, host, [])
@@ -193,7 +197,7 @@ class _Moves(NamedTuple):
         return cls(np.array(slots, dtype=np.int32)[order], host, runs)
 
     def runs_of(self, low: int, high: int) -> list[CopyRun]:
-        """Of tokens low to high; pieces are counted from low."""
+        """The runs of tokens [low, high), with `piece` counted from low."""
         found, number = [], bisect_right(self.runs, low, key=attrgetter("piece")) - 1
         while number < len(self.runs) and self.runs[number].piece < high:
             host, piece, length = self.runs[number]
@@ -204,10 +208,9 @@ class _Moves(NamedTuple):
 
 
 class _SlotLists(Generic[StreamT, EventT]):
-    """Slots on their way to the device, in memory that is reused when no copy reads it any more.
+    """Uploads slots to the device, through memory that is reused once no copy reads it any more.
 
-    A host that is far ahead of the device gets new memory instead of having to wait; `ahead` copies
-    can be under way before that.
+    If more than `ahead` copies are pending, it allocates more memory, so the host never waits.
     """
 
     def __init__(
@@ -221,7 +224,7 @@ class _SlotLists(Generic[StreamT, EventT]):
         self._lists = deque(self._make() for _ in range(ahead))
 
     def upload(self, out: Ints, back: Ints, stream: StreamT) -> tuple[Tensor, Tensor, EventT]:
-        """The same on the device, and an event to record when they have been used."""
+        """Both lists on the device, and an event to record after their last use."""
         used = self._lists[0][2]
         if self._streams.is_done(used):
             self._lists.rotate(-1)
@@ -240,16 +243,16 @@ class _SlotLists(Generic[StreamT, EventT]):
 
 
 class _Mover(Generic[StreamT, EventT]):
-    """Moves tokens between a cache and host memory.
+    """Copies tokens between the cache and host memory.
 
     cache: [layers, 2, num_blocks, kv_heads, 16, head_dim]
-    host: [host slots, layers, 2, kv_heads, head_dim]. A token is one piece, so that a range of host
-    slots is one copy; the scheduler hands them out by the block, so ranges are long.
-    pieces: [2, number of buffers, values], for copies out and back
+    host: [host slots, layers, 2, kv_heads, head_dim]. A token is contiguous, so a range of host
+        slots is one copy; the scheduler allocates host slots by the block, so ranges are long.
+    pieces: [2, number of buffers, values], staging buffers for checkpoints and for restores
     """
 
     def __init__(
-        self, cache: Tensor, host: Tensor, pieces: Tensor, sizes: Buffers,
+        self, cache: Tensor, host: Tensor, pieces: Tensor, sizes: CopyBuffers,
         streams: Streams[StreamT, EventT], copier: KvCopier[StreamT],
     ) -> None:  # fmt: skip
         self._cache, self._host = cache, host
@@ -258,15 +261,15 @@ class _Mover(Generic[StreamT, EventT]):
         self._copier = copier
         self._num_layers = len(cache)
         self._tokens = pieces.shape[2] // host[0].numel()
-        """That fit a buffer."""
+        """Tokens that fit into a buffer."""
         self._slot_lists = _SlotLists(streams, copier, 2 * len(host), cache.device)
         self._to_host = streams.stream("to host")
         self._from_host = streams.stream("from host")
         self._scatter = streams.stream("scatter")
         self._ready = streams.event("ready")
         self._restored = [streams.event("restored") for _ in range(sizes.groups)]
-        self._coming: deque[tuple[int, EventT]] = deque()
-        """Groups that compute has not waited for: first layer, when they are there."""
+        self._pending_restores: deque[tuple[int, EventT]] = deque()
+        """(first layer, event) of the groups that the compute stream has not waited for."""
         self._out, self._back = (
             [_Buffer(row, streams.event(filled), streams.event(emptied)) for row in rows]
             for rows, filled, emptied in (
@@ -276,55 +279,55 @@ class _Mover(Generic[StreamT, EventT]):
         )
         self._num_out = self._num_back = 0
         self._last_out = np.full(len(host), -1, np.int64)
-        """Number of the last copy to each host slot, -1 if there is none."""
+        """The number of the last checkpoint copy to each host slot, -1 if there was none."""
 
     def copy(self, copies: KvCopies) -> None:
         streams, compute = self._streams, self._streams.compute()
-        # An aborted step may not have waited for all layers. Their slots may be preempted
-        # now, and their host slots be written again once that has been gathered.
+        # An aborted step may not have waited for all layers. Their slots may be preempted now,
+        # and their host slots overwritten after the gather.
         self.wait_for_layer(self._num_layers)
-        out = _Moves.of(copies.out_device, copies.out_host)
-        back = _Moves.of(copies.back_device, copies.back_host)
+        out = _TokenCopies.of(copies.out_device, copies.out_host)
+        back = _TokenCopies.of(copies.back_device, copies.back_host)
         out_slots, back_slots, used = self._slot_lists.upload(out.slots, back.slots, compute)
         if len(out.slots):
             self._copy_out(out, out_slots, compute)
         if len(back.slots):
-            # Steps in order, and writes after gather: all of these come before it on `compute`.
+            # Steps in order, and writes after gather: `compute` holds all of these already.
             streams.record(self._ready, compute)
             streams.wait(self._scatter, self._ready)
             self._copy_back(back, back_slots)
         streams.record(used, self._scatter if len(back.slots) else compute)
 
     def wait_for_layer(self, layer: int) -> None:
-        """Reads after scatter."""
+        """Enforces the rule "reads after scatter"."""
         restored = None
-        while self._coming and self._coming[0][0] <= layer:
-            restored = self._coming.popleft()[1]
-        if restored is not None:  # the stream is in order, so the last one will do
+        while self._pending_restores and self._pending_restores[0][0] <= layer:
+            restored = self._pending_restores.popleft()[1]
+        if restored is not None:  # the stream is in order, so waiting for the last is enough
             self._streams.wait(self._streams.compute(), restored)
 
-    def _copy_out(self, out: _Moves, slots: Tensor, compute: StreamT) -> None:
-        """Gather on `compute`, so that nothing later on it can overwrite what is taken away."""
+    def _copy_out(self, out: _TokenCopies, slots: Tensor, compute: StreamT) -> None:
+        """Gather on `compute`, so that nothing later on that stream overwrites the tokens first."""
         streams = self._streams
         for low in range(0, len(out.host), self._tokens):
             high = min(low + self._tokens, len(out.host))
             buffer = self._out[self._num_out % len(self._out)]
             pieces = self._view(buffer, high - low, range(self._num_layers))
-            streams.wait(compute, buffer.emptied)  # a buffer is filled again when it was copied
+            streams.wait(compute, buffer.emptied)  # a buffer is refilled after its last copy
             self._copier.gather(self._cache, slots[low:high], pieces, compute)
             streams.record(buffer.filled, compute)
             streams.wait(self._to_host, buffer.filled)  # out after gather
-            # Out after out: one stream makes them all.
+            # Out after out: all of them are on one stream.
             self._copier.to_host(pieces, self._host, out.runs_of(low, high), self._to_host)
             streams.record(buffer.emptied, self._to_host)
             self._last_out[out.host[low:high]] = self._num_out
             self._num_out += 1
 
-    def _copy_back(self, back: _Moves, slots: Tensor) -> None:
+    def _copy_back(self, back: _TokenCopies, slots: Tensor) -> None:
         streams = self._streams
         last = int(self._last_out[back.host].max())
-        # In after out. If the buffer has been copied again since, that was later on the same
-        # stream: more than has to be waited for, never less.
+        # In after out. If the buffer was reused since, its event is later on the same stream, so
+        # this waits for more than necessary, never for less.
         streams.wait(self._from_host, self._out[last % len(self._out)].emptied)
         for layers, restored in zip(self._groups(back), self._restored, strict=False):
             cache = self._cache[layers.start : layers.stop]
@@ -334,7 +337,7 @@ class _Mover(Generic[StreamT, EventT]):
                 high = min(low + step, len(back.host))
                 buffer = self._back[self._num_back % len(self._back)]
                 pieces = self._view(buffer, high - low, layers)
-                streams.wait(self._from_host, buffer.emptied)  # filled again when it is empty
+                streams.wait(self._from_host, buffer.emptied)  # refilled after its last scatter
                 self._copier.from_host(host, pieces, back.runs_of(low, high), self._from_host)
                 streams.record(buffer.filled, self._from_host)
                 streams.wait(self._scatter, buffer.filled)  # scatter after in
@@ -342,10 +345,10 @@ class _Mover(Generic[StreamT, EventT]):
                 streams.record(buffer.emptied, self._scatter)
                 self._num_back += 1
             streams.record(restored, self._scatter)
-            self._coming.append((layers.start, restored))
+            self._pending_restores.append((layers.start, restored))
 
-    def _groups(self, back: _Moves) -> list[range]:
-        """All layers, in groups that are worth a copy for each run and a kernel of their own."""
+    def _groups(self, back: _TokenCopies) -> list[range]:
+        """All layers, in groups large enough to be worth their kernel and a copy for each run."""
         sizes, num_layers = self._sizes, self._num_layers
         size = len(back.host) * self._host.stride(0) * self._host.itemsize
         worth = min(size // sizes.group_bytes, size // (len(back.runs) * sizes.run_bytes))
@@ -360,25 +363,24 @@ class _Mover(Generic[StreamT, EventT]):
 
 
 class CudaKvStorage(Generic[StreamT, EventT]):
-    """KvMemory on a CUDA device. Nothing waits for the device but `clear`.
+    """KvMemory on a CUDA device. Only `clear` waits for the device.
 
-    All calls, and all that is computed, are for one stream, Streams.compute(). What a plan brings
-    back must have been copied out before.
+    All computation must be on one stream, Streams.compute(). A plan may restore only tokens that
+    an earlier plan checkpointed.
 
-    Host memory is pinned as a whole when the server starts. Pinning more when it is needed would
-    stop everything under way for tens of milliseconds per 100 MiB, in the very step in which
-    an urgent request needs the slots; and that there is not so much of it is known at once.
+    All host memory is pinned when the server starts. Pinning on demand would stop the device for
+    tens of milliseconds per 100 MiB, in the very step in which an urgent request needs the slots;
+    pinning early also reports missing memory at once.
 
-    Raises ConfigError if device or host have less memory than is asked for.
+    Raises ConfigError if device or host have less memory than requested.
     """
 
     def __init__(
         self, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, num_host_blocks: int = 0, *,
         streams: Streams[StreamT, EventT], copier: KvCopier[StreamT] | None, device: torch.device,
-        buffers: Buffers | None = None,
+        buffers: CopyBuffers | None = None,
     ) -> None:  # fmt: skip
-        """copier: only needed if there are blocks on the host."""
-        self.num_blocks = num_blocks
+        """copier: may be None if num_host_blocks is 0."""
         self._streams = streams
         layers, heads, head_dim = spec.num_layers, spec.num_kv_heads, spec.head_dim
         shape = (layers, 2, num_blocks, heads, KV_BLOCK_SIZE, head_dim)
@@ -397,7 +399,7 @@ class CudaKvStorage(Generic[StreamT, EventT]):
             *("--host-kv-memory, --host-kv-blocks", "this machine", size),
         )
         host = host.view(dtype).view(-1, layers, 2, heads, head_dim)
-        buffers = buffers or Buffers()
+        buffers = buffers or CopyBuffers()
         values = buffers.tokens(spec, dtype, num_host_blocks) * host[0].numel()
         pieces = _allocated(
             lambda: torch.empty(2, buffers.count, values, dtype=dtype, device=device),
@@ -407,18 +409,18 @@ class CudaKvStorage(Generic[StreamT, EventT]):
         self._mover = _Mover(cache, host, pieces, buffers, streams, copier)
 
     def copy(self, copies: KvCopies) -> None:
-        """Begin a plan's copies; call it before anything of that plan is computed."""
+        """See KvMemory."""
         if len(copies):
             assert self._mover is not None, "there is no memory for copies"
             self._mover.copy(copies)
 
     def wait_for_layer(self, layer: int) -> None:
-        """What is computed from now on may use this layer, and those before it."""
+        """See KvMemory."""
         if self._mover is not None:
             self._mover.wait_for_layer(layer)
 
     def clear(self) -> None:
-        """Wait for copies under way and give the memory back."""
+        """Wait for pending copies, then release the memory."""
         self._streams.synchronize()
         self.layers = ()
         self._mover = None
@@ -430,12 +432,12 @@ def cuda_kv_storage(
     dtype: torch.dtype,
     num_host_blocks: int,
     device: torch.device,
-    buffers: Buffers | None = None,
+    buffers: CopyBuffers | None = None,
 ) -> CudaKvStorage[torch.cuda.Stream, torch.cuda.Event]:
-    """KV memory on a CUDA device, with copies by CuPy.
+    """KV memory on a CUDA device, with CuPy for the copies.
 
-    Raises ConfigError if there is not so much memory, or if there are to be copies and CuPy cannot
-    use the device.
+    Raises ConfigError if there is too little memory, or if num_host_blocks > 0 and CuPy cannot use
+    the device.
     """
     copier = CudaKvCopier(CupyDriver(device)) if num_host_blocks else None
     return CudaKvStorage(
@@ -447,7 +449,7 @@ def cuda_kv_storage(
 def _allocated(allocate: Callable[[], Tensor], flags: str, where: str, size: int) -> Tensor:
     try:
         return allocate()
-    except RuntimeError:  # CuPy's and torch's out-of-memory errors are of this kind
+    except RuntimeError:  # the base class of CuPy's and torch's out-of-memory errors
         raise ConfigError(
-            f"{flags}: {where} has no {size / 2**30:.1f} GiB for that; ask for less"
+            f"{flags}: {where} cannot allocate {size / 2**30:.1f} GiB; ask for less"
         ) from None

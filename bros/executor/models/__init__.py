@@ -1,1 +1,1 @@
-"""Decoder definitions and the configurations they are built from."""
+"""The decoder, its layers, and the model configurations that it is built from."""

@@ -1,4 +1,4 @@
-"""From a ModelSpec and a folder of weights to a Decoder."""
+"""Builds a Decoder from a ModelSpec and weights."""
 
 from __future__ import annotations
 
@@ -30,8 +30,14 @@ from bros.executor.models.layers import (
     pack,
 )
 from bros.executor.models.spec import ModelSpec
-from bros.executor.parallel.ranks import ALONE, Ranks
-from bros.executor.parallel.sharding import ShardedWeights, embedding, joined, shards_of, summed
+from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
+from bros.executor.parallel.sharding import (
+    ShardedWeights,
+    parallel_lm_head,
+    row_parallel,
+    shards_of,
+    vocab_parallel_embedding,
+)
 from bros.executor.target import Target
 from bros.executor.weights import Weights
 from bros.kernels.interface import HeadLayout, Kernels
@@ -39,7 +45,11 @@ from bros.kernels.interface import HeadLayout, Kernels
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What one family calls its tensors; block names are relative to `blocks`."""
+    """The tensor names of a model family; those of a block are relative to the block's prefix.
+
+    root: prefix of all names except lm_head.
+    wide: the MLP's input projections, stacked as one layer.
+    """
 
     root: str
     out: str
@@ -82,13 +92,13 @@ def build_decoder(
     kernels: Kernels,
     target: Target,
     max_positions: int,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Decoder:
-    """max_positions: how far rotary tables reach. ranks: each has a part of the model; spec
-    and source are those of the whole, and so are the results of the decoder.
+    """spec, source: of the whole model, of which each rank builds its shard.
+    max_positions: the length of the rotary table.
 
-    Raises ModelError if a tensor is missing, has another shape than the spec asks for, or if
-    the folder has tensors that this model would not use; ConfigError if there are too many ranks.
+    Raises ModelError if a tensor is missing or has the wrong shape, or if the checkpoint has
+    tensors that this model does not use; ConfigError if there are too many ranks.
     """
     decoder = _Builder(spec, source, kernels, target, max_positions, ranks).build()
     unused = sorted(name for name in source.unread if not _IGNORED.search(name))
@@ -114,7 +124,7 @@ class _Builder:
         shards = shards_of(spec, ranks.size)
         self._ranks = ranks
         self._vocabs = [shard.vocab for shard in shards]
-        # From here on everything is as if the model were no larger than this rank's part of it.
+        # From here on, the spec and the weights are those of this rank's shard.
         spec = self._spec = shards[ranks.rank].local
         self._source: Weights = ShardedWeights(source, shards[ranks.rank])
         self._kernels = kernels
@@ -130,7 +140,7 @@ class _Builder:
         tokens = self._embedding(root + "embed_tokens.weight", spec.vocab_size)
         return Decoder(
             embedding=Embedding(
-                embedding(tokens, self._vocabs[self._ranks.rank], self._ranks),
+                vocab_parallel_embedding(tokens, self._vocabs[self._ranks.rank], self._ranks),
                 self._learned_positions(),
             ),
             blocks=[self._block(index) for index in range(spec.num_layers)],
@@ -139,25 +149,25 @@ class _Builder:
         )
 
     def _lm_head(self, tokens: Tensor) -> Linear:
-        """Never int4: rounding the last layer to 16 steps moves logits more than all others."""
+        """Never int4: rounding this layer changes logits more than rounding any other layer."""
         weight = tokens
         if not self._spec.tied:
             weight = self._embedding("lm_head.weight", self._spec.vocab_size)
         widths = [len(vocab) for vocab in self._vocabs]
         if not self._target.packed:
-            return joined(PlainLinear(weight), widths, self._ranks)
+            return parallel_lm_head(PlainLinear(weight), widths, self._ranks)
         packed = pack(weight if self._target.weights == "fp32" else weight.bfloat16())
-        return joined(packed, widths, self._ranks)
+        return parallel_lm_head(packed, widths, self._ranks)
 
     def _embedding(self, name: str, rows: int) -> Tensor:
-        """[rows, hidden], in the dtype of activations."""
+        """[rows, hidden] in the dtype of activations."""
         columns = self._spec.hidden_size
         if self._target.packed:
             return self._source.dense(name, (rows, columns))
         return load_matrix(self._source, [(name, rows)], columns, self._target)
 
     def _vector(self, name: str, size: int) -> Tensor:
-        """fp32 [size], which is what kernels take for norms."""
+        """fp32 [size] on the device, as the kernels expect the weights of norms."""
         return self._source.dense(name, (size,)).to(self._target.device)
 
     def _block(self, index: int) -> Block:
@@ -168,7 +178,7 @@ class _Builder:
         )
         return Block(
             attention=self._attention(prefix),
-            attention_out=summed(out, self._ranks),
+            attention_out=row_parallel(out, self._ranks),
             mlp=self._mlp(prefix),
             attention_norm=self._norm(prefix + names.attention_norm),
             mlp_norm=self._norm(prefix + names.mlp_norm),
@@ -198,7 +208,8 @@ class _Builder:
         spec, names = self._spec, self._names
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
         wide = self._linear(prefix, names.wide, (inner,) * len(names.wide), hidden, bias)
-        down = summed(self._linear(prefix, (names.down,), (hidden,), inner, bias), self._ranks)
+        down = self._linear(prefix, (names.down,), (hidden,), inner, bias)
+        down = row_parallel(down, self._ranks)
         if spec.family == "llama":
             return GatedMlp(self._kernels, wide, down)
         return PlainMlp(wide, _ACTIVATIONS[spec.activation], down)
@@ -206,7 +217,7 @@ class _Builder:
     def _linear(
         self, prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
     ) -> Linear:
-        """The matrices `names` stacked on top of each other as one layer."""
+        """One layer from the matrices `names`, concatenated along their rows."""
         stacked_bias = None
         if bias:
             stacked_bias = [
@@ -222,7 +233,7 @@ class _Builder:
             return RmsNorm(self._kernels, self._vector(name + ".weight", size), spec.norm_eps)
         if not spec.norm_affine:
             return LayerNorm(size, None, None, spec.norm_eps)
-        dtype = self._target.dtype  # on a GPU F.layer_norm takes one for all
+        dtype = self._target.dtype  # on a GPU F.layer_norm needs one dtype for all arguments
         weight, bias = (self._vector(f"{name}.{part}", size).to(dtype) for part in _AFFINE)
         return LayerNorm(size, weight, bias, spec.norm_eps)
 

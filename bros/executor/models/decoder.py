@@ -1,11 +1,11 @@
-"""One configurable decoder: Llama, SmolLM, Mistral, Qwen2, Qwen3 and OPT.
+"""One configurable decoder for Llama, SmolLM, Mistral, Qwen2, Qwen3 and OPT.
 
     x = embed(tokens) [+ learned positions]
     each block      residual, delta -> norm, attention, norm, MLP -> residual, delta
-    head            final norm and lm_head, for the rows that are sampled only
+    head            final norm and lm_head, only for sampled rows
 
-`residual + delta` is the hidden state; keeping the two apart lets each sum run fused with the
-norm after it. The last block drops rows without a sample as soon as their K and V are cached.
+`residual + delta` is the hidden state. The two are kept apart so that one kernel computes their sum
+and the norm after it. The last block drops rows that are not sampled once their K and V are cached.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class PlainMlp:
 class Attention:
     """Self-attention without its output projection.
 
-    cos_sin: None if nothing is rotated.
+    cos_sin: the rotary table, None if positions are learned embeddings.
+    q_norm, k_norm: RMSNorm weights per head, None if the model has none.
     """
 
     kernels: Kernels
@@ -92,7 +93,7 @@ class Attention:
 class Block:
     """One decoder layer.
 
-    pre_norm: normalise what enters attention and MLP, not what leaves.
+    pre_norm: normalize the inputs of attention and MLP; else the residual sums after them.
     """
 
     attention: Attention
@@ -105,7 +106,7 @@ class Block:
     def __call__(
         self, state: State, inputs: StepInputs, cache: LayerCache, rows: Tensor | None
     ) -> State:
-        """rows: the tokens to go on with after K and V are cached; None keeps all."""
+        """rows: the tokens to keep once K and V are cached; None keeps all."""
         residual, delta = state
         if not self.pre_norm:
             attended = self.attention(residual, inputs, cache)
@@ -122,9 +123,9 @@ class Block:
         return self.mlp_norm.add_(residual, self.mlp(residual)), None
 
 
-class Tokens(Protocol):
+class TokenLookup(Protocol):
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Their embeddings, [tokens, hidden], in a new tensor."""
+        """The embeddings of the tokens, [tokens, hidden], in a new tensor."""
         ...
 
 
@@ -140,9 +141,12 @@ class TokenEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """positions: [max_positions, hidden] if positions are learned."""
+    """Token embedding plus learned position embedding.
 
-    tokens: Tokens
+    positions: [max_positions, hidden], None if the model uses rotary embedding.
+    """
+
+    tokens: TokenLookup
     positions: Tensor | None = None
 
     def __call__(self, inputs: StepInputs) -> Tensor:
@@ -154,7 +158,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The whole model. Stateless: K and V live in the caches it is called with."""
+    """The whole model. Stateless: K and V live in the caches passed to it."""
 
     embedding: Embedding
     blocks: Sequence[Block]
@@ -167,16 +171,16 @@ class Decoder:
         caches: Sequence[LayerCache],
         before_layer: Callable[[int], bool] | None = None,
     ) -> Tensor | None:
-        """Run one step. Returns fp32 logits [len(inputs.sample_rows), vocab]; of several ranks,
-        those but the first return none, [0, vocab].
+        """Run one step. Returns fp32 logits [len(inputs.sample_rows), vocab] on rank 0 and
+        [0, vocab] on other ranks.
 
-        before_layer: called with the number of each layer before it is computed; None is returned
-        as soon as it says True.
+        before_layer: called with the index of each layer before it is computed; if it returns True,
+            the step is aborted and the result is None.
         """
         state: State = (self.embedding(inputs), None)
         rows: Tensor | None = inputs.sample_rows
         if inputs.sample_rows.shape == inputs.token_ids.shape:
-            rows = None  # every token is sampled, as in a step of decodes only
+            rows = None  # every token is sampled, as in a step of decode rows
         last = len(self.blocks) - 1
         for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
             if before_layer is not None and before_layer(index):

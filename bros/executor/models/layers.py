@@ -1,11 +1,10 @@
-"""Linear layers in the formats a CPU runs fast (fp32 and bf16 packed for oneDNN, and int4), and
-as plain matrices for a GPU.
+"""Linear layers: packed fp32, packed bf16 (oneDNN) and int4 on a CPU, plain matrices on a GPU.
 
-A layer is called with activations [tokens, in_features] and returns [tokens, out_features]. On a
-CPU both are fp32, whatever precision the weights have; on a GPU they have the weights' dtype.
+A layer maps activations [tokens, in_features] to [tokens, out_features]. On a CPU both are fp32,
+whatever the precision of the weights; on a GPU they have the weights' dtype.
 
-A whole iteration of SmolLM2-135M on 2 cores of a Zen 4 with 500 tokens of context, in ms. MKL's
-packed layout (`_mkl_linear`) took twice as long as oneDNN's at 8 to 32 rows.
+A whole step of SmolLM2-135M on 2 cores of a Zen 4 with 500 tokens of context, in ms. MKL's packed
+layout (`_mkl_linear`) took twice as long as oneDNN's at 8 to 32 rows.
 
             1 row   8 rows   32 rows   prefill 256
     fp32       28       38        96           285
@@ -24,17 +23,17 @@ from torch import Tensor
 from bros.executor.target import Target
 from bros.executor.weights import GROUP, Int4Groups, Weights
 from bros.kernels.interface import Kernels
-from bros.kernels.rows import ROW_PADDING, with_spare_rows
+from bros.kernels.row_padding import ROW_PADDING, with_padding
 
 INT4_MAX_ROWS = 8
-"""Above so many rows reading weights is no longer the cost, and packed bf16 beats int4.
+"""With more rows, reading weights is no longer the bottleneck, and packed bf16 beats int4.
 
 QKV, output and gate-up linears of all layers of SmolLM2-135M, ms: 4 rows int4 4.9, bf16 6.8;
 8 rows 8.7 and 8.8; 12 rows 12.8 and 10.1.
 """
 
 _INT4_ROW_MULTIPLE = 16
-"""torch's int4 kernel takes weights with a multiple of so many output features."""
+"""torch's int4 kernel requires a multiple of this many output features."""
 
 
 class Linear(Protocol):
@@ -44,7 +43,7 @@ class Linear(Protocol):
 
 
 class NativeLinear:
-    """F.linear in the weights' dtype; activations that kernels give in another are rounded."""
+    """F.linear in the weights' dtype; activations of another dtype are converted first."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight
@@ -55,7 +54,7 @@ class NativeLinear:
 
 
 class PlainLinear:
-    """F.linear with fp32 results: logits on a GPU, and all layers where torch lacks oneDNN."""
+    """F.linear with fp32 results: for logits on a GPU, and for all layers if torch lacks oneDNN."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight
@@ -67,10 +66,10 @@ class PlainLinear:
 
 
 def fp32_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in fp32, of two matrices of one type.
+    """x @ weight.T in fp32, for two matrices of one dtype.
 
-    On CUDA the sums of 16-bit products come as they are. A CPU rounds them to 16 bits first: logits
-    of bf16 would be multiples of 1/16 from 8 on, and many of the best ones alike.
+    On CUDA the fp32 sums of 16-bit products are returned unrounded. A CPU rounds them to 16 bits:
+    bf16 logits above 8 are then multiples of 1/16, and many of the best are equal.
     """
     if x.is_cuda and weight.dtype != torch.float32 and len(x):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -81,7 +80,7 @@ class PackedLinear:
     """fp32 or bf16 weights in oneDNN's blocked layout. The packed copy replaces the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        # The row count is a hint for choosing the layout; any may follow.
+        # The row count is only a hint for the layout; any number of rows works.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
         self._dtype = weight.dtype
         self._bias = None if bias is None else bias.to(weight.dtype)
@@ -89,15 +88,15 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            with_spare_rows(x).to(self._dtype), self._packed, self._bias, "none", [], ""
+            with_padding(x).to(self._dtype), self._packed, self._bias, "none", [], ""
         )
         return out.float()[:rows]
 
 
 class Int4Linear:
-    """int4 weights for few rows, where reading weights is the cost; `wide` for more.
+    """int4 weights for few rows, where reading weights is the bottleneck; `wide` for more rows.
 
-    Groups of 32 along the input share a scale and a zero point (bf16), activations are bf16.
+    Groups of 32 along the input share a scale and a zero point (bf16); activations are bf16.
     """
 
     def __init__(self, weight: Int4Groups, wide: Linear, bias: Tensor | None = None) -> None:
@@ -127,10 +126,10 @@ def make_linear(
     bias: Sequence[Tensor] | None,
     target: Target,
 ) -> Linear:
-    """One layer from matrices stacked on top of each other.
+    """One layer from matrices concatenated along their rows.
 
     parts: (tensor name, rows) in order; columns: input features of all of them.
-    A shape that int4 cannot hold is kept in bf16.
+    With int4 weights, a shape that int4 does not support is kept in bf16.
     """
     stacked_bias = None if bias is None else torch.cat(list(bias))
     if not target.packed:
@@ -147,7 +146,7 @@ def make_linear(
 def load_matrix(
     source: Weights, parts: Sequence[tuple[str, int]], columns: int, target: Target
 ) -> Tensor:
-    """Matrices stacked on top of each other, each read straight to its place on the device."""
+    """Matrices concatenated along their rows, each read directly into the result on the device."""
     rows = sum(count for _, count in parts)
     weight = torch.empty(rows, columns, dtype=target.dtype, device=target.device)
     at = 0
@@ -158,9 +157,9 @@ def load_matrix(
 
 
 def token_padding(device: str = "cpu") -> tuple[tuple[int, int], ...]:
-    """How the layers round the tokens of a step, as `padding` of scheduler.cost_model.CostModel.
+    """How the layers round up the tokens of a step, as `padding` of scheduler.cost_model.CostModel.
 
-    Empty if they do not: on a GPU and without oneDNN. device: as in EngineInfo.
+    Empty on a GPU and without oneDNN, where they do not. device: as in EngineInfo.
     """
     return ROW_PADDING if device == "cpu" and _has_onednn() else ()
 
@@ -172,10 +171,10 @@ def _wide_dtype() -> torch.dtype:
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest exact form of an fp32 or bf16 weight [rows, columns] on this machine.
+    """The fastest exact layer for an fp32 or bf16 weight [rows, columns] on this machine.
 
-    oneDNN has bf16 products only for CPUs with AVX-512 or newer; on others bf16 weights are kept as
-    the fp32 numbers that they are, which takes the time and the memory of fp32.
+    oneDNN has bf16 products only for CPUs with AVX-512 or newer; on other CPUs bf16 weights are
+    converted to fp32, with the time and the memory of fp32.
     """
     if not _has_onednn():
         return PlainLinear(weight, bias)
@@ -190,18 +189,18 @@ def _has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-# ---- Normalisation layers, alone and fused with the residual sum before them.
+# ---- Normalization layers, alone and fused with the residual sum before them.
 
 
 class Norm(Protocol):
-    """Normalises the last axis of [tokens, hidden]."""
+    """Normalizes the last axis of [tokens, hidden]."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The normalised x, in a new tensor."""
+        """The normalized x, in a new tensor."""
         ...
 
     def add_(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual += x in place; returns the normalised residual in a new tensor."""
+        """residual += x in place; returns the normalized residual in a new tensor."""
         ...
 
 
@@ -221,7 +220,7 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """weight, bias: [hidden] in the dtype of activations, or None both."""
+    """weight, bias: [hidden] in the dtype of activations, or both None."""
 
     def __init__(self, size: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
         self._shape = (size,)

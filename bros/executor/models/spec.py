@@ -1,4 +1,4 @@
-"""What a decoder looks like, read from a Hugging Face config.json."""
+"""The architecture parameters of a decoder, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bros.core.errors import ModelError
 #
 #     angle(position, i) = position * inverse_frequency[i],   i < rotary_dim / 2
 #
-# Scaling variants change only the inverse frequencies (and, for yarn, the amplitude), so all of
-# them end in one table indexed by position.
+# Scaling variants change only the inverse frequencies (and, for yarn, the amplitude), so one table
+# indexed by position serves all of them.
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -25,10 +25,10 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Parameters of one rotary embedding. `factor` and what follows matter to scaled types only.
+    """Parameters of one rotary embedding. Only scaled types use `factor` and the fields after it.
 
     original_max_positions: the context length before scaling, in tokens.
-    attention_factor: yarn multiplies cosines and sines by it; None derives it from `factor`.
+    attention_factor: factor of yarn on cosines and sines; None derives it from `factor`.
     """
 
     theta: float
@@ -89,14 +89,14 @@ class RopeSpec:
         return torch.cat((angles.cos(), angles.sin()), dim=1) * amplitude
 
     def _llama3(self, inverse: Tensor) -> Tensor:
-        """Long wavelengths are divided by `factor`, short ones kept, a linear blend between."""
+        """Divide low frequencies by `factor`, keep high ones, interpolate linearly in between."""
         turns = self.original_max_positions * inverse / (2 * math.pi)
         keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         keep = keep.clamp(0.0, 1.0)
         return inverse * (keep + (1.0 - keep) / self.factor)
 
     def _yarn(self, inverse: Tensor) -> Tensor:
-        """Dimensions that turn often in the original context are kept, slow ones divided."""
+        """Keep dimensions that rotate often within the original context, divide the slow ones."""
 
         def dimension(turns: float) -> float:
             wavelength = self.original_max_positions / (turns * 2 * math.pi)
@@ -116,14 +116,15 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of one decoder-only model; everything the decoder branches on when it is built.
+    """The shape of a decoder-only model, with everything that build.py branches on.
 
     family: "llama" (RMSNorm, rotary, gated MLP) or "opt" (LayerNorm, learned positions, MLP).
     qkv_bias, out_bias, mlp_bias: which linears have a bias.
     qk_norm: RMSNorm per head on Q and K.
-    pre_norm: normalise before attention and MLP (else after the residual sum).
-    rope: None means positions are learned embeddings, `position_offset` rows into their table.
-    sliding_window: tokens a query may look back, None if all; contexts up to it are exact.
+    pre_norm: normalize before attention and MLP (else after the residual sum).
+    rope: None if positions are learned embeddings.
+    position_offset: the row of the learned embeddings that holds position 0.
+    sliding_window: how many tokens a query attends to, None if all; shorter contexts are exact.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""Starts the ranks of a model through torch.distributed's launcher, which is torchrun."""
+"""Starts the ranks of a model with torchrun, the launcher of torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torch.distributed.elastic.rendezvous import (
 
 from bros.core.errors import RanksLostError
 
-# ---- Where ranks meet that this process has launched: a store that only this machine can reach.
+# ---- The rendezvous of ranks that this process has launched: a store only this machine can reach.
 
 
 _LOOPBACK = "127.0.0.1"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """All ranks are of one launcher, so there is nothing to agree on but where their store is.
+    """A rendezvous for the ranks of one launcher, which only need the address of their store.
 
-    The rendezvous that torchrun uses by itself listens on all network devices, for launchers of
-    other machines, and unpickles what it is told there.
+    torchrun's default rendezvous listens on all network interfaces, for launchers on other
+    machines, and unpickles what it receives there.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use the store of the launcher, and open none of their own."""
+        """True: ranks use the store of the launcher and open none of their own."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -84,13 +84,13 @@ def launch_ranks(
 ) -> None:
     """Run `python -m module arguments` in `count` processes of this machine until all have ended.
 
-    They meet at a free port of the loopback device (LoopbackRendezvous). Once one of them fails,
-    the others are sent SIGTERM, and SIGKILL if they are still there half a minute later. `signals`
-    that reach this process are passed on to them the same way. To be called on the main thread.
+    They meet at a free port of the loopback interface (LoopbackRendezvous). When one of them fails,
+    torchrun sends the others SIGTERM, and SIGKILL if they still run half a minute later. It treats
+    `signals` that this process receives in the same way. Call this on the main thread.
 
-    Raises RanksLostError saying which rank failed and how, KeyboardInterrupt after a signal.
+    Raises RanksLostError, which says which rank failed and how; KeyboardInterrupt after a signal.
     """
-    logging.disable(logging.ERROR)  # of the launcher, for which every end is an event of note
+    logging.disable(logging.ERROR)  # torchrun logs an error for every exit of a rank
     rendezvous_handler_registry.register(_BACKEND, _meet)
     options = [
         "--nnodes=1",
@@ -116,7 +116,8 @@ def _meet(_: RendezvousParameters) -> RendezvousHandler:
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure]) -> str:
-    """The end that others are a consequence of: a process that is killed reports nothing before."""
+    """The failure that caused the others. A killed rank (exitcode < 0) goes first: it reported
+    nothing, so the errors of the others may have earlier timestamps."""
     rank = min(failures, key=lambda rank: (failures[rank].exitcode >= 0, failures[rank].timestamp))
     failure = failures[rank]
     if failure.exitcode < 0:

@@ -1,12 +1,12 @@
-"""The processes that run one model together, and what they say to each other.
+"""Communication of the processes (ranks) that run one model together.
 
-Rank 0 decides what is computed and tells the others; all of them compute their part of it. They are
-connected in several ways:
+Rank 0 schedules and sends each step to the others; every rank computes its shard of it. They use
+three channels:
 
-    joining   gloo, patient for minutes: ranks read their weights at different paces
-    wires     sockets, for what rank 0 says: plans, for which the others wait without limit, and
-              short answers in the middle of a step
-    sums      the tensors of a step, patient for seconds: nccl on GPUs, else gloo
+    joining       gloo, with a timeout of minutes: ranks load their weights at different speeds
+    connections   Unix sockets, for messages of rank 0: plans, for which the others wait without a
+                  timeout, and flags within a step
+    sums          the collectives of a step, with a timeout of seconds: nccl on GPUs, else gloo
 """
 
 from __future__ import annotations
@@ -34,116 +34,124 @@ from torch.distributed.rendezvous import rendezvous
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import RanksLostError
 
-# ---- Connections from rank 0 to all other ranks, for what it says in every step.
+# ---- Connections over which rank 0 sends messages to all other ranks in every step.
 #
-# The other ranks need a plan before they can do anything. A rank that waits at a socket is woken
-# once; gloo wakes a thread that wakes another one, which takes several times as long where idle
-# processors are slow to wake, as those of virtual machines are (benchmarks/tp_speed.py). Where all
-# ranks have a core, they look for a while before they sleep, so that those of a busy engine do not
-# sleep at all between two steps: a plan then takes 70 to 90 us on its way instead of 155. Without a
-# core for each, a rank that looks would keep others from running.
+# The other ranks are idle until they get a plan. A rank that waits at a socket is woken once; gloo
+# wakes a thread that wakes another thread, which takes several times as long where idle processors
+# wake slowly, as in virtual machines (benchmarks/tp_speed.py). If every rank has a core, ranks spin
+# for a while before they sleep, so that a busy engine's ranks do not sleep between two steps: a
+# plan then takes 70 to 90 us instead of 155. With fewer cores, a spinning rank would keep others
+# from running, so ranks do not spin.
 #
-# Both ends make sure that they talk to a rank, by the process id that the system vouches for.
+# Both ends check that the peer is a rank of this group, by the process id that the kernel reports.
 
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LENGTH = struct.Struct("=I")
 
-_LOOKS = 5000
-"""For about 5 ms, in which rank 0 chooses tokens, hands them on, and plans the next step."""
+_SPINS = 5000
+"""About 5 ms, in which rank 0 samples, delivers the tokens and plans the next step."""
 
 
 class Listener:
-    """Rank 0's end, while others connect to it. address: a name that only this machine knows."""
+    """Rank 0's end while the others connect.
+
+    address: of the socket, in the abstract namespace of this machine.
+    """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(b"")  # the system finds a free name
+        self._socket.bind(b"")  # the system picks a free address
         self._socket.listen()
         self.address: bytes = self._socket.getsockname()
 
-    def accept(self, process_ids: Sequence[int], timeout_s: float) -> Speaker:
-        """Wait for all of these. Raises OSError if they do not come in time."""
+    def accept(self, process_ids: Sequence[int], timeout_s: float) -> MessageSender:
+        """Wait until all these processes have connected. Raises OSError after the timeout."""
         self._socket.settimeout(timeout_s)
         found: dict[int, socket.socket] = {}
         while len(found) < len(process_ids):
-            wire, _ = self._socket.accept()
-            if _process_id(wire) in process_ids:
-                found[_process_id(wire)] = wire
+            connection, _ = self._socket.accept()
+            if _process_id(connection) in process_ids:
+                found[_process_id(connection)] = connection
             else:
-                wire.close()
+                connection.close()
         self.close()
-        for wire in found.values():
-            wire.settimeout(timeout_s)
-        return Speaker([found[process_id] for process_id in process_ids])
+        for connection in found.values():
+            connection.settimeout(timeout_s)
+        return MessageSender([found[process_id] for process_id in process_ids])
 
     def close(self) -> None:
         self._socket.close()
 
 
-class Speaker:
-    """Rank 0's end of the connections to all others."""
+class MessageSender:
+    """Rank 0's end of the connections to all other ranks."""
 
-    def __init__(self, wires: Sequence[socket.socket]) -> None:
-        self._wires = wires
+    def __init__(self, connections: Sequence[socket.socket]) -> None:
+        self._connections = connections
 
-    def say(self, message: bytes) -> None:
-        """Raises OSError if a rank has ended, or has not listened for so long that it cannot be
-        sent in time."""
+    def send(self, message: bytes) -> None:
+        """Raises OSError if a rank has ended, or does not read for longer than the timeout."""
         framed = _LENGTH.pack(len(message)) + message
-        for wire in self._wires:
-            wire.sendall(framed)
+        for connection in self._connections:
+            connection.sendall(framed)
 
     def close(self) -> None:
-        for wire in self._wires:
-            wire.close()
+        for connection in self._connections:
+            connection.close()
 
 
-class Hearer:
+class MessageReceiver:
     """The end of another rank."""
 
-    def __init__(self, address: bytes, process_id: int, *, looks: bool = False) -> None:
-        """process_id: of rank 0. looks: before it sleeps. Raises OSError if rank 0 is not there."""
-        self._wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._wire.connect(address)
-        if _process_id(self._wire) != process_id:
-            self.close()
-            raise ConnectionError("what answers at rank 0's address is another process")
-        self._looks = _LOOKS if looks else 0
-        self._arrivals = select.poll()
-        self._arrivals.register(self._wire, select.POLLIN)
+    def __init__(self, address: bytes, process_id: int, *, spins: bool = False) -> None:
+        """process_id: of rank 0.
+        spins: whether `receive` spins before it sleeps.
 
-    def hear(self, timeout_s: float | None = None) -> bytearray:
-        """The next message. Raises OSError if rank 0 is gone, or says nothing for so long."""
-        self._look()
-        self._wire.settimeout(timeout_s)
-        (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
-        return self._take(length)
+        Raises OSError if rank 0 does not listen at this address.
+        """
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.connect(address)
+        if _process_id(self._connection) != process_id:
+            self.close()
+            raise ConnectionError("another process listens at rank 0's address")
+        self._spins = _SPINS if spins else 0
+        self._poll = select.poll()
+        self._poll.register(self._connection, select.POLLIN)
+
+    def receive(self, timeout_s: float | None = None) -> bytearray:
+        """The next message. Raises OSError if rank 0 has ended, and after the timeout."""
+        self._spin()
+        self._connection.settimeout(timeout_s)
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return self._read(length)
 
     def close(self) -> None:
-        self._wire.close()
+        self._connection.close()
 
-    def _look(self) -> None:
-        for _ in range(self._looks):
-            if self._arrivals.poll(0):
+    def _spin(self) -> None:
+        for _ in range(self._spins):
+            if self._poll.poll(0):
                 return
             os.sched_yield()
 
-    def _take(self, size: int) -> bytearray:
-        taken = bytearray(size)
-        view = memoryview(taken)
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
         while view:
-            count = self._wire.recv_into(view)
+            count = self._connection.recv_into(view)
             if not count:
                 raise ConnectionError("rank 0 has closed its connection")
             view = view[count:]
-        return taken
+        return data
 
 
-def _process_id(wire: socket.socket) -> int:
-    """Of the other end, 0 if it is gone already."""
+def _process_id(connection: socket.socket) -> int:
+    """The process id of the peer, 0 if it has ended."""
     with contextlib.suppress(OSError):
-        credentials = wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
         return int(_CREDENTIALS.unpack(credentials)[0])
     return 0
 
@@ -153,23 +161,23 @@ logger = logging.getLogger(__name__)
 Message = NDArray[np.int32]
 
 _SHORT_BYTES = 2**20
-"""Sums of up to so many go from each rank to each on the host.
+"""Host tensors up to this size are summed by sending them from each rank to each other rank.
 
-gloo's own operations wake a thread on every rank and go round in a ring. Sums of SmolLM2-135M on
-two cores, ms: 64 rows on 2 ranks 0.8 by all_reduce and 0.6 so, on 3 ranks 3.5 and 1.1; 512 rows,
-which are 1.1 MiB, on 2 ranks 2.9 and 3.1, on 3 ranks 7.1 and 6.0.
+gloo's all_reduce wakes a thread on every rank and communicates in a ring. Sums of SmolLM2-135M on
+two cores, ms, all_reduce and this: 64 rows on 2 ranks 0.8 and 0.6, on 3 ranks 3.5 and 1.1; 512
+rows (1.1 MiB) on 2 ranks 2.9 and 3.1, on 3 ranks 7.1 and 6.0.
 """
 
 _JOIN_TIMEOUT_S = 600.0
 _YES, _NO = b"\1", b"\0"
-_ADDRESS_BYTES = 108  # at most, of a socket
+_ADDRESS_BYTES = 108  # the longest address of a Unix socket
 
 
 class Ranks(Protocol):
-    """This process among those that run one model; they all call the same methods in one order.
+    """One rank's communication with the others. All ranks call the same methods in the same order.
 
-    Every method but `close` raises RanksLostError if another rank ended, or did not take part for
-    as long as a rank may wait.
+    Every method except `close` raises RanksLostError if another rank ended, or did not take part
+    within the timeout.
     """
 
     @property
@@ -182,46 +190,46 @@ class Ranks(Protocol):
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Process ids of all other ranks, in their order."""
+        """Process ids of all other ranks, in the order of ranks."""
         ...
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks, in x, which is contiguous and on the device of this rank.
+        """Sum x over all ranks, in place; returns x. All ranks get the same bits.
 
-        Every rank ends with the same bits. Returns x.
+        x: contiguous, on the device of this rank.
         """
         ...
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """x: [rows, widths[rank]], of the same type and with the same rows everywhere.
+        """Concatenate x [rows, widths[rank]] along columns; dtype and rows are equal on all ranks.
 
-        Returns [rows, sum(widths)] in the order of ranks on rank 0, [0, sum(widths)] elsewhere.
+        Returns [rows, sum(widths)] in the order of ranks on rank 0, [0, sum(widths)] on others.
         """
         ...
 
     def minimum(self, value: int) -> int:
-        """The least value of any rank, on all. Waits until they have loaded what they load."""
+        """The least value of all ranks, on every rank. The timeout allows for loading a model."""
         ...
 
     def send(self, message: array[int] | Message) -> None:
-        """On rank 0: one message of int32 numbers to every other rank."""
+        """On rank 0: send one message of int32 numbers to every other rank."""
         ...
 
     def receive(self) -> Message:
-        """On the other ranks: the next message of rank 0, however long it takes."""
+        """On other ranks: the next message of rank 0. Waits without a timeout."""
         ...
 
-    def any_(self, flag: bool) -> bool:
-        """What rank 0 says, on all; what the others say is not looked at."""
+    def broadcast_flag(self, flag: bool) -> bool:
+        """The flag of rank 0, on every rank. The argument of the others is ignored."""
         ...
 
     def close(self) -> None:
-        """Leave. Calling it twice is fine."""
+        """Leave the group. May be called twice."""
         ...
 
 
-class Alone:
-    """The only rank: it waits for no other rank and sends to none."""
+class SingleRank:
+    """Ranks of a model that runs in one process: there is no communication."""
 
     rank = 0
     size = 1
@@ -237,26 +245,26 @@ class Alone:
         return value
 
     def send(self, message: array[int] | Message) -> None:
-        """There is no other rank."""
+        """Does nothing: there is no other rank."""
 
     def receive(self) -> Message:
         raise AssertionError("rank 0 sends, it never receives")
 
-    def any_(self, flag: bool) -> bool:
+    def broadcast_flag(self, flag: bool) -> bool:
         return flag
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Does nothing."""
 
 
-ALONE: Ranks = Alone()
+SINGLE_RANK: Ranks = SingleRank()
 
 
 class TorchRanks:
     """Ranks over torch.distributed, one process each, on one machine. See Ranks."""
 
     def __init__(self, sums: dist.ProcessGroup, timeout_s: float, clock: Clock) -> None:
-        """Use `join`."""
+        """Private: use `join`."""
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._sums = sums
@@ -275,21 +283,22 @@ class TorchRanks:
         *,
         attempt: int = 0,
     ) -> TorchRanks:
-        """Meet the others, as the variables say that torchrun sets: RANK, WORLD_SIZE,
-        MASTER_ADDR and MASTER_PORT. Can be done once in a process.
+        """Connect to the other ranks; possible once per process.
 
-        attempt: another number than that of ranks that have met there before, and have ended.
+        Reads the environment variables that torchrun sets: RANK, WORLD_SIZE, MASTER_ADDR and
+        MASTER_PORT.
 
-        device: where this rank computes. If it is a GPU, it becomes torch's current one.
-        timeout_s: how long a rank waits for another one in the middle of a step.
-        Raises RanksLostError if they do not all come.
+        device: of this rank. A GPU becomes torch's current device.
+        timeout_s: how long a rank waits for another rank within a step.
+        attempt: a number that earlier ranks at the same store have not used.
+        Raises RanksLostError if not all ranks connect in time.
         """
         clock = clock or SystemClock()
         start = clock.now()
         try:
             timeout = _seconds(_JOIN_TIMEOUT_S)
             store, rank, size = next(rendezvous("env://", timeout=timeout))
-            # torchrun keeps its store for those it starts anew, and with it where others were.
+            # When torchrun restarts ranks, its store still holds the addresses of the old ones.
             store = PrefixStore(f"attempt {attempt}", store)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timeout
@@ -332,19 +341,19 @@ class TorchRanks:
 
     def send(self, message: array[int] | Message) -> None:
         assert self.rank == 0, "only rank 0 sends"
-        with self._waiting("the others to take a plan"):
-            self._speaker.say(message.tobytes())
+        with self._waiting("the others to receive a plan"):
+            self._sender.send(message.tobytes())
 
     def receive(self) -> Message:
         assert self.rank > 0, "rank 0 sends, it never receives"
         with self._waiting("rank 0's next plan"):
-            return np.frombuffer(self._hearer.hear(), np.int32)
+            return np.frombuffer(self._receiver.receive(), np.int32)
 
-    def any_(self, flag: bool) -> bool:
-        with self._waiting("rank 0 to say whether a step goes on"):
+    def broadcast_flag(self, flag: bool) -> bool:
+        with self._waiting("rank 0 to decide whether the step is aborted"):
             if self.rank > 0:
-                return self._hearer.hear(self._timeout_s) == _YES
-            self._speaker.say(_YES if flag else _NO)
+                return self._receiver.receive(self._timeout_s) == _YES
+            self._sender.send(_YES if flag else _NO)
         return flag
 
     def close(self) -> None:
@@ -352,9 +361,9 @@ class TorchRanks:
             self._open = False
             dist.destroy_process_group()
             if self.rank > 0:
-                self._hearer.close()
+                self._receiver.close()
             else:
-                self._speaker.close()
+                self._sender.close()
 
     def _process_ids(self) -> tuple[int, ...]:
         every = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -371,13 +380,13 @@ class TorchRanks:
         dist.broadcast(size, 0)
         dist.broadcast(address, 0)
         if self.rank == 0:
-            self._speaker = listener.accept(self.others, self._timeout_s)
+            self._sender = listener.accept(self.others, self._timeout_s)
         else:
             name, cores = bytes(address[: int(size)].tolist()), len(os.sched_getaffinity(0))
-            self._hearer = Hearer(name, self.others[0], looks=self.size <= cores)
+            self._receiver = MessageReceiver(name, self.others[0], spins=self.size <= cores)
 
     def _sum_short(self, x: Tensor) -> None:
-        """Everybody has the terms of all, and adds them in one order."""
+        """Every rank receives the terms of all ranks and adds them in the same order."""
         terms = x.new_empty(self.size, *x.shape)
         works = []
         for rank, term in enumerate(terms):
@@ -399,15 +408,15 @@ class TorchRanks:
             yield
         except (RuntimeError, OSError) as error:
             waited = self._clock.now() - start
-            logger.warning("%s", error)  # names sockets, and is nothing for clients
+            logger.warning("%s", error)  # details for the log, not for clients
             raise RanksLostError(
-                f"rank {self.rank} of {self.size} waited {waited:.1f} s for {what}, and another "
-                "rank ended or does not answer"
+                f"rank {self.rank} of {self.size} waited {waited:.1f} s for {what}; another rank "
+                "ended or does not answer"
             ) from error
 
 
 def _group(backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """One of all ranks, which make their groups in the same order."""
+    """A process group of all ranks. They must create their groups in the same order."""
     group = dist.new_group(backend=backend, timeout=_seconds(timeout_s))
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
     return group
@@ -424,7 +433,7 @@ def _seconds(value: float) -> datetime.timedelta:
 
 
 def _widened(x: Tensor, columns: int) -> Tensor:
-    """With columns of zeros at the right: all ranks must give the same number."""
+    """x, padded with columns of zeros: all ranks must send the same number of columns."""
     missing = columns - x.shape[1]
     return F.pad(x, (0, missing)) if missing else x.contiguous()
 

@@ -1,15 +1,15 @@
-"""The runners of several ranks that run one model: one that is told plans, others that follow.
+"""Tensor-parallel execution: rank 0 leads with an executor, the other ranks follow its messages.
 
-    rank 0    plan ─▶ inputs ─▶ message ─┬─▶ its shard ─▶ logits of all ─▶ tokens ─▶ result
-    others                               └─▶ its shard ─▶ nothing, and the next message
+    rank 0    plan ─▶ inputs ─▶ message ─┬─▶ its shard ─▶ gathered logits ─▶ tokens ─▶ result
+    others                               └─▶ its shard ─▶ wait for the next message
 
-What ranks say to each other on the way is all in one order, the same on every rank: the sums and
-logits of the layers (layers.py), whether the step goes on, and here:
+All ranks communicate in the same order: the sums and logits of the layers (sharding.py), whether a
+step is aborted, and here:
 
     host      message of step 7        message of step 8
     device    [ step 7 ........ tokens ][ tokens to all ranks, step 8 ...
 
-where the tokens of a step are only sent if the next one was planned before they were known.
+Rank 0 sends the tokens of a step only if the next step was planned before they were known.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ import torch
 from bros.core.errors import RanksLostError
 from bros.core.interfaces import Executor, StepHandle
 from bros.core.plan import StepPlan, StepResult
-from bros.executor.feed import Pending
-from bros.executor.inputs import build_inputs
+from bros.executor.inputs import PendingTokens, build_inputs
 from bros.executor.parallel.plan_codec import PlanDecoder, PlanEncoder
 from bros.executor.parallel.ranks import Ranks
 from bros.executor.runner import LaunchingRunner, ModelRunner
 
-_SAFEPOINTS = 8
-"""How often a step asks whether to go on, about. Each time all ranks wait for rank 0."""
+_ABORT_CHECKS = 8
+"""About how often a step checks whether it is aborted. At each check all ranks wait for rank 0."""
 
 
 def lead(runner: ModelRunner, ranks: Ranks) -> Executor:
-    """The executor of rank 0, which the others must `follow`. It can launch if `runner` can."""
+    """The executor of rank 0; all other ranks must call `follow`. It can launch if `runner` can."""
     if ranks.size == 1:
         return runner
     if isinstance(runner, LaunchingRunner):
@@ -43,10 +42,10 @@ def lead(runner: ModelRunner, ranks: Ranks) -> Executor:
 
 @torch.inference_mode()
 def follow(runner: ModelRunner, ranks: Ranks) -> None:
-    """Compute what rank 0 says until its executor is closed; `runner` is closed then.
+    """Compute the steps that rank 0 sends until its executor is closed, then close `runner`.
 
-    Raises RanksLostError if rank 0 or another one is gone, and whatever a step raises; then the
-    group is lost, as rank 0 finds out by itself.
+    Raises RanksLostError if another rank ended, and whatever a step raises. Rank 0 then gets a
+    RanksLostError.
     """
     decode = PlanDecoder()
     num_sampled = 0
@@ -55,9 +54,9 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
         pending = None
         if step.sources is not None:
             tokens = torch.zeros(num_sampled, dtype=torch.int32, device=runner.device)
-            pending = Pending(ranks.all_reduce_(tokens), step.sources)
-        goes_on = _Safepoints(ranks, runner.num_layers) if step.may_abort else None
-        runner.compute(inputs, goes_on, pending)
+            pending = PendingTokens(ranks.all_reduce_(tokens), step.sources)
+        should_abort = _AbortChecks(ranks, runner.num_layers) if step.may_abort else None
+        runner.compute(inputs, should_abort, pending)
         num_sampled = len(inputs.sample_rows)
     runner.close()
 
@@ -65,7 +64,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
 class ParallelRunner:
     """Rank 0's executor. Implements core.interfaces.Executor.
 
-    Its methods raise RanksLostError if another rank is gone; nothing can be computed after that.
+    Its methods raise RanksLostError if another rank ended; the executor cannot be used afterwards.
     """
 
     def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
@@ -78,26 +77,26 @@ class ParallelRunner:
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
-        """Run one iteration on all ranks; see Executor.
+        """Run one step on all ranks; see Executor.
 
-        should_abort: asked about _SAFEPOINTS times, between layers, for all ranks.
+        should_abort: called about _ABORT_CHECKS times between layers; the answer is for all ranks.
         """
         inputs = build_inputs(plan)
         may_abort = should_abort is not None
         self._ranks.send(self._encoder.step(plan, inputs, may_abort=may_abort))
         inputs = self._runner.prepare(inputs, plan.copies)
-        asks = None
+        checks = None
         if should_abort is not None:
-            asks = _Safepoints(self._ranks, self._runner.num_layers, should_abort)
-        logits = self._runner.compute(inputs, asks)
-        return None if logits is None else self._runner.choose(plan.step, logits, inputs)
+            checks = _AbortChecks(self._ranks, self._runner.num_layers, should_abort)
+        logits = self._runner.compute(inputs, checks)
+        return None if logits is None else self._runner.sample(plan.step, logits, inputs)
 
     def close(self) -> None:
-        """Tell the others to stop, and release what this rank has. Twice is fine."""
+        """Stop the other ranks and release this rank's memory. May be called twice."""
         if not self._open:
             return
         self._open = False
-        with contextlib.suppress(RanksLostError):  # they need not be told any more
+        with contextlib.suppress(RanksLostError):  # ranks that ended need no message
             self._ranks.send(self._encoder.stop())
         self._runner.close()
 
@@ -111,33 +110,34 @@ class ParallelLaunchingRunner(ParallelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Begin an iteration on all ranks; see LaunchingExecutor."""
+        """Launch a step on all ranks; see LaunchingExecutor."""
         inputs = build_inputs(plan)
         pending = self._launcher.pending(plan, inputs)
         self._ranks.send(self._encoder.step(plan, inputs, pending=pending))
         if pending is not None:
-            self._ranks.all_reduce_(pending.tokens)  # the others add zeros
+            self._ranks.all_reduce_(pending.tokens)  # a broadcast: the others add zeros
         inputs = self._launcher.prepare(inputs, plan.copies)
         return self._launcher.begin(plan, inputs, pending)
 
 
-class _Safepoints:
-    """Asked before each layer whether the step is aborted; every rank says what rank 0 says.
+class _AbortChecks:
+    """The should_abort of every rank, called before each layer: rank 0 decides for all ranks.
 
-    should_abort: on rank 0, what is asked.
+    It synchronizes the ranks only at every n-th layer, and returns False at the others.
     """
 
     def __init__(
         self, ranks: Ranks, num_layers: int, should_abort: Callable[[], bool] | None = None
     ) -> None:
+        """should_abort: on rank 0, decides; None on the others."""
         self._ranks = ranks
-        self._every = -(-num_layers // _SAFEPOINTS)
+        self._every = -(-num_layers // _ABORT_CHECKS)
         self._should_abort = should_abort
-        self._asked = 0
+        self._layer = 0
 
     def __call__(self) -> bool:
-        asked = self._asked
-        self._asked += 1
-        if asked % self._every:
+        layer = self._layer
+        self._layer += 1
+        if layer % self._every:
             return False
-        return self._ranks.any_(self._should_abort is not None and self._should_abort())
+        return self._ranks.broadcast_flag(self._should_abort is not None and self._should_abort())

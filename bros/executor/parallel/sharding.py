@@ -1,14 +1,14 @@
-"""Which part of every tensor a rank has, and weights that give just that part.
+"""Tensor parallelism: how tensors are sharded over ranks, and the layers that combine the results.
 
-    rows cut       Q, K, V by KV head; gate and up (fc1) by intermediate feature; embedding and
-                   head by token: a rank computes some of the outputs
-    columns cut    attention's output by query head; down (fc2) by intermediate feature: ranks
-                   compute terms of one sum
-    whole          norms, learned positions
+    split by rows      Q, K, V (by KV head); gate and up, fc1 (by intermediate feature); embedding
+                       and lm_head (by token): a rank computes some of the outputs
+    split by columns   attention output (by query head); down, fc2 (by intermediate feature): a
+                       rank computes a partial sum of all outputs
+    replicated         norms, learned positions
 
 as in Megatron-LM (Shoeybi et al. 2019, section 3), with two additions. Sizes need not be divisible
-by the number of ranks: the first ranks have one unit more then. And if there are more ranks than
-KV heads, several ranks have the same KV head and share its queries:
+by the number of ranks: the first ranks then get one unit more. With more ranks than KV heads,
+several ranks have the same KV head and split its query heads:
 
     3 KV heads, 9 query heads
     2 ranks    kv 0 1, q 0-5    kv 2, q 6-8
@@ -28,20 +28,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bros.core.errors import ConfigError
-from bros.executor.models.decoder import TokenEmbedding, Tokens
+from bros.executor.models.decoder import TokenEmbedding, TokenLookup
 from bros.executor.models.layers import Linear
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import Ranks
 from bros.executor.weights import GROUP, Int4Groups, Part, Weights
 
 _UNIT = GROUP
-"""Of the cuts of large sizes: int4 groups stay whole, and matrices get sizes that are fast."""
+"""Large sizes are split at multiples of this: int4 groups stay whole, matrix sizes stay fast."""
 
 _LAYER = re.compile(r"(\w+)\.(weight|bias)$")
 
 
-class _Share(NamedTuple):
-    """Of one axis of a tensor."""
+class _Split(NamedTuple):
+    """How a tensor is split along one axis: this rank has `part` of [0, total)."""
 
     part: range
     total: int
@@ -49,9 +49,13 @@ class _Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank has of a model: ranges of its heads, intermediate features and tokens.
+    """One rank's part of a model: ranges of heads, intermediate features and tokens.
 
     spec: of the whole model.
+    heads: its query heads.
+    kv_heads: the KV heads of these.
+    intermediate: its features of the MLP's hidden layer.
+    vocab: its tokens of the embedding and of the lm_head.
     """
 
     spec: ModelSpec
@@ -63,7 +67,7 @@ class Shard:
 
     @property
     def local(self) -> ModelSpec:
-        """The spec of a whole model that is as large as this part."""
+        """The spec of a model that is as large as this shard."""
         return replace(
             self.spec,
             num_heads=len(self.heads),
@@ -72,26 +76,26 @@ class Shard:
             vocab_size=len(self.vocab),
         )
 
-    def whole_and_part(
-        self, name: str, shape: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], Part | None]:
-        """The whole shape of a tensor of which this rank has `shape`, and where in it that lies;
-        None if that is all of it."""
+    def locate(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Part | None]:
+        """The whole shape of a tensor whose shard has `shape`, and the part that the shard is.
+
+        The part is None if the tensor is replicated.
+        """
         found = _LAYER.search(name)
-        axis, share = self._share(*found.groups()) if found else (0, None)
-        if share is None or len(share.part) == share.total:
+        axis, split = self._split(*found.groups()) if found else (0, None)
+        if split is None or len(split.part) == split.total:
             return shape, None
         part = [range(size) for size in shape]
-        part[axis] = share.part
-        return (*shape[:axis], share.total, *shape[axis + 1 :]), tuple(part)
+        part[axis] = split.part
+        return (*shape[:axis], split.total, *shape[axis + 1 :]), tuple(part)
 
-    def is_term(self, name: str) -> bool:
-        """Whether every rank has a term of the sum that the layer of this tensor ends in."""
+    def is_partial_sum(self, name: str) -> bool:
+        """Whether the layer of this tensor computes a partial sum on every rank."""
         found = _LAYER.search(name)
-        return found is not None and self._share(found[1], "weight")[0] == 1
+        return found is not None and self._split(found[1], "weight")[0] == 1
 
-    def _share(self, layer: str, kind: str) -> tuple[int, _Share | None]:
-        """The axis that is cut, and how."""
+    def _split(self, layer: str, kind: str) -> tuple[int, _Split | None]:
+        """The axis along which a tensor is split, and how; None if it is replicated."""
         spec = self.spec
         match layer:
             case "q_proj":
@@ -99,33 +103,33 @@ class Shard:
             case "k_proj" | "v_proj":
                 return 0, self._features(self.kv_heads, spec.num_kv_heads)
             case "gate_proj" | "up_proj" | "fc1":
-                return 0, _Share(self.intermediate, spec.intermediate_size)
+                return 0, _Split(self.intermediate, spec.intermediate_size)
             case "embed_tokens" | "lm_head":
-                return 0, _Share(self.vocab, spec.vocab_size)
+                return 0, _Split(self.vocab, spec.vocab_size)
             case "o_proj" | "out_proj" if kind == "weight":
                 return 1, self._features(self.heads, spec.num_heads)
             case "down_proj" | "fc2" if kind == "weight":
-                return 1, _Share(self.intermediate, spec.intermediate_size)
+                return 1, _Split(self.intermediate, spec.intermediate_size)
         return 0, None
 
-    def _features(self, heads: range, total: int) -> _Share:
+    def _features(self, heads: range, total: int) -> _Split:
         size = self.spec.head_dim
-        return _Share(range(heads.start * size, heads.stop * size), total * size)
+        return _Split(range(heads.start * size, heads.stop * size), total * size)
 
 
 def shards_of(spec: ModelSpec, size: int) -> tuple[Shard, ...]:
-    """How `size` ranks share a model. Raises ConfigError if it is too small for so many."""
+    """The shards of `size` ranks. Raises ConfigError if the model is too small for so many."""
     most = min(spec.num_heads, spec.intermediate_size, spec.vocab_size)
     if size > most:
         raise ConfigError(
-            f"--tp: {size} ranks cannot share this model, every one of them needs an attention "
-            f"head and there are {spec.num_heads} of them (and {spec.num_kv_heads} KV heads); give "
-            f"at most --tp {most}"
+            f"--tp: {size} ranks cannot share this model: each rank needs an attention head, and "
+            f"there are {spec.num_heads} (and {spec.num_kv_heads} KV heads); give at most "
+            f"--tp {most}"
         )
     parts = zip(
         _heads(spec, size),
-        cut(spec.intermediate_size, size, _UNIT),
-        cut(spec.vocab_size, size, _UNIT),
+        partition(spec.intermediate_size, size, _UNIT),
+        partition(spec.vocab_size, size, _UNIT),
         strict=True,
     )
     return tuple(
@@ -134,12 +138,12 @@ def shards_of(spec: ModelSpec, size: int) -> tuple[Shard, ...]:
     )
 
 
-def cut(total: int, parts: int, unit: int = 1) -> list[range]:
-    """0 .. total in `parts` ranges that begin at multiples of `unit`, or anywhere if there are
-    fewer units than parts.
+def partition(total: int, parts: int, unit: int = 1) -> list[range]:
+    """Split [0, total) into `parts` ranges that start at multiples of `unit`.
 
-    None is empty if total >= parts. The first ones have one unit more if it does not come out
-    even, and the last one lacks what is missing of the last unit.
+    With fewer units than parts, ranges may start anywhere. No range is empty if total >= parts. If
+    the units cannot be divided evenly, the first ranges have one unit more; the last unit may be
+    incomplete.
     """
     if total < unit * parts:
         unit = 1
@@ -153,19 +157,19 @@ def _heads(spec: ModelSpec, size: int) -> Iterator[tuple[range, range]]:
     """Query and KV heads of every rank."""
     per_kv = spec.num_heads // spec.num_kv_heads
     if size <= spec.num_kv_heads:
-        for kv in cut(spec.num_kv_heads, size):
+        for kv in partition(spec.num_kv_heads, size):
             yield range(kv.start * per_kv, kv.stop * per_kv), kv
         return
-    for head, sharers in enumerate(cut(size, spec.num_kv_heads)):
-        for queries in cut(per_kv, len(sharers)):
+    for head, sharers in enumerate(partition(size, spec.num_kv_heads)):
+        for queries in partition(per_kv, len(sharers)):
             first = head * per_kv
             yield range(first + queries.start, first + queries.stop), range(head, head + 1)
 
 
 class ShardedWeights:
-    """The tensors of one rank, of those of the whole model. Implements Weights.
+    """One rank's part of every tensor of a model. Implements Weights.
 
-    What has terms of one sum on every rank has its bias once, on rank 0; the others get zeros.
+    If a layer computes partial sums, only rank 0 has its bias; the others get zeros.
     """
 
     def __init__(self, source: Weights, shard: Shard) -> None:
@@ -179,7 +183,7 @@ class ShardedWeights:
     def dense(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         whole, part = self._place(name, shape, part)
         values = self._source.dense(name, whole, part)
-        return torch.zeros_like(values) if self._is_elsewhere(name) else values
+        return torch.zeros_like(values) if self._has_no_bias(name) else values
 
     def int4(self, name: str, shape: tuple[int, int], part: Part | None = None) -> Int4Groups:
         (rows, columns), part = self._place(name, shape, part)
@@ -194,42 +198,45 @@ class ShardedWeights:
     def _place(
         self, name: str, shape: tuple[int, ...], part: Part | None
     ) -> tuple[tuple[int, ...], Part | None]:
-        assert part is None, "a part of a part is nothing that a layer asks for"
-        return self._shard.whole_and_part(name, shape)
+        assert part is None, "layers never request a part of a shard"
+        return self._shard.locate(name, shape)
 
-    def _is_elsewhere(self, name: str) -> bool:
-        return self._shard.rank > 0 and name.endswith(".bias") and self._shard.is_term(name)
+    def _has_no_bias(self, name: str) -> bool:
+        return self._shard.rank > 0 and name.endswith(".bias") and self._shard.is_partial_sum(name)
 
 
-# ---- Layers of which every rank has a part, and what brings the parts together.
+# ---- Parallel layers: each combines the results of the ranks' shards.
 #
-#     embedding    rows of the tokens of this rank, zeros for others     ─▶ sum
-#     attention    heads of this rank ─▶ columns of the output           ─▶ sum
-#     MLP          features of this rank ─▶ columns of down              ─▶ sum
-#     head         logits of the tokens of this rank                     ─▶ side by side on rank 0
+#     embedding    rows of this rank's tokens, zeros for others          ─▶ all-reduce
+#     attention    heads of this rank ─▶ columns of the output           ─▶ all-reduce
+#     MLP          features of this rank ─▶ columns of down              ─▶ all-reduce
+#     lm_head      logits of this rank's tokens                          ─▶ gather on rank 0
 #
-# Between them all ranks have the same numbers, and do the same with them.
+# Between these layers all ranks have the same activations and compute the same.
 
 
-def summed(linear: Linear, ranks: Ranks) -> Linear:
-    """A layer that has some of its input features on each rank."""
-    return linear if ranks.size == 1 else ReducedLinear(linear, ranks)
+def row_parallel(linear: Linear, ranks: Ranks) -> Linear:
+    """A layer whose input features are split over the ranks; `linear` is this rank's shard."""
+    return linear if ranks.size == 1 else RowParallelLinear(linear, ranks)
 
 
-def joined(linear: Linear, widths: Sequence[int], ranks: Ranks) -> Linear:
-    """A layer that has so many of its output features on each rank; rank 0 returns them all."""
-    return linear if ranks.size == 1 else GatheredLinear(linear, widths, ranks)
+def parallel_lm_head(linear: Linear, widths: Sequence[int], ranks: Ranks) -> Linear:
+    """An lm_head whose tokens are split over the ranks; `linear` is this rank's shard.
+
+    widths: output features of every rank.
+    """
+    return linear if ranks.size == 1 else ParallelLmHead(linear, widths, ranks)
 
 
-def embedding(weight: Tensor, vocab: range, ranks: Ranks) -> Tokens:
-    """weight: [len(vocab), hidden], the rows of `vocab`."""
+def vocab_parallel_embedding(weight: Tensor, vocab: range, ranks: Ranks) -> TokenLookup:
+    """weight: [len(vocab), hidden], the rows of this rank's tokens `vocab`."""
     if ranks.size == 1:
         return TokenEmbedding(weight)
     return VocabParallelEmbedding(weight, vocab.start, ranks)
 
 
-class ReducedLinear:
-    """The sum of what the ranks' layers return, on all."""
+class RowParallelLinear:
+    """The sum of the ranks' outputs, on all ranks."""
 
     def __init__(self, linear: Linear, ranks: Ranks) -> None:
         self._linear = linear
@@ -239,11 +246,10 @@ class ReducedLinear:
         return self._ranks.all_reduce_(self._linear(x))
 
 
-class GatheredLinear:
-    """What the ranks' layers return, side by side on rank 0; nothing, [0, features], elsewhere."""
+class ParallelLmHead:
+    """The ranks' outputs concatenated on rank 0, [0, features] on the others."""
 
     def __init__(self, linear: Linear, widths: Sequence[int], ranks: Ranks) -> None:
-        """widths: output features of every rank."""
         self._linear = linear
         self._widths = widths
         self._ranks = ranks
@@ -253,16 +259,16 @@ class GatheredLinear:
 
 
 class VocabParallelEmbedding:
-    """Rows of tokens that some rank has, on all."""
+    """The embeddings of all tokens, on all ranks."""
 
     def __init__(self, weight: Tensor, first: int, ranks: Ranks) -> None:
-        """weight: [tokens of this rank, hidden], from token `first` on."""
+        """weight: [tokens of this rank, hidden], starting with token `first`."""
         self._weight = weight
         self._first = first
         self._ranks = ranks
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         rows = token_ids - self._first
-        elsewhere = (rows < 0) | (rows >= len(self._weight))
-        x = F.embedding(rows.masked_fill_(elsewhere, 0), self._weight)
-        return self._ranks.all_reduce_(x.masked_fill_(elsewhere[:, None], 0))
+        foreign = (rows < 0) | (rows >= len(self._weight))
+        x = F.embedding(rows.masked_fill_(foreign, 0), self._weight)
+        return self._ranks.all_reduce_(x.masked_fill_(foreign[:, None], 0))

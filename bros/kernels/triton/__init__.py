@@ -1,8 +1,10 @@
-"""Kernels in Triton. Nothing here is imported unless the triton back end was chosen.
+"""Kernels in Triton, for CUDA.
 
-plan       the work list of a step's attention, in NumPy
-buffers    the list in device memory, also at fixed addresses for graphs
-settings   tile sizes per device, read from tuned/*.json
-tuning     measures tile sizes on the device that is there
-*_kernels  code that runs on the device, and beside each the module that launches it
+plan         the work list of a step's attention, in NumPy
+buffers      the work list in device memory, also at fixed addresses for graphs
+settings     tile sizes per device, read from tuned/*.json
+attention    launches attention_kernels
+ops          launches elementwise_kernels; implements Kernels
+sampling     launches sampling_kernels
+*_kernels    device code
 """

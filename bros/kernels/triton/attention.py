@@ -1,4 +1,4 @@
-"""Attention by a work list: prepares a batch and launches the kernels of attention_kernels."""
+"""Prepares the work list of a batch and launches the attention kernels."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from bros.kernels.triton.buffers import (
 )
 from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Split, plan_work
 from bros.kernels.triton.settings import Kind, Shape, TritonSettings, power_of_two
-from bros.kernels.xformers_self import XformersSelf
+from bros.kernels.xformers_attention import XformersAttention
 
-_LEAST_ROWS = 16  # a matrix product on the device has at least these
+_LEAST_ROWS = 16  # the least rows of a matrix product in Triton
 _MOST_ROWS = 128
 _MERGED_AT_ONCE = 16
 _ONES, _TILES, _MERGES = range(3)  # places in WorkTensors.counts
-_GRAIN = 8  # segments; tiles of keys are 128 tokens or fewer
+_GRAIN = 8  # segments; a tile of keys has at most 128 tokens
 _LOG2_E = math.log2(math.e)
 
 _TYPES = {
@@ -38,32 +38,35 @@ _TYPES = {
 
 
 _Key = tuple[Kind, int, HeadLayout, torch.dtype, torch.dtype, int]
-"""Kind, rows, layout, types of activations and of the cache, and tokens per block."""
+"""Kind, rows, layout, dtypes of activations and cache, tokens per block."""
 
 
 class _Launcher(NamedTuple):
-    """What all launches of one key have in common, found once: a step has one for each layer."""
+    """The arguments that all launches of a key share, cached because a step launches per layer."""
 
     programs_per_item: int
     constants: dict[str, Any]
 
 
 class TritonAttention:
-    """Attention of one device. Not to be used by two threads at once: lists are staged here."""
+    """Attention on one device. Not thread-safe: all steps use the same staging buffers."""
 
     def __init__(
-        self, settings: TritonSettings, device: torch.device, self_part: XformersSelf | None = None
+        self,
+        settings: TritonSettings,
+        device: torch.device,
+        chunk_attention: XformersAttention | None = None,
     ) -> None:
-        """self_part: what attends to the own tokens of long rows, except in recorded steps."""
+        """chunk_attention: computes the attention within long chunks, except in captured steps."""
         self._settings = settings
-        self._self_part = self_part
+        self._chunk_attention = chunk_attention
         self._device = device
         self._staging = Staging(device)
         self._scratch: Scratch | None = None
         self._launchers: dict[_Key, _Launcher] = {}
 
     def graph_work(self, limits: GraphLimits, layout: HeadLayout) -> GraphWork:
-        """Device memory for any batch within the limits."""
+        """Buffers for any batch within the limits."""
         rows = _tile_rows(min(limits.rows, limits.shared_rows), layout)
         capacity = ListSizes.for_limits(limits, self._rules(layout, rows))
         scratch = self._scratch_for(capacity, layout)
@@ -73,9 +76,9 @@ class TritonAttention:
     def prepare(
         self, batch: AttentionBatch, layout: HeadLayout, into: GraphWork | None
     ) -> TritonBatch:
-        """The batch with its work list on the device. `into` must fit it."""
+        """The batch with its work list on the device. `into`, if given, must fit the batch."""
         rows = into.tile_rows if into else _tile_rows(_most_queries(batch), layout)
-        own = self._self_part.plan(batch) if self._self_part and into is None else None
+        own = self._chunk_attention.plan(batch) if self._chunk_attention and into is None else None
         work = plan_work(batch, self._rules(layout, rows), own.done if own else None)
         if into is None:
             tensors = WorkTensors.allocate(ListSizes.of(work), layout, self._device)
@@ -102,7 +105,7 @@ class TritonAttention:
         batch: TritonBatch,
         scale: float,
     ) -> Tensor:
-        """Returns [tokens, layout.q_size]; rows past the batch are not written."""
+        """Returns [tokens, layout.q_size]; padding rows are not written."""
         assert qkv.shape[1] == layout.qkv_size and qkv.is_contiguous()
         assert k_cache.is_contiguous() and v_cache.is_contiguous()
         assert k_cache.shape == v_cache.shape and k_cache.shape[1] == layout.num_kv_heads
@@ -139,12 +142,12 @@ class TritonAttention:
     def _begin(
         self, qkv: Tensor, layout: HeadLayout, batch: TritonBatch, scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        """The output with what xformers computes of it, and its log-sum-exps."""
+        """The output, and the log-sum-exps of what xformers has already written to it."""
         own = batch.own
         if own is None:
             return qkv.new_empty(qkv.shape[0], layout.q_size), None
-        assert self._self_part is not None
-        found, lse = self._self_part.run(qkv, layout, own, scale)
+        assert self._chunk_attention is not None
+        found, lse = self._chunk_attention.run(qkv, layout, own, scale)
         if len(found) == len(qkv):
             return found, lse
         out = qkv.new_empty(qkv.shape[0], layout.q_size)
@@ -162,7 +165,7 @@ class TritonAttention:
         work: WorkTensors,
         scale: float,
     ) -> None:
-        """rows: queries times heads of an item, of one KV head (fewer heads if there are many)."""
+        """rows: of an item: queries times query heads of a KV head, or fewer heads if many."""
         key = (kind, rows, layout, qkv.dtype, caches[0].dtype, caches[0].shape[2])
         launcher = self._launchers.get(key)
         if launcher is None:
@@ -221,21 +224,21 @@ class TritonAttention:
         return _Launcher(token_tiles * group_tiles * layout.num_kv_heads, constants)
 
     def _compute_type(self, activations: torch.dtype, cached: torch.dtype) -> torch.dtype:
-        """Of products."""
+        """The dtype of products."""
         compute = torch.promote_types(activations, cached)
         if self._settings.interpreted and compute == torch.bfloat16:
-            return torch.float32  # an interpreted product takes the bits of bf16 for integers
+            return torch.float32  # the interpreter's product takes the bits of bf16 for integers
         return compute
 
     def _scratch_for(self, capacity: ListSizes, layout: HeadLayout) -> Scratch:
-        """Room for partial results of recorded steps. One step runs at a time, so all of them use
-        the same memory, unless a larger one comes later."""
+        """Memory for partial results of captured steps. Steps run one at a time, so they all share
+        it; a larger graph that is captured later gets new memory."""
         if self._scratch is None or not self._scratch.holds(capacity, layout):
             self._scratch = Scratch.allocate(capacity, layout, self._device)
         return self._scratch
 
     def _rules(self, layout: HeadLayout, tile_rows: int) -> PlanRules:
-        """How this device's programs share a batch."""
+        """How a batch is divided among this device's programs."""
         group = layout.num_heads // layout.num_kv_heads
         per_item = layout.num_kv_heads * -(-group // min(group, _MOST_ROWS))
         programs, processors = self._settings.programs, self._settings.processors
@@ -249,7 +252,7 @@ class TritonAttention:
 
 
 def _most_queries(batch: AttentionBatch) -> int:
-    """The most queries that read the same K and V: of one row, or of a part that rows share."""
+    """The most queries that read the same K and V: those of one row or of one shared part."""
     most = int(batch.query_start.diff().max()) if batch.num_rows else 0
     if batch.shared is not None and batch.shared.num_parts:
         most = max(most, int(batch.shared.row_start.diff().max()))
@@ -257,7 +260,7 @@ def _most_queries(batch: AttentionBatch) -> int:
 
 
 def _tile_rows(queries: int, layout: HeadLayout) -> int:
-    """Rows of a tile that has all heads of so many queries, if that is not too many."""
+    """Rows of a tile with all heads of this many queries, at most _MOST_ROWS."""
     return _padded_rows(queries * (layout.num_heads // layout.num_kv_heads))
 
 
@@ -266,7 +269,7 @@ def _padded_rows(rows: int) -> int:
 
 
 def _tile_tokens(rows: int, group: int) -> int:
-    """Tokens of a tile of so many rows; one if not even its heads fit."""
+    """Tokens of a tile of this many rows; at least one, even if its heads do not fit."""
     return max(1, rows // group)
 
 

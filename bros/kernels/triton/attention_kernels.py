@@ -1,12 +1,12 @@
-"""Device code of attention. Items are those of plan.py; softmax runs in base 2, in fp32.
+"""Device code of attention. plan.py defines the items; the softmax is in base 2 and fp32.
 
-A program takes one item and one KV head: BLOCK_M rows, each a query token and a query head of that
-KV head, HEADS of them per token, so that all heads of a group share what is loaded. When the
-group is larger than that, GROUP_TILES programs share it; when the item has more tokens than
-BLOCK_M // HEADS, TOKEN_TILES programs do.
+A program computes one item for one KV head. It has BLOCK_M rows, each a query token and one of the
+KV head's query heads, HEADS of them per token, so that all heads of the group share the loaded K
+and V. A larger group is divided among GROUP_TILES programs, an item with more than BLOCK_M // HEADS
+tokens among TOKEN_TILES programs.
 
     tile of keys  [ block 7: slots 0..15 | block 3: 4..15 | block 9: 0..8 | (past the end) ]
-    read if          lo <= slot < hi         others are not loaded and get no weight
+    loaded if        lo <= slot < hi         other slots get no weight
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def attend(
     COMPUTE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """ONE_TOKEN: every item has one query, which is not listed, and at most its own token.
+    """Attention of counts[COUNT] items; programs for more items do nothing.
 
-    counts[COUNT] items are there; programs for more than those do nothing.
+    listed: WorkList.listed, query tokens of shared parts.
+    ONE_TOKEN: every item has one query, which is not listed, and at most its own token as chunk.
     """
     pid = tl.program_id(0)
     kv_head = pid % KV_HEADS
@@ -106,7 +107,7 @@ def attend(
             HEAD_DIM, QKV_SIZE, BLOCK_N,
         )
     # fmt: on
-    # Without any key there is no mass: the result is 0, and its weight in a merge is, too.
+    # Without any key the mass is 0: so is the result, and its weight in a merge.
     acc = acc / tl.where(mass == 0, 1.0, mass)[:, None]
     written = live[:, None] & in_head[None, :]
     if partial < 0:
@@ -120,9 +121,9 @@ def attend(
 
 @triton.jit
 def _first_own(q, k_own, v_own, own, own_end, scale, HEAD_DIM: tl.constexpr, QKV: tl.constexpr):
-    """The state after token `own` of the step, seen by all rows; or if own_end is no more than
-    that, after nothing."""
-    # Vectors, because a scalar mask cannot be interpreted.
+    """The softmax state after token `own` of the step, which all rows see; if own_end <= own, the
+    state after no token."""
+    # Vectors, because the interpreter does not support scalar masks.
     m = tl.arange(0, q.shape[0])
     d = tl.arange(0, q.shape[1])
     there = own + m * 0 < own_end
@@ -155,7 +156,7 @@ def _attend_cached(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Segments [segment, segment_end), as many per tile of keys as it has room for."""
+    """Attend to segments [segment, segment_end), BLOCK_N // BLOCK_SLOTS in each tile of keys."""
     BLOCK_D: tl.constexpr = acc.shape[1]
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -196,7 +197,7 @@ def _attend_own(
     QKV_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Tokens [own, own_end) of the step, of which a query sees those up to itself."""
+    """Attend to tokens [own, own_end) of the step, causally."""
     BLOCK_D: tl.constexpr = acc.shape[1]
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -217,9 +218,10 @@ def _attend_own(
 
 @triton.jit
 def _absorb(scores, v, peak, mass, acc):
-    """One more tile of keys: scores [BLOCK_M, BLOCK_N] of base 2, -inf where a key is not seen."""
+    """Add a tile of keys to the softmax state: scores [BLOCK_M, BLOCK_N] in base 2, -inf where a
+    key is not visible."""
     higher = tl.maximum(peak, tl.max(scores, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # not a number, else
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # avoids the NaN of inf - inf
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(peak - base)
     mass = mass * shrink + tl.sum(weights, 1)
@@ -245,9 +247,10 @@ def merge(
     COUNT: tl.constexpr,
     OWN: tl.constexpr,
 ):
-    """One token and head per program: partial results weighted by their share of the mass.
+    """Merge the partial results of a token, one head per program, weighted by their mass.
 
-    OWN: slot -1 - i is the result that is in the output before, with log-sum-exp i of its head.
+    OWN: slot -1 - i stands for the result that the output already holds (PrecomputedChunks), with
+        log-sum-exp i of its head.
     """
     pid = tl.program_id(0)
     head = pid % HEADS

@@ -1,11 +1,11 @@
-"""A work list in device memory: made anew for a step, or at fixed addresses for a graph.
+"""A work list in device memory: allocated for a step, or at fixed addresses for a graph.
 
-All of it is one int32 buffer, so that one copy brings it to the device. Sections start at
-multiples of 16 bytes, whatever their lengths: compiled code is chosen by the alignment of pointers.
+It is one int32 buffer, so that one copy uploads it. Sections start at multiples of 16 bytes,
+because Triton compiles a kernel anew for pointers of other alignment.
 
     counts | one_items | tile_items | listed | merge_tokens | merge_start | merge_slots | segments
 
-counts are the lengths that are really there: of one_items, tile_items and merge_tokens.
+counts holds the actual lengths of one_items, tile_items and merge_tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout, SharedParts
-from bros.kernels.parts import Ints, lengths_of
+from bros.kernels.offsets import Ints, lengths_of
 from bros.kernels.staging import Staging
 from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, WorkList
-from bros.kernels.xformers_self import SelfWork
+from bros.kernels.xformers_attention import XformersWork
 
 _COUNTS = 4
 _ALIGNMENT = 4
@@ -29,7 +29,7 @@ _ALIGNMENT = 4
 
 @dataclass(frozen=True, slots=True)
 class ListSizes:
-    """How long the sections of a list may get."""
+    """Capacities of the sections, and of the partial results, in entries."""
 
     one_items: int
     tile_items: int
@@ -41,7 +41,7 @@ class ListSizes:
 
     @staticmethod
     def of(work: WorkList) -> ListSizes:
-        """Just enough for this list."""
+        """The sizes of this list."""
         return ListSizes(
             len(work.one_items),
             len(work.tile_items),
@@ -54,11 +54,11 @@ class ListSizes:
 
     @staticmethod
     def for_limits(limits: GraphLimits, rules: PlanRules) -> ListSizes:
-        """Enough for every list of a step within the limits."""
+        """Upper bounds for the list of any step within the limits."""
         one_items = limits.rows + rules.one.extra_items(limits.segments, rules.programs_per_one)
         tile_items = tile_partials = 0
         if limits.shared_rows:
-            # Every tile of a part reads all of it.
+            # Every tile of a shared part reads all its segments.
             tiles = -(-limits.shared_rows // rules.tile_tokens)
             extra = rules.tile.extra_items(tiles * limits.segments, rules.programs_per_tile)
             tile_items = _most_tiles(limits.shared_rows, rules.tile_tokens) + extra
@@ -81,7 +81,7 @@ class ListSizes:
         )
 
     def section_lengths(self) -> tuple[int, ...]:
-        """In int32, in the order of the sections, which is also that of `_sections`."""
+        """In int32 numbers, in the order of the sections."""
         return (
             _COUNTS,
             self.one_items * ITEM_WIDTH,
@@ -94,7 +94,7 @@ class ListSizes:
         )
 
     def section_starts(self) -> list[int]:
-        """Where each section starts, and where the last one ends."""
+        """The start of each section, and the end of the last one."""
         starts = [0]
         for length in self.section_lengths():
             starts.append(starts[-1] + -(-length // _ALIGNMENT) * _ALIGNMENT)
@@ -103,7 +103,7 @@ class ListSizes:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Room for partial results. Nothing in it outlives the attention of one layer.
+    """Memory for the partial results of one layer's attention.
 
     out: fp32 [partials, heads, head_dim].
     lse: fp32 [partials, heads], log2 of the sum of 2 ** score.
@@ -126,7 +126,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class WorkTensors:
-    """The sections as device tensors, and room for partial results. Shared by all layers."""
+    """The sections as device tensors, and memory for partial results. All layers share them."""
 
     scratch: Scratch
     capacity: ListSizes
@@ -157,7 +157,7 @@ class WorkTensors:
         return WorkTensors(scratch, capacity, buffer, *sections)
 
     def fill(self, work: WorkList, staging: Staging) -> None:
-        """Copy a list into the buffer, in stream order; the host does not wait."""
+        """Upload a list, in stream order; the host does not wait."""
         starts = self.capacity.section_starts()
         counts = np.array(
             [len(work.one_items), len(work.tile_items), len(work.merge_tokens), 0], np.int32
@@ -183,13 +183,16 @@ class WorkTensors:
 
 @dataclass(frozen=True, slots=True)
 class TritonBatch(AttentionBatch):
-    """A prepared batch. The tensors of the base class are those of the batch, on the CPU."""
+    """A prepared batch. The tensors of the base class are the original ones, on the CPU.
+
+    work: its work list on the device.
+    tile_rows: rows (queries times heads) of a tile, for which the tile kernel is launched.
+    own: the part of the attention that xformers computes.
+    """
 
     work: WorkTensors = field(kw_only=True)
     tile_rows: int = field(kw_only=True)
-    """Queries times heads that a tile of queries has, as the tile kernel was sized."""
-    own: SelfWork | None = field(kw_only=True, default=None)
-    """What xformers does of it."""
+    own: XformersWork | None = field(kw_only=True, default=None)
 
 
 class GraphWork:
@@ -200,12 +203,8 @@ class GraphWork:
         self.work = work
         self.tile_rows = tile_rows
 
-    @property
-    def limits(self) -> GraphLimits:
-        return self._limits
-
     def fits(self, batch: AttentionBatch) -> bool:
-        """Whether every row has one token and the batch is within the limits."""
+        """See GraphBuffers."""
         rows, segments, shared_rows = batch.num_rows, len(batch.segments), 0
         if batch.shared is not None:
             segments += shared_segments(batch.shared)
@@ -219,9 +218,10 @@ class GraphWork:
 
 
 def _most_tiles(readers: int, tile_tokens: int) -> int:
-    """Of shared parts that are read so often in all, each by two rows or more.
+    """The most tiles of shared parts with `readers` readers in all and at least two each.
 
-    The worst are parts of three readers if a tile has two, else of two or one more than fit.
+    The worst case is parts of three readers if a tile holds two, else parts of two readers or of
+    one more than a tile holds.
     """
     if tile_tokens == 1:
         return readers
@@ -229,7 +229,8 @@ def _most_tiles(readers: int, tile_tokens: int) -> int:
 
 
 def shared_segments(shared: SharedParts) -> int:
-    """How many there are, and copies of those of parts that only one row reads."""
+    """The number of shared segments, counting twice those of parts that only one row reads, which
+    plan_work copies to that row."""
     readers = lengths_of(shared.row_start.numpy())
     lengths = lengths_of(shared.segment_start.numpy())
     return int(lengths.sum() + lengths[readers == 1].sum())

@@ -1,4 +1,4 @@
-"""Device code of norms, rotary embedding with cache write, and activation. Arithmetic is fp32."""
+"""Device code of norms, rotary embedding with cache writes, and activation. Computes in fp32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rms_norm(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """One row per program. ADD: residual += x first, rounded to its type, and that is normed."""
+    """One row per program. ADD: residual += x, rounded to its dtype; then the norm of residual."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
@@ -54,11 +54,11 @@ def rope_and_cache(
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one token per program; heads are those of Q, then K, then V.
+    """BLOCK_HEADS heads of one token per program; the heads of Q come first, then K, then V.
 
         one head    [ first: HALF | second: HALF | rest: HEAD_DIM - 2 * HALF ]
 
-    Elements that are rotated together are held by one thread: it reads both before it writes.
+    One thread holds both elements of a rotated pair, so it reads both before it writes.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -68,7 +68,7 @@ def rope_and_cache(
     there = is_q | is_k | is_v
     at = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
     slot = tl.load(slots + token)
-    kept = slot + head * 0 >= 0  # a vector: a scalar mask cannot be interpreted
+    kept = slot + head * 0 >= 0  # a vector: the interpreter does not support scalar masks
     kv_head = tl.where(is_k, head - HEADS, head - HEADS - KV_HEADS)
     block = (slot // BLOCK_SIZE).to(tl.int64)
     cached_at = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
@@ -109,7 +109,7 @@ def rope_and_cache(
 def _normed(
     x, scale, is_q, is_k, q_norm, k_norm, i, mask, NORM_Q: tl.constexpr, NORM_K: tl.constexpr
 ):
-    """x [heads, n] times scale and weight, in the heads that are normalised."""
+    """x [heads, n], times scale and weight in the heads that are normalized."""
     if NORM_Q:
         weight = tl.load(q_norm + i, mask=mask, other=0.0).to(tl.float32)
         x = tl.where(is_q[:, None], x * scale[:, None] * weight[None, :], x)
@@ -121,7 +121,7 @@ def _normed(
 
 @triton.jit
 def _store(at, cached_at, i, mask, x, turned, is_k, is_v, kept, qkv, k_cache, v_cache):
-    """Q and K back to where they came from, K and V into the cache as they are in qkv."""
+    """Store Q and K back into qkv, and K and V, rounded as in qkv, into the cache."""
     rounded = x.to(qkv.dtype.element_ty)
     tl.store(at[:, None] + i[None, :], rounded, mask=mask & turned[:, None])
     where = cached_at[:, None] + i[None, :]

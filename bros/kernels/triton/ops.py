@@ -1,4 +1,4 @@
-"""Kernels in Triton, for CUDA. On the CPU they can only be interpreted, for tests."""
+"""The Triton backend, for CUDA. On a CPU, Triton's interpreter runs the kernels for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bros.kernels.triton import elementwise_kernels as device
 from bros.kernels.triton.attention import TritonAttention
 from bros.kernels.triton.buffers import GraphWork, TritonBatch
 from bros.kernels.triton.settings import TritonSettings, power_of_two, settings_for
-from bros.kernels.xformers_self import XformersSelf
+from bros.kernels.xformers_attention import XformersAttention
 
 _COLUMNS = 1024  # of an activation, per program
 _ELEMENTS_PER_WARP = 512
@@ -20,19 +20,21 @@ _HEAD_ELEMENTS = 1024  # that a program rotates
 class TritonKernels:
     """Implements `Kernels` for one device.
 
-    Asserts guard shapes; slots, positions and segments are not checked, because the host does not
-    look at what is on the device.
+    Asserts check shapes. Slots, positions and segments are not checked: the host does not read
+    device memory.
     """
 
     def __init__(
         self,
         device: torch.device,
         settings: TritonSettings | None = None,
-        self_part: XformersSelf | None = None,
+        chunk_attention: XformersAttention | None = None,
     ) -> None:
-        """A CPU will do if Triton interprets (TRITON_INTERPRET=1). self_part: for long rows."""
-        self._attention = TritonAttention(settings or settings_for(device), device, self_part)
-        self._name = "triton" if self_part is None else "triton-xformers"
+        """device: a CPU only with TRITON_INTERPRET=1.
+        chunk_attention: computes the attention within long chunks, None leaves it to Triton.
+        """
+        self._attention = TritonAttention(settings or settings_for(device), device, chunk_attention)
+        self._name = "triton" if chunk_attention is None else "triton-xformers"
 
     @property
     def name(self) -> str:
@@ -41,7 +43,7 @@ class TritonKernels:
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device
     ) -> GraphBuffers | None:
-        """Device memory for the work list of any step within the limits."""
+        """Buffers for the work list of any step within the limits."""
         return self._attention.graph_work(limits, layout)
 
     def prepare(
@@ -64,16 +66,16 @@ class TritonKernels:
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """Softmax attention over the cached segments and, causally, the chunk (see `Kernels`)."""
+        """See Kernels."""
         assert isinstance(batch, TritonBatch), "the batch has not been through prepare"
         return self._attention.run(qkv, layout, k_cache, v_cache, batch, scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last axis, in a new tensor."""
+        """See Kernels."""
         return _norm(x, x, weight, eps, add=False)
 
     def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place; returns rms_norm(residual) in a new tensor."""
+        """See Kernels."""
         assert residual.shape == x.shape and residual.is_contiguous()
         return _norm(residual, x, weight, eps, add=True)
 
@@ -90,7 +92,7 @@ class TritonKernels:
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> None:
-        """Norm and rotate Q and K in place, write K and V to their slots (see `Kernels`)."""
+        """See Kernels."""
         tokens, head_dim = qkv.shape[0], layout.head_dim
         rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
         assert qkv.shape[1] == layout.qkv_size and qkv.is_contiguous()
@@ -129,7 +131,7 @@ class TritonKernels:
         )
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[tokens, 2 * n] -> silu(first half) * second half, [tokens, n]."""
+        """See Kernels."""
         tokens, double = gate_up.shape
         assert double % 2 == 0 and gate_up.is_contiguous()
         size = double // 2

@@ -1,16 +1,16 @@
-"""The work list of one step's attention: what each program reads and where its result goes.
+"""The work list of a step's attention: what each program reads, and where it writes its result.
 
-A unit is a tile of queries with everything it attends to. Long lists of segments are split, so a
-unit becomes one or more items; each item is run by one program per KV head (or a few). The result
-of a token with one item goes straight to the output; all others leave partial results (output and
+A unit is a tile of queries with all that it attends to. Long lists of segments are split, so a unit
+becomes one or more items; one program (or a few) per KV head computes an item. If a token has one
+item, the result goes directly to the output; otherwise items write partial results (output and
 log-sum-exp), which a second kernel merges.
 
     row of one token        one unit
-    row of several tokens   a unit per tile of tokens; what it shares, it reads as its own
+    row of several tokens   a unit per tile of tokens; shared parts are copied to its own segments
     shared part             a unit per tile of the one-token rows that read it: K and V are loaded
                             once for the whole tile
 
-Runs on the host in every step: no Python loop over rows, segments or items.
+This runs on the host in every step, so there is no Python loop over rows, segments or items.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bros.kernels.interface import AttentionBatch
-from bros.kernels.parts import Ints, lengths_of, ranges, with_own_copies
+from bros.kernels.offsets import Ints, lengths_of, offsets, ranges
 
 QUERY, QUERIES, SEGMENT, SEGMENT_END, OWN, OWN_END, PARTIAL, LISTED = range(8)
-"""Columns of an item; the kernels know the numbers, too.
+"""Columns of an item; the kernels use the same numbers.
 
-QUERIES tokens from QUERY on, or if LISTED, that many of `Work.listed`; they attend to segments
-[SEGMENT, SEGMENT_END) and, causally, to tokens [OWN, OWN_END) of the step. The partial result of
-the i-th query is number PARTIAL + i; -1: the result goes to the output."""
+QUERY, QUERIES: the queries are tokens [QUERY, QUERY + QUERIES) of the step.
+LISTED: if 1, the queries are these entries of `WorkList.listed` instead.
+SEGMENT, SEGMENT_END: they attend to this range of segments,
+OWN, OWN_END: and, causally, to this range of tokens of the step.
+PARTIAL: query i writes partial result PARTIAL + i; -1: it writes to the output."""
 
 ITEM_WIDTH = 8
 
-_HALF_BLOCK = 8  # about how many tokens a segment has, to guess how long an item takes
+_TOKENS_PER_SEGMENT = 8  # on average, to estimate how long an item takes
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How far the segments of units are split. Lengths are in grains of `grain` segments.
+    """How to split the segments of units into items. Lengths are in grains of `grain` segments.
 
-    As many programs as the device runs at once share all segments evenly, but none gets fewer
-    than `least` grains. Where that makes items longer than `long` grains, they are cut into up to
-    `waves` times as many, because short items fill the device better at the end.
+    All segments are divided evenly among `programs`, the number of programs that the device runs at
+    once, but no item has fewer than `least` grains. If items become longer than `long` grains, they
+    are split into up to `waves` times as many: with short items, all processors finish at about the
+    same time.
     """
 
     programs: int
@@ -51,16 +54,16 @@ class Split:
     waves: int = 1
 
     def item_length(self, total: int, programs_per_item: int) -> int:
-        """Grains per item, of `total` in all units."""
+        """Grains per item, if all units have `total` grains."""
         work = total * programs_per_item
         even = -(-work // self.programs)
         shortest = max(self.long, -(-work // (self.programs * self.waves)))
         return max(self.least, min(even, shortest))
 
     def extra_items(self, segments: int, programs_per_item: int) -> int:
-        """How many more items than units there can be, if units have no more segments in all.
+        """The most items in excess of units, for units that have `segments` segments in all.
 
-        This is grains / item_length(grains), of as many grains as are not a unit's first.
+        This is grains / item_length(grains), counting the grains that are not the first of a unit.
         """
         grains = segments // self.grain
         in_waves = self.programs * self.waves // programs_per_item
@@ -70,10 +73,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class PlanRules:
-    """one: for rows of one token.
-    tile: for all else, in units of up to tile_tokens queries.
+    """How to divide a batch into items.
 
-    programs_per_item: KV heads, times what a tile of queries is split into.
+    one: for rows of one token.
+    tile: for all other units.
+    tile_tokens: the most queries of a unit.
+    programs_per_one, programs_per_tile: programs of an item: KV heads, times the programs that a
+        tile is divided among.
     """
 
     one: Split
@@ -84,11 +90,14 @@ class PlanRules:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnDone:
-    """Rows whose tokens have attended to each other before any item runs: `rows` says so of each.
+class PrecomputedChunks:
+    """Chunks whose attention within the chunk is computed before any item runs (by xformers).
 
-    That result is in the output already. Its log-sum-exps start at token `first` of the step; the
-    one of token first + i is number -1 - i of `Work.merge_slots`.
+    The output holds their results already, which are merged with the attention to the context:
+    slot -1 - i of `WorkList.merge_slots` stands for the result of token first + i.
+
+    rows: bool [rows of the step], the rows of these chunks.
+    first: the token of the step at which their log-sum-exps start.
     """
 
     rows: NDArray[np.bool_]
@@ -97,15 +106,16 @@ class OwnDone:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """All int32.
+    """The items of a step, and how to merge their partial results. All arrays are int32.
 
     one_items, tile_items: [n, ITEM_WIDTH].
-    listed: [k] tokens.
+    listed: [k], query tokens of the readers of shared parts.
+    merge_tokens: [t], the tokens to merge. Token merge_tokens[i] is merged from the partial results
+        merge_slots[merge_start[i]:merge_start[i + 1]].
+    merge_start: [t + 1].
+    merge_slots: indexes of partial results; negative ones are of PrecomputedChunks.
     segments: [m, 3].
-
-    Token merge_tokens[i] is merged of the partial results
-    merge_slots[merge_start[i]:merge_start[i + 1]], of which negative ones are those of OwnDone, and
-    partials is the number of all others.
+    partials: the number of partial results.
     """
 
     one_items: Ints
@@ -120,10 +130,10 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """Segments of every row, [segment_start[r], segment_start[r + 1]), then those of shared parts.
+    """The segments of rows, [segment_start[r], segment_start[r + 1]), then those of shared parts.
 
-    The entries of shared parts that stay shared: row `rows[i]` reads
-    segments[first[i]:end[i]], sorted by part.
+    part, rows, first, end: [k], one entry for each reader of a part that stays shared, sorted by
+        part: row rows[i] reads segments[first[i]:end[i]] of part[i].
     """
 
     segment_start: Ints
@@ -134,9 +144,11 @@ class _Context:
     end: Ints
 
 
-def plan_work(batch: AttentionBatch, rules: PlanRules, done: OwnDone | None = None) -> WorkList:
-    """The items of a batch: together they write every query token of every row once, except those
-    of done rows without context."""
+def plan_work(
+    batch: AttentionBatch, rules: PlanRules, done: PrecomputedChunks | None = None
+) -> WorkList:
+    """The work list of a batch. It writes every query token once, except those of rows in `done`
+    that have no context."""
     query_start = batch.query_start.numpy()
     context = _context(batch, lengths_of(query_start) == 1)
     rows = _row_units(query_start, context, done)
@@ -154,8 +166,8 @@ def plan_work(batch: AttentionBatch, rules: PlanRules, done: OwnDone | None = No
 
 
 def _context(batch: AttentionBatch, single: NDArray[np.bool_]) -> _Context:
-    """Shared segments stay shared where two or more one-token rows read them. Other rows get them
-    as their own: a tile of queries of one row already reads K and V once."""
+    """Parts stay shared if two or more rows of one token read them. All other rows get copies of
+    their segments: a tile of queries of one row reads K and V only once anyway."""
     start, segments = batch.segment_start.numpy(), batch.segments.numpy()
     shared = batch.shared
     if shared is None or not shared.num_parts:
@@ -169,10 +181,10 @@ def _context(batch: AttentionBatch, single: NDArray[np.bool_]) -> _Context:
     end = shared.segment_start.numpy()[part + 1]
     stays = single[rows] & (end > first)
     stays &= np.bincount(part[stays], minlength=shared.num_parts)[part] > 1
-    goes = ~stays
+    copied = ~stays
     shared_segments = shared.segments.numpy()
-    start, segments = with_own_copies(
-        start, segments, rows[goes], first[goes], end[goes], shared_segments
+    start, segments = copy_parts_to_rows(
+        start, segments, rows[copied], first[copied], end[copied], shared_segments
     )
     base = np.int32(len(segments))
     segments = np.concatenate([segments, shared_segments])
@@ -181,8 +193,26 @@ def _context(batch: AttentionBatch, single: NDArray[np.bool_]) -> _Context:
     )
 
 
-def _row_units(query_start: Ints, context: _Context, done: OwnDone | None) -> Ints:
-    """One unit per row that has anything to do. PARTIAL is 0 where the result has to be merged."""
+def copy_parts_to_rows(
+    start: Ints, segments: Ints, rows: Ints, first: Ints, end: Ints, shared: Ints
+) -> tuple[Ints, Ints]:
+    """Copy shared[first[i]:end[i]] to the segments of row rows[i], for all i.
+
+    start: [rows + 1]; segments, shared: [n, 3]; rows, first, end: [k].
+    Returns the new segment_start and segments.
+    """
+    num_rows = len(start) - 1
+    owner = np.concatenate([rows, np.arange(num_rows, dtype=np.int32)])
+    source = np.concatenate([first + len(segments), start[:-1]])
+    length = np.concatenate([end - first, lengths_of(start)])
+    order = np.argsort(owner, kind="stable")
+    indexes = ranges(source[order], length[order])
+    counts = np.bincount(owner, length, num_rows).astype(np.int32)
+    return offsets(counts), np.concatenate([segments, shared])[indexes]
+
+
+def _row_units(query_start: Ints, context: _Context, done: PrecomputedChunks | None) -> Ints:
+    """One unit for each row with work to do. PARTIAL is 0 if the result has to be merged."""
     units = np.zeros((len(query_start) - 1, ITEM_WIDTH), np.int32)
     units[:, QUERY] = units[:, OWN] = query_start[:-1]
     units[:, OWN_END] = query_start[1:]
@@ -200,24 +230,24 @@ def _row_units(query_start: Ints, context: _Context, done: OwnDone | None) -> In
 
 
 def _tokens(query_start: Ints, rows: NDArray[np.bool_]) -> Ints:
-    """Those of some rows, in order."""
+    """The tokens of these rows, in order."""
     first = query_start[:-1][rows]
     return ranges(first, query_start[1:][rows] - first)
 
 
 def _tile_items(rows: Ints, context: _Context, rules: PlanRules) -> Ints:
-    """Items of rows of several tokens and of shared parts."""
+    """The items of rows of several tokens and of shared parts."""
     if not len(rows) and not len(context.part):
-        return rows  # as in most steps that only decode, which are the short ones
+        return rows  # most decode steps, where the time of the host matters most
     shared = _shared_units(context, rules.tile_tokens)
     units = np.concatenate([_tiled(rows, rules.tile_tokens), shared])
     items = _split(units, rules.tile, rules.programs_per_tile)
-    # Long items first: the last to run are short, and no processor waits long for another.
+    # Long items first: short ones run last, so that all processors finish at about the same time.
     return items[np.argsort(-_weight(items), kind="stable")]
 
 
 def _shared_units(context: _Context, tile_tokens: int) -> Ints:
-    """Units of the parts that stay shared, tiled. Queries are entries of `listed`."""
+    """The units of parts that stay shared, tiled. Their queries are entries of `listed`."""
     bounds = _bounds(context.part)
     starts = bounds[:-1]
     units = np.zeros((len(starts), ITEM_WIDTH), np.int32)
@@ -230,7 +260,8 @@ def _shared_units(context: _Context, tile_tokens: int) -> Ints:
 
 
 def _tiled(units: Ints, size: int) -> Ints:
-    """The same with at most `size` queries per unit. A tile needs own tokens up to its last."""
+    """The units divided into tiles of at most `size` queries, each with the own tokens up to its
+    last query."""
     counts = -(-units[:, QUERIES] // size)
     tiles = np.repeat(units, counts, axis=0)
     skipped = ranges(np.zeros_like(counts), counts) * size
@@ -242,7 +273,7 @@ def _tiled(units: Ints, size: int) -> Ints:
 
 
 def _split(units: Ints, rule: Split, programs_per_item: int) -> Ints:
-    """Items: the units with their segments split. Own tokens go to the last piece of each."""
+    """The items of units. The last item of a unit gets its own tokens."""
     grains = -(-(units[:, SEGMENT_END] - units[:, SEGMENT]) // rule.grain)
     length = rule.item_length(int(grains.sum()), programs_per_item)
     pieces = np.maximum(1, -(-grains // length))
@@ -258,14 +289,14 @@ def _split(units: Ints, rule: Split, programs_per_item: int) -> Ints:
 
 
 def _weight(items: Ints) -> Ints:
-    """About how long each item takes."""
-    cached = (items[:, SEGMENT_END] - items[:, SEGMENT]) * _HALF_BLOCK
+    """The approximate number of keys of each item."""
+    cached = (items[:, SEGMENT_END] - items[:, SEGMENT]) * _TOKENS_PER_SEGMENT
     weight: Ints = cached + items[:, OWN_END] - items[:, OWN]
     return weight
 
 
 def _number_partials(items: Ints) -> int:
-    """Place the partial results one after the other, in `items`; returns how many there are."""
+    """Number the partial results, in `items`; returns how many there are."""
     partial = items[:, PARTIAL] >= 0
     ends = np.cumsum(items[partial, QUERIES], dtype=np.int32)
     items[partial, PARTIAL] = ends - items[partial, QUERIES]
@@ -273,8 +304,10 @@ def _number_partials(items: Ints) -> int:
 
 
 def _merges(items: Ints, listed: Ints, own: Ints, first: int) -> tuple[Ints, Ints, Ints]:
-    """merge_tokens, merge_start and merge_slots of items with partial results. Those of tokens in
-    `own` are merged with what is in the output, too."""
+    """merge_tokens, merge_start and merge_slots for items with partial results.
+
+    own: tokens whose output already holds a partial result, see PrecomputedChunks.
+    """
     counts = items[:, QUERIES]
     tokens = ranges(items[:, QUERY], counts)
     from_list = np.repeat(items[:, LISTED] > 0, counts)
@@ -294,7 +327,7 @@ def _merges(items: Ints, listed: Ints, own: Ints, first: int) -> tuple[Ints, Int
 
 
 def _bounds(ordered: Ints) -> Ints:
-    """Where the runs of equal numbers begin, and where the last one ends."""
+    """The start of each run of equal numbers, and the end of the last one."""
     begins = np.ones(len(ordered) + 1, np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=begins[1:-1])
     return np.flatnonzero(begins).astype(np.int32)

@@ -1,13 +1,14 @@
 """Sampling on the device: greedy, temperature, min-p, top-k and top-p, without sorting.
 
-What agrees with the sampler of the executor (the definition) and how far:
+executor/sampler.py defines the results. The device agrees with it as follows:
 
-    greedy      always: the first of equal logits; -1 where the best is not finite, or any is NaN
-    top_k       the set of allowed tokens, always: it depends on subtraction and IEEE division
-    min_p       the set, but for tokens whose weight is within a few roundings (1e-7) of the bound,
-                because the device's exponential is not the host's
-    top_p       the set, but for where a sum of weights is within 1e-7 of the share
-    the draw    same noise, same race: the token, unless two are about to win within 1e-7
+    greedy      same token always: the first of equal logits; -1 if the largest logit is not finite
+                or any is NaN
+    top_k       same set of allowed tokens always: it depends only on subtraction and IEEE division
+    min_p       same set, except for tokens whose weight is within a few roundings (1e-7) of the
+                bound, because the exponential of the device differs from that of the host
+    top_p       same set, unless a sum of weights is within 1e-7 of top_p
+    the draw    same noise and same race: the same token, unless two tokens tie within 1e-7
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from torch import Tensor
 from bros.kernels.triton.sampling_kernels import choose
 from bros.kernels.triton.settings import power_of_two
 
-_GROUP = 256  # tokens that race against each other after their group has won
-_TILE, _WARPS = 32, 8  # groups that are read at once: 32 tokens for each thread
+_GROUP = 256  # tokens per group: the race picks a group, then a token within it
+_TILE, _WARPS = 32, 8  # groups that a program reads at once: 32 tokens per thread
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """One entry per row, on the device of the logits.
 
-    temperature: fp32, 0 is greedy.
-    min_p: fp32, 0 is off.
-    top_k: int32, 0 is off.
-    top_p: fp64, 1 is off.
-    start: int64, the bits of the uint64 where the row's noise starts.
+    temperature: fp32, 0 for greedy.
+    min_p: fp32, 0 for off.
+    top_k: int32, 0 for off.
+    top_p: fp64, 1 for off.
+    start: int64, the bits of the uint64 at which the row's noise starts.
     """
 
     temperature: Tensor
@@ -42,8 +43,8 @@ class SamplingTensors:
     start: Tensor
 
 
-def choose_tokens(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """int32 [rows]; -1 where the best logit is not finite or any is NaN.
+def sample_tokens(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Sample int32 [rows] tokens; -1 if the largest logit of a row is not finite or any is NaN.
 
     logits: fp32 [rows, vocab], not changed. The host does not wait for the device.
     """

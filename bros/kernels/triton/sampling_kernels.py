@@ -1,18 +1,18 @@
-"""Device code of sampling: one row of logits per program, without sorting it.
+"""Device code of sampling: one row of logits per program, without sorting.
 
-The row is read once as a whole, in groups of tokens, for the best token of each group. What can be
-drawn lies in few groups then, and only these are read again:
+A program reads the whole row once, in groups of tokens, to find the best token of each group. The
+allowed tokens then lie in few groups, and only these are read again:
 
-    top_k    k groups have a token that is no worse than the k-th best of the groups' best ones, so
-             nothing below that one is wanted, and groups whose best is worse are left out
-    top_p    the same by weight, if the groups' best tokens alone have the share
-    min_p    groups whose best token has too little weight are left out
+    top_k    k groups have a token at least as good as the k-th best of the groups' best tokens, so
+             worse tokens are not allowed, and groups whose best token is worse are skipped
+    top_p    the same by weight, if the groups' best tokens alone have the mass top_p
+    min_p    groups whose best token has too little weight are skipped
 
-Keys, smaller for what is better, are bits of floats >= 0, which are ordered as the floats. Those
-that may be within the bound, below which a token is not drawn, are collected, and the bound is
-found among them by bisection. With top_k they are hardly more than k, unless that is more than
-there are groups; with top_p alone they are few where few tokens have the share, and else may be a
-large part of the row.
+A key is the bits of a float >= 0, which are ordered like the float; smaller keys are better tokens.
+A token is allowed if its key is at most a bound. The program collects the keys that may be within
+the bound and finds the bound among them by bisection. With top_k it collects few more than k keys,
+unless k exceeds the number of groups; with top_p alone, few keys if few tokens have the mass, else
+up to a large part of the row.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def choose(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """GROUPS: the power of two that NUM_GROUPS fit in; TILE: groups that are read at once."""
+    """Sample one row per program.
+
+    GROUPS: NUM_GROUPS rounded up to a power of two.
+    TILE: groups that are read at once.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
     keys += row * (NUM_GROUPS * GROUP)
@@ -80,12 +84,12 @@ def choose(
                 _keep_best(
                     logits, weights, listed, count, bound, peak, temperature, vocab, GROUP, TILE
                 )
-                weight = tl.where(depth <= bound, weight, 0.0)  # not to list what never was
+                weight = tl.where(depth <= bound, weight, 0.0)  # excludes groups not in `listed`
             # fmt: on
             if top_p < 1.0:
                 total = _total(weights, listed, count, GROUP, TILE)
                 share = top_p * total
-                # All tokens that are lighter than this together are no more than may be left out.
+                # All tokens lighter than this together have less mass than top_p may exclude.
                 least = 0.99 * (total - share) / (count * GROUP)
                 bound = tl.minimum(_key(least.to(tl.float32)), ONE_BITS - 1)
                 key = _key(weight)
@@ -109,8 +113,8 @@ def _best(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The first of the best tokens, its logit, and whether that is finite and no logit is NaN.
-    Leaves the best logit of each group in `peaks`."""
+    """The first best token, its logit, and whether that is finite and no logit is NaN.
+    Writes the largest logit of each group to `peaks`."""
     r = tl.arange(0, TILE)
     i = tl.arange(0, GROUP)
     highest = tl.full([TILE, GROUP], float("-inf"), tl.float32)
@@ -133,7 +137,7 @@ def _best(
 
 @triton.jit
 def _weighed(x, peak, temperature, min_p):
-    """Keys: how far logits are below the best when scaled. And their weights relative to it."""
+    """Keys by depth, (peak - x) / temperature, and weights exp(-depth), 0 if below min_p."""
     depth = tl.div_rn(peak - x, temperature + tl.zeros(x.shape, tl.float32))
     weight = tl.exp(-depth)
     return depth.to(tl.int32, bitcast=True), tl.where(weight >= min_p, weight, 0.0)
@@ -141,14 +145,14 @@ def _weighed(x, peak, temperature, min_p):
 
 @triton.jit
 def _key(weight):
-    """How far weights are below that of the best."""
+    """Keys by weight: smaller for larger weights, 0 for the best token's weight of 1."""
     return -weight.to(tl.int32, bitcast=True) + ONE_BITS
 
 
 @triton.jit
 def _list(listed, g, chosen):
-    """Lists the groups that are chosen, and returns how many they are."""
-    tl.debug_barrier()  # all programs have read the old list
+    """Writes the chosen groups to `listed`; returns how many there are."""
+    tl.debug_barrier()  # all threads have read the old list
     flags = chosen.to(tl.int32)
     tl.store(listed + tl.cumsum(flags, 0) - 1, g, mask=chosen)
     tl.debug_barrier()
@@ -157,7 +161,7 @@ def _list(listed, g, chosen):
 
 @triton.jit
 def _tile(listed, first, count, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Tokens [TILE, GROUP] of the listed groups from the first-th on, and which of these are."""
+    """Tokens [TILE, GROUP] of TILE listed groups, starting with number `first`, and their mask."""
     r = first + tl.arange(0, TILE)
     i = tl.arange(0, GROUP)
     number = tl.load(listed + r, mask=r < count, other=0)
@@ -167,7 +171,7 @@ def _tile(listed, first, count, GROUP: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _append(keys, found, key, chosen):
-    """Puts the chosen keys of a tile behind those that were found, and returns how many are now."""
+    """Appends the chosen keys of a tile to the `found` keys; returns the new number of keys."""
     size: tl.constexpr = key.shape[0] * key.shape[1]
     flags = tl.reshape(chosen.to(tl.int32), [size])
     places = found + tl.cumsum(flags, 0) - 1
@@ -191,8 +195,8 @@ def _weigh(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Weights of all tokens in the listed groups. If the number of tokens is limited, collects the
-    keys within the bound; returns how many they are."""
+    """Writes the weights of all tokens in the listed groups. With `limited` (top_k), also collects
+    the keys within the bound; returns their number."""
     found = 0
     for first in range(0, count, TILE):
         at, there = _tile(listed, first, count, GROUP, TILE)
@@ -208,8 +212,8 @@ def _weigh(
 
 @triton.jit
 def _collect(keys, weights, listed, count, bound, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Collects the keys of weights within the bound, and returns how many they are."""
-    tl.debug_barrier()  # all programs have read the old keys
+    """Collects the keys of weights within the bound; returns their number."""
+    tl.debug_barrier()  # all threads have read the old keys
     found = 0
     for first in range(0, count, TILE):
         at, there = _tile(listed, first, count, GROUP, TILE)
@@ -221,7 +225,7 @@ def _collect(keys, weights, listed, count, bound, GROUP: tl.constexpr, TILE: tl.
 
 @triton.jit
 def _within(key, share, target):
-    """The smallest bound within which shares sum up to the target."""
+    """The smallest bound for which the shares of keys <= bound sum up to the target."""
     low = 0
     high = PAST_THE_END
     while low < high:
@@ -234,8 +238,8 @@ def _within(key, share, target):
 
 @triton.jit
 def _bound(keys, found, high, target, SIZE: tl.constexpr, COUNT: tl.constexpr):
-    """The same for the keys that were found, and no more than `high`: of so many tokens, or of so
-    much weight."""
+    """The same for the `found` keys, at most `high`. The target is a number of tokens if COUNT,
+    else a mass."""
     i = tl.arange(0, SIZE)
     low = 0
     while low < high:
@@ -270,7 +274,7 @@ def _keep_best(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Take the weight of all logits that are beyond a bound."""
+    """Set the weights of tokens beyond the bound on depth to 0."""
     for first in range(0, count, TILE):
         at, there = _tile(listed, first, count, GROUP, TILE)
         x = tl.load(logits + at, mask=there & (at < vocab), other=float("-inf"))
@@ -281,7 +285,7 @@ def _keep_best(
 
 @triton.jit
 def _keep_heaviest(weights, listed, count, bound, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Take all weights that are beyond a bound."""
+    """Set the weights beyond the bound on weight keys to 0."""
     for first in range(0, count, TILE):
         at, there = _tile(listed, first, count, GROUP, TILE)
         weight = tl.load(weights + at, mask=there, other=0.0)
@@ -291,7 +295,7 @@ def _keep_heaviest(weights, listed, count, bound, GROUP: tl.constexpr, TILE: tl.
 
 @triton.jit
 def _total(weights, listed, count, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """The sum of the weights."""
+    """The sum of the weights in the listed groups."""
     total = tl.zeros([TILE, GROUP], tl.float64)
     for first in range(0, count, TILE):
         at, there = _tile(listed, first, count, GROUP, TILE)
@@ -311,7 +315,7 @@ def _draw(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The token that wins an exponential race in the group of tokens that won one."""
+    """Draw a token: an exponential race among the listed groups, then one within the winner."""
     r = tl.arange(0, TILE)
     i = tl.arange(0, GROUP)
     for first in range(0, count, TILE):
@@ -331,7 +335,7 @@ def _draw(
 
 @triton.jit
 def _noise(start, number):
-    """Exponential random numbers, the number-th of a SplitMix64 sequence. Both uint64."""
+    """Exponential random numbers from values `number` of a SplitMix64 sequence. Both uint64."""
     golden = tl.full([1], 0x9E3779B97F4A7C15, tl.uint64)
     state = (number + 1) * golden + start
     state = (state ^ (state >> 30)) * tl.full([1], 0xBF58476D1CE4E5B9, tl.uint64)

@@ -1,13 +1,13 @@
-"""Launch configurations per device: defaults, overridden by what was tuned on such a device.
+"""Launch configurations per device: defaults, overridden by values tuned on such a device.
 
-tuned/DEVICE.json, where DEVICE is the device's name with underscores, has
+tuned/DEVICE.json, where DEVICE is the device's name with underscores, contains
 
     {"device": ..., "programs_per_processor": {"one": 4, "tile": 1},
      "launches": [{"kind": "one", "element_bytes": 2, "head_dim": 128, "rows": 16,
                    "block_m": 16, "block_n": 64, "warps": 4, "stages": 3}, ...]}
 
 kind: `one` for rows of one token, `tile` for tiles of queries. rows: queries times heads of a
-program, a power of two; head_dim is rounded up to one as well.
+program, a power of two; head_dim is rounded up to a power of two as well.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from bros.core.errors import ConfigError
 Kind = Literal["one", "tile"]
 
 _TILE_BYTES = 16384  # of K or V per stage, by default
-_INTERPRETED, _HOPPER = 0, 9  # major versions
+_INTERPRETED, _HOPPER = 0, 9  # major compute capabilities
 
 
 class Shape(NamedTuple):
-    """What a launch configuration depends on. rows may be cut to Launch.block_m."""
+    """The key of a launch configuration. The kernel uses at most LaunchConfig.block_m of `rows`."""
 
     kind: Kind
     element_bytes: int
@@ -38,7 +38,9 @@ class Shape(NamedTuple):
 
 
 class LaunchConfig(NamedTuple):
-    """block_m: query rows of a program.
+    """How to launch a kernel.
+
+    block_m: query rows of a program.
     block_n: keys per tile.
     """
 
@@ -50,8 +52,11 @@ class LaunchConfig(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TritonSettings:
-    """processors: multiprocessors.
-    programs: how many of them run on one at once, per kind.
+    """Launch configurations of one device.
+
+    processors: its multiprocessors.
+    major: its major compute capability.
+    programs: per kind, how many programs run on a multiprocessor at once.
     """
 
     device: str
@@ -65,17 +70,17 @@ class TritonSettings:
         return self.major == _INTERPRETED
 
     def launch(self, shape: Shape) -> LaunchConfig:
-        """The tuned configuration, or else a default that fits into shared memory."""
+        """The tuned configuration if there is one, else the default."""
         return self.tuned.get(shape) or self.default(shape)
 
     def default(self, shape: Shape) -> LaunchConfig:
-        """A configuration without spilled registers (at head_dim 256, fp32 with a 16-bit cache
-        spills a few), with the shared memory of a few programs per processor."""
+        """A configuration that fits a few programs' shared memory on a multiprocessor and spills no
+        registers (except a few at head_dim 256 in fp32 with a 16-bit cache)."""
         if self.interpreted:
             return LaunchConfig(shape.rows, 64, 4, 1)
         stages = 3 if self.major >= _HOPPER else 2
         if shape.element_bytes > 2:
-            # Without matrix units, so that fp32 stays fp32: registers are what limits the tile.
+            # No tensor cores, so that fp32 stays exact: registers limit the size of the tile.
             return LaunchConfig(16, 16 if shape.head_dim > 64 else 32, 8, stages)
         keys = min(128, max(16, _TILE_BYTES // (shape.head_dim * shape.element_bytes)))
         if shape.kind == "one":
@@ -85,14 +90,14 @@ class TritonSettings:
 
 
 def power_of_two(number: int) -> int:
-    """The least that is not below a number. Triton's own function of this kind takes 5 us a call,
-    which for all launches of a step is as long as a small model computes."""
+    """The smallest power of two >= number. triton.next_power_of_2 takes 5 us a call: for all
+    launches of a step, that is as long as a small model computes."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def settings_for(device: torch.device) -> TritonSettings:
-    """Settings of a CUDA device, with what was tuned for its name; a tiny device for the CPU,
-    where kernels are interpreted."""
+    """The settings of a CUDA device, with those tuned for its name; for the CPU, where kernels are
+    interpreted, those of a tiny device."""
     if device.type != "cuda":
         return TritonSettings("interpreter", 4, _INTERPRETED)
     properties = torch.cuda.get_device_properties(device)
@@ -103,12 +108,12 @@ def settings_for(device: torch.device) -> TritonSettings:
 
 
 def file_name(device: str) -> str:
-    """Of the configurations tuned for a device of that name."""
+    """The name of the file with the configurations tuned for a device."""
     return "".join(c if c.isalnum() or c in "-." else "_" for c in device) + ".json"
 
 
 def with_tuned(settings: TritonSettings, text: str) -> TritonSettings:
-    """Settings with the contents of a file. Raises ConfigError if it is not as it should be."""
+    """Settings with the tuned configurations of a file. Raises ConfigError if it is malformed."""
     try:
         data = json.loads(text)
         tuned = dict(_entry(entry) for entry in data["launches"])
@@ -124,7 +129,7 @@ def with_tuned(settings: TritonSettings, text: str) -> TritonSettings:
 
 
 def as_json(settings: TritonSettings) -> str:
-    """The contents of the file that with_tuned reads."""
+    """The contents of a file for with_tuned."""
     launches = [
         {**shape._asdict(), **launch._asdict()} for shape, launch in sorted(settings.tuned.items())
     ]

@@ -13,7 +13,7 @@ import pytest
 
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
-from bros.executor.parallel.ranks import Alone
+from bros.executor.parallel.ranks import SingleRank
 from bros.text.tokenizer import Tokenizer
 from support.device_runners import VOCAB, tiny_spec
 from support.parallel_engine import Answers, Workload, run_workload
@@ -27,7 +27,7 @@ def on_one_rank(workload: Workload) -> Answers:
     """In plenty of memory, nothing given up, and with the margins."""
     options = {key: workload.options[key] for key in ("max_model_len", "threads")}
     plain = replace(workload, options={**options, "kv_blocks": 1024}, patience=0, logprobs=2)
-    answers = run_workload(Alone(), plain)
+    answers = run_workload(SingleRank(), plain)
     assert answers is not None
     assert sum(counted.preemptions for counted in answers.stats.by_class.values()) == 0
     return answers

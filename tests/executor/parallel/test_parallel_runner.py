@@ -20,7 +20,7 @@ from bros.core.errors import RanksLostError
 from bros.core.interfaces import LaunchingExecutor
 from bros.core.plan import KvCopies, StepPlan
 from bros.executor.loader import random_executor
-from bros.executor.parallel.ranks import Alone
+from bros.executor.parallel.ranks import SingleRank
 from bros.executor.parallel.runner import lead
 from support.device_runners import BLOCK, Assembled, Scripted, assemble, family_plans, tiny_spec
 from support.growing_requests import make_requests, run_ahead, run_one_by_one, script
@@ -155,7 +155,7 @@ def test_a_rank_that_is_lost_ends_the_others() -> None:
 
 def test_one_rank_needs_nobody() -> None:
     runner = assemble().runner
-    assert lead(runner, Alone()) is runner
+    assert lead(runner, SingleRank()) is runner
 
 
 def test_only_what_can_launch_alone_can_launch_with_others() -> None:

@@ -22,8 +22,7 @@ from bros.core.plan import (
     StepPlan,
 )
 from bros.core.request import SamplingParams, ServiceClass
-from bros.executor.feed import Pending
-from bros.executor.inputs import StepInputs, build_inputs
+from bros.executor.inputs import PendingTokens, StepInputs, build_inputs
 from bros.executor.parallel.plan_codec import Message, PlanDecoder, PlanEncoder, Step
 from support.scheduling import make_scheduler, request
 from support.tier import examples
@@ -244,7 +243,7 @@ def test_tokens_that_only_the_device_knows() -> None:
         tuple(Chunk(str(i), 3, tokens[i], array("i"), slots[i], GREEDY) for i in range(3)),
     )
     sources = torch.tensor([4, -1, -1, 0], dtype=torch.int32)
-    pending = Pending(torch.zeros(5, dtype=torch.int32), sources)
+    pending = PendingTokens(torch.zeros(5, dtype=torch.int32), sources)
     step = decoder(encoder.step(plan, build_inputs(plan), pending=pending))
     assert step is not None and step.sources is not None
     assert step.sources.dtype == torch.int32

@@ -8,7 +8,7 @@ from array import array
 import pytest
 import torch
 
-from bros.executor.parallel.ranks import Alone
+from bros.executor.parallel.ranks import SingleRank
 from support.rank_talk import hang_one, lose_one, talk
 from support.ranks import STEP_TIMEOUT_S, run_ranks
 
@@ -43,12 +43,12 @@ def test_who_waits_for_a_rank_that_hangs_is_told_after_the_timeout(what: str) ->
 
 
 def test_alone_nobody_is_waited_for() -> None:
-    ranks = Alone()
+    ranks = SingleRank()
     x = torch.rand(2, 3)
     assert ranks.all_reduce_(x) is x and ranks.gather(x, (3,)) is x
     assert (ranks.rank, ranks.size, ranks.others) == (0, 1, ())
     assert ranks.minimum(5) == 5
-    assert [ranks.any_(flag) for flag in (True, False)] == [True, False]
+    assert [ranks.broadcast_flag(flag) for flag in (True, False)] == [True, False]
     ranks.send(array("i", [1]))
     ranks.close()
     ranks.close()

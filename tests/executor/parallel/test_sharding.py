@@ -1,4 +1,4 @@
-"""How sizes are cut, who has which head, and that the parts of all ranks make up the model."""
+"""How sizes are split, which rank has which heads, and that all parts form the model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from bros.core.errors import ConfigError
 from bros.executor.models.build import build_decoder
 from bros.executor.models.spec import ModelSpec
-from bros.executor.parallel.ranks import Alone
-from bros.executor.parallel.sharding import ShardedWeights, cut, shards_of
+from bros.executor.parallel.ranks import SingleRank
+from bros.executor.parallel.sharding import ShardedWeights, partition, shards_of
 from bros.executor.target import CPU, Target
 from bros.executor.weights import Int4Groups, Part, RandomWeights, part_shape
 from bros.kernels.reference import ReferenceKernels
@@ -37,7 +37,7 @@ SMOLLM2 = {
 
 @given(total=st.integers(1, 5000), parts=st.integers(1, 40), unit=st.sampled_from([1, 16, 32]))
 def test_a_cut_covers_everything_once_and_evenly(total: int, parts: int, unit: int) -> None:
-    ranges = cut(total, parts, unit)
+    ranges = partition(total, parts, unit)
     assert len(ranges) == parts
     assert [index for part in ranges for index in part] == list(range(total))
     if total >= unit * parts:
@@ -109,7 +109,7 @@ class Watched(RandomWeights):
         out.copy_(self.dense(name, shape, part))
 
 
-class Silent(Alone):
+class Silent(SingleRank):
     """A rank that is built, and never asked."""
 
     def __init__(self, rank: int, size: int) -> None:

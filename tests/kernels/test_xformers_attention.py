@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bros.core.errors import ConfigError
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import GraphLimits, HeadLayout, Kernels
-from bros.kernels.xformers_self import LEAST_TOKENS, XformersSelf, open_xformers
+from bros.kernels.xformers_attention import LEAST_TOKENS, XformersAttention, load_xformers
 from support.fake_xformers import FakeFmha, install
 from support.kernel_cases import (
     ANY_PARTS,
@@ -42,7 +42,7 @@ needs_xformers = pytest.mark.skipif(find_spec("xformers") is None, reason="xform
 
 
 def kernels_with(fmha: FakeFmha) -> Kernels:
-    return select_kernels("triton", CPU, XformersSelf(fmha, CPU))
+    return select_kernels("triton", CPU, XformersAttention(fmha, CPU))
 
 
 def assert_exact(case: AttentionCase, fmha: FakeFmha) -> None:
@@ -171,25 +171,25 @@ def test_the_name_tells() -> None:
 def test_xformers_that_works_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     fmha = FakeFmha()
     install(monkeypatch, fmha)
-    open_xformers(CPU, LAYOUT, torch.float16)
+    load_xformers(CPU, LAYOUT, torch.float16)
     assert fmha.calls == [[64, 65]]  # it has been tried
 
 
 def test_without_xformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xformers", None)
     with pytest.raises(ConfigError, match=r"^--self-attention xformers: install bros\[xformers\]"):
-        open_xformers(CPU, LAYOUT, torch.bfloat16)
+        load_xformers(CPU, LAYOUT, torch.bfloat16)
 
 
 def test_fp32_is_refused() -> None:
     with pytest.raises(ConfigError, match="for bf16 and fp16 only"):
-        open_xformers(CPU, LAYOUT, torch.float32)
+        load_xformers(CPU, LAYOUT, torch.float32)
 
 
 def test_heads_it_has_no_kernel_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeFmha())
     with pytest.raises(ConfigError, match=r"not usable here: Not.*for `x`; query.shape\[-1\]"):
-        open_xformers(CPU, HeadLayout(2, 2, 12), torch.float16)
+        load_xformers(CPU, HeadLayout(2, 2, 12), torch.float16)
 
 
 class PaddedFmha(FakeFmha):
@@ -209,8 +209,8 @@ class Base2Fmha(FakeFmha):
 @pytest.mark.parametrize("fmha", [PaddedFmha(), Base2Fmha()], ids=lambda fmha: type(fmha).__name__)
 def test_other_log_sum_exps_are_noticed(monkeypatch: pytest.MonkeyPatch, fmha: FakeFmha) -> None:
     install(monkeypatch, fmha)
-    with pytest.raises(ConfigError, match="returns something else"):
-        open_xformers(CPU, LAYOUT, torch.float16)
+    with pytest.raises(ConfigError, match="returns wrong results"):
+        load_xformers(CPU, LAYOUT, torch.float16)
 
 
 def test_an_xformers_for_another_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_an_xformers_for_another_torch_is_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "xformers", ModuleType("xformers"))
     monkeypatch.setitem(sys.modules, "xformers.ops", Stumbling("xformers.ops"))
     with pytest.raises(ConfigError, match="this torch: ImportError: .* doesnt have; a compatible"):
-        open_xformers(CPU, LAYOUT, torch.float16)
+        load_xformers(CPU, LAYOUT, torch.float16)
 
 
 # --- the real one, on a GPU ---
@@ -248,7 +248,7 @@ def test_the_real_one_at_real_sizes(shape: str, model: str, dtype: torch.dtype) 
     rows, parts = REAL[shape]
     case = make_case(rows, *LAYOUTS[model], kv_dtype=dtype, parts=parts)
     case = replace(case, qkv=case.qkv.to(dtype)).to(BACKEND.device)
-    own = open_xformers(BACKEND.device, case.layout, dtype)
+    own = load_xformers(BACKEND.device, case.layout, dtype)
     kernels = select_kernels("triton", BACKEND.device, own)
     batch = kernels.prepare(case.batch, case.layout, BACKEND.device)
     actual = kernels.attention(case.qkv, case.layout, case.k_cache, case.v_cache, batch, case.scale)
@@ -262,4 +262,4 @@ def test_the_real_one_at_real_sizes(shape: str, model: str, dtype: torch.dtype) 
 @pytest.mark.gpu
 def test_the_real_one_says_what_it_has_no_kernel_for() -> None:
     with pytest.raises(ConfigError, match="not usable here: NotImplementedError"):
-        open_xformers(BACKEND.device, HeadLayout(2, 2, 12), torch.float16)
+        load_xformers(BACKEND.device, HeadLayout(2, 2, 12), torch.float16)
