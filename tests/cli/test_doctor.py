@@ -164,7 +164,7 @@ def test_kernels_that_fail_do_not_end_the_report(
 @pytest.mark.parametrize(
     ("broken", "problem"),
     [
-        (lambda copies: None, "KV that went to the host has come back as something else"),
+        (lambda copies: None, "KV that was copied to the host and back has changed"),
         (lambda copies: 1 // 0, "KV cannot be copied to the host: ZeroDivisionError: "),
     ],
 )
