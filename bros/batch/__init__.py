@@ -1,1 +1,1 @@
-"""Batch jobs: files of requests that are answered in the time that is left, exactly once each."""
+"""Batch jobs: files of requests, run best-effort, each answered exactly once."""

@@ -1,4 +1,4 @@
-"""SQLite or PostgreSQL, brought to the version this program knows."""
+"""The database of the store, SQLite or PostgreSQL: connection, transactions, tables."""
 
 from __future__ import annotations
 
@@ -20,64 +20,66 @@ from bros.batch.objects import StoreError, StoreFullError, StoreUnavailableError
 from bros.core.errors import ConfigError
 
 _BUSY_S = 30
-"""How long a transaction waits for another process's."""
+"""How long a SQLite transaction waits for the lock of another one."""
 
 _POSTGRES_SETTINGS = {"connect_timeout": 10, "keepalives_idle": 10, "tcp_user_timeout": 30_000}
 
-_LOCK = 0x62726F73  # any number that all servers of a store agree on
+_ADVISORY_LOCK_KEY = 0x62726F73  # any number, the same in all servers of a store
 _DISK_FULL = "53100"  # PostgreSQL's SQLSTATE
 
-_MAY_PASS = frozenset(
+_RETRYABLE_SQLITE_CODES = frozenset(
     {
         sqlite3.SQLITE_BUSY,
         sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_PROTOCOL,  # many processes open it at once
+        sqlite3.SQLITE_PROTOCOL,  # many processes open it at the same time
         sqlite3.SQLITE_CANTOPEN,  # too many open files
-        sqlite3.SQLITE_IOERR,  # also of a full disk
+        sqlite3.SQLITE_IOERR,  # also raised for a full disk
         sqlite3.SQLITE_NOMEM,
         sqlite3.SQLITE_INTERRUPT,
     }
 )
-"""Of SQLite, which calls everything else operational, too: a table that is not there, for one."""
+"""Needed because sqlite3 raises OperationalError also for permanent errors like a missing table."""
 
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 class Database:
-    """Transactions. To be used from worker threads: every call waits for the disk."""
+    """Transactions. Made by `open_database`. Every call blocks, so use it from worker threads."""
 
     def __init__(self, engine: sa.Engine) -> None:
-        """Made by `open_database`."""
         self._engine = self._reader = engine
         self._is_sqlite = engine.dialect.name == "sqlite"
         if not self._is_sqlite:
-            # Else each statement would see what others have stored by then.
+            # By default each statement of a transaction sees what others have committed by then.
             self._reader = engine.execution_options(
                 isolation_level="REPEATABLE READ", postgresql_readonly=True
             )
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """All statements see what was stored when the first one ran. Raises StoreError."""
-        with _explained(), self._reader.connect() as connection, connection.begin():
+        """A read-only transaction on one snapshot of the data. Raises StoreError."""
+        with _translate_errors(), self._reader.connect() as connection, connection.begin():
             yield connection
 
     @contextlib.contextmanager
-    def write(self, *, alone: bool = False) -> Iterator[sa.Connection]:
-        """A transaction: all of it is stored when the block ends, or nothing if it raises.
+    def write(self, *, exclusive: bool = False) -> Iterator[sa.Connection]:
+        """A transaction: committed when the block ends, rolled back if it raises.
 
-        alone: no other such block runs at the same time, in any process. Raises StoreFullError,
-        StoreUnavailableError if it may work later, or StoreError if it will not.
+        exclusive: no other exclusive block runs at the same time, in any process.
+
+        Raises StoreFullError, StoreUnavailableError if a retry may succeed, else StoreError.
         """
-        with _explained(), self._engine.connect() as connection:
+        with _translate_errors(), self._engine.connect() as connection:
             writing = connection.execution_options(writes=True)
             with writing.begin():
-                if alone and not self._is_sqlite:
-                    writing.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+                if exclusive and not self._is_sqlite:
+                    lock = sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK_KEY)
+                    writing.execute(sa.select(lock))
                 yield writing
 
     def time(self, now: float) -> float:
-        """Unix seconds on the clock of the database's server; `now` if it has none of its own."""
+        """Unix seconds: PostgreSQL's clock, so that the clocks of servers that share a database may
+        differ; `now` for SQLite, whose file belongs to one machine."""
         if self._is_sqlite:
             return now
         clock = sa.extract("epoch", sa.func.clock_timestamp())
@@ -89,14 +91,14 @@ class Database:
 
 
 def open_database(url: str | None, folder: Path) -> Database:
-    """The store at a URL (`postgresql://...`), or in a file in `folder`.
+    """The database at a URL (`postgresql://...`), else `jobs.db` in `folder`.
 
-    Creates and migrates it as needed. Raises ConfigError if it is not usable.
+    Creates and migrates the tables. Raises ConfigError if the database cannot be used.
     """
     engine = _engine(url, folder)
     try:
         database = Database(engine)
-        with _alone_in(folder) if url is None else contextlib.nullcontext():
+        with _creation_lock(folder) if url is None else contextlib.nullcontext():
             _migrate(database)
         return database
     except (StoreError, StoreFullError) as error:
@@ -110,21 +112,21 @@ def _engine(url: str | None, folder: Path) -> sa.Engine:
         engine = _pooled(f"sqlite:///{folder / 'jobs.db'}")
         _set_up_sqlite(engine)
         return engine
-    scheme, _, place = url.partition("://")
+    scheme, _, address = url.partition("://")
     if scheme not in ("postgresql", "postgres"):
         raise ConfigError("--store: give a URL that begins with postgresql://")
     try:
-        return _pooled(f"postgresql+psycopg://{place}")
+        return _pooled(f"postgresql+psycopg://{address}")
     except ImportError as error:
         raise ConfigError(
             f"--store: PostgreSQL needs more packages; install bros[postgres] ({error})"
         ) from error
-    except (sa.exc.ArgumentError, ValueError) as error:  # ValueError: the port is no number
+    except (sa.exc.ArgumentError, ValueError) as error:  # ValueError: the port is not a number
         raise ConfigError("--store: not a URL such as postgresql://user@host/name") from error
 
 
 def _pooled(url: str) -> sa.Engine:
-    # A server that does not answer is an error within seconds, and not a thread lost for ever.
+    # Timeouts, so that a server that does not answer does not block a thread for ever.
     settings = {} if url.startswith("sqlite") else _POSTGRES_SETTINGS
     return sa.create_engine(
         url, pool_size=4, max_overflow=4, pool_pre_ping=True, connect_args=settings
@@ -133,15 +135,15 @@ def _pooled(url: str) -> sa.Engine:
 
 def _set_up_sqlite(engine: sa.Engine) -> None:
     def on_connect(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-        connection.isolation_level = None  # BEGIN is ours, see below
+        connection.isolation_level = None  # no implicit BEGIN; on_begin sends it
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {1000 * _BUSY_S}")
         cursor.execute("PRAGMA journal_mode = WAL")
-        cursor.execute("PRAGMA synchronous = FULL")  # what was acknowledged survives a power cut
+        cursor.execute("PRAGMA synchronous = FULL")  # commits survive a power failure
         cursor.close()
 
     def on_begin(connection: sa.Connection) -> None:
-        # Who is going to write says so at once: a reader that becomes a writer may be refused.
+        # A writer takes the write lock at once: upgrading a read transaction later can fail.
         writes = connection.get_execution_options().get("writes", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -150,9 +152,9 @@ def _set_up_sqlite(engine: sa.Engine) -> None:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """No other process makes a database here meanwhile. SQLite does not wait for its own lock
-    when a new one becomes WAL."""
+def _creation_lock(folder: Path) -> Iterator[None]:
+    """Only one process at a time creates or migrates the database in `folder`. busy_timeout does
+    not cover the switch of a new SQLite database to WAL."""
     with (folder / "jobs.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -161,18 +163,19 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _migrate(database: Database) -> None:
     config = alembic.config.Config()
     config.set_main_option("script_location", "bros.batch:migrations")
-    with database.write(alone=True) as connection:
+    with database.write(exclusive=True) as connection:
         config.attributes["connection"] = connection
         try:
             alembic.command.upgrade(config, "head")
         except alembic.util.CommandError as error:
             raise StoreError(
-                f"it was made by another version of bros, which this one does not know ({error})"
+                f"it was made by another version of bros, which this one cannot read ({error})"
             ) from error
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
+    """Raise StoreFullError, StoreUnavailableError or StoreError instead of SQLAlchemy's errors."""
     try:
         yield
     except sa.exc.DBAPIError as error:
@@ -180,33 +183,33 @@ def _explained() -> Iterator[None]:
         full = getattr(error.orig, "sqlstate", None) == _DISK_FULL or "disk is full" in reason
         if full:
             raise StoreFullError("the disk of the store is full") from error
-        kind = StoreUnavailableError if _may_pass(error) else StoreError
+        kind = StoreUnavailableError if _is_retryable(error) else StoreError
         raise kind(f"the store cannot be used: {reason}") from error
     except sa.exc.TimeoutError as error:
         busy = "the store cannot be used: all connections to it are busy"
         raise StoreUnavailableError(busy) from error
 
 
-def _may_pass(error: sa.exc.DBAPIError) -> bool:
-    """Whether the same transaction may work later."""
+def _is_retryable(error: sa.exc.DBAPIError) -> bool:
+    """Whether the same transaction may succeed later."""
     code = getattr(error.orig, "sqlite_errorcode", None)
     if code is not None:
-        return code & 0xFF in _MAY_PASS  # the rest of the number says more of the same
-    # PostgreSQL: lost connections, deadlocks, timeouts, a server that starts, stops or is full.
+        return code & 0xFF in _RETRYABLE_SQLITE_CODES  # the low byte is the primary code
+    # PostgreSQL: lost connections, deadlocks, timeouts; a server that starts, stops or is full.
     return error.connection_invalidated or isinstance(error, sa.exc.OperationalError)
 
 
-# ---- Tables. Migrations bring a store to this shape; a test compares the two.
+# ---- Tables, as the migrations leave them; a test compares the two.
 
 
-_BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite counts up INTEGER only
+_BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # only INTEGER autoincrements in SQLite
 
 METADATA = sa.MetaData()
 
-# One row: what tells this store from others.
+# One row: the id of this store.
 STORES = sa.Table("stores", METADATA, sa.Column("id", sa.Text, primary_key=True))
 
-# seq: in the order of creation, for pages.
+# seq: order of creation, for pagination.
 FILES = sa.Table(
     "files",
     METADATA,
@@ -221,9 +224,11 @@ FILES = sa.Table(
     sa.Column("expires_at", _BIG),
 )
 
-# served_model: of the servers that may run its rows. outcome: the final status that a batch is
-# wound up to. enqueued_tokens: what it counts for in its tenant's quota. lease_*: see Lease;
-# lease_until is a Unix time. faults: unexpected ends of work on it since a row was stored.
+# served_model: only servers of this model run its rows.
+# outcome: the final status, once finalizing has begun.
+# enqueued_tokens: what the batch counts for in its tenant's quota.
+# lease_*: see Lease; lease_until is a Unix time.
+# faults: unexpected failures of the runner since a row was last stored.
 BATCHES = sa.Table(
     "batches",
     METADATA,
@@ -266,7 +271,7 @@ BATCHES = sa.Table(
     sa.Column("faults", _BIG, nullable=False, server_default="0"),
 )
 
-# Only while a batch is open: the files take over when it is wound up.
+# Only while a batch is open: finalizing replaces its rows by the result files.
 ROWS = sa.Table(
     "rows",
     METADATA,

@@ -1,4 +1,4 @@
-"""Files of all tenants: their records in the database, their bodies on disk."""
+"""Files of all tenants: records in the database, bodies on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -18,24 +18,23 @@ from bros.batch.database import BATCHES, FILES, Database
 from bros.batch.objects import OPEN_STATUSES, StoredFile, StoreFullError, is_storable
 from bros.core.errors import NotFoundError
 
-# ---- File bodies on disk: `<folder>/<first two digits>/<SHA-256>`, written once, never changed.
+# ---- File bodies on disk: `<folder>/<first two digits>/<SHA-256>`, written once, never modified.
 #
 # ```
 #  write ─▶ tmp/<random>  ─▶ fsync ─▶ rename to its digest ─▶ fsync of the folder
 #                                     └─ within the transaction that records it ─┘
 # ```
 #
-# The transaction excludes the one that removes unused bodies, so that neither sees half of the
-# other's work. What a crash leaves is a temporary file, or a body without a record; both are
-# removed by `sweep`. A temporary file is locked while a process writes it, and the lock of a
-# process that has ended is released with it.
+# The transaction is exclusive, like the one that deletes unused bodies, so neither sees the other
+# half done. A crash leaves a temporary file or a body without a record; `sweep` deletes both.
+# A process locks its temporary files (flock), and the kernel releases the locks when it ends.
 
 
 class BodyWriter:
-    """A body while it is written; not part of anything until `Bodies.place`."""
+    """A body being written to a temporary file; `Bodies.place` makes it permanent."""
 
     def __init__(self, folder: Path) -> None:
-        with disk_full_explained():
+        with translate_disk_full():
             handle, self.path = _locked(folder)
         self._file = os.fdopen(handle, "wb")
         self._hash = hashlib.sha256()
@@ -47,20 +46,20 @@ class BodyWriter:
 
     def write(self, data: bytes) -> None:
         """Raises StoreFullError."""
-        with disk_full_explained():
+        with translate_disk_full():
             self._file.write(data)
         self._hash.update(data)
         self.num_bytes += len(data)
 
     def finish(self) -> None:
-        """Everything is on the disk when this returns. Raises StoreFullError."""
-        with disk_full_explained():
+        """Flush everything to the disk. Raises StoreFullError."""
+        with translate_disk_full():
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def discard(self) -> None:
-        """Forget it, unless it has been placed. May be called at any time, repeatedly."""
-        with contextlib.suppress(OSError):  # flushing the rest to a full disk
+        """Delete it, unless it has been placed. May be called at any time, repeatedly."""
+        with contextlib.suppress(OSError):  # close flushes, which fails on a full disk
             self._file.close()
         self.path.unlink(missing_ok=True)
 
@@ -76,7 +75,7 @@ class Bodies:
 
     @contextlib.contextmanager
     def new(self) -> Iterator[BodyWriter]:
-        """A writer for a new body; nothing of it stays behind unless it is placed."""
+        """A writer for a new body, which is deleted at the end unless it is placed."""
         writer = BodyWriter(self._tmp)
         try:
             yield writer
@@ -87,24 +86,25 @@ class Bodies:
         return self._folder / digest[:2] / digest
 
     def place(self, writer: BodyWriter) -> None:
-        """Give a finished body its name; within the transaction that records it."""
+        """Move a finished body to its permanent path. Call it within the exclusive transaction
+        that inserts its record."""
         path = self.path(writer.digest)
-        with disk_full_explained():
+        with translate_disk_full():
             path.parent.mkdir(exist_ok=True)
             writer.path.replace(path)
             _sync_folder(path.parent)
             _sync_folder(self._folder)
 
     def sweep(self, is_used: Callable[[str], bool]) -> int:
-        """Remove unused bodies; returns how many. Within a transaction that excludes
-        those of `place`."""
+        """Delete unused bodies and abandoned temporary files; returns the number of bodies.
+        Call it within an exclusive transaction."""
         removed = 0
         for path in self._folder.glob("[0-9a-f][0-9a-f]/*"):
             if not is_used(path.name):
                 path.unlink(missing_ok=True)
                 removed += 1
         for path in self._tmp.iterdir():
-            # Not if it is being written, by this process or another one.
+            # A locked file is being written, by this process or another.
             with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
@@ -112,24 +112,24 @@ class Bodies:
 
 
 @contextlib.contextmanager
-def disk_full_explained() -> Iterator[None]:
-    """Turns the system's ways of saying that there is no room into StoreFullError."""
+def translate_disk_full() -> Iterator[None]:
+    """Raise StoreFullError instead of an OSError for a full disk or quota."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StoreFullError("there is no room on the disk of --data-dir") from error
+            raise StoreFullError("the disk of --data-dir is full") from error
         raise
 
 
 def _locked(folder: Path) -> tuple[int, Path]:
-    """A new file, open for writing, that is locked until it is closed."""
+    """(handle, path) of a new file, open for writing and locked until it is closed."""
     while True:
         handle, name = tempfile.mkstemp(dir=folder)
         fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return handle, Path(name)
-        os.close(handle)  # another process has swept it before it was locked
+        os.close(handle)  # another process deleted it in `sweep` before it was locked
 
 
 def _sync_folder(folder: Path) -> None:
@@ -142,9 +142,9 @@ def _sync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which part of a list.
+    """A page of a list.
 
-    after: the id that the part before ended with.
+    after: the last id of the previous page; None for the first page.
     """
 
     limit: int
@@ -153,9 +153,9 @@ class Page:
 
 
 class FileStore:
-    """Blocking; to be used from worker threads. `now` is the time in Unix seconds.
+    """Blocking; for worker threads. `now` is in Unix seconds.
 
-    Who may see a file is decided by `tenant`; everybody else gets NotFoundError.
+    A tenant sees its own files only; for files of others it gets NotFoundError.
     """
 
     def __init__(self, database: Database, bodies: Bodies) -> None:
@@ -163,26 +163,15 @@ class FileStore:
         self.bodies = bodies
 
     def add(self, writer: BodyWriter, file: StoredFile) -> StoredFile:
-        """Keep a finished body under a new record, or nothing of the two."""
-        with self._database.write(alone=True) as connection:
+        """Store a finished body and its record, or neither."""
+        with self._database.write(exclusive=True) as connection:
             self.insert(connection, writer, file)
         return file
 
     def insert(self, connection: sa.Connection, writer: BodyWriter, file: StoredFile) -> None:
-        """The same within a transaction of the caller's, one that runs `alone`."""
+        """The same within the caller's exclusive transaction."""
         self.bodies.place(writer)
-        connection.execute(
-            sa.insert(FILES).values(
-                id=file.id,
-                tenant=file.tenant,
-                digest=file.digest,
-                num_bytes=file.num_bytes,
-                filename=file.filename,
-                purpose=file.purpose,
-                created_at=file.created_at,
-                expires_at=file.expires_at,
-            )
-        )
+        connection.execute(sa.insert(FILES).values(asdict(file)))
 
     def get(self, tenant: str, file_id: str, now: float) -> StoredFile:
         with self._database.read() as connection:
@@ -198,7 +187,7 @@ class FileStore:
     def page(
         self, tenant: str, page: Page, now: float, purpose: str | None = None
     ) -> tuple[list[StoredFile], bool]:
-        """(files, whether there are more). Raises NotFoundError for an unknown `after`."""
+        """(files, whether more follow). Raises NotFoundError for an unknown `after`."""
         query = sa.select(FILES).where(*_visible(tenant, now))
         if purpose is not None:
             if not is_storable(purpose):
@@ -209,9 +198,9 @@ class FileStore:
         return [_file(row) for row in rows[: page.limit]], len(rows) > page.limit
 
     def delete(self, tenant: str, file_id: str, now: float) -> None:
-        """A batch that reads it goes on: the body is kept as long as anything needs it."""
+        """Delete the record, and the body unless another file or an open batch uses it."""
         self.get(tenant, file_id, now)
-        with self._database.write(alone=True) as connection:
+        with self._database.write(exclusive=True) as connection:
             digest = connection.execute(
                 sa.delete(FILES)
                 .where(FILES.c.id == file_id, FILES.c.tenant == tenant)
@@ -219,30 +208,29 @@ class FileStore:
             ).scalar()
         if digest is None:
             return
-        # Only now that the record is gone for certain; `alone` keeps others from being added.
-        with self._database.write(alone=True) as connection:
+        # In a second transaction: if the first one failed to commit, the record needs its body.
+        with self._database.write(exclusive=True) as connection:
             if digest not in _used(connection, digest):
                 self.bodies.path(digest).unlink(missing_ok=True)
 
     def body(self, file: StoredFile) -> Path:
-        """Where its content lies. Raises NotFoundError if it has been removed."""
+        """Path of its content. Raises NotFoundError if it has been deleted."""
         path = self.bodies.path(file.digest)
         if not path.exists():
-            raise NotFoundError(
-                f"The content of {file.id!r} is gone.", param="id", code="file_not_found"
-            )
+            message = f"The content of {file.id!r} has been deleted."
+            raise NotFoundError(message, param="id", code="file_not_found")
         return path
 
     def sweep(self, now: float) -> None:
-        """Remove expired files and unused bodies."""
-        with self._database.write(alone=True) as connection:
+        """Delete expired files and unused bodies."""
+        with self._database.write(exclusive=True) as connection:
             connection.execute(sa.delete(FILES).where(FILES.c.expires_at <= int(now)))
             used = _used(connection)
             self.bodies.sweep(used.__contains__)
 
 
 def has_id(table: sa.Table, value: str) -> sa.ColumnElement[bool]:
-    """Nothing has an id that no database can hold."""
+    """Condition on the id; false for an id that the database could not store."""
     return table.c.id == value if is_storable(value) else sa.false()
 
 
@@ -253,30 +241,29 @@ def paged(
     tenant: str,
     page: Page,
 ) -> sa.Select[tuple[object, ...]]:
-    """`query` in order, from where the page begins, and one row more than it has.
+    """`query` with the order and range of a page, and one row more, which tells if more follow.
 
-    Raises NotFoundError if there is nothing with the id to begin after.
+    Raises NotFoundError if no row has the id `page.after`.
     """
     if page.after is not None:
         seq = connection.execute(
             sa.select(table.c.seq).where(has_id(table, page.after), table.c.tenant == tenant)
         ).scalar()
         if seq is None:
-            raise NotFoundError(
-                f"There is no {page.after[:100]!r} to begin after.", param="after", code="not_found"
-            )
+            message = f"'after': there is no {page.after[:100]!r}."
+            raise NotFoundError(message, param="after", code="not_found")
         query = query.where(table.c.seq < seq if page.newest_first else table.c.seq > seq)
     order = table.c.seq.desc() if page.newest_first else table.c.seq.asc()
     return query.order_by(order).limit(page.limit + 1)
 
 
 def _visible(tenant: str, now: float) -> tuple[sa.ColumnElement[bool], ...]:
-    lives = sa.or_(FILES.c.expires_at.is_(None), FILES.c.expires_at > int(now))
-    return FILES.c.tenant == tenant, lives
+    unexpired = sa.or_(FILES.c.expires_at.is_(None), FILES.c.expires_at > int(now))
+    return FILES.c.tenant == tenant, unexpired
 
 
 def _used(connection: sa.Connection, digest: str | None = None) -> set[str]:
-    """Bodies that a file or an open batch needs, of all or of one digest."""
+    """Digests that a file or an open batch uses; with `digest`, that one if it is used."""
     files = sa.select(FILES.c.digest)
     batches = sa.select(BATCHES.c.input_digest).where(BATCHES.c.status.in_(OPEN_STATUSES))
     if digest is not None:

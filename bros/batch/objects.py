@@ -1,16 +1,16 @@
-"""Files, batches and rows as the store keeps them, and the states of a batch.
+"""Records of files, batches and rows, the states of a batch, and the errors of batches.
 
 ```
  created ─▶ validating ─▶ in_progress ─▶ finalizing ─▶ completed
                 │              │    └────────────────▶ expired
                 │              ├──▶ cancelling ──────▶ cancelled
-                │              └──▶ failed, if the server fails at it
+                │              └──▶ failed, after repeated failures of the server
                 ├──▶ cancelling, expired
                 └──▶ failed
 ```
 
-A batch with rows that is cancelling, out of time or failed is wound up the same way as one that is
-done: what was answered is in the output file, everything else in the error file.
+A cancelled, expired or failed batch with rows is finalized like a completed one: answered rows go
+to the output file, all others to the error file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MAX_ROWS = 50_000
 MAX_INPUT_BYTES = 200 * 2**20
 MAX_LINE_BYTES = 4 * 2**20
 MAX_ERRORS = 100
-"""Most errors that are listed of one input file."""
+"""Most errors reported for one input file."""
 
 DAY_S = 86_400
 FILE_LIFE_S = 30 * DAY_S
-"""After which batch files are deleted, unless the client says otherwise."""
+"""Default lifetime of a batch's files."""
 
 
 class BatchStatus(enum.StrEnum):
@@ -58,9 +58,9 @@ OPEN_STATUSES = tuple(status for status in BatchStatus if status not in _FINAL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file. Times in Unix seconds.
+    """The record of a file. Times in Unix seconds.
 
-    digest: of its content, which names the body.
+    digest: SHA-256 of the content, and the name of the body on disk.
     """
 
     id: str
@@ -75,9 +75,9 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """What is wrong with an input file.
+    """An error in an input file.
 
-    line: counted from 1; None if it is about the whole.
+    line: counted from 1; None for the whole file.
     """
 
     code: str
@@ -88,7 +88,7 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens of one row or, added up, of a batch."""
+    """Tokens of one row, or the sum over a batch."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -104,12 +104,12 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One job. Fields as in the API, times in Unix seconds.
+    """One batch. Fields as in the API, times in Unix seconds.
 
-    served_model: of the servers that may run its rows.
+    served_model: only servers of this model run its rows.
     window: `completion_window` as the client wrote it.
-    outcome: what it will end as, once it is wound up.
-    expected_at: when it is likely to be done, as the runner last saw it; None before that is known.
+    outcome: the final status, once finalizing has begun.
+    expected_at: when the runner last expected it to end; None if unknown.
     """
 
     id: str
@@ -145,9 +145,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RowRef:
-    """Where one row of an input file is.
+    """A row's place in the input file: bytes [offset, offset + length).
 
-    rank: its place in the order of execution.
+    line: counted from 1.
+    rank: its position in the order of execution.
     """
 
     line: int
@@ -159,9 +160,10 @@ class RowRef:
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """What became of a row.
+    """The result of a row.
 
-    result: its line of the output or error file, without line break.
+    ok: whether the result belongs in the output file, else in the error file.
+    result: the line for that file, without a line break.
     """
 
     line: int
@@ -172,9 +174,9 @@ class RowOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to work on a batch.
+    """The right of one process to run a batch.
 
-    epoch: rises with every owner, so a former one can write nothing any more, whatever its clock
+    epoch: rises with every claim, so writes under an older lease fail whatever the owner's clock
         says.
     """
 
@@ -184,15 +186,15 @@ class Lease:
 
 
 def is_storable(text: str) -> bool:
-    """Half surrogates are not UTF-8, and databases do not take NUL."""
+    """Whether a database can store it: lone surrogates are not UTF-8, PostgreSQL takes no NUL."""
     return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-# ---- What can go wrong with files and batches, in the caller's terms.
+# ---- Errors.
 
 
 class StoreFullError(BrosError):
-    """There is no room for a file or a result (HTTP 507). Nothing of it was kept."""
+    """The disk is full (HTTP 507). Nothing was stored."""
 
 
 class StoreError(BrosError):
@@ -200,19 +202,19 @@ class StoreError(BrosError):
 
 
 class StoreUnavailableError(StoreError):
-    """It cannot be reached or is busy; what was asked of it may work later."""
+    """The store cannot be reached or is busy; a retry may succeed."""
 
 
 class QuotaError(BrosError):
-    """A tenant has as much queued as it may (HTTP 429)."""
+    """A tenant has the most unfinished batches that it may have (HTTP 429)."""
 
 
 class LeaseLostError(BrosError):
-    """Another process works on this batch now; nothing was written."""
+    """Another process holds the lease of this batch; nothing was written."""
 
 
 class RowPostponedError(BrosError):
-    """A row cannot be taken now, through no fault of its own."""
+    """The engine cannot accept a row now; try it again after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -220,10 +222,10 @@ class RowPostponedError(BrosError):
 
 
 class RowInterruptedError(BrosError):
-    """A row has to be run again: what ran it came to an end."""
+    """The engine died or failed while it ran a row, which must run again."""
 
 
-# ---- `completion_window`: 24h as OpenAI has it, and any other length of time.
+# ---- `completion_window`: OpenAI's 24h, and any other number of minutes, hours or days.
 
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([mhd])")
@@ -237,7 +239,7 @@ def parse_window(text: str) -> int:
     seconds = int(found[1]) * dict(_UNIT_S)[found[2]] if found else 0
     if not 0 < seconds <= MAX_WINDOW_S:
         raise InvalidRequestError(
-            f"{text[:50]!r} is no completion window; write 24h, or a number of minutes, hours "
+            f"{text[:50]!r} is not a completion window; use 24h, or a number of minutes, hours "
             "or days up to 30d, such as 90m.",
             param="completion_window",
             code="invalid_value",

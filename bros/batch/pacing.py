@@ -1,4 +1,4 @@
-"""How fast rows get done, when a job will be, and how urgent its rows are."""
+"""Throughput of rows, when a job is expected to end, and the deadlines of its rows."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 _WINDOW_S = 60.0
-_LEAST_ROWS = 4
-_PATIENCE = 2.0
-"""A deadline for a row is at least so many times what rows take: a shorter one would be dropped as
-hopeless."""
+_MIN_ROWS = 4
+_MIN_DEADLINE_FACTOR = 2.0
+"""A row's deadline is at least this many times the mean duration of a row: the scheduler ignores
+deadlines that cannot be met."""
 
 
 @dataclass(slots=True)
 class RowCounts:
-    """What became of rows in this process.
+    """Rows that this process has run.
 
-    interrupted: attempts that an engine's end cut short.
+    completed: rows with a response below status 400.
+    failed: all other rows with an outcome.
+    interrupted: attempts that ended because the engine died.
     """
 
     completed: int = 0
@@ -27,7 +29,7 @@ class RowCounts:
 
 
 class Throughput:
-    """Tokens per second of all rows together, over the last minute."""
+    """Tokens per second of all jobs together, over the last minute."""
 
     def __init__(self) -> None:
         self._done: deque[tuple[float, int]] = deque()
@@ -35,30 +37,33 @@ class Throughput:
         self._since_s: float | None = None
 
     def began(self, now: float) -> None:
-        """There is work again, after there was none: the time before does not count."""
+        """The first job starts after an idle period, which does not count."""
         self._done.clear()
         self._tokens = 0
         self._since_s = now
 
     def note(self, now: float, tokens: int) -> None:
-        """A row is done."""
+        """A row has ended, with this many prompt and output tokens."""
         self._done.append((now, tokens))
         self._tokens += tokens
         while self._done[0][0] < now - _WINDOW_S:
-            at_s, gone = self._done.popleft()
-            self._tokens -= gone
-            self._since_s = at_s
+            self._since_s, old_tokens = self._done.popleft()
+            self._tokens -= old_tokens
 
     def rate(self, now: float) -> float | None:
-        """None until some rows are done."""
-        if self._since_s is None or len(self._done) < _LEAST_ROWS:
+        """Tokens per second; None until `_MIN_ROWS` rows have ended."""
+        if self._since_s is None or len(self._done) < _MIN_ROWS:
             return None
         return self._tokens / max(now - self._since_s, 1e-9)
 
 
 class JobPace:
-    """What a job has learnt of its rows. deadline_s: end of its window, on the same clock as
-    all `now`. remaining: rows that are not done, of which in_flight are with the engine."""
+    """Progress of one job, and what its rows cost.
+
+    deadline_s: end of the batch's window, on the same clock as all `now`.
+    remaining: rows without an outcome, those in flight included.
+    in_flight: rows that the engine has.
+    """
 
     def __init__(self, remaining: int, deadline_s: float) -> None:
         self.remaining = remaining
@@ -70,12 +75,12 @@ class JobPace:
 
     @property
     def tokens_per_row(self) -> float | None:
-        """Of prompt and output, on average; None until a row is done."""
+        """Mean of prompt and output tokens; None until a row has ended."""
         return self._tokens / self._rows if self._rows else None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """A row is with the engine meanwhile."""
+        """The engine has one more row during the block."""
         self.in_flight += 1
         try:
             yield
@@ -83,36 +88,38 @@ class JobPace:
             self.in_flight -= 1
 
     def note(self, tokens: int, seconds: float) -> None:
-        """A row is done, and took so long."""
+        """A row has ended after so many seconds."""
         self.remaining -= 1
         self._rows += 1
         self._tokens += tokens
         self._row_s += seconds
 
     def due_in_s(self, now: float, in_flight: int) -> float:
-        """When a row that starts now should be done for the job to be on schedule.
+        """Deadline of a row that starts now, in seconds from now, that keeps the job on schedule.
 
-        Of the rest of the window each of the remaining rows has its share, and as many run at
-        a time as are in flight. With time to spare that is far off; when it gets scarce it comes
-        near, and the engine puts the row before others that have time.
+            rest of the window / remaining rows * in_flight, at least 1 s and
+            _MIN_DEADLINE_FACTOR * mean duration of a row
+
+        in_flight: rows of all jobs. The deadline gets closer as time gets short, and the scheduler
+        then puts the row before rows with more time.
         """
         share_s = max(self.deadline_s - now, 0.0) / max(self.remaining, 1)
-        usual_s = self._row_s / self._rows if self._rows else 0.0
-        return max(share_s * max(in_flight, 1), _PATIENCE * usual_s, 1.0)
+        mean_s = self._row_s / self._rows if self._rows else 0.0
+        return max(share_s * max(in_flight, 1), _MIN_DEADLINE_FACTOR * mean_s, 1.0)
 
 
 def expected_end_s(
     job: JobPace, before: Iterable[JobPace], rate: float | None, now: float
 ) -> float | None:
-    """When a job will be done if all `before` it are served first. None if nothing is known.
+    """When a job ends if all jobs `before` it run first, on the clock of `now`.
 
-    rate: tokens per second of all jobs together. Rows of jobs that have not begun are taken to
-    be like those that have.
+    rate: tokens per second of all jobs together. A job without finished rows is assumed to have
+    the other jobs' mean tokens per row. None if the rate or that mean is unknown.
     """
     jobs: Sequence[JobPace] = (job, *before)
     known = [pace.tokens_per_row for pace in jobs if pace.tokens_per_row is not None]
     if not rate or not known:
         return None
-    usual = sum(known) / len(known)
-    tokens = sum(pace.remaining * (pace.tokens_per_row or usual) for pace in jobs)
+    mean = sum(known) / len(known)
+    tokens = sum(pace.remaining * (pace.tokens_per_row or mean) for pace in jobs)
     return now + tokens / rate

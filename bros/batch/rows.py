@@ -1,4 +1,4 @@
-"""From lines of an input file to rows, and from what became of a row to a line of output."""
+"""Rows: parsed from an input file, put in order, and written to result files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bros.batch.objects import (
 from bros.core.errors import InvalidRequestError, NotFoundError
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-"""Those that rows may be sent to."""
+"""Endpoints that rows can use."""
 
 KNOWN_ENDPOINTS = (
     *ENDPOINTS,
@@ -33,20 +33,20 @@ KNOWN_ENDPOINTS = (
     "/v1/images/edits",
     "/v1/videos",
 )
-"""Those that OpenAI has."""
+"""Endpoints of OpenAI's batch API."""
 
 _MAX_ID_CHARS = 512
 
 _NO_LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
-"""JSON need not escape these, but many readers of lines, such as OpenAI's client, break there."""
+"""JSON allows these unescaped, but many line readers, OpenAI's client for one, split there."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What a row's body says.
+    """What the runner needs to know of a row's body.
 
-    prompt: what it begins with, as text; rows that begin alike are run next to each other.
-    chars: length of all its prompts; None if that is all.
+    prompt: the text of its first prompt; rows with a common prefix run next to each other.
+    chars: length of all its prompts; None if `prompt` is the only one.
     """
 
     model: str
@@ -56,7 +56,10 @@ class RowFacts:
 
 @dataclass(frozen=True, slots=True)
 class RowReply:
-    """The answer to one row: the body is JSON, an error object from a status of 400 on."""
+    """The response to one row.
+
+    body: JSON; an error object if the status is 400 or above.
+    """
 
     status_code: int
     body: str
@@ -64,33 +67,36 @@ class RowReply:
 
 
 class RowHandler(Protocol):
-    """Answers rows. Implementations: the server's, and scripted ones in tests."""
+    """Runs rows on the engine. Implemented by server/batches/rows.py, and by tests."""
 
     def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
-        """Raises InvalidRequestError or NotFoundError, naming the field. From any thread."""
+        """Validate a body; called on any thread.
+
+        Raises InvalidRequestError or NotFoundError naming the field.
+        """
         ...
 
     async def answer(
         self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
     ) -> RowReply:
-        """Run a row as best-effort work that should be done within `due_in_s`.
+        """Run a row as a best-effort request with a deadline of `due_in_s` seconds from now.
 
-        What the client did wrong is a reply. Raises RowPostponedError or RowInterruptedError
-        if it is to be tried again; cancelling the call ends the row.
+        A client error is returned as a reply. Raises RowPostponedError or RowInterruptedError if
+        the row must be tried again. Cancelling the call aborts the row.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the right form."""
+    """A parsed line; its body is not validated."""
 
     custom_id: str
     body: dict[str, Any]
 
 
 class BadRowError(Exception):
-    """A line that is no row."""
+    """A line is not a valid row."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -100,9 +106,9 @@ class BadRowError(Exception):
 
 
 def parse_row(line: bytes, endpoint: str) -> Row:
-    """Check the frame of a row, not its body. Raises BadRowError."""
+    """Parse a line and check everything but its body. Raises BadRowError."""
     try:
-        # Decoded here, for json.loads would take other encodings and half characters, too.
+        # Decoded here, because json.loads also accepts other encodings and lone surrogates.
         value = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise BadRowError("invalid_json_line", "This line is not valid JSON.") from None
@@ -118,7 +124,7 @@ def parse_row(line: bytes, endpoint: str) -> Row:
         message = f"'custom_id' must be a string of 1 to {_MAX_ID_CHARS} characters."
         raise BadRowError("invalid_value", message, "custom_id")
     if not is_storable(custom_id):
-        message = "'custom_id' has characters that no text has."
+        message = "'custom_id' must not contain NUL or lone surrogates."
         raise BadRowError("invalid_value", message, "custom_id")
     if method != "POST":
         raise BadRowError("invalid_method", "'method' must be POST.", "method")
@@ -131,12 +137,12 @@ def parse_row(line: bytes, endpoint: str) -> Row:
             "unsupported_parameter", "'stream' cannot be used in a batch.", "body.stream"
         )
     if b"\\u" in line and not _is_text(body):
-        raise BadRowError("invalid_value", "'body' has half characters, which no text has.", "body")
+        raise BadRowError("invalid_value", "'body' must not contain lone surrogates.", "body")
     return Row(custom_id, body)
 
 
 def reply_line(row_id: str, custom_id: str, request_id: str, reply: RowReply) -> str:
-    """A line with a response, of the output file or, from a status of 400 on, the error file."""
+    """The line of a row with a response, for the output file, or the error file from status 400."""
     head = json.dumps({"id": row_id, "custom_id": custom_id})[:-1]
     response = json.dumps({"status_code": reply.status_code, "request_id": request_id})[:-1]
     body = reply.body.translate(_NO_LINE_BREAKS)
@@ -144,13 +150,14 @@ def reply_line(row_id: str, custom_id: str, request_id: str, reply: RowReply) ->
 
 
 def error_line(row_id: str, custom_id: str, code: str, message: str) -> str:
-    """A line of the error file for a row that never came to a response."""
+    """The line of the error file for a row without a response."""
     error: Mapping[str, Any] = {"code": code, "message": message}
     line = {"id": row_id, "custom_id": custom_id, "response": None, "error": error}
     return json.dumps(line)
 
 
 def _is_text(value: dict[str, Any]) -> bool:
+    """Whether no string in it has a lone surrogate."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -162,10 +169,10 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-# ---- In which order the rows of a job run: those that begin alike next to each other.
+# ---- The order of rows: those with a common prefix next to each other, for the prefix cache.
 #
-# A prompt is cut into pieces, short ones first, and each becomes a hash of itself and of all before
-# it, so that a prompt of any length is a path of a few numbers. All paths together are a trie:
+# A prompt is cut into pieces of growing length. Each piece becomes a hash of itself and of all
+# pieces before it, so a prompt of any length is a path of a few numbers. The paths form a trie:
 #
 # ```
 #  rows 0, 2, 5: "You are a lawyer. ... "   ┌─ a1 ─ c4 ─ row 0
@@ -173,9 +180,9 @@ def _refuse_constant(name: str) -> None:
 #                                   root ───┴─ b7 ─ rows 1, 3, 4
 # ```
 #
-# The rows run in the order of a walk through it, where branches are taken by their first row, so
-# without common prefixes the order of the file is kept. The age term: when a row has been
-# overtaken by more than `max_overtaken` others, the walk goes on from there.
+# Rows run in depth-first order of the trie. Branches are ordered by their first row, so without
+# common prefixes rows keep the order of the file. To bound waiting, a row that more than
+# `max_overtaken` later rows have overtaken runs next, and the walk continues from there.
 
 
 PromptPath = tuple[int, ...]
@@ -187,8 +194,8 @@ _MAX_PIECES = 24  # of 4 million characters
 
 
 def prompt_path(prompt: str) -> PromptPath:
-    """A hash for each piece of a prompt. Where two paths have the same hash, the prompts are the
-    same up to there. What follows the last full piece does not count."""
+    """One hash per full piece of a prompt. Two prompts with the same hash at a position are equal
+    up to the end of that piece. The rest after the last full piece does not count."""
     path, begin, size = [], 0, float(_FIRST_PIECE)
     digest = b""
     for _ in range(_MAX_PIECES):
@@ -211,19 +218,20 @@ def run_order(paths: Sequence[PromptPath], max_overtaken: int = MAX_OVERTAKEN) -
 
 
 def _walk(paths: Sequence[PromptPath]) -> list[int]:
-    """Depth first, branches and rows in the order of their first row.
+    """Depth-first order of the trie, branches ordered by their first row.
 
-    Sorting by paths would give the same, in one piece of work that holds up all other threads.
+    Sorting by paths gives the same order, but one long sort keeps the GIL from all other threads.
     """
     return list(_visit(paths, range(len(paths)), 0))
 
 
 def _visit(paths: Sequence[PromptPath], rows: Iterable[int], depth: int) -> Iterator[int]:
-    """`rows`, in the order of the file, that have the first `depth` nodes in common."""
+    """Yield `rows` depth first. They have the first `depth` nodes in common and are given in the
+    order of the file."""
     branches: dict[int, list[int]] = {}
     for row in rows:
         path = paths[row]
-        node = path[depth] if depth < len(path) else -1 - row  # where it ends: a leaf of its own
+        node = path[depth] if depth < len(path) else -1 - row  # the path has ended: a leaf
         branches.setdefault(node, []).append(row)
     for members in branches.values():
         if len(members) == 1:
@@ -233,21 +241,21 @@ def _visit(paths: Sequence[PromptPath], rows: Iterable[int], depth: int) -> Iter
 
 
 def _bounded(walk: Sequence[int], max_overtaken: int) -> list[int]:
-    """The same walk, but no row runs after more than `max_overtaken` younger ones.
+    """The walk, changed so that no row is overtaken by more than `max_overtaken` later rows.
 
-    A cursor goes along the walk. Before a row runs, the oldest one that is left is looked at:
-    each younger row that has run since overtook it. Is it overdue, the cursor jumps there.
+    A cursor goes along the walk. Before each step, if the first remaining row of the file has been
+    overtaken too often, the cursor jumps to it.
     """
-    place = {row: i for i, row in enumerate(walk)}
+    position = {row: i for i, row in enumerate(walk)}
     done = [False] * len(walk)
     order: list[int] = []
     oldest, cursor = 0, 0
     while len(order) < len(walk):
         while done[oldest]:
             oldest += 1
-        # All rows before the oldest one have run, so all others that have are younger.
+        # All rows before the oldest have run, so len(order) - oldest later rows have overtaken it.
         if len(order) - oldest >= max_overtaken:
-            cursor = place[oldest]
+            cursor = position[oldest]
         while done[walk[cursor]]:
             cursor = (cursor + 1) % len(walk)
         done[walk[cursor]] = True
@@ -255,29 +263,32 @@ def _bounded(walk: Sequence[int], max_overtaken: int) -> list[int]:
     return order
 
 
-# ---- Checks an input file as a whole, line by line, in constant memory per row.
+# ---- Validation of an input file, line by line, in constant memory per row.
 #
-# All or nothing: a file with a mistake is not run at all, and the mistakes are listed with their
-# lines. What depends on the engine, such as a prompt that is too long, is a matter of the row.
+# A file with an error is not run at all; its errors are reported with their lines. Errors that
+# depend on the engine, such as a prompt that is too long, are reported when the row runs.
 
 
 _CHARS_PER_TOKEN = 4
-"""For quotas, where counting tokens would take longer than all the rest."""
+"""Estimate for quotas; tokenizing would take longer than all other checks."""
 
-_ASK_EVERY = 64
+_LINES_PER_POLL = 64
+"""Lines between two calls of `should_continue`."""
 
 _READ_AT_ONCE = 2**20
-"""Each read lets go of the interpreter's lock for a moment. That is too short for a thread that
-waits for it, which begins to wait anew: with a read every few lines an event loop would stand for a
-second."""
+"""A large buffer, because each read releases the GIL so briefly that a waiting thread misses it and
+waits a full switch interval again: with a read every few lines an event loop stalls for a second.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """An input file that was read to its end. rows in the order of the file, with their ranks.
+class CheckedInput:
+    """The result of validating an input file. Without rows, validation failed or was stopped.
 
-    tokens: roughly, of all prompts.
-    model: the one that all rows name.
+    errors: at most MAX_ERRORS.
+    rows: in the order of the file, with their ranks.
+    model: the model that all rows name.
+    tokens: estimate for all prompts.
     """
 
     errors: tuple[LineError, ...]
@@ -287,7 +298,9 @@ class Checked:
 
 
 @dataclass(slots=True)
-class _Found:
+class _Scan:
+    """What was found up to a line. places: (line, custom_id, offset, length) of each row."""
+
     errors: list[LineError] = field(default_factory=list)
     custom_ids: set[str] = field(default_factory=set)
     places: list[tuple[int, str, int, int]] = field(default_factory=list)
@@ -303,31 +316,33 @@ def check_input(
     handler: RowHandler,
     *,
     group: bool = True,
-    is_wanted: Callable[[], bool] = lambda: True,
-) -> Checked:
-    """Read a file of rows. Blocking; for a worker thread.
+    should_continue: Callable[[], bool] = lambda: True,
+) -> CheckedInput:
+    """Validate an input file. Blocking; for a worker thread.
 
-    digest: what its content must have. group: put rows that begin alike next to each other.
-    is_wanted: asked now and then; once it says no, an empty result is returned.
+    digest: the expected SHA-256 of the content.
+    group: order rows with a common prefix next to each other.
+    should_continue: called repeatedly; once it returns False, the result is empty.
     """
-    found = _Found()
+    scan = _Scan()
     try:
         if _digest(path) != digest:
             message = "The content of the input file is damaged; upload it again."
-            return Checked((LineError("damaged_file", message),))
+            return CheckedInput((LineError("damaged_file", message),))
         with path.open("rb", buffering=_READ_AT_ONCE) as file:
             for number, offset, line in _lines(file):
-                if number % _ASK_EVERY == 0 and not is_wanted():
-                    return Checked(())
-                if not _take(found, number, offset, line, endpoint, handler):
+                if number % _LINES_PER_POLL == 0 and not should_continue():
+                    return CheckedInput(())
+                if not _check_line(scan, number, offset, line, endpoint, handler):
                     break
     except FileNotFoundError:
-        return Checked((LineError("missing_file", "The content of the input file is gone."),))
-    if not found.places and not found.errors:
-        found.errors.append(LineError("empty_file", "The input file has no requests."))
-    if found.errors:
-        return Checked(tuple(found.errors))
-    return _checked(found, group)
+        message = "The content of the input file has been deleted."
+        return CheckedInput((LineError("missing_file", message),))
+    if not scan.places and not scan.errors:
+        scan.errors.append(LineError("empty_file", "The input file has no requests."))
+    if scan.errors:
+        return CheckedInput(tuple(scan.errors))
+    return _with_ranks(scan, group)
 
 
 def _digest(path: Path) -> str:
@@ -336,39 +351,39 @@ def _digest(path: Path) -> str:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """(number from 1, offset, line with its line break); an endless line comes in pieces."""
+    """(number from 1, offset, line with its line break). A line that is too long is cut."""
     number, offset = 1, 0
     while line := file.readline(MAX_LINE_BYTES + len(b"\r\n")):
         yield number, offset, line
         number, offset = number + 1, offset + len(line)
 
 
-def _take(
-    found: _Found, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
+def _check_line(
+    scan: _Scan, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
 ) -> bool:
-    """Note a line; returns whether it makes sense to go on."""
-    goes_on = False
+    """Add a line's row or error to the scan; returns whether to read the next line."""
+    continues = False
     if len(line.removesuffix(b"\n").removesuffix(b"\r")) > MAX_LINE_BYTES:
-        # What follows is not a line.
+        # The next "line" would be the rest of this one.
         error = BadRowError("line_too_long", f"This line has more than {MAX_LINE_BYTES} bytes.")
     elif not line.strip():
         return True
-    elif len(found.places) == MAX_ROWS:
+    elif len(scan.places) == MAX_ROWS:
         error = BadRowError("too_many_requests", f"A batch has at most {MAX_ROWS} requests.")
     else:
         try:
-            _add(found, number, offset, line, endpoint, handler)
+            _add_row(scan, number, offset, line, endpoint, handler)
             return True
-        except BadRowError as wrong:
-            error, goes_on = wrong, len(found.errors) + 1 < MAX_ERRORS
-    found.errors.append(LineError(error.code, error.message, error.param, number))
-    return goes_on
+        except BadRowError as bad_row:
+            error, continues = bad_row, len(scan.errors) + 1 < MAX_ERRORS
+    scan.errors.append(LineError(error.code, error.message, error.param, number))
+    return continues
 
 
-def _add(
-    found: _Found, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
+def _add_row(
+    scan: _Scan, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
 ) -> None:
-    """Add a row. Raises BadRowError."""
+    """Raises BadRowError."""
     row = parse_row(line, endpoint)
     try:
         facts = handler.check(endpoint, row.body)
@@ -378,28 +393,28 @@ def _add(
     except NotFoundError as error:
         code = error.code or "not_found"
         raise BadRowError(code, str(error), _in_body(error.param)) from None
-    if row.custom_id in found.custom_ids:
+    if row.custom_id in scan.custom_ids:
         message = "Another line has the same 'custom_id'."
         raise BadRowError("duplicate_custom_id", message, "custom_id")
-    if found.models and facts.model not in found.models:
+    if scan.models and facts.model not in scan.models:
         message = "All requests of a batch must name the same model."
         raise BadRowError("mismatched_model", message, "body.model")
-    found.models.add(facts.model)
-    found.custom_ids.add(row.custom_id)
-    found.places.append((number, row.custom_id, offset, len(line)))
-    found.paths.append(prompt_path(facts.prompt))
-    found.chars += len(facts.prompt) if facts.chars is None else facts.chars
+    scan.models.add(facts.model)
+    scan.custom_ids.add(row.custom_id)
+    scan.places.append((number, row.custom_id, offset, len(line)))
+    scan.paths.append(prompt_path(facts.prompt))
+    scan.chars += len(facts.prompt) if facts.chars is None else facts.chars
 
 
 def _in_body(param: str | None) -> str:
     return f"body.{param}" if param else "body"
 
 
-def _checked(found: _Found, group: bool) -> Checked:
-    order = run_order(found.paths) if group else range(len(found.paths))
-    ranks = [0] * len(found.paths)
+def _with_ranks(scan: _Scan, group: bool) -> CheckedInput:
+    order = run_order(scan.paths) if group else range(len(scan.paths))
+    ranks = [0] * len(scan.paths)
     for rank, row in enumerate(order):
         ranks[row] = rank
-    rows = tuple(RowRef(*place, rank) for place, rank in zip(found.places, ranks, strict=True))
-    (model,) = found.models
-    return Checked((), rows, model, found.chars // _CHARS_PER_TOKEN)
+    rows = tuple(RowRef(*place, rank) for place, rank in zip(scan.places, ranks, strict=True))
+    (model,) = scan.models
+    return CheckedInput((), rows, model, scan.chars // _CHARS_PER_TOKEN)

@@ -1,4 +1,4 @@
-"""All that is kept of files and batches, in one folder and one database."""
+"""The store of batches and rows, and `open_store`, which adds the files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from bros.batch.objects import (
 )
 from bros.core.errors import ConfigError, InvalidRequestError, NotFoundError
 
-# ---- Between rows of the database and objects.
+# ---- Conversion between table rows and records.
 
 
-_OURS = ("seq", "enqueued_tokens", "lease_owner", "lease_epoch", "lease_until", "faults")
-"""Columns that only the store needs."""
+_STORE_ONLY = ("seq", "enqueued_tokens", "lease_owner", "lease_epoch", "lease_until", "faults")
+"""Columns that `Batch` does not have."""
 
-_STAMPS = {
+_TIME_COLUMNS = {
     BatchStatus.FAILED: "failed_at",
     BatchStatus.IN_PROGRESS: "in_progress_at",
     BatchStatus.FINALIZING: "finalizing_at",
@@ -44,13 +44,13 @@ _STAMPS = {
 }
 
 
-def errors_json(errors: Sequence[LineError]) -> str:
+def _errors_json(errors: Sequence[LineError]) -> str:
     return json.dumps([asdict(error) for error in errors])
 
 
-def batch_of(row: sa.Row[tuple[object, ...]]) -> Batch:
+def _batch_of(row: sa.Row[tuple[object, ...]]) -> Batch:
     fields = dict(row._mapping)
-    for name in _OURS:
+    for name in _STORE_ONLY:
         del fields[name]
     tokens = [fields.pop(name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")]
     metadata, errors = fields.pop("metadata"), fields.pop("errors")
@@ -65,7 +65,7 @@ def batch_of(row: sa.Row[tuple[object, ...]]) -> Batch:
     )
 
 
-def get_batch(connection: sa.Connection, batch_id: str, tenant: str | None = None) -> Batch:
+def _get_batch(connection: sa.Connection, batch_id: str, tenant: str | None = None) -> Batch:
     """Raises NotFoundError."""
     query = sa.select(BATCHES).where(has_id(BATCHES, batch_id))
     if tenant is not None:
@@ -75,45 +75,45 @@ def get_batch(connection: sa.Connection, batch_id: str, tenant: str | None = Non
         raise NotFoundError(
             f"There is no batch {batch_id[:100]!r}.", param="batch_id", code="batch_not_found"
         )
-    return batch_of(row)
+    return _batch_of(row)
 
 
-def set_batch(connection: sa.Connection, lease: Lease, **values: object) -> None:
-    of_batch = BATCHES.c.id == lease.batch_id
-    connection.execute(sa.update(BATCHES).where(of_batch).values(values))
+def _update_batch(connection: sa.Connection, lease: Lease, **values: object) -> None:
+    query = sa.update(BATCHES).where(BATCHES.c.id == lease.batch_id)
+    connection.execute(query.values(values))
 
 
-def move_batch(
+def _set_status(
     connection: sa.Connection, lease: Lease, status: BatchStatus, now: float, **values: object
 ) -> None:
-    """To another status, at a time that the batch remembers."""
-    stamp = {_STAMPS[status]: int(now)}
-    set_batch(connection, lease, **{"status": status.value, **stamp, **values})
+    """Set the status, the time column of that status, and other values."""
+    time = {_TIME_COLUMNS[status]: int(now)}
+    _update_batch(connection, lease, **{"status": status.value, **time, **values})
 
 
 # ---- Batches and their rows: every change of state is one transaction.
 #
-# Who works on a batch holds its lease, and everything that is written on behalf of the work names
-# it: once the batch has a new owner, the former one's transactions fail with LeaseLostError.
+# The process that runs a batch holds its lease and passes it to every write. Once another process
+# has claimed the batch, writes under the old lease raise LeaseLostError.
 
 
-_INSERTED_AT_ONCE = 5_000
+_INSERT_CHUNK = 5_000
 _CANCELLABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 _CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
 
 
 class BatchStore:
-    """Blocking; to be used from worker threads. `now` is the time in Unix seconds."""
+    """Blocking; for worker threads. `now` is in Unix seconds."""
 
     def __init__(self, database: Database, files: FileStore) -> None:
         self._database = database
         self._files = files
 
-    # What clients ask for
+    # Requests of clients
 
     def create(self, batch: Batch, max_open: int) -> Batch:
-        """Raises QuotaError if its tenant has `max_open` unfinished ones already."""
-        with self._database.write(alone=True) as connection:
+        """Raises QuotaError if the tenant already has `max_open` unfinished batches."""
+        with self._database.write(exclusive=True) as connection:
             is_open = BATCHES.c.tenant == batch.tenant, BATCHES.c.status.in_(OPEN_STATUSES)
             count = connection.execute(sa.select(sa.func.count()).where(*is_open)).scalar_one()
             if count >= max_open:
@@ -140,19 +140,20 @@ class BatchStore:
     def get(self, tenant: str, batch_id: str) -> Batch:
         """Raises NotFoundError."""
         with self._database.read() as connection:
-            return get_batch(connection, batch_id, tenant)
+            return _get_batch(connection, batch_id, tenant)
 
     def page(self, tenant: str, page: Page) -> tuple[list[Batch], bool]:
-        """(batches, whether there are more). Raises NotFoundError for an unknown `after`."""
+        """(batches, whether more follow). Raises NotFoundError for an unknown `after`."""
         query = sa.select(BATCHES).where(BATCHES.c.tenant == tenant)
         with self._database.read() as connection:
             rows = connection.execute(paged(connection, query, BATCHES, tenant, page)).all()
-        return [batch_of(row) for row in rows[: page.limit]], len(rows) > page.limit
+        return [_batch_of(row) for row in rows[: page.limit]], len(rows) > page.limit
 
     def cancel(self, tenant: str, batch_id: str, now: float) -> Batch:
-        """Its owner winds it up; one that is being wound up as expired or failed stays as it is.
+        """Set the status cancelling; the lease owner then finalizes the batch.
 
-        Raises NotFoundError, InvalidRequestError if it is too late.
+        A batch that is being finalized as expired or failed stays as it is. Raises NotFoundError,
+        or InvalidRequestError if the batch can no longer be cancelled.
         """
         with self._database.write() as connection:
             connection.execute(
@@ -161,7 +162,7 @@ class BatchStore:
                 .where(BATCHES.c.status.in_(_CANCELLABLE), BATCHES.c.outcome.is_(None))
                 .values(status=BatchStatus.CANCELLING.value, cancelling_at=int(now))
             )
-            batch = get_batch(connection, batch_id, tenant)
+            batch = _get_batch(connection, batch_id, tenant)
         if batch.status not in (*_CANCELLABLE, *_CANCELLED):
             raise InvalidRequestError(
                 f"A batch that is {batch.status} cannot be cancelled.",
@@ -178,8 +179,7 @@ class BatchStore:
     # Leases
 
     def time(self, now: float) -> float:
-        """What time it is for leases, in Unix seconds: the database's, so that the clocks of
-        servers that share it may differ. A file is of one machine, which has one clock: `now`."""
+        """The time for leases; see Database.time."""
         return self._database.time(now)
 
     def claim(
@@ -190,16 +190,17 @@ class BatchStore:
         most: int | None = None,
         model: str | None = None,
     ) -> list[tuple[Lease, Batch]]:
-        """Claim batches that no process works on, the most urgent first.
+        """Claim open batches without a valid lease, those with the earliest deadline first.
 
-        most: leave others to others. model: the one that is served here; what is for others is
-        only taken if no more rows of it are to be run.
+        most: at most this many, so that other servers get some, too.
+        model: the model served here. Of batches for other models, only those that have no more
+            rows to run (cancelling, expired or being finalized) are claimed.
         """
         free = [BATCHES.c.status.in_(OPEN_STATUSES), BATCHES.c.lease_until <= now]
         if model is not None:
-            over = BATCHES.c.outcome.is_not(None) | (BATCHES.c.expires_at <= now)
-            over |= BATCHES.c.status == BatchStatus.CANCELLING.value
-            free.append((BATCHES.c.served_model == model) | over)
+            runs_no_rows = BATCHES.c.outcome.is_not(None) | (BATCHES.c.expires_at <= now)
+            runs_no_rows |= BATCHES.c.status == BatchStatus.CANCELLING.value
+            free.append((BATCHES.c.served_model == model) | runs_no_rows)
         urgent_first = (BATCHES.c.expires_at, BATCHES.c.seq)
         wanted = sa.select(BATCHES.c.id).where(*free).order_by(*urgent_first).limit(most)
         with self._database.read() as connection:
@@ -217,7 +218,7 @@ class BatchStore:
                 .returning(BATCHES)
             ).all()
         urgent = sorted(rows, key=lambda row: (row.expires_at, row.seq))
-        return [(Lease(row.id, owner, row.lease_epoch), batch_of(row)) for row in urgent]
+        return [(Lease(row.id, owner, row.lease_epoch), _batch_of(row)) for row in urgent]
 
     def renew(
         self,
@@ -227,9 +228,9 @@ class BatchStore:
         lease_s: float,
         expected_at: Mapping[str, int] = MappingProxyType({}),
     ) -> Mapping[Lease, BatchStatus]:
-        """Renew leases of an owner that no other process has taken over; returns these batches.
+        """Renew an owner's leases; returns those still held, with the status of their batch.
 
-        expected_at: by id, for those of which it is known.
+        expected_at: new values of that column by batch id; others stay as they are.
         """
         values: dict[str, object] = {"lease_until": now + lease_s}
         if expected_at:
@@ -246,14 +247,15 @@ class BatchStore:
         return {Lease(row.id, owner, row.lease_epoch): BatchStatus(row.status) for row in rows}
 
     def release(self, owner: str | None = None) -> None:
-        """Let others take over at once, from one owner or, if there can be no other, from all."""
-        held = BATCHES.c.lease_owner.is_not(None) if owner is None else _of(owner)
+        """Release the leases of one owner, or of all: then no other process may run."""
+        column = BATCHES.c.lease_owner
+        held = column.is_not(None) if owner is None else column == owner
         with self._database.write() as connection:
             connection.execute(
                 sa.update(BATCHES).where(held).values(lease_owner=None, lease_until=0.0)
             )
 
-    # Work on a batch
+    # Writes of the runner
 
     def admit(
         self,
@@ -265,12 +267,14 @@ class BatchStore:
         max_tokens: int,
         now: float,
     ) -> Batch:
-        """A valid input: the batch is in progress when this returns, unless it has been cancelled.
+        """Store the rows of a valid input and set the status in_progress, unless the batch has
+        been cancelled. Returns the batch.
 
-        tokens: what it adds to its tenant's unfinished batches; beyond `max_tokens` it fails.
+        tokens: estimated prompt tokens. If they and those of the tenant's unfinished batches are
+            more than `max_tokens`, the batch fails.
         """
-        with self._database.write(alone=True) as connection:
-            batch = self._held(connection, lease)
+        with self._database.write(exclusive=True) as connection:
+            batch = self._locked_batch(connection, lease)
             if batch.status is not BatchStatus.VALIDATING:
                 return batch
             queued = connection.execute(
@@ -280,17 +284,19 @@ class BatchStore:
             ).scalar_one()
             if queued + tokens > max_tokens:
                 message = (
-                    f"The batch has about {tokens} prompt tokens; with {queued} of your unfinished "
-                    f"batches that is more than the {max_tokens} that may be queued."
+                    f"The batch has about {tokens} prompt tokens; with the {queued} of your "
+                    f"unfinished batches that exceeds the limit of {max_tokens}."
                 )
                 error = LineError("token_limit_exceeded", message)
-                move_batch(connection, lease, BatchStatus.FAILED, now, errors=errors_json([error]))
-                return get_batch(connection, lease.batch_id)
-            for begin in range(0, len(rows), _INSERTED_AT_ONCE):
-                chunk = rows[begin : begin + _INSERTED_AT_ONCE]
+                _set_status(
+                    connection, lease, BatchStatus.FAILED, now, errors=_errors_json([error])
+                )
+                return _get_batch(connection, lease.batch_id)
+            for begin in range(0, len(rows), _INSERT_CHUNK):
+                chunk = rows[begin : begin + _INSERT_CHUNK]
                 values = [{"batch_id": batch.id, **asdict(row)} for row in chunk]
                 connection.execute(sa.insert(ROWS), values)
-            move_batch(
+            _set_status(
                 connection,
                 lease,
                 BatchStatus.IN_PROGRESS,
@@ -299,23 +305,23 @@ class BatchStore:
                 total=len(rows),
                 enqueued_tokens=tokens,
             )
-            return get_batch(connection, lease.batch_id)
+            return _get_batch(connection, lease.batch_id)
 
     def fail(self, lease: Lease, errors: Sequence[LineError], now: float) -> None:
-        """The input is not valid; none of it is run."""
+        """Set the status failed because the input is not valid; no row runs."""
         with self._database.write() as connection:
-            if self._held(connection, lease).status is BatchStatus.VALIDATING:
-                move_batch(connection, lease, BatchStatus.FAILED, now, errors=errors_json(errors))
+            if self._locked_batch(connection, lease).status is BatchStatus.VALIDATING:
+                _set_status(connection, lease, BatchStatus.FAILED, now, errors=_errors_json(errors))
 
     def note_fault(self, lease: Lease, error: LineError, most: int, now: float) -> None:
-        """Work on the batch ended unexpectedly; after `most` times without a stored row in between
-        the batch fails.
+        """Count an unexpected failure of the runner. After `most` of them without a stored row in
+        between, the batch fails with `error`.
 
-        If it has rows it is wound up first, so that what is done is kept. One that is being wound
-        up already stays as it is: there is nothing that could take the place of its files.
+        A batch with rows is then finalized as failed, which keeps the results so far. One that is
+        already being finalized stays as it is.
         """
         with self._database.write() as connection:
-            batch = self._held(connection, lease)
+            batch = self._locked_batch(connection, lease)
             faults = connection.execute(
                 sa.update(BATCHES)
                 .where(BATCHES.c.id == batch.id)
@@ -324,12 +330,12 @@ class BatchStore:
             ).scalar_one()
             if faults < most or batch.outcome is not None:
                 return
-            failed, errors = BatchStatus.FAILED, errors_json([error])
+            failed, errors = BatchStatus.FAILED, _errors_json([error])
             if batch.status is BatchStatus.VALIDATING:
-                move_batch(connection, lease, failed, now, errors=errors)
+                _set_status(connection, lease, failed, now, errors=errors)
             elif batch.status is BatchStatus.IN_PROGRESS:
-                wound_up = {"outcome": failed.value, "finalizing_at": int(now)}
-                set_batch(connection, lease, errors=errors, **wound_up)
+                final = {"outcome": failed.value, "finalizing_at": int(now)}
+                _update_batch(connection, lease, errors=errors, **final)
 
     def pending(self, batch_id: str, after_rank: int, limit: int) -> list[RowRef]:
         """Rows without an outcome, in the order of execution."""
@@ -344,10 +350,10 @@ class BatchStore:
             return [RowRef(*row) for row in connection.execute(query)]
 
     def commit(self, lease: Lease, outcomes: Sequence[RowOutcome], expected_at: int | None) -> None:
-        """Store what became of rows. One that has an outcome keeps it, and once the batch is
-        wound up it is too late."""
+        """Store outcomes of rows. A row keeps its first outcome; once finalizing has begun,
+        nothing is stored."""
         with self._database.write() as connection:
-            if self._held(connection, lease).outcome is not None:
+            if self._locked_batch(connection, lease).outcome is not None:
                 return
             usage, ok, failed = TokenUsage(), 0, 0
             for outcome in outcomes:
@@ -375,10 +381,10 @@ class BatchStore:
                 )
             )
 
-    def wind_up(self, lease: Lease, outcome: BatchStatus, now: float) -> BatchStatus:
-        """No more rows are run; returns the final status that the batch will get."""
+    def begin_finalizing(self, lease: Lease, outcome: BatchStatus, now: float) -> BatchStatus:
+        """End the running of rows; returns the final status that the batch will get."""
         with self._database.write() as connection:
-            batch = self._held(connection, lease)
+            batch = self._locked_batch(connection, lease)
             if batch.status.is_final:
                 return batch.status
             if batch.status is BatchStatus.CANCELLING:
@@ -386,14 +392,14 @@ class BatchStore:
             if batch.outcome is not None:
                 return batch.outcome
             if outcome is BatchStatus.COMPLETED:
-                move_batch(connection, lease, BatchStatus.FINALIZING, now, outcome=outcome.value)
+                _set_status(connection, lease, BatchStatus.FINALIZING, now, outcome=outcome.value)
             else:
-                set_batch(connection, lease, outcome=outcome.value, finalizing_at=int(now))
+                _update_batch(connection, lease, outcome=outcome.value, finalizing_at=int(now))
             return outcome
 
     def results(self, batch_id: str, *, ok: bool, page: int = 50) -> Iterator[tuple[str, str]]:
-        """(custom_id, result) of rows that went well or, else, of all others, in the order of the
-        input. The result of a row that was never finished is empty."""
+        """(custom_id, result) of the rows that are ok, or of all others, in the order of the input.
+        The result of a row without an outcome is empty."""
         wanted = ROWS.c.ok.is_(True) if ok else ROWS.c.ok.is_not(True)
         line = -1
         while True:
@@ -418,16 +424,16 @@ class BatchStore:
         errors: tuple[BodyWriter, StoredFile] | None,
         now: float,
     ) -> None:
-        """The files take over from the rows; once, for then there are none any more."""
-        with self._database.write(alone=True) as connection:
-            batch = self._held(connection, lease)
+        """Store the result files, delete the rows and set the final status, in one transaction."""
+        with self._database.write(exclusive=True) as connection:
+            batch = self._locked_batch(connection, lease)
             if batch.status.is_final:
                 return
-            for made in (output, errors):
-                if made is not None:
-                    self._files.insert(connection, *made)
+            for file in (output, errors):
+                if file is not None:
+                    self._files.insert(connection, *file)
             connection.execute(sa.delete(ROWS).where(ROWS.c.batch_id == batch.id))
-            move_batch(
+            _set_status(
                 connection,
                 lease,
                 outcome,
@@ -439,8 +445,9 @@ class BatchStore:
                 expected_at=None,
             )
 
-    def _held(self, connection: sa.Connection, lease: Lease) -> Batch:
-        """The batch, which stays the owner's until the transaction ends. Raises LeaseLostError."""
+    def _locked_batch(self, connection: sa.Connection, lease: Lease) -> Batch:
+        """The batch, locked until the transaction ends. Raises LeaseLostError if the lease is not
+        the current one."""
         row = connection.execute(
             sa.update(BATCHES)
             .where(BATCHES.c.id == lease.batch_id)
@@ -450,16 +457,12 @@ class BatchStore:
         ).first()
         if row is None:
             raise LeaseLostError(f"{lease.batch_id} has another owner now")
-        return batch_of(row)
-
-
-def _of(owner: str) -> sa.ColumnElement[bool]:
-    return BATCHES.c.lease_owner == owner
+        return _batch_of(row)
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Made by `open_store`."""
+    """Files and batches. Made by `open_store`."""
 
     database: Database
     files: FileStore
@@ -470,15 +473,15 @@ class Store:
 
 
 def default_data_dir() -> Path:
-    """Where jobs are kept unless the user says otherwise."""
+    """The default of --data-dir."""
     return Path.home() / ".local" / "share" / "bros"
 
 
 def open_store(folder: Path, url: str | None = None) -> Store:
-    """The database at `url` or in `folder`; bodies of files in `folder`/files/<id of the store>.
+    """Open the database at `url` or in `folder`, and bodies in `folder`/files/<id of the store>.
 
-    Several stores may have one folder; servers that share a database must share the folder too.
-    Raises ConfigError.
+    Several stores can use one folder. Servers that share a database must share the folder, too.
+    Raises ConfigError if either cannot be used.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -495,7 +498,7 @@ def open_store(folder: Path, url: str | None = None) -> Store:
 
 
 def _body_folder(database: Database, folder: Path) -> Path:
-    """Raises ConfigError if the database has files and they are elsewhere."""
+    """Raises ConfigError if the database has files but their folder does not exist."""
     with database.read() as connection:
         store_id: str = connection.execute(sa.select(STORES.c.id)).scalar_one()
         has_files = connection.execute(sa.select(FILES.c.id).limit(1)).first() is not None

@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI-compatible API over an EngineClient."""
+"""The HTTP server: an OpenAI-compatible API in front of an EngineClient."""

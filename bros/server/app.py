@@ -23,27 +23,27 @@ from bros.server.operations import routes as operations
 from bros.server.sessions import routes as sessions
 from bros.server.state import TENANT, ServerState, Tenants
 
-# ---- Pure ASGI middleware, so that streams and disconnects pass through untouched.
+# ---- Pure ASGI middleware, which passes streams and disconnects through unchanged.
 
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("bros.access")
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
-"""Served without a key: the page that asks for one, and what probes and scrapers read."""
+"""Paths that need no key: the web page, which asks for one, and those of probes and scrapers."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_CLIENT_LEFT = 499
+_CLIENT_CLOSED_REQUEST = 499  # as nginx logs it
 
 
 class RequestLog:
-    """Gives every response an x-request-id, counts it and writes one line about it.
+    """Sets x-request-id on every response, counts the response and logs one line.
 
     A client's own x-request-id is kept if it is printable ASCII of at most 128 characters.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState, routes: Sequence[Route]) -> None:
-        """routes: the ones whose paths metrics tell apart, `{id}` and the like as one."""
+        """routes: their path templates label the metrics; all other paths count as "other"."""
         self._app = app
         self._state = state
         self._paths = frozenset(route.path for route in routes)
@@ -68,13 +68,13 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            status = _CLIENT_LEFT
+            status = _CLIENT_CLOSED_REQUEST
         finally:
             self._state.metrics.http_request(self._label(scope["path"]), status)
             access_logger.info(
                 "%s %s %d %.1f ms %s",
                 scope["method"],
-                # As it came: the decoded path could hold line breaks.
+                # The raw path: the decoded one could contain line breaks.
                 scope.get("raw_path", b"").decode("latin-1"),
                 status,
                 (self._state.clock.now() - started_s) * 1000,
@@ -89,7 +89,7 @@ class RequestLog:
 
 
 class ErrorBarrier:
-    """The last resort: an unexpected exception becomes a 500 and a traceback in the log."""
+    """Turns an unexpected exception into a 500 response and logs its traceback."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -108,13 +108,13 @@ class ErrorBarrier:
             raise
         except Exception as error:
             if started or scope["type"] != "http":
-                raise  # the server cuts the connection and logs it
+                raise  # uvicorn closes the connection and logs the error
             logger.exception("%s failed", scope["path"])
             await describe(error).to_response()(scope, receive, send)
 
 
 class BearerAuth:
-    """Asks for a key on every path that is not in OPEN_PATHS, and notes whose it is."""
+    """Requires a key on all paths but OPEN_PATHS, and puts its tenant into the scope."""
 
     def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
         self._app = app
@@ -136,8 +136,8 @@ class BearerAuth:
 
 
 class App(Starlette):
-    """Leaves in the scope what sends to the client directly. Whoever has begun a response sends
-    its body with that: all the middleware looks at is the beginning."""
+    """Puts the server's `send` into the scope. Streams send their body with it, past the
+    middleware, which only looks at the start of a response."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
@@ -145,7 +145,7 @@ class App(Starlette):
 
 
 def create_app(state: ServerState, tenants: Tenants) -> Starlette:
-    """The app for one server. Whoever builds the state closes the engine afterwards."""
+    """The app for one server. The caller closes the engine afterwards."""
     api = [*openai.ROUTES, *operations.TRACE_ROUTES]
     if state.jobs is not None:
         api += batches.ROUTES
@@ -165,6 +165,6 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
         middleware=middleware,
         exception_handlers={BrosError: handle_expected, HTTPException: handle_http},
     )
-    app.router.redirect_slashes = False  # /v1/models/ is a mistake, not another address
+    app.router.redirect_slashes = False  # /v1/models/ is a 404, not a redirect
     app.state.server = state
     return app

@@ -1,4 +1,4 @@
-"""The composition root: decides which implementations a server, or a local chat, is made of."""
+"""The composition root: builds a server, a local chat or a local batch run from its options."""
 
 from __future__ import annotations
 
@@ -29,10 +29,17 @@ from bros.scheduler.profiles import profile_folders
 from bros.semantic.service.live import SessionSettings
 from bros.semantic.service.service import SessionService
 from bros.server.app import create_app
-from bros.server.batches.rows import RowAnswers
-from bros.server.cluster import ClusterReplicas, bounds_of, connect, elastic_here, is_elastic, many
+from bros.server.batches.rows import EngineRowHandler
 from bros.server.operations.metrics import ServerMetrics
-from bros.server.replicas import LocalReplicas
+from bros.server.replicas import (
+    ClusterReplicas,
+    LocalReplicas,
+    connect_cluster,
+    describe_replicas,
+    is_elastic,
+    local_elastic_replicas,
+    replica_bounds,
+)
 from bros.server.serve import HttpServer, bind, run
 from bros.server.state import Jobs, ServerState, Tenants, load_tenants
 from bros.text.generation import TextGenerator
@@ -41,15 +48,16 @@ from bros.transport.process_client import ProcessEngineClient
 
 logger = logging.getLogger("bros.server")
 
-_SWITCH_S = 0.001
+_SWITCH_INTERVAL_S = 0.001
 
 
 def serve(config: Config, *, is_rank: bool = False) -> int:
-    """Run a server until it is told to stop; returns the exit status.
+    """Run a server until it is stopped. Returns the exit status: 0 after SIGINT or SIGTERM, 1 if
+    the engine died and may not restart.
 
     is_rank: torchrun has started this process as rank 0, and the other ranks beside it.
-    0 after SIGINT or SIGTERM, 1 if the engine died and was not to be restarted.
-    Raises ConfigError, ModelError or EngineDeadError if it cannot start.
+
+    Raises ConfigError, ModelError or EngineDeadError if the server cannot start.
     """
     logging.basicConfig(
         level=config.server.log_level.upper(),
@@ -60,11 +68,11 @@ def serve(config: Config, *, is_rank: bool = False) -> int:
         raise ConfigError("--replicas: torchrun starts the ranks of one engine; use --tp instead")
     if is_rank and (config.server.cluster is not None or is_elastic(config.server)):
         raise ConfigError("--cluster, --max-replicas: torchrun starts the ranks of one engine")
-    bounds_of(config.server)
+    replica_bounds(config.server)  # raises ConfigError
     tenants = load_tenants(config.server)
     bound = bind(config.server.host, config.server.port)
-    with bound, contextlib.closing(_store(config.server)) as store:
-        files = resolve_model(config.engine.model, cache_dir_of(config.server.data_dir), _say)
+    with bound, contextlib.closing(_open_store(config.server)) as store:
+        files = resolve_model(config.engine.model, cache_dir_of(config.server.data_dir), _print)
         return run(_serve(config, files, bound, store, tenants, is_rank))
 
 
@@ -85,8 +93,8 @@ async def _serve(
             server.stop()
 
     engine = _engine(config, files, is_rank, on_final_death)
-    of_all = f" {config.server.replicas} times" if isinstance(engine, RouterClient) else ""
-    _say(f"Loading {files.name}{of_all} ...")
+    copies = f" {config.server.replicas} times" if isinstance(engine, RouterClient) else ""
+    _print(f"Loading {files.name}{copies} ...")
     try:
         _, tokenizer = await asyncio.gather(
             engine.start(), asyncio.to_thread(Tokenizer.load, files.folder)
@@ -97,14 +105,14 @@ async def _serve(
         server = HttpServer(
             create_app(state, tenants),
             bound,
-            on_listening=lambda url: _say(_banner(url, state, config.engine)),
+            on_listening=lambda url: _print(_banner(url, state, config.engine)),
             log_level=config.server.log_level,
         )
         servers.append(server)
-        # Streams do not wait long for a thread that checks the input of a batch.
-        sys.setswitchinterval(_SWITCH_S)
-        # As in the engine's process: a full collection that goes through all the modules and the
-        # tokenizer would hold up every stream.
+        # Threads that validate batches must hand the GIL back to the streams quickly.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        # Excludes modules and tokenizer from garbage collection: a full collection that walks them
+        # would stall every stream.
         gc.collect()
         gc.freeze()
         if not deaths:
@@ -113,7 +121,7 @@ async def _serve(
     finally:
         await engine.close()
     if deaths:
-        logger.error("the server ends because its engine did: %s", deaths[0])
+        logger.error("the server stops because its engine died: %s", deaths[0])
     return 1 if deaths else 0
 
 
@@ -135,9 +143,9 @@ def _engine(
         )
 
     if config.server.cluster is not None:
-        return ClusterReplicas(config, connect(config.server.cluster), on_final_death)
+        return ClusterReplicas(config, connect_cluster(config.server.cluster), on_final_death)
     if is_elastic(config.server):
-        return elastic_here(config, make, on_final_death)
+        return local_elastic_replicas(config, make, on_final_death)
     if config.server.replicas == 1:
         return make(None, config.engine, on_final_death)
     return LocalReplicas(config, make, on_final_death)
@@ -169,7 +177,7 @@ def _state(
 
 
 def with_sessions(state: ServerState) -> ServerState:
-    """The same server, for programs of many calls as well."""
+    """The state with a SessionService."""
     config = state.config
     service = SessionService(
         state.generator,
@@ -187,11 +195,11 @@ def with_sessions(state: ServerState) -> ServerState:
 
 
 def with_jobs(state: ServerState, store: Store) -> ServerState:
-    """The same server with a place for files and batches."""
+    """The state with files, batches and a BatchRunner."""
     runner = BatchRunner(
         store.batches,
         store.files,
-        RowAnswers(state),
+        EngineRowHandler(state),
         state.engine.stats,
         state.clock,
         state.ids,
@@ -216,7 +224,7 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
 
 @contextlib.asynccontextmanager
 async def _running(state: ServerState) -> AsyncIterator[None]:
-    """Work on batches and keep sessions while the server runs."""
+    """Run the tasks of batches and sessions during the block."""
     assert state.jobs is not None and state.sessions is not None
     tasks = [
         asyncio.create_task(state.jobs.runner.run(), name="batches"),
@@ -241,7 +249,7 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
     kv_tokens = info.num_kv_blocks * info.block_size
     ranks = f", {info.tp} ranks" if info.tp > 1 else ""
     if state.replicas is not None:
-        ranks += f"; {many(state.config)}, router {state.config.router}"
+        ranks += f"; {describe_replicas(state.config)}, router {state.config.router}"
     return (
         f"\n  bros is ready at {shown_url}\n"
         f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels{ranks})\n"
@@ -252,28 +260,28 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
     )
 
 
-def _store(config: ServerConfig) -> Store:
+def _open_store(config: ServerConfig) -> Store:
     folder = Path(config.data_dir).expanduser() if config.data_dir else default_data_dir()
     if config.store is None or "://" in config.store:
         return open_store(folder, config.store)
     return open_store(Path(config.store).expanduser())
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 
 class LocalChat:
-    """Answers conversations with an engine of this process."""
+    """Chat completions from an engine in this process."""
 
     def __init__(self, tokenizer: Tokenizer, generator: TextGenerator) -> None:
         self._tokenizer = tokenizer
         self._generator = generator
 
     async def stream(self, messages: Sequence[Mapping[str, Any]]) -> AsyncIterator[str]:
-        """Pieces of the answer as they come; leaving early stops the generation.
+        """Yield the answer in pieces; closing the iterator aborts the request.
 
-        Raises InvalidRequestError, for one if the conversation is too long.
+        Raises InvalidRequestError, for example if the conversation is too long.
         """
         prompt = self._tokenizer.apply_chat_template(messages)
         async with await self._generator.start([prompt], CHAT_SAMPLING) as generation:
@@ -283,20 +291,20 @@ class LocalChat:
 
 
 def served_name(config: Config) -> str:
-    """What the model is called in the API. Raises ModelError."""
-    files = resolve_model(config.engine.model, cache_dir_of(config.server.data_dir), report=_say)
+    """The model's name in the API. Raises ModelError."""
+    files = resolve_model(config.engine.model, cache_dir_of(config.server.data_dir), report=_print)
     return config.server.served_model_name or files.name
 
 
 @contextlib.asynccontextmanager
 async def local_jobs(config: Config, store: Store) -> AsyncIterator[ServerState]:
-    """Work on the batches of a store without a server; the engine ends with the block.
+    """Run the batches of a store without a server; the engine is closed at the end of the block.
 
     Raises ConfigError or ModelError if the model cannot be loaded.
     """
-    from bros.transport.local import open_local  # late, as below
+    from bros.transport.local import open_local  # imports torch, which the server must not load
 
-    async with open_local(config.engine, cache_dir_of(config.server.data_dir), _say) as local:
+    async with open_local(config.engine, cache_dir_of(config.server.data_dir), _print) as local:
         state = _state(
             config.server,
             local.files,
@@ -312,12 +320,11 @@ async def local_jobs(config: Config, store: Store) -> AsyncIterator[ServerState]
 
 @contextlib.asynccontextmanager
 async def local_chat(config: Config) -> AsyncIterator[LocalChat]:
-    """A chat without a server; the engine ends with the block.
+    """A chat without a server; the engine is closed at the end of the block.
 
     Raises ConfigError or ModelError if the model cannot be loaded.
     """
-    # Late, because it imports torch, which the server process does without.
-    from bros.transport.local import open_local
+    from bros.transport.local import open_local  # imports torch, which the server must not load
 
-    async with open_local(config.engine, cache_dir_of(config.server.data_dir), _say) as local:
+    async with open_local(config.engine, cache_dir_of(config.server.data_dir), _print) as local:
         yield LocalChat(local.tokenizer, local.generator)

@@ -1,4 +1,4 @@
-"""Every failure as the OpenAI error envelope: {"error": {message, type, param, code}}."""
+"""Exceptions as OpenAI's error envelope: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class BodyTooLargeError(BrosError):
 
 
 class ServerStoppingError(BrosError):
-    """The server shuts down before the request is finished (HTTP 503)."""
+    """The server shut down before the request was finished (HTTP 503)."""
 
 
 class GenerationFailedError(BrosError):
-    """The engine ended a request without a proper finish (HTTP 500)."""
+    """The engine ended a request before it was complete (HTTP 500)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiError:
-    """An error as the client sees it.
+    """An error response.
 
-    more: further fields of it.
+    more: further fields of the error object.
     """
 
     status: int
@@ -89,7 +89,7 @@ class ApiError:
 
 
 def describe(error: Exception) -> ApiError:
-    """What a client is told about `error`. Our own bugs are not described, only logged."""
+    """The error response for `error`. It gives no details of unexpected exceptions (our bugs)."""
     match error:
         case InvalidRequestError():
             return ApiError(
@@ -120,8 +120,8 @@ def describe(error: Exception) -> ApiError:
                 status=413,
                 message=str(error),
                 type=INVALID_REQUEST,
-                # The connection stays open: were it closed while the client still sends, the client
-                # would see that and not this. What comes until then is dropped unread.
+                # The connection stays open: a client that is still sending when it is closed would
+                # see a connection error instead of this response.
                 code="request_too_large",
             )
         case QueueFullError():
@@ -129,7 +129,7 @@ def describe(error: Exception) -> ApiError:
         case OverloadedError():
             return _describe_busy(error, "overloaded")
         case QuotaError():
-            # Not to be tried again: batches take longer than clients retry.
+            # No retry: batches take longer than clients keep retrying.
             headers = {"x-should-retry": "false"}
             return _describe_refused(error, "batch_quota_exceeded", headers)
         case ConflictError() | SessionGoneError() | SessionLimitError() | UpstreamError():
@@ -156,7 +156,7 @@ def _describe_session(
     error: ConflictError | SessionGoneError | SessionLimitError | UpstreamError,
 ) -> ApiError:
     if isinstance(error, ConflictError):
-        # Some clients try again after a conflict, which changes nothing here.
+        # Some clients retry after a conflict, which would fail again.
         headers = {"x-should-retry": "false"}
         return ApiError(
             status=409,
@@ -216,7 +216,7 @@ def _describe_server_error(error: Exception) -> ApiError:
     else:
         return ApiError(
             status=500,
-            message="The server had an internal error; its log has the details.",
+            message="Internal server error; the server log has the details.",
             type=SERVER_ERROR,
             code="internal_error",
         )
@@ -233,11 +233,11 @@ async def handle_expected(request: Request, error: Exception) -> Response:
 
 
 async def handle_http(request: Request, error: Exception) -> Response:
-    """Exception handler for what routing raises: unknown paths and methods."""
+    """Exception handler for HTTPException, as for unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     detail = {
-        404: f"There is nothing at {path}.",
+        404: f"There is no route {path}.",
         405: f"{request.method} is not allowed on {path}.",
     }.get(error.status_code, error.detail)
     return describe(HTTPException(error.status_code, detail, error.headers)).to_response()

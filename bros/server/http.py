@@ -1,5 +1,5 @@
-"""What routes of all kinds do with requests: read a body, whatever its bytes are, read a URL's
-parameters, do long work beside the event loop, and end work that no client waits for any more."""
+"""Helpers of all routes: read bodies and query parameters, write JSON, offload long work to a
+thread, and cancel work when its client disconnects."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive
 
 from bros.core.errors import InvalidRequestError
@@ -19,15 +20,20 @@ from bros.server.errors import BodyTooLargeError, ServerStoppingError
 from bros.server.openai.schema import ModelRequest
 from bros.server.state import ServerState, StopSignal
 
+T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=ModelRequest)
 
 
-async def read_request(request: Request, model: type[R]) -> R:
-    """The body as a `model`, meant for the model that is served here.
+def json_response(reply: BaseModel) -> Response:
+    return Response(reply.model_dump_json(), media_type="application/json")
 
-    Raises what read_object raises, NotFoundError for another model, and InvalidRequestError for
-    a field that is wrong.
+
+async def read_request(request: Request, model: type[R]) -> R:
+    """The body as a `model`.
+
+    Raises what read_object raises, InvalidRequestError for an invalid field, and NotFoundError if
+    it names another language model than the served one.
     """
     state = ServerState.of(request)
     body = validate(model, await read_object(request, state.max_body_bytes))
@@ -38,8 +44,8 @@ async def read_request(request: Request, model: type[R]) -> R:
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """The JSON object in the body.
 
-    Raises BodyTooLargeError, or InvalidRequestError for anything else that is wrong with it:
-    not UTF-8, not JSON, NaN or Infinity, nested too deeply (200 levels), no object.
+    Raises BodyTooLargeError, or InvalidRequestError for a body that is not UTF-8 or not JSON, has
+    NaN or Infinity, is nested too deeply (200 levels), or is not an object.
     """
     body = await _read_limited(request, max_bytes)
     try:
@@ -54,12 +60,12 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
 
 
 def validate(model: type[M], value: Mapping[str, Any]) -> M:
-    """Check `value` against a model; raises InvalidRequestError naming the first wrong field."""
+    """`value` as a model. Raises InvalidRequestError naming the first invalid field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)[0]
-        raise _explain(details) from None
+        raise _to_invalid_request(details) from None
 
 
 async def _read_limited(request: Request, max_bytes: int) -> bytes:
@@ -75,7 +81,7 @@ async def _read_limited(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _explain(details: ErrorDetails) -> InvalidRequestError:
+def _to_invalid_request(details: ErrorDetails) -> InvalidRequestError:
     param = _path(details["loc"])
     kind = details["type"]
     if kind == "missing":
@@ -95,30 +101,30 @@ def _path(location: tuple[int | str, ...]) -> str:
     return path.removeprefix(".")[:200]
 
 
-# ---- Parameters in the query of a URL.
+# ---- Query parameters.
 
 
-def query_names(query: QueryParams, known: Sequence[str]) -> None:
-    """Raises InvalidRequestError for a parameter that is none of these."""
+def check_query_names(query: QueryParams, known: Sequence[str]) -> None:
+    """Raises InvalidRequestError for an unknown parameter."""
     for name in query:
         if name not in known:
-            message = f"There is no parameter {name[:50]!r} here; there are {', '.join(known)}."
+            message = f"Unknown parameter {name[:50]!r}; known are {', '.join(known)}."
             raise InvalidRequestError(message, param=name[:50], code="invalid_value")
 
 
 def query_int(query: QueryParams, name: str, default: int, *, low: int, high: int) -> int:
-    """Raises InvalidRequestError for anything but a whole number in the range."""
+    """Raises InvalidRequestError for anything but an integer in [low, high]."""
     text = query.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
-        message = f"'{name}' must be a whole number from {low} to {high}."
+        message = f"'{name}' must be an integer from {low} to {high}."
         raise InvalidRequestError(message, param=name, code="invalid_value")
     return int(text)
 
 
 def query_choice(query: QueryParams, name: str, choices: Sequence[str]) -> str:
-    """The first choice if there is none. Raises InvalidRequestError for any other."""
+    """One of `choices`, by default the first. Raises InvalidRequestError for any other value."""
     text = query.get(name, choices[0])
     if text not in choices:
         message = f"'{name}' must be one of {', '.join(choices)}."
@@ -127,12 +133,12 @@ def query_choice(query: QueryParams, name: str, choices: Sequence[str]) -> str:
 
 
 def query_flag(query: QueryParams, name: str) -> bool:
-    """False if there is none. Raises InvalidRequestError for anything but true and false."""
+    """False by default. Raises InvalidRequestError for anything but true and false."""
     return query_choice(query, name, ("false", "true")) == "true"
 
 
 def query_number(query: QueryParams, name: str, *, most: float) -> float | None:
-    """Raises InvalidRequestError for anything but a number above 0, and at most `most`."""
+    """None by default. Raises InvalidRequestError for anything but a number in (0, most]."""
     text = query.get(name)
     if text is None:
         return None
@@ -141,39 +147,37 @@ def query_number(query: QueryParams, name: str, *, most: float) -> float | None:
     except ValueError:
         value = 0.0
     if not 0 < value <= most:
-        message = f"'{name}' must be a number above 0, at most {most:g}."
+        message = f"'{name}' must be a number above 0 and at most {most:g}."
         raise InvalidRequestError(message, param=name, code="invalid_value")
     return value
 
 
-# ---- Work that would hold up every stream is done on a thread.
+# ---- Long work runs on a thread, because on the event loop it would stall every stream.
 
-
-T = TypeVar("T")
 
 _INLINE_SIZE = 2000
-"""Less takes under a millisecond or so, which is less than going to a thread is worth."""
+"""Work up to this size takes about a millisecond, too little to be worth a thread."""
 
 
-async def run(state: ServerState, work: Callable[[], T], size: int) -> T:
-    """Do `work`, on a thread if it is large. size: characters or tokens it goes through."""
+async def offload(state: ServerState, work: Callable[[], T], size: int) -> T:
+    """Do `work`, on a thread if it is large. size: characters or tokens to process."""
     if size <= _INLINE_SIZE:
         return work()
     return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=state.threads)
 
 
-# ---- Work that ends early when its client has left, or when the server stops.
+# ---- Cancelling work whose client has disconnected.
 
 
-class UntilClientLeaves:
-    """Cancels the block when the client has left or the server stops.
+class CancelOnDisconnect:
+    """Cancels the block when the client disconnects or the server stops.
 
-        async with UntilClientLeaves(request.receive, state.stopping):
+        async with CancelOnDisconnect(request.receive, state.stopping):
             reply = await work
 
-    Raises ClientDisconnect or ServerStoppingError instead of the CancelledError that the block was
-    ended with. The request's body must have been read before. One task waits for what the client
-    sends; the work goes on in the task that it is in.
+    Raises ClientDisconnect or ServerStoppingError in place of the CancelledError that ended the
+    block. Read the request's body before. A second task waits for the disconnect; the block runs
+    in the caller's task.
     """
 
     __slots__ = ("_cancelling", "_reason", "_receive", "_stopping", "_task", "_watcher")
@@ -200,9 +204,9 @@ class UntilClientLeaves:
         self._watcher.remove_done_callback(self._on_watched)
         self._watcher.cancel()
         if self._reason is not None:
-            # As asyncio.timeout: if others have cancelled the task as well, it stays cancelled.
-            others = self._task.uncancel() > self._cancelling
-            if kind is asyncio.CancelledError and not others:
+            # Like asyncio.timeout: if something else cancelled the task, too, it stays cancelled.
+            cancelled_by_others = self._task.uncancel() > self._cancelling
+            if kind is asyncio.CancelledError and not cancelled_by_others:
                 raise self._reason from None
 
     def _on_watched(self, watcher: asyncio.Future[None]) -> None:

@@ -1,4 +1,4 @@
-"""Runs an app on a socket and ends it gracefully."""
+"""Serves an app on a socket and shuts it down gracefully."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from bros.server.state import StopSignal
 T = TypeVar("T")
 
 DRAIN_S = 30.0
-"""How long open requests may go on after the server was told to stop."""
+"""How long open requests may continue after the server is told to stop."""
 
-_LAST_RESORT_S = 5.0
-"""How long they then have to say goodbye before their tasks are cancelled."""
+_ERROR_S = 5.0
+"""How long they then have to send their error before uvicorn cancels their tasks."""
 
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections, so that none sends into a closing one."""
+"""Longer than clients keep idle connections, so that none sends on a connection being closed."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, not listening yet; port 0 takes a free one.
+    """A socket bound to an address but not listening; port 0 takes a free port.
 
-    Raises ConfigError saying what is in the way. Binding early, before a model is loaded, tells
-    the user early.
+    Called before the model is loaded, so that a port in use is reported at once. Raises
+    ConfigError.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -54,14 +54,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """The address of a bound socket as a URL with the actual port."""
+    """The URL of a bound socket, with its actual port."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run, on uvloop where that is installed: with it and httptools, which uvicorn then
-    uses, a stream takes less processor time (benchmarks/stream_speed.py)."""
+    """asyncio.run on uvloop, if it is installed. uvloop and httptools, which uvicorn uses by
+    itself, lower the CPU time of a stream (benchmarks/stream_speed.py)."""
     try:
         import uvloop
     except ImportError:  # as on Windows
@@ -82,18 +82,20 @@ class HttpServer:
         log_level: str = "info",
         drain_s: float = DRAIN_S,
     ) -> None:
-        """on_listening is called with the URL once connections are accepted."""
+        """on_listening: called with the URL once the server accepts connections.
+        drain_s: how long open requests may continue after `stop`.
+        """
         config = uvicorn.Config(
             app,
             log_config=None,
-            # Its own lines on starting and stopping say nothing that ours do not.
+            # uvicorn's info lines repeat what bros prints.
             log_level="debug" if log_level == "debug" else "warning",
             access_log=False,
             server_header=False,
             lifespan="off",
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=math.ceil(drain_s + _LAST_RESORT_S),
+            timeout_graceful_shutdown=math.ceil(drain_s + _ERROR_S),
         )
         self._bound = bound
         self._server = _Server(
@@ -101,10 +103,10 @@ class HttpServer:
         )
 
     async def run(self) -> None:
-        """Serve until `stop`, SIGINT or SIGTERM; then give open requests `drain_s` to finish.
+        """Serve until `stop`, SIGINT or SIGTERM; then let open requests continue for `drain_s`.
 
-        What is not finished then gets an error and is aborted. A second SIGINT does not wait.
-        Signals are handled in the main thread only.
+        Requests that are still open then end with an error. A second SIGINT stops at once.
+        Signals are handled only if this runs in the main thread.
         """
         await self._server.serve(sockets=[self._bound])
 
@@ -128,8 +130,8 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # The parent raises the signals again at the end, which for SIGTERM would end the
-        # process before the engine could be shut down.
+        # uvicorn's own method raises the signals again at the end. SIGTERM would then kill the
+        # process before the engine is closed.
         if threading.current_thread() is not threading.main_thread():
             yield
             return

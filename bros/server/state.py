@@ -1,4 +1,4 @@
-"""What the routes share; built by the composition root, one per server."""
+"""The state that all routes of a server share; created in build.py."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ from bros.server.operations.metrics import ServerMetrics
 from bros.text.generation import TextGenerator, choice_ids
 from bros.text.tokenizer import Tokenizer
 
-# ---- Under which ids the engine knows the latest requests.
+# ---- The engine's ids of the latest requests, for traces.
 
 
 _CAPACITY = 4096
-"""More than engines keep traces of, and less than a megabyte."""
+"""More requests than an engine keeps traces of, in less than a megabyte."""
 
 
 class RecentRequests:
-    """The prompts and choices of the latest requests, the oldest forgotten first."""
+    """Numbers of prompts and choices of the latest requests; the oldest are dropped."""
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._capacity = capacity
         self._shapes: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
     def note(self, request_id: str, *, prompts: int, n: int) -> None:
-        """A request of so many prompts with n choices each was accepted by the engine."""
+        """The engine has accepted a request with this many prompts and n choices each."""
         self._shapes[request_id] = (prompts, n)
         if len(self._shapes) > self._capacity:
             self._shapes.popitem(last=False)
 
     def parts(self, request_id: str) -> tuple[str, ...]:
-        """What its choices are called in the engine, by index; the id itself if it is unknown."""
+        """The engine's ids of its choices, by index; the id itself if the request is unknown."""
         return choice_ids(request_id, *self._shapes.get(request_id, (1, 1)))
 
 
-# ---- What the routes for files and batches work with; built by the composition root.
+# ---- Files and batches.
 
 
 T = TypeVar("T")
 
 
 class BatchCounts:
-    """How many batches there are. While the database hangs, one thread waits for it, however often
-    a client asks and stops waiting."""
+    """Numbers of batches by status. Concurrent callers share one query, so that at most one thread
+    waits for a database that hangs."""
 
     def __init__(self) -> None:
         self._asked: asyncio.Future[Mapping[str, int]] | None = None
@@ -76,7 +76,11 @@ class BatchCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jobs:
-    """max_open: unfinished batches that one tenant may have."""
+    """Files and batches of a server.
+
+    max_open: most unfinished batches of a tenant.
+    threads: limits the threads of `io`.
+    """
 
     files: FileStore
     batches: BatchStore
@@ -87,33 +91,37 @@ class Jobs:
 
     @classmethod
     def of(cls, request: Request) -> Jobs:
-        """Those of the app that serves `request`."""
+        """The Jobs of the app that serves `request`."""
         jobs = request.app.state.server.jobs
         assert isinstance(jobs, cls)
         return jobs
 
     async def io(self, work: Callable[..., T], *args: Any) -> T:
-        """Something that waits for the disk, on a thread."""
+        """Do blocking work on a thread."""
         return await anyio.to_thread.run_sync(work, *args, limiter=self.threads)
 
 
-# ---- Who may use the server: one key for all, or one for each tenant.
+# ---- API keys: one for all, or one for each tenant.
 
 
 TENANT = "bros.tenant"
-"""Where a request's ASGI scope has the name of its tenant, empty if there is only one."""
+"""Key in the ASGI scope of the tenant's name, which is empty if there is only one tenant."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """keys: name -> key. Nobody needs one if there are none."""
+    """The tenants and their API keys.
+
+    keys: name -> key. If it is empty, requests need no key.
+    """
 
     keys: Mapping[str, str]
 
     def find(self, key: bytes) -> str | None:
-        """Whose key that is. Takes the same time whether it is nearly right or not."""
+        """Name of the tenant with a key, None if no tenant has it. The comparison takes constant
+        time, so that timing does not reveal a key."""
         found = None
         for name, expected in self.keys.items():
             if hmac.compare_digest(key, expected.encode()):
@@ -122,10 +130,7 @@ class Tenants:
 
 
 def load_tenants(config: ServerConfig) -> Tenants:
-    """--api-key, which belongs to the tenant without a name, and the lines of --api-keys.
-
-    Raises ConfigError.
-    """
+    """The tenants of --api-keys, and that of --api-key, whose name is empty. Raises ConfigError."""
     keys = {"": config.api_key} if config.api_key else {}
     if config.api_keys is None:
         return Tenants(keys)
@@ -138,17 +143,17 @@ def load_tenants(config: ServerConfig) -> Tenants:
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2 or not _NAME.fullmatch(words[0]):
-            raise ConfigError(f"--api-keys: line {number} is not a NAME and a KEY")
+            raise ConfigError(f"--api-keys: line {number} is not 'NAME KEY'")
         if words[0] in keys or words[1] in keys.values():
             raise ConfigError(f"--api-keys: the name or the key in line {number} is used twice")
         keys[words[0]] = words[1]
     if not keys:
-        raise ConfigError("--api-keys: the file has no keys; leave it out for a server without")
+        raise ConfigError("--api-keys: the file has no keys; without the option none are needed")
     return Tenants(keys)
 
 
 class StopSignal:
-    """Given once, when the server ends open requests with an error. For one event loop."""
+    """Set once, when the server ends open requests with an error. For one event loop."""
 
     def __init__(self) -> None:
         self._listeners: dict[Callable[[], None], None] = {}
@@ -163,30 +168,30 @@ class StopSignal:
             listener()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called once the signal is given; it must not have been."""
+        """Call `listener` when the signal is set. The signal must not be set yet."""
         self._listeners[listener] = None
 
     def unsubscribe(self, listener: Callable[[], None]) -> None:
-        """Unknown ones are ignored."""
+        """Unknown listeners are ignored."""
         self._listeners.pop(listener, None)
 
 
 MAX_BODY_BYTES = 4 * 2**20
-"""Larger requests get 413; a prompt of half a million token ids takes about that much."""
+"""Larger bodies get status 413. A prompt of half a million token ids has about this size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerState:
-    """Everything the HTTP layer works with.
+    """Everything that routes use.
 
-    model_name: the name in the API.
+    model_name: the model's name in the API.
     created: Unix seconds, shown in /v1/models.
-    jobs: files and batches, if the server has a place to keep them.
-    sessions: programs of many calls, if the server takes them.
-    replicas: the engine, if it is several.
-    stopping: set it to end open requests with an error (see HttpServer).
-    recent: which parts the latest requests have, for those who ask what became of them.
-    threads: bounds work done beside the event loop, and with it memory.
+    jobs: files and batches; None if the server has no store.
+    sessions: None if the server has no sessions.
+    replicas: `engine`, if it is a router; else None.
+    stopping: set by HttpServer to end open requests with an error.
+    recent: for request traces.
+    threads: limits the threads of `offload`, and so their memory.
     """
 
     engine: EngineClient
@@ -215,16 +220,17 @@ class ServerState:
 
     @staticmethod
     def tenant(request: Request) -> str:
-        """On whose behalf a request came; see Tenants. Files and batches belong to tenants."""
+        """Name of the request's tenant, empty if there is only one. Tenants own files, batches and
+        sessions."""
         tenant: str = request.scope.get(TENANT, "")
         return tenant
 
     def check_model(self, name: str | None) -> None:
-        """Raise NotFoundError unless `name` is the served model; None means the served one."""
+        """Raises NotFoundError unless `name` is the served model or None."""
         if name is None or name in (self.model_name, self.engine.info.model):
             return
         raise NotFoundError(
-            f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}.",
+            f"The model {name[:200]!r} does not exist; this server serves {self.model_name!r}.",
             param="model",
             code="model_not_found",
         )

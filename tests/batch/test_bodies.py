@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bros.batch.files import Bodies, disk_full_explained
+from bros.batch.files import Bodies, translate_disk_full
 from bros.batch.objects import StoreFullError
 
 
@@ -223,5 +223,5 @@ def test_a_full_disk_keeps_what_it_has_and_nothing_half_written(tiny_disk: Path)
 
 
 def test_no_room_is_told_with_the_option_to_look_at() -> None:
-    with pytest.raises(StoreFullError, match="--data-dir"), disk_full_explained():
+    with pytest.raises(StoreFullError, match="--data-dir"), translate_disk_full():
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -134,7 +134,7 @@ def test_a_crash_at_any_transaction(site: Site, when: str) -> None:
         assert stored.items() <= results.items()
         assert all(1 <= times[name] <= 1 + has_died for name in results)
         site.check_nothing_else_is_left()
-    assert number > 6  # claimed, admitted, stored at least twice, wound up, finished
+    assert number > 6  # claimed, admitted, stored at least twice, finalizing, finished
 
 
 @pytest.mark.parametrize("when", DEATHS)
@@ -168,7 +168,7 @@ def test_a_crash_while_a_batch_is_cancelled(site: Site, when: str) -> None:
         assert {line["error"]["code"] for line in others} == {"batch_cancelled"}
         site.check_nothing_else_is_left()
     assert runs(site.log()) == {}
-    assert number > 3  # claimed, wound up, finished
+    assert number > 3  # claimed, finalizing, finished
 
 
 def test_a_server_that_is_told_to_stop_leaves_its_batches_to_the_next_at_once(site: Site) -> None:

@@ -195,7 +195,7 @@ def test_blocks_that_run_alone_do_not_overlap(store: Store) -> None:
     def add_ten(_: int) -> None:
         with store.again() as own:
             for _ in range(10):
-                with own.database.write(alone=True) as connection:
+                with own.database.write(exclusive=True) as connection:
                     value = connection.execute(size).scalar_one()
                     connection.execute(
                         sa.text("UPDATE files SET num_bytes = :value"), {"value": value + 1}

@@ -127,7 +127,7 @@ def test_content_stays_as_long_as_an_open_batch_reads_it(store: Store) -> None:
     store.files.sweep(NOW)
     assert store.bodies() == {file.digest}
     lease = claim_one(store)
-    outcome = store.batches.wind_up(lease, BatchStatus.CANCELLED, NOW)
+    outcome = store.batches.begin_finalizing(lease, BatchStatus.CANCELLED, NOW)
     store.batches.finish(lease, outcome, None, None, NOW)
     store.files.sweep(NOW)
     assert store.bodies() == set()

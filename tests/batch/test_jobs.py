@@ -45,9 +45,9 @@ def started(store: Store, num_rows: int = 3) -> Lease:
 
 
 def ended(store: Store, outcome: BatchStatus, lease: Lease | None = None) -> Batch:
-    """A batch that was wound up without files."""
+    """A batch that was finalized without files."""
     lease = lease or started(store)
-    outcome = store.batches.wind_up(lease, outcome, NOW + 2)
+    outcome = store.batches.begin_finalizing(lease, outcome, NOW + 2)
     store.batches.finish(lease, outcome, None, None, NOW + 3)
     return store.batches.get("ann", lease.batch_id)
 
@@ -148,7 +148,9 @@ def test_a_batch_can_be_cancelled_until_it_is_wound_up(store: Store) -> None:
     assert (first.status, first.cancelling_at) == (BatchStatus.CANCELLING, NOW + 1)
     assert store.batches.cancel("ann", "batch_1", NOW + 5) == first
     lease = claim(store)
-    assert store.batches.wind_up(lease, BatchStatus.COMPLETED, NOW) is BatchStatus.CANCELLED
+    assert (
+        store.batches.begin_finalizing(lease, BatchStatus.COMPLETED, NOW) is BatchStatus.CANCELLED
+    )
     done = ended(store, BatchStatus.CANCELLED, lease)
     assert (done.status, done.cancelled_at) == (BatchStatus.CANCELLED, NOW + 3)
     assert store.batches.cancel("ann", "batch_1", NOW + 5) == done
@@ -171,7 +173,7 @@ def test_who_cancels_a_batch_that_expires_just_now_is_told_how_far_it_is(
     lease = claim(store)
     if has_rows:
         admit(store, lease)
-    store.batches.wind_up(lease, BatchStatus.EXPIRED, NOW + 2)
+    store.batches.begin_finalizing(lease, BatchStatus.EXPIRED, NOW + 2)
     before = store.batches.get("ann", "batch_1")
     assert before.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
     assert store.batches.cancel("ann", "batch_1", NOW + 3) == before
@@ -181,7 +183,7 @@ def test_who_cancels_a_batch_that_expires_just_now_is_told_how_far_it_is(
 
 def test_it_is_too_late_to_cancel_what_is_done(store: Store) -> None:
     lease = started(store)
-    store.batches.wind_up(lease, BatchStatus.COMPLETED, NOW + 2)
+    store.batches.begin_finalizing(lease, BatchStatus.COMPLETED, NOW + 2)
     assert "finalizing" in refused_to_cancel(store)
     store.batches.finish(lease, BatchStatus.COMPLETED, None, None, NOW + 3)
     assert "completed" in refused_to_cancel(store)
@@ -340,7 +342,7 @@ def test_what_is_wound_up_or_cancelled_does_not_fail(store: Store, status: Batch
     if status is BatchStatus.CANCELLED:
         store.batches.cancel("ann", "batch_1", NOW + 1)
     else:
-        store.batches.wind_up(lease, status, NOW + 1)
+        store.batches.begin_finalizing(lease, status, NOW + 1)
     before = store.batches.get("ann", "batch_1")
     assert note_faults(store, lease, 5) == before
     assert ended(store, status, lease).status is status
@@ -404,7 +406,10 @@ def test_results_are_in_the_order_of_the_input_and_all_there(store: Store, page:
 
 def test_a_completed_batch_is_finalizing_first(store: Store) -> None:
     lease = started(store)
-    assert store.batches.wind_up(lease, BatchStatus.COMPLETED, NOW + 7) == BatchStatus.COMPLETED
+    assert (
+        store.batches.begin_finalizing(lease, BatchStatus.COMPLETED, NOW + 7)
+        == BatchStatus.COMPLETED
+    )
     batch = store.batches.get("ann", "batch_1")
     assert (batch.status, batch.outcome) == (BatchStatus.FINALIZING, BatchStatus.COMPLETED)
     assert batch.finalizing_at == NOW + 7
@@ -412,7 +417,9 @@ def test_a_completed_batch_is_finalizing_first(store: Store) -> None:
 
 def test_a_batch_that_is_out_of_time_keeps_its_status_until_it_has_expired(store: Store) -> None:
     lease = started(store)
-    assert store.batches.wind_up(lease, BatchStatus.EXPIRED, NOW + 7) == BatchStatus.EXPIRED
+    assert (
+        store.batches.begin_finalizing(lease, BatchStatus.EXPIRED, NOW + 7) == BatchStatus.EXPIRED
+    )
     batch = store.batches.get("ann", "batch_1")
     assert (batch.status, batch.outcome) == (BatchStatus.IN_PROGRESS, BatchStatus.EXPIRED)
     assert ended(store, BatchStatus.EXPIRED, lease).status is BatchStatus.EXPIRED
@@ -420,9 +427,11 @@ def test_a_batch_that_is_out_of_time_keeps_its_status_until_it_has_expired(store
 
 def test_what_a_batch_ends_as_is_decided_once(store: Store) -> None:
     lease = started(store)
-    store.batches.wind_up(lease, BatchStatus.EXPIRED, NOW + 7)
+    store.batches.begin_finalizing(lease, BatchStatus.EXPIRED, NOW + 7)
     before = store.batches.get("ann", "batch_1")
-    assert store.batches.wind_up(lease, BatchStatus.COMPLETED, NOW + 9) == BatchStatus.EXPIRED
+    assert (
+        store.batches.begin_finalizing(lease, BatchStatus.COMPLETED, NOW + 9) == BatchStatus.EXPIRED
+    )
     assert store.batches.get("ann", "batch_1") == before
 
 
@@ -432,7 +441,7 @@ def test_a_failed_batch_is_not_wound_up(store: Store, outcome: BatchStatus) -> N
     lease = claim(store)
     store.batches.fail(lease, [LineError("empty_file", "No.")], NOW)
     before = store.batches.get("ann", "batch_1")
-    assert store.batches.wind_up(lease, outcome, NOW) is BatchStatus.FAILED
+    assert store.batches.begin_finalizing(lease, outcome, NOW) is BatchStatus.FAILED
     store.batches.finish(lease, outcome, None, None, NOW)
     assert store.batches.get("ann", "batch_1") == before
 
@@ -445,7 +454,7 @@ def finish_with_files(store: Store, lease: Lease, ids: tuple[str, str], now: flo
 def test_files_take_over_from_the_rows(store: Store) -> None:
     lease = started(store, 5)
     store.batches.commit(lease, [outcome(1), outcome(2), outcome(3, ok=False)], NOW + 99)
-    store.batches.wind_up(lease, BatchStatus.COMPLETED, NOW + 7)
+    store.batches.begin_finalizing(lease, BatchStatus.COMPLETED, NOW + 7)
     finish_with_files(store, lease, ("file-out", "file-err"), NOW + 8)
     batch = store.batches.get("ann", "batch_1")
     assert (batch.status, batch.completed_at) == (BatchStatus.COMPLETED, NOW + 8)
@@ -471,13 +480,13 @@ def test_a_batch_is_finished_once(store: Store) -> None:
     """Whoever does not hear of it tries again, and finds no rows any more."""
     lease = started(store)
     store.batches.commit(lease, [outcome(1)], None)
-    store.batches.wind_up(lease, BatchStatus.COMPLETED, NOW + 7)
+    store.batches.begin_finalizing(lease, BatchStatus.COMPLETED, NOW + 7)
     finish_with_files(store, lease, ("file-out", "file-err"), NOW + 8)
     before = store.batches.get("ann", "batch_1")
     store.batches.finish(lease, BatchStatus.COMPLETED, None, None, NOW + 9)
     finish_with_files(store, lease, ("file-out-2", "file-err-2"), NOW + 9)
     store.batches.commit(lease, [outcome(2)], NOW + 99)
-    store.batches.wind_up(lease, BatchStatus.EXPIRED, NOW + 9)
+    store.batches.begin_finalizing(lease, BatchStatus.EXPIRED, NOW + 9)
     assert store.batches.get("ann", "batch_1") == before
     assert len(store.files.page("ann", Page(10), NOW)[0]) == 2
 
@@ -486,7 +495,7 @@ def test_outcomes_that_come_too_late_are_not_counted(store: Store) -> None:
     """The files may have been made without them."""
     lease = started(store, 3)
     store.batches.commit(lease, [outcome(1)], NOW + 99)
-    store.batches.wind_up(lease, BatchStatus.COMPLETED, NOW + 7)
+    store.batches.begin_finalizing(lease, BatchStatus.COMPLETED, NOW + 7)
     before = store.batches.get("ann", "batch_1")
     store.batches.commit(lease, [outcome(2)], NOW + 100)
     assert store.batches.get("ann", "batch_1") == before
@@ -496,7 +505,7 @@ def test_outcomes_that_come_too_late_are_not_counted(store: Store) -> None:
 def test_a_batch_that_could_not_be_finished_for_lack_of_room_is_as_before(store: Store) -> None:
     lease = started(store)
     store.batches.commit(lease, [outcome(1)], None)
-    store.batches.wind_up(lease, BatchStatus.COMPLETED, NOW + 7)
+    store.batches.begin_finalizing(lease, BatchStatus.COMPLETED, NOW + 7)
     before = store.batches.get("ann", "batch_1")
     with full_disk(store), pytest.raises(StoreFullError):
         finish_with_files(store, lease, ("file-out", "file-err"), NOW + 8)

@@ -133,7 +133,7 @@ def test_a_batch_that_is_over_is_free_to_nobody(store: Store, outcome: BatchStat
         store.batches.fail(lease, [LineError("empty_file", "No.")], NOW)
     else:
         admit(store, lease)
-        store.batches.wind_up(lease, outcome, NOW)
+        store.batches.begin_finalizing(lease, outcome, NOW)
         assert claimed(store, "new", NOW + 100) == ["batch_1"]  # the files are still to be made
         lease = claim(store, "last", NOW + 200)
         store.batches.finish(lease, outcome, None, None, NOW + 200)
@@ -148,7 +148,9 @@ WRITES: dict[str, Callable[[Store, Lease], object]] = {
     "commit": lambda store, lease: store.batches.commit(
         lease, [RowOutcome(2, True, "{}")], NOW + 5
     ),
-    "wind_up": lambda store, lease: store.batches.wind_up(lease, BatchStatus.EXPIRED, NOW),
+    "begin_finalizing": lambda store, lease: store.batches.begin_finalizing(
+        lease, BatchStatus.EXPIRED, NOW
+    ),
     "finish": lambda store, lease: finish(store, lease),
 }
 
@@ -179,7 +181,7 @@ def test_a_former_owner_writes_nothing(
     if stage == "cancelling":
         store.batches.cancel("ann", "batch_1", NOW)
     if stage == "finalizing":
-        store.batches.wind_up(former, BatchStatus.COMPLETED, NOW)
+        store.batches.begin_finalizing(former, BatchStatus.COMPLETED, NOW)
     claim(store, new_owner, NOW + LEASE_S)
     before = snapshot(store)
     with pytest.raises(LeaseLostError, match="batch_1"):

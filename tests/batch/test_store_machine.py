@@ -199,7 +199,7 @@ class StoreMachine(RuleBasedStateMachine):
         with (
             self.store.new_file("file-lost", content) as made,
             pytest.raises(KeyError),
-            self.store.database.write(alone=True) as connection,
+            self.store.database.write(exclusive=True) as connection,
         ):
             files.insert(connection, *made)
             raise KeyError
@@ -312,11 +312,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks, wanted=st.sampled_from([S.COMPLETED, S.EXPIRED]))
-    def wind_up(self, pick: int, wanted: BatchStatus) -> None:
+    def begin_finalizing(self, pick: int, wanted: BatchStatus) -> None:
         lease, batch = self.pick(pick)
         if batch is not None and batch.status is S.VALIDATING:
             wanted = S.EXPIRED
-        said = self.write(lease, lambda: self.store.batches.wind_up(lease, wanted, self.now))
+        said = self.write(
+            lease, lambda: self.store.batches.begin_finalizing(lease, wanted, self.now)
+        )
         if batch is None:
             return
         if batch.is_open and batch.outcome is None:
@@ -328,7 +330,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(pick=picks, wanted=st.sampled_from([S.COMPLETED, S.EXPIRED]))
     def finish(self, pick: int, wanted: BatchStatus) -> None:
-        self.wind_up(pick, wanted)
+        self.begin_finalizing(pick, wanted)
         self.batches_are_as_in_the_model()  # the next step is another one of the diagram
         lease, batch = self.pick(pick)
         name = lease.batch_id

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.batch.runner import MOST_INTERRUPTIONS, Company
+from bros.batch.runner import MAX_ATTEMPTS, SuspectIsolation
 
 
 async def settle() -> None:
@@ -23,7 +23,7 @@ async def settle() -> None:
 class Room:
     """Rows that run, each until it is told to leave."""
 
-    company: Company = field(default_factory=Company)
+    isolation: SuspectIsolation = field(default_factory=SuspectIsolation)
     inside: list[str] = field(default_factory=list)
     _leaves: dict[str, asyncio.Event] = field(default_factory=dict)
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Room:
         await settle()
 
     async def _visit(self, name: str, interruptions: int) -> None:
-        async with self.company.admitted(interruptions):
+        async with self.isolation.admitted(interruptions):
             self.inside.append(name)
             try:
                 await self._leaves[name].wait()
@@ -113,12 +113,12 @@ async def test_who_gives_up_waiting_holds_nobody_up() -> None:
 def test_exactly_the_poison_is_given_up(poisons: set[int], slots: int, seed: int) -> None:
     given_up, deaths = asyncio.run(run_rows(poisons, slots, random.Random(seed)))
     assert given_up == poisons
-    assert deaths <= MOST_INTERRUPTIONS * len(poisons)
+    assert deaths <= MAX_ATTEMPTS * len(poisons)
 
 
 async def run_rows(poisons: set[int], slots: int, rng: random.Random) -> tuple[set[int], int]:
     """30 rows, so many at a time, on an engine that dies of some after a while."""
-    company, room = Company(), asyncio.Semaphore(slots)
+    isolation, room = SuspectIsolation(), asyncio.Semaphore(slots)
     given_up, deaths = set[int](), 0
 
     async def is_answered(number: int) -> bool:
@@ -133,8 +133,8 @@ async def run_rows(poisons: set[int], slots: int, rng: random.Random) -> tuple[s
 
     async def run(number: int) -> None:
         async with room:
-            for interruptions in range(MOST_INTERRUPTIONS):
-                async with company.admitted(interruptions):
+            for interruptions in range(MAX_ATTEMPTS):
+                async with isolation.admitted(interruptions):
                     if await is_answered(number):
                         return
             given_up.add(number)

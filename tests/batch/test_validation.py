@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bros.batch.objects import MAX_ERRORS, MAX_LINE_BYTES, MAX_ROWS, LineError, RowRef
 from bros.batch.rows import (
-    Checked,
+    CheckedInput,
     RowFacts,
     RowReply,
     check_input,
@@ -57,7 +57,7 @@ class Folder:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "input"
 
-    def check(self, content: bytes, **options: Any) -> Checked:
+    def check(self, content: bytes, **options: Any) -> CheckedInput:
         self.file.write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
         return check_input(self.file, digest, ENDPOINT, Handler(), **options)
@@ -65,7 +65,7 @@ class Folder:
     def mistakes(self, content: bytes) -> list[tuple[str, str | None, int | None]]:
         """(code, param, line) of all errors of a file that is not valid."""
         checked = self.check(content)
-        assert checked == Checked(checked.errors)  # nothing else came of it
+        assert checked == CheckedInput(checked.errors)  # nothing else came of it
         return [(error.code, error.param, error.line) for error in checked.errors]
 
 
@@ -205,15 +205,15 @@ def test_a_file_that_is_gone_is_not_run(folder: Folder) -> None:
 def test_reading_ends_soon_after_nobody_wants_it_any_more(folder: Folder) -> None:
     asked = []
 
-    def is_wanted() -> bool:
+    def should_continue() -> bool:
         asked.append(len(asked))
         return len(asked) < 3
 
     content = b"".join(line(str(i)) for i in range(10_000))
-    assert folder.check(content, is_wanted=is_wanted) == Checked(())
+    assert folder.check(content, should_continue=should_continue) == CheckedInput(())
     assert len(asked) == 3
     asked.clear()
-    assert len(folder.check(line(), is_wanted=is_wanted).rows) == 1
+    assert len(folder.check(line(), should_continue=should_continue).rows) == 1
 
 
 def lines_of(num_rows: int, prompt_chars: int) -> Iterable[bytes]:

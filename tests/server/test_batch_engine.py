@@ -18,7 +18,7 @@ from bros.batch.objects import DAY_S, StoreError
 from bros.core.errors import OverloadedError, QueueFullError
 from bros.core.interfaces import ClassStats, EngineStats
 from bros.core.request import ServiceClass
-from bros.server.batches.rows import RowAnswers
+from bros.server.batches.rows import EngineRowHandler
 from bros.server.openai.calls import CALLS, Call
 from bros.server.openai.schema import ChatMessage
 from bros.server.state import ServerState
@@ -230,12 +230,12 @@ async def test_a_check_that_breaks_the_server_is_given_up(
     """`failed` also means a system failure, with `errors` filled; our log says what it was"""
     checks = []
 
-    def broken(self: RowAnswers, endpoint: str, body: dict[str, Any]) -> None:
+    def broken(self: EngineRowHandler, endpoint: str, body: dict[str, Any]) -> None:
         checks.append(body)
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowAnswers, "check", broken)
+        patch.setattr(EngineRowHandler, "check", broken)
         failed = await given_up(server, await server.submit(row(1)), lambda: len(checks))
     assert failed.errors is not None and failed.errors.data is not None
     (error,) = failed.errors.data

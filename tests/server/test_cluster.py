@@ -16,7 +16,12 @@ from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass, Slo
 from bros.router.elastic import ElasticReplicas, ElasticSettings
 from bros.router.replica_set import ReplicaState
-from bros.server.cluster import ClusterReplicas, bounds_of, connect, many
+from bros.server.replicas import (
+    ClusterReplicas,
+    connect_cluster,
+    describe_replicas,
+    replica_bounds,
+)
 from support.process_engine import TINY_ENGINE, ask, tokens_of
 from support.ray_cluster import connected
 from support.tiny_models import save_tiny_llama
@@ -80,8 +85,8 @@ async def test_deadlines_bring_an_actor_and_calm_takes_it_away(
 )
 def test_bounds(options: dict[str, object], bounds: tuple[int, int], words: str) -> None:
     config = ServerConfig(**options)
-    assert bounds_of(config) == bounds
-    assert many(config) == words
+    assert replica_bounds(config) == bounds
+    assert describe_replicas(config) == words
 
 
 @pytest.mark.parametrize(
@@ -91,19 +96,19 @@ def test_bounds(options: dict[str, object], bounds: tuple[int, int], words: str)
         ({"replicas": 5, "max_replicas": 4}, "--max-replicas"),
         (
             {"min_replicas": 2, "max_replicas": 1},
-            "--min-replicas: 2 are more than --max-replicas 1",
+            "--min-replicas: 2 is more than --max-replicas 1",
         ),
     ],
 )
 def test_bounds_are_around_the_first_number(options: dict[str, object], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
-        bounds_of(ServerConfig(**options))
+        replica_bounds(ServerConfig(**options))
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"bros\[ray\]"):
-        connect("auto")
+        connect_cluster("auto")
 
 
 @pytest.mark.parametrize("address", ["foo", "", "ray://10.0.0.1:10001", "host:port", "a b:1"])
@@ -118,4 +123,4 @@ def test_a_ray_that_is_broken_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "bros.transport.ray", None)
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        connect("auto")
+        connect_cluster("auto")

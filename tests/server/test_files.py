@@ -238,7 +238,7 @@ async def test_content_that_somebody_removed_is_not_found(server: BatchServer) -
     file = await server.upload(b"text")
     (digest,) = server.bodies()
     server.store.files.bodies.path(digest).unlink()
-    with pytest.raises(openai.NotFoundError, match="gone"):
+    with pytest.raises(openai.NotFoundError, match="has been deleted"):
         await server.client.files.content(file.id)
 
 

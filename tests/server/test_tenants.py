@@ -70,7 +70,7 @@ def test_without_keys_there_is_one_tenant() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("ann", "line 1 is not a NAME and a KEY"),
+        ("ann", "line 1 is not 'NAME KEY'"),
         ("ann key more", "line 1 is not"),
         ("# well\n\na/b key", "line 3 is not"),
         (f"{'a' * 65} key", "line 1 is not"),

@@ -1,1 +1,1 @@
-"""How a store gets from one version to the next (Alembic)."""
+"""Alembic migrations of the store."""

@@ -1,4 +1,4 @@
-"""/v1/batches: jobs of many requests, done in the time that is left"""
+"""/v1/batches and /v1/files"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from bros.server.batches.schema import (
     FilePurpose,
 )
 from bros.server.errors import BodyTooLargeError
-from bros.server.http import query_choice, query_int, read_object, validate
+from bros.server.http import json_response, query_choice, query_int, read_object, validate
 from bros.server.openai.schema import WireModel
 from bros.server.operations.openapi import ApiRoute, Schemas
 from bros.server.state import Jobs, ServerState
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 
-_PAGE, _MAX_PAGE = 20, 100
+_BATCH_PAGE, _MAX_BATCH_PAGE = 20, 100
 
 
 async def create_batch(request: Request) -> Response:
-    """Begin a batch over an uploaded file, whose lines are checked later."""
+    """Create a batch from an uploaded file. Its lines are validated asynchronously."""
     jobs = Jobs.of(request)
     state = ServerState.of(request)
     wanted = validate(CreateBatch, await read_object(request, state.max_body_bytes))
@@ -59,8 +59,8 @@ async def create_batch(request: Request) -> Response:
         raise NotFoundError(str(error), "input_file_id", error.code) from None
     if file.purpose != "batch":
         raise InvalidRequestError(
-            f"The file {file.id!r} was uploaded for {file.purpose!r}; upload it with the "
-            "purpose 'batch'.",
+            f"The file {file.id!r} has the purpose {file.purpose!r}; upload it with the purpose "
+            "'batch'.",
             param="input_file_id",
             code="invalid_file_purpose",
         )
@@ -81,18 +81,18 @@ async def create_batch(request: Request) -> Response:
     )
     await jobs.io(jobs.batches.create, batch, jobs.max_open)
     jobs.runner.wake()
-    return _json(BatchObject.of(batch))
+    return json_response(BatchObject.of(batch))
 
 
 async def list_batches(request: Request) -> Response:
-    """A page of the tenant's batches, the newest first."""
+    """A page of your batches, the newest first."""
     jobs = Jobs.of(request)
     query = request.query_params
-    limit = query_int(query, "limit", _PAGE, low=1, high=_MAX_PAGE)
+    limit = query_int(query, "limit", _BATCH_PAGE, low=1, high=_MAX_BATCH_PAGE)
     page = Page(limit=limit, after=query.get("after"))
     tenant = ServerState.of(request).tenant(request)
     batches, has_more = await jobs.io(jobs.batches.page, tenant, page)
-    return _json(
+    return json_response(
         BatchList(
             data=[BatchObject.of(batch) for batch in batches],
             first_id=batches[0].id if batches else None,
@@ -103,21 +103,21 @@ async def list_batches(request: Request) -> Response:
 
 
 async def retrieve_batch(request: Request) -> Response:
-    """One batch, and how far it is."""
+    """The state and progress of a batch."""
     jobs = Jobs.of(request)
     tenant = ServerState.of(request).tenant(request)
     batch = await jobs.io(jobs.batches.get, tenant, request.path_params["id"])
-    return _json(BatchObject.of(batch))
+    return json_response(BatchObject.of(batch))
 
 
 async def cancel_batch(request: Request) -> Response:
-    """End a batch early; what is done by then is in its output file."""
+    """Cancel a batch. Its output file has the rows that were answered by then."""
     jobs = Jobs.of(request)
     state = ServerState.of(request)
     tenant, now = state.tenant(request), state.clock.unix_time()
     batch = await jobs.io(jobs.batches.cancel, tenant, request.path_params["id"], now)
     jobs.runner.wake()
-    return _json(BatchObject.of(batch))
+    return json_response(BatchObject.of(batch))
 
 
 def _check_endpoint(endpoint: str) -> None:
@@ -133,18 +133,14 @@ def _check_endpoint(endpoint: str) -> None:
     )
 
 
-def _json(reply: BatchObject | BatchList) -> Response:
-    return Response(reply.model_dump_json(), media_type="application/json")
-
-
 _QUERY: Schemas = {
-    "after": {"type": "string", "description": "The id that the page before ended with"},
+    "after": {"type": "string", "description": "The last id of the previous page"},
     "limit": {
         "type": "integer",
         "minimum": 1,
-        "maximum": _MAX_PAGE,
-        "default": _PAGE,
-        "description": "Most batches",
+        "maximum": _MAX_BATCH_PAGE,
+        "default": _BATCH_PAGE,
+        "description": "Most batches on the page",
     },
 }
 
@@ -156,30 +152,33 @@ _BATCHES = (
 )
 
 
-# ---- Uploads as multipart/form-data: the file goes to the disk as it comes, fields are kept.
+# ---- Uploads as multipart/form-data: the file is written to disk chunk by chunk.
 
 
 MAX_UPLOAD_BYTES = 512 * 2**20
-_WRITTEN_AT_ONCE = 2**20
+_WRITE_BYTES = 2**20
 _MAX_FIELD_BYTES = 4096
 _MAX_FIELDS = 16
 _MAX_NAME_CHARS = 50
-_FRAME_BYTES = 2**16
-"""Room for everything in an upload that is not the file."""
+_OVERHEAD_BYTES = 2**16
+"""Allowance for the parts of an upload other than the file."""
 
 
 @dataclass(slots=True)
 class Upload:
-    """filename: None if there was no file."""
+    """The form fields of an upload.
+
+    filename: None if there was no file.
+    """
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
 
 
 async def read_upload(request: Request, body: BodyWriter) -> Upload:
-    """Write the part called `file` to `body`, which is not finished here, and collect the others.
+    """Write the part `file` to `body` (the caller finishes it) and return the other fields.
 
-    Raises BodyTooLargeError, StoreFullError, or InvalidRequestError for what is no such form.
+    Raises BodyTooLargeError, StoreFullError, or InvalidRequestError for an invalid form.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
@@ -194,19 +193,19 @@ async def read_upload(request: Request, body: BodyWriter) -> Upload:
         parser = MultipartParser(options[b"boundary"], parts.callbacks())
         async for chunk in request.stream():
             total += len(chunk)
-            if total > MAX_UPLOAD_BYTES + _FRAME_BYTES:
+            if total > MAX_UPLOAD_BYTES + _OVERHEAD_BYTES:
                 raise too_large
             parser.write(chunk)
-            if len(parts.content) >= _WRITTEN_AT_ONCE:
+            if len(parts.content) >= _WRITE_BYTES:
                 await _write(body, parts)
         parser.finalize()
     except FormParserError as error:
-        raise InvalidRequestError(f"The form is broken: {error}.", code="invalid_form") from None
+        raise InvalidRequestError(f"The form is malformed: {error}.", code="invalid_form") from None
     await _write(body, parts)
     if body.num_bytes > MAX_UPLOAD_BYTES:
         raise too_large
     if not parts.ended:
-        raise InvalidRequestError("The form ends too early.", code="invalid_form")
+        raise InvalidRequestError("The form is incomplete.", code="invalid_form")
     return parts.upload
 
 
@@ -217,7 +216,10 @@ async def _write(body: BodyWriter, parts: _Parts) -> None:
 
 
 class _Parts:
-    """What the parser has found so far. content: of the file, not written yet."""
+    """Callbacks of the form parser, and what they have read so far.
+
+    content: bytes of the file that are not written to disk yet.
+    """
 
     def __init__(self) -> None:
         self.upload = Upload()
@@ -266,7 +268,7 @@ class _Parts:
             self._is_file = True
             self.upload.filename = filename.decode("utf-8", "replace").replace("\0", "")[:255]
         elif name in self.upload.fields or len(self.upload.fields) >= _MAX_FIELDS:
-            _refuse(f"The field {name!r} is one too many.", name)
+            _refuse(f"The field {name!r} is given twice, or there are too many fields.", name)
         else:
             self._name = name
 
@@ -290,10 +292,10 @@ def _refuse(message: str, param: str | None) -> NoReturn:
     raise InvalidRequestError(message, param=param, code="invalid_form")
 
 
-# ---- /v1/files: uploads, and what batches came to
+# ---- /v1/files: uploads, and the results of batches
 
 
-MAX_PAGE = 10_000
+_MAX_FILE_PAGE = 10_000
 _ORDERS = ("desc", "asc")
 
 
@@ -316,7 +318,7 @@ async def create_file(request: Request) -> Response:
             )
         if fields.purpose == "batch" and body.num_bytes > MAX_INPUT_BYTES:
             raise InvalidRequestError(
-                f"The input of a batch has at most {MAX_INPUT_BYTES} bytes; this file has "
+                f"An input file of a batch has at most {MAX_INPUT_BYTES} bytes; this file has "
                 f"{body.num_bytes}.",
                 param="file",
                 code="file_too_large",
@@ -336,15 +338,15 @@ async def create_file(request: Request) -> Response:
             created_at=created_at,
             expires_at=None if life_s is None else created_at + life_s,
         )
-        return _file_json(FileObject.of(await jobs.io(jobs.files.add, body, file)))
+        return json_response(FileObject.of(await jobs.io(jobs.files.add, body, file)))
 
 
 async def list_files(request: Request) -> Response:
-    """A page of the tenant's files."""
+    """A page of your files."""
     jobs = Jobs.of(request)
     state, query = ServerState.of(request), request.query_params
     page = Page(
-        limit=query_int(query, "limit", MAX_PAGE, low=1, high=MAX_PAGE),
+        limit=query_int(query, "limit", _MAX_FILE_PAGE, low=1, high=_MAX_FILE_PAGE),
         after=query.get("after"),
         newest_first=query_choice(query, "order", _ORDERS) == "desc",
     )
@@ -355,7 +357,7 @@ async def list_files(request: Request) -> Response:
         state.clock.unix_time(),
         query.get("purpose"),
     )
-    return _file_json(
+    return json_response(
         FileList(
             data=[FileObject.of(file) for file in files],
             first_id=files[0].id if files else None,
@@ -366,12 +368,12 @@ async def list_files(request: Request) -> Response:
 
 
 async def retrieve_file(request: Request) -> Response:
-    """One file."""
-    return _file_json(FileObject.of(await _file(request)))
+    """The description of a file."""
+    return json_response(FileObject.of(await _file(request)))
 
 
 async def file_content(request: Request) -> Response:
-    """What is in a file."""
+    """The content of a file."""
     jobs = Jobs.of(request)
     file = await _file(request)
     path = await jobs.io(jobs.files.body, file)
@@ -379,12 +381,12 @@ async def file_content(request: Request) -> Response:
 
 
 async def delete_file(request: Request) -> Response:
-    """Delete a file; a batch that reads it goes on."""
+    """Delete a file. A batch that uses it continues."""
     jobs = Jobs.of(request)
     state, file_id = ServerState.of(request), request.path_params["id"]
     now = state.clock.unix_time()
     await jobs.io(jobs.files.delete, state.tenant(request), file_id, now)
-    return _file_json(DeletedFile(id=file_id))
+    return json_response(DeletedFile(id=file_id))
 
 
 async def _file(request: Request) -> StoredFile:
@@ -394,7 +396,7 @@ async def _file(request: Request) -> StoredFile:
 
 
 def _fields(upload: Upload) -> dict[str, object]:
-    """As JSON would have them: `expires_after[seconds]` is a field of `expires_after`."""
+    """The form fields as nested JSON: expires_after[seconds] becomes a field of expires_after."""
     fields: dict[str, object] = dict(upload.fields)
     anchor = fields.pop("expires_after[anchor]", None)
     seconds = fields.pop("expires_after[seconds]", None)
@@ -407,21 +409,17 @@ def _fields(upload: Upload) -> dict[str, object]:
     return fields
 
 
-def _file_json(reply: FileObject | FileList | DeletedFile) -> Response:
-    return Response(reply.model_dump_json(), media_type="application/json")
-
-
 _FILE_QUERY: Schemas = {
-    "after": {"type": "string", "description": "The id that the page before ended with"},
+    "after": {"type": "string", "description": "The last id of the previous page"},
     "limit": {
         "type": "integer",
         "minimum": 1,
-        "maximum": MAX_PAGE,
-        "default": MAX_PAGE,
-        "description": "Most files",
+        "maximum": _MAX_FILE_PAGE,
+        "default": _MAX_FILE_PAGE,
+        "description": "Most files on the page",
     },
-    "order": {"enum": list(_ORDERS), "description": "By creation"},
-    "purpose": {"type": "string", "description": "Only those for this"},
+    "order": {"enum": list(_ORDERS), "description": "Order by time of creation"},
+    "purpose": {"type": "string", "description": "Only files with this purpose"},
 }
 
 _FILES = (

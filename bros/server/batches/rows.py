@@ -1,4 +1,4 @@
-"""Rows of batches, answered like requests that come over HTTP, as best-effort work."""
+"""Runs rows of batches as best-effort requests, on the same path as requests over HTTP."""
 
 from __future__ import annotations
 
@@ -20,30 +20,29 @@ from bros.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-_UNTIL_BACK_S = 1.0
-"""How soon to look for an engine that is not there."""
+_ENGINE_DOWN_RETRY_S = 1.0
 
 
-class RowAnswers:
+class EngineRowHandler:
     """A RowHandler."""
 
     def __init__(self, state: ServerState) -> None:
-        # With a thread of their own for long prompts, for which live requests never wait, and one
-        # for checks: those of a row of some megabytes take longer than a stream should wait.
+        # One thread for long prompts and one for checks, so that HTTP requests never wait for rows:
+        # checking a row of some megabytes takes longer than a stream should wait.
         self._state = replace(state, threads=anyio.CapacityLimiter(1))
         self._checks = anyio.CapacityLimiter(1)
 
     def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
         call = CALLS[endpoint](self._state, body)
         model = call.body.model or self._state.model_name
-        return RowFacts(model, call.beginning(), call.num_chars())
+        return RowFacts(model, call.prompt_text(), call.num_chars())
 
     async def answer(
         self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
     ) -> RowReply:
         state = self._state
         if not state.engine.alive:
-            raise RowPostponedError("The engine is not running.", _UNTIL_BACK_S)
+            raise RowPostponedError("The engine is not running.", _ENGINE_DOWN_RETRY_S)
         try:
             call = await anyio.to_thread.run_sync(
                 CALLS[endpoint], state, body, abandon_on_cancel=True, limiter=self._checks
@@ -60,19 +59,19 @@ class RowAnswers:
         except (RowPostponedError, RowInterruptedError):
             raise
         except Exception as error:
-            if not isinstance(error, BrosError):  # else it is what the client did wrong
+            if not isinstance(error, BrosError):  # a BrosError is an error of the client
                 logger.exception("a row of a batch failed")
             described = describe(error)
             return RowReply(described.status, described.to_json())
 
     async def _run(self, exchange: Exchange) -> RowReply:
-        """One attempt. The engine's failures are not the row's."""
+        """Run the row once. Failures of the engine mean that the row must be tried again."""
         try:
             await exchange.start()
         except (QueueFullError, OverloadedError) as error:
             raise RowPostponedError(str(error), error.retry_after_s) from error
         except EngineDeadError as error:
-            raise RowPostponedError(str(error), _UNTIL_BACK_S) from error
+            raise RowPostponedError(str(error), _ENGINE_DOWN_RETRY_S) from error
         try:
             reply = await exchange.complete()
         except OverloadedError as error:

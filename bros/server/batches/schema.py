@@ -1,4 +1,4 @@
-"""Files and batches on the wire: what clients send, and what they get."""
+"""Wire models of files and batches: requests and responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata)]
 
 
 class ExpiresAfter(WireModel):
-    """A time from the creation of a file on."""
+    """Lifetime of a file after its creation."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=MIN_LIFE_S, le=MAX_LIFE_S)]
@@ -45,9 +45,9 @@ class CreateBatch(WireModel):
     input_file_id: str
     endpoint: str = Field(description="/v1/chat/completions or /v1/completions")
     completion_window: str = Field(
-        description="24h as OpenAI has it, or any other number of minutes, hours or days up to "
-        "30d, such as 90m. It is a deadline: jobs that end earlier go first, and what is "
-        "not done by then expires"
+        description="24h as in OpenAI's API, or any other number of minutes, hours or days up to "
+        "30d, such as 90m. It is a deadline: batches with an earlier one run first, and rows that "
+        "are not done by then expire"
     )
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -97,7 +97,7 @@ class DeletedFile(BaseModel):
 
 
 class BatchErrorObject(BaseModel):
-    """Something that is wrong with an input file."""
+    """An error in an input file."""
 
     code: str
     message: str
@@ -138,9 +138,9 @@ class BatchOutlook(BaseModel):
     """Not in OpenAI's API: whether a batch will be done within its window."""
 
     expected_at: int | None = Field(
-        description="When it is likely to be done, Unix seconds; null while nothing is known"
+        description="Expected time of completion in Unix seconds; null if unknown"
     )
-    at_risk: bool = Field(description="Whether that is after expires_at")
+    at_risk: bool = Field(description="Whether expected_at is after expires_at")
 
 
 class BatchObject(BaseModel):

@@ -1,4 +1,4 @@
-"""What requests for text mean, wherever they come from: over HTTP or as rows of a batch."""
+"""Completion requests, from HTTP or from rows of a batch, in the engine's terms."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from starlette.datastructures import Headers
 
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.request import SamplingParams, ServiceClass, Slo
-from bros.server import http as offload
-from bros.server.http import validate
+from bros.server.http import offload, validate
 from bros.server.openai.schema import (
     AssistantMessage,
     ChatChoice,
@@ -41,45 +40,45 @@ from bros.server.openai.stream import (
 )
 from bros.server.state import ServerState
 
-# ---- Fields that change what a correct answer is, and that this server cannot honour.
+# ---- Unsupported fields that would change the answer.
 #
-# Ignoring them would return a wrong answer without a word, so they are refused, unless they have
-# a value that asks for nothing.
+# Ignoring them would silently return a wrong answer, so a request that sets one is refused, unless
+# the value has no effect.
 
 
-_NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+_NO_EFFECT: tuple[Any, ...] = (None, False, [], {}, "")
 
 _COMMON: Mapping[str, tuple[Any, ...]] = {
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "include_stop_str_in_output": _NOTHING,
-    "prompt_logprobs": _NOTHING,
-    "response_format": (*_NOTHING, {"type": "text"}),
+    "guided_choice": _NO_EFFECT,
+    "guided_grammar": _NO_EFFECT,
+    "guided_json": _NO_EFFECT,
+    "guided_regex": _NO_EFFECT,
+    "include_stop_str_in_output": _NO_EFFECT,
+    "prompt_logprobs": _NO_EFFECT,
+    "response_format": (*_NO_EFFECT, {"type": "text"}),
     "skip_special_tokens": (None, True),
-    "structured_outputs": _NOTHING,
-    "use_beam_search": _NOTHING,
+    "structured_outputs": _NO_EFFECT,
+    "use_beam_search": _NO_EFFECT,
 }
 
-CHAT = {
+_CHAT_UNSUPPORTED = {
     **_COMMON,
-    "audio": _NOTHING,
-    "continue_final_message": _NOTHING,
-    "function_call": (*_NOTHING, "none"),
-    "functions": _NOTHING,
+    "audio": _NO_EFFECT,
+    "continue_final_message": _NO_EFFECT,
+    "function_call": (*_NO_EFFECT, "none"),
+    "functions": _NO_EFFECT,
     "modalities": (None, [], ["text"]),
     "tool_choice": (None, "none", "auto"),
-    "tools": _NOTHING,
+    "tools": _NO_EFFECT,
     "web_search_options": (None,),
 }
-"""Field of a chat request -> values that ask for nothing."""
+"""Field of a chat request -> values without an effect."""
 
-COMPLETION = {**_COMMON, "suffix": _NOTHING}
+_COMPLETION_UNSUPPORTED = {**_COMMON, "suffix": _NO_EFFECT}
 
 
-def refuse_unsupported(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise InvalidRequestError naming the first field with a value that cannot be honoured."""
+def _refuse_unsupported(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises InvalidRequestError naming the first unsupported field with an effect."""
     for name, harmless_values in fields.items():
         if name not in body or (name == "tools" and body.get("tool_choice") == "none"):
             continue
@@ -106,7 +105,7 @@ def _check_best_of(body: Mapping[str, Any]) -> None:
         )
 
 
-# ---- From what a client sent to the engine's terms: sampling, service class, objectives.
+# ---- From fields and headers to sampling parameters, service class and objectives.
 
 
 _COMPLETION_MAX_TOKENS = 16
@@ -132,11 +131,10 @@ _SAME_NAME = (
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """What a `service_tier` means here.
+    """The meaning of a `service_tier`.
 
-    name: what the response calls it.
-    slo_scale: times the server's objectives gives those of the tier; None leaves them to the
-        engine.
+    name: the `service_tier` of the response.
+    slo_scale: factor on the server's default objectives; None if the engine applies them.
     """
 
     service_class: ServiceClass
@@ -153,17 +151,17 @@ _TIERS: Mapping[str | None, Tier] = MappingProxyType(
 
 
 def tier_of(request: GenerationRequest) -> Tier:
-    """flex is best-effort; everything else, and nothing, is real-time."""
+    """flex is best-effort; any other tier, or none, is real-time."""
     return _TIERS.get(request.service_tier, _DEFAULT)
 
 
-def tier_used(asked: Tier, *, best_effort: bool) -> str:
-    """What the response says. best_effort: what the engine serves any part of the request as."""
-    return BEST_EFFORT.name if best_effort else asked.name
+def response_tier(requested: Tier, *, best_effort: bool) -> str:
+    """The `service_tier` of the response. best_effort: whether the engine serves any choice so."""
+    return BEST_EFFORT.name if best_effort else requested.name
 
 
-def chat_sampling(request: ChatCompletionRequest) -> SamplingParams:
-    """Raises InvalidRequestError naming the field as the client calls it."""
+def _chat_sampling(request: ChatCompletionRequest) -> SamplingParams:
+    """Raises InvalidRequestError naming the client's field."""
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequestError(
             "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs"
@@ -173,8 +171,8 @@ def chat_sampling(request: ChatCompletionRequest) -> SamplingParams:
     return _sampling(request, max_tokens, logprobs)
 
 
-def completion_sampling(request: CompletionRequest) -> SamplingParams:
-    """Raises InvalidRequestError naming the field as the client calls it."""
+def _completion_sampling(request: CompletionRequest) -> SamplingParams:
+    """Raises InvalidRequestError naming the client's field."""
     if request.echo and request.logprobs is not None:
         raise InvalidRequestError(
             "'echo' together with 'logprobs' is not supported.",
@@ -187,24 +185,28 @@ def completion_sampling(request: CompletionRequest) -> SamplingParams:
 def slo_of(
     request: GenerationRequest, headers: Headers, default: Slo, deadline_ms: float | None = None
 ) -> Slo:
-    """Field by field: the body's `slo`, else the header, else its llm-d alias, else the tier's.
+    """The objectives of a request. Each is the first of these that is given:
 
-    default: the server's objectives, of which a tier may take a fraction. deadline_ms: if neither
-    the body nor a header has one. None where nothing
-    was asked: then they are the engine's to apply. Raises InvalidRequestError naming a header
-    that is not a positive number.
+    1. the body's `slo` field, 2. the header, 3. its llm-d alias, 4. `deadline_ms` for the deadline,
+    5. the server's objective times the tier's scale, 6. None: the engine applies its default.
+
+    default: the server's objectives. Raises InvalidRequestError naming a header that is not a
+    positive number.
     """
     body = request.slo or SloFields()
     scale = tier_of(request).slo_scale
-    asked = Slo(
-        _seconds(body.ttft_ms or _header_ms(headers, "ttft")),
-        _seconds(body.tpot_ms or _header_ms(headers, "tpot")),
-        _seconds(body.deadline_ms or _header_ms(headers, "deadline") or deadline_ms),
-    )
+
+    def objective(given_ms: float | None, default_s: float | None) -> float | None:
+        if given_ms is not None:
+            return given_ms / 1000
+        return None if default_s is None or scale is None else default_s * scale
+
     return Slo(
-        _first(asked.ttft_s, _scaled(default.ttft_s, scale)),
-        _first(asked.tpot_s, _scaled(default.tpot_s, scale)),
-        _first(asked.deadline_s, _scaled(default.deadline_s, scale)),
+        objective(body.ttft_ms or _header_ms(headers, "ttft"), default.ttft_s),
+        objective(body.tpot_ms or _header_ms(headers, "tpot"), default.tpot_s),
+        objective(
+            body.deadline_ms or _header_ms(headers, "deadline") or deadline_ms, default.deadline_s
+        ),
     )
 
 
@@ -228,7 +230,7 @@ def _token_keys(biases: Mapping[str, float]) -> dict[int, float]:
     for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise InvalidRequestError(
-                f"'logit_bias' maps token ids to numbers; {key[:50]!r} is no token id.",
+                f"'logit_bias' maps token ids to numbers; {key[:50]!r} is not a token id.",
                 param="logit_bias",
             )
     return {int(key): bias for key, bias in biases.items()}
@@ -244,7 +246,7 @@ def _header_ms(headers: Headers, objective: str) -> float | None:
 
 
 def to_milliseconds(text: str, title: str, param: str) -> float:
-    """Raises InvalidRequestError, with the title, for what is no positive number."""
+    """A positive number of milliseconds. Raises InvalidRequestError; title: begins its message."""
     try:
         value = float(text)
     except ValueError:
@@ -256,33 +258,21 @@ def to_milliseconds(text: str, title: str, param: str) -> float:
     return value
 
 
-def _first(asked: float | None, otherwise: float | None) -> float | None:
-    return otherwise if asked is None else asked
-
-
-def _scaled(objective_s: float | None, scale: float | None) -> float | None:
-    return None if objective_s is None or scale is None else objective_s * scale
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
-
-
-# ---- Prompts as token ids, without holding up the event loop.
+# ---- From prompts to token ids, without blocking the event loop.
 
 
 _RESERVED = ("messages", "self")
-_MESSAGE_CHARS, _UNKNOWN_CHARS = 40, 10_000
+_MESSAGE_CHARS, _UNKNOWN_CHARS = 40, 10_000  # estimates of what the template adds
 
 
 async def encode_text(
     state: ServerState, text: str, *, add_special_tokens: bool = True, limit: int | None = None
 ) -> list[int]:
-    """Token ids of a text; long ones on a thread. Raises PromptTooLongError beyond `limit`."""
+    """Token ids of a text. Raises PromptTooLongError if there are more than `limit`."""
     encode = functools.partial(
         state.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=limit
     )
-    return await offload.run(state, encode, len(text))
+    return await offload(state, encode, len(text))
 
 
 async def encode_chat(
@@ -291,10 +281,10 @@ async def encode_chat(
     template_kwargs: Mapping[str, Any] | None,
     limit: int | None = None,
 ) -> list[int]:
-    """Token ids of a conversation up to where the answer begins.
+    """Token ids of a conversation, up to the start of the answer.
 
-    Raises InvalidRequestError if the model's chat template does not take it, and
-    PromptTooLongError beyond `limit` tokens.
+    Raises InvalidRequestError if the model's chat template refuses it, and PromptTooLongError if
+    there are more than `limit` tokens.
     """
     kwargs = dict(template_kwargs or {})
     for name in _RESERVED:
@@ -315,12 +305,12 @@ async def encode_chat(
 
     size = sum(_MESSAGE_CHARS + len(message.content or "") for message in messages)
     if kwargs or any(message.model_extra for message in messages):
-        size += _UNKNOWN_CHARS  # all of it may end up in the prompt
-    return await offload.run(state, apply, size)
+        size += _UNKNOWN_CHARS  # the template may put all of it into the prompt
+    return await offload(state, apply, size)
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
-    """As templates know it: `developer` is OpenAI's newer name for `system`."""
+    """The message as chat templates expect it: `developer` is OpenAI's new name for `system`."""
     fields = message.model_dump()
     if fields["content"] is None and fields["role"] != "assistant":
         raise InvalidRequestError(
@@ -335,15 +325,15 @@ R = TypeVar("R", bound=GenerationRequest)
 
 _CHARS_PER_ID = 4
 
-MAX_CHOICES = 1024
-"""Most prompts times n of one request."""
+_MAX_CHOICES = 1024
+"""Most choices (prompts times n) of one request."""
 
 
 class Call(Protocol):
-    """A checked request of one endpoint.
+    """A validated request of one endpoint.
 
-    id_prefix: of the response's id.
-    param: the field with the prompts.
+    id_prefix: prefix of the response's id.
+    param: name of the field with the prompts.
     chunk_kind: `object` of the chunks of a stream.
     """
 
@@ -358,7 +348,8 @@ class Call(Protocol):
     def sampling(self) -> SamplingParams: ...
 
     async def prompts(self) -> list[list[int]]:
-        """Token ids. Raises InvalidRequestError; PromptTooLongError beyond the context."""
+        """Token ids of each prompt. Raises InvalidRequestError, or PromptTooLongError if one
+        exceeds the context length."""
         ...
 
     def reply(
@@ -367,12 +358,12 @@ class Call(Protocol):
 
     def writer(self, frame: ChunkFrame) -> ChunkWriter: ...
 
-    def beginning(self) -> str:
-        """What the prompt begins with, as text, for telling which begin alike."""
+    def prompt_text(self) -> str:
+        """The first prompt as text, for finding common prefixes."""
         ...
 
     def num_chars(self) -> int:
-        """Length of all prompts; a token id counts as a word."""
+        """Length of all prompts in characters; a token id counts for `_CHARS_PER_ID`."""
         ...
 
 
@@ -382,16 +373,16 @@ class ChatCall:
     id_prefix, param, chunk_kind = "chatcmpl", "messages", "chat.completion.chunk"
 
     def __init__(self, state: ServerState, fields: Mapping[str, Any]) -> None:
-        """Raises InvalidRequestError or NotFoundError for what is wrong with the fields."""
+        """Raises InvalidRequestError or NotFoundError naming the wrong field."""
         self._state = state
-        self.body = _checked(state, ChatCompletionRequest, fields, CHAT)
-        self.sampling = chat_sampling(self.body)
+        self.body = _validated(state, ChatCompletionRequest, fields, _CHAT_UNSUPPORTED)
+        self.sampling = _chat_sampling(self.body)
 
     async def prompts(self) -> list[list[int]]:
         body, limit = self.body, self._state.engine.info.max_model_len
         prompt = await encode_chat(self._state, body.messages, body.chat_template_kwargs, limit)
         if not prompt:
-            raise InvalidRequestError("The messages give an empty prompt.", param="messages")
+            raise InvalidRequestError("The messages result in an empty prompt.", param="messages")
         return [prompt]
 
     def reply(
@@ -404,11 +395,11 @@ class ChatCall:
     def writer(self, frame: ChunkFrame) -> ChatChunkWriter:
         return ChatChunkWriter(frame, self._state.tokenizer, self.sampling.logprobs is not None)
 
-    def beginning(self) -> str:
+    def prompt_text(self) -> str:
         return "".join(f"{m.role}\0{m.content or ''}\0" for m in self.body.messages)
 
     def num_chars(self) -> int:
-        return len(self.beginning())
+        return len(self.prompt_text())
 
     def _choice(self, choice: FinishedChoice) -> ChatChoice:
         logprobs = None
@@ -429,11 +420,11 @@ class CompletionCall:
     id_prefix, param, chunk_kind = "cmpl", "prompt", "text_completion"
 
     def __init__(self, state: ServerState, fields: Mapping[str, Any]) -> None:
-        """Raises InvalidRequestError or NotFoundError for what is wrong with the fields."""
+        """Raises InvalidRequestError or NotFoundError naming the wrong field."""
         self._state = state
-        self.body = _checked(state, CompletionRequest, fields, COMPLETION)
-        self.sampling = completion_sampling(self.body)
-        most, prompts = min(MAX_CHOICES, state.engine.info.max_queue), len(self.body.prompt)
+        self.body = _validated(state, CompletionRequest, fields, _COMPLETION_UNSUPPORTED)
+        self.sampling = _completion_sampling(self.body)
+        most, prompts = min(_MAX_CHOICES, state.engine.info.max_queue), len(self.body.prompt)
         if prompts * self.sampling.n > most:
             raise InvalidRequestError(
                 f"{prompts} prompts with n = {self.sampling.n} make more than {most} choices; "
@@ -459,7 +450,7 @@ class CompletionCall:
             frame, self._state.tokenizer, self.sampling.logprobs, self._echoes()
         )
 
-    def beginning(self) -> str:
+    def prompt_text(self) -> str:
         first = self.body.prompt[0]
         return first if isinstance(first, str) else " ".join(map(str, first))
 
@@ -473,8 +464,8 @@ class CompletionCall:
         return await encode_text(self._state, prompt, limit=self._state.engine.info.max_model_len)
 
     def _echoes(self) -> dict[int, str]:
-        """Index of a choice -> the prompt that goes before its text. Only once the engine has
-        accepted the prompts, so that none is longer than the context."""
+        """Index of a choice -> its prompt, which comes before its text. Call it after the engine
+        has accepted the prompts, so that none is longer than the context."""
         if not self.body.echo:
             return {}
         texts = [
@@ -504,10 +495,10 @@ CALLS: Mapping[str, Callable[[ServerState, Mapping[str, Any]], Call]] = {
     "/v1/chat/completions": ChatCall,
     "/v1/completions": CompletionCall,
 }
-"""Path of an endpoint -> what its requests mean."""
+"""Path of an endpoint -> its Call."""
 
 
-def _checked(
+def _validated(
     state: ServerState,
     model: type[R],
     fields: Mapping[str, Any],
@@ -515,5 +506,5 @@ def _checked(
 ) -> R:
     body = validate(model, fields)
     state.check_model(body.model)
-    refuse_unsupported(fields, unsupported)
+    _refuse_unsupported(fields, unsupported)
     return body

@@ -1,4 +1,4 @@
-"""From a call to its answer, over HTTP or elsewhere."""
+"""Runs a call on the engine and builds its response, for HTTP requests and rows of batches."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import bros
 from bros.core.errors import BrosError
 from bros.core.request import NO_HINTS, ServiceClass, Slo
 from bros.semantic.service.runner import PlainCall
-from bros.server import http as offload
-from bros.server.http import UntilClientLeaves
-from bros.server.openai.calls import Call, Tier, slo_of, tier_of, tier_used
+from bros.server.http import CancelOnDisconnect, offload
+from bros.server.openai.calls import Call, Tier, response_tier, slo_of, tier_of
 from bros.server.openai.stream import Answer, AnswerStream, ChunkFrame, Observer
-from bros.server.sessions.joining import JoinedObserver
+from bros.server.sessions.joining import SessionObserver
 from bros.server.state import ServerState
 from bros.text.generation import choice_ids
 
 
 class Exchange:
-    """One call and its answer. Close it in any case: nothing else ends what runs for it."""
+    """One call and its answer. Always call `aclose` or `stream`; else its requests keep running."""
 
     def __init__(
         self,
@@ -34,48 +33,49 @@ class Exchange:
         slo: Slo,
         tenant: str,
         arrival_s: float,
-        joined: PlainCall | None = None,
+        session_call: PlainCall | None = None,
     ) -> None:
-        """arrival_s: on the state's clock; objectives count from then. joined: the session that
-        the call is part of."""
+        """arrival_s: on the state's clock; deadlines count from it.
+        session_call: the call's place in a session, if it belongs to one.
+        """
         self._state = state
         self._call = call
         self._tier = tier
         self._slo = slo
         self._tenant = tenant
         self._arrival_s = arrival_s
-        self._joined = joined
+        self._session_call = session_call
         self._id = state.ids.new(call.id_prefix)
         self._created = int(state.clock.unix_time())
         self._answer: Answer | None = None
 
     @property
     def answer(self) -> Answer:
-        """What the engine gives; once `start` is done."""
+        """Valid after `start`."""
         assert self._answer is not None
         return self._answer
 
     @property
     def header(self) -> dict[str, Any]:
-        """What all responses begin with. Once `start` is done, for only then it is known what
-        the engine serves the request as."""
+        """Common fields of responses and chunks. Valid after `start`, when the service class that
+        the engine has chosen is known."""
         info = self._state.engine.info
         return {
             "id": self._id,
             "created": self._created,
             "model": self._state.model_name,
-            "service_tier": tier_used(self._tier, best_effort=self.answer.best_effort),
-            # What besides seed and parameters decides the output.
+            "service_tier": response_tier(self._tier, best_effort=self.answer.best_effort),
+            # Besides seed and parameters, these determine the output.
             "system_fingerprint": (
                 f"bros-{bros.__version__}-{info.weights}-{info.kernels}-{info.kv_dtype}"
             ),
         }
 
     async def start(self) -> None:
-        """Hand over all prompts. Raises what `Call.prompts` and TextGenerator.start raise."""
+        """Submit all prompts. Raises what `Call.prompts` and TextGenerator.start raise."""
         state, call = self._state, self._call
         prompts = await call.prompts()
-        hints = NO_HINTS if self._joined is None else self._joined.hints
+        hints = NO_HINTS if self._session_call is None else self._session_call.hints
         generation = await state.generator.start(
             prompts,
             call.sampling,
@@ -92,19 +92,19 @@ class Exchange:
         state.recent.note(self._id, prompts=len(prompts), n=call.sampling.n)
 
     async def complete(self) -> str:
-        """Wait for everything; the response as JSON. Raises what Answer.collect raises."""
+        """Wait for all choices; returns the response as JSON. Raises what Answer.collect raises."""
         choices = await self.answer.collect()
         await self.answer.aclose()
 
         def render() -> str:
             return self._call.reply(self.header, choices, self.answer).model_dump_json()
 
-        # Rendering the logprobs of one token costs about as much as a hundred of text.
+        # Rendering the logprobs of one token takes as long as about 100 characters of text.
         size = 100 * sum(len(choice.logprobs) for choice in choices)
-        return await offload.run(self._state, render, size)
+        return await offload(self._state, render, size)
 
     async def aclose(self) -> None:
-        """Abort what is unfinished."""
+        """Abort unfinished requests."""
         if self._answer is not None:
             await self._answer.aclose()
 
@@ -112,19 +112,19 @@ class Exchange:
         self, prompts: Sequence[Sequence[int]], classes: Sequence[ServiceClass]
     ) -> Observer:
         observer = self._state.metrics.observer(self._arrival_s, classes)
-        joined = self._joined
-        if joined is None:
+        session_call = self._session_call
+        if session_call is None:
             return observer
         engine_ids = choice_ids(self._id, len(prompts), self._call.sampling.n)
         served_as = ServiceClass.BE if ServiceClass.BE in classes else ServiceClass.RT
-        joined.accepted(served_as, engine_ids)
+        session_call.accepted(served_as, engine_ids)
         prompt_tokens = sum(map(len, prompts))
-        return JoinedObserver(
-            joined, observer, num_choices=len(classes), prompt_tokens=prompt_tokens
+        return SessionObserver(
+            session_call, observer, num_choices=len(classes), prompt_tokens=prompt_tokens
         )
 
     def stream(self) -> AnswerStream:
-        """The answer as events; closing it is the stream's business from then on."""
+        """The answer as server-sent events. From then on the stream closes the answer."""
         call, options = self._call, self._call.body.stream_options
         include_usage = bool(options and options.include_usage)
         frame = ChunkFrame(call.chunk_kind, self.header, include_usage=include_usage)
@@ -135,47 +135,41 @@ async def respond(
     request: Request,
     call: Call,
     arrival_s: float,
-    joined: PlainCall | None = None,
+    session_call: PlainCall | None = None,
     deadline_ms: float | None = None,
 ) -> Response:
-    """Answer a call that came over HTTP. joined: the session that it is part of. deadline_ms: if
-    the request has none in the usual places.
+    """Respond to a call over HTTP.
 
-    Nothing is left running when the client leaves or anything fails. Raises InvalidRequestError
-    for wrong headers, EngineDeadError if there is no engine, and what Exchange raises.
+    session_call: the call's place in a session, if it belongs to one.
+    deadline_ms: applies if neither the body nor a header has a deadline.
+
+    If the client disconnects or anything fails, the requests are aborted. Raises
+    InvalidRequestError for wrong headers, EngineDeadError, and what Exchange raises.
     """
-    state = ServerState.of(request)
+    state, body = ServerState.of(request), call.body
     try:
-        slo = slo_of(call.body, request.headers, state.engine.info.default_slo, deadline_ms)
-        exchange = _exchange(state, call, slo, arrival_s, joined)
-        return await _answer(request, state, exchange, call)
+        exchange = Exchange(
+            state,
+            call,
+            tier=tier_of(body),
+            slo=slo_of(body, request.headers, state.engine.info.default_slo, deadline_ms),
+            tenant=body.safety_identifier or body.user or "",
+            arrival_s=arrival_s,
+            session_call=session_call,
+        )
+        return await _run(request, state, exchange, call)
     except BaseException as error:
-        if joined is not None:
+        if session_call is not None:
             if isinstance(error, BrosError):
-                joined.failed(str(error))
+                session_call.failed(str(error))
             else:
-                joined.cancelled()
+                session_call.cancelled()
         raise
 
 
-def _exchange(
-    state: ServerState, call: Call, slo: Slo, arrival_s: float, joined: PlainCall | None
-) -> Exchange:
-    body = call.body
-    return Exchange(
-        state,
-        call,
-        tier=tier_of(body),
-        slo=slo,
-        tenant=body.safety_identifier or body.user or "",
-        arrival_s=arrival_s,
-        joined=joined,
-    )
-
-
-async def _answer(request: Request, state: ServerState, exchange: Exchange, call: Call) -> Response:
+async def _run(request: Request, state: ServerState, exchange: Exchange, call: Call) -> Response:
     try:
-        async with UntilClientLeaves(request.receive, state.stopping):
+        async with CancelOnDisconnect(request.receive, state.stopping):
             await exchange.start()
             if call.body.stream:
                 return exchange.stream()

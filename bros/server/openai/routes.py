@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions"""
+"""Chat and text completions, /v1/models, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bros.core.errors import InvalidRequestError
-from bros.server import http as offload
-from bros.server.http import read_object, read_request
+from bros.server.http import json_response, offload, read_object, read_request
 from bros.server.openai.calls import CALLS, encode_chat, encode_text
 from bros.server.openai.exchange import respond
 from bros.server.openai.schema import (
@@ -30,7 +29,7 @@ from bros.server.state import ServerState
 
 
 async def create_chat_completion(request: Request) -> Response:
-    """Answer a conversation; with stream, as server-sent events."""
+    """Generate the next message of a conversation; with stream, as server-sent events."""
     return await _generate(request)
 
 
@@ -44,28 +43,31 @@ async def _generate(request: Request) -> Response:
     arrival_s = state.clock.now()
     fields = await read_object(request, state.max_body_bytes)
     call = CALLS[request.url.path](state, fields)
-    joined = join(request, fields)
-    due_ms = None if joined is None else deadline_ms(fields)
-    return await respond(request, call, arrival_s, joined, due_ms)
+    session_call = join(request, fields)
+    due_ms = None if session_call is None else deadline_ms(fields)
+    return await respond(request, call, arrival_s, session_call, due_ms)
 
 
-def _objective(words: str, name: str) -> dict[str, Any]:
-    text = f"{words}, in milliseconds; also as x-llm-d-slo-{name}-ms. The body's slo field wins"
+def _objective(meaning: str, name: str) -> dict[str, Any]:
+    text = (
+        f"{meaning}, in milliseconds; alias x-llm-d-slo-{name}-ms. The slo field of the body takes "
+        "precedence"
+    )
     return {"type": "number", "exclusiveMinimum": 0, "description": text}
 
 
 _HEADERS: Schemas = {
     "x-slo-ttft-ms": _objective("Arrival to first token", "ttft"),
-    "x-slo-tpot-ms": _objective("Between two tokens", "tpot"),
+    "x-slo-tpot-ms": _objective("Mean time between two tokens", "tpot"),
     "x-slo-deadline-ms": _objective("Arrival to last token", "deadline"),
     "x-bros-session": {
         "type": "string",
-        "description": "The session that the request is part of, also as metadata.bros_session; "
-        "one that does not begin with sess- is created",
+        "description": "Id of the session that the request belongs to, also as "
+        "metadata.bros_session. An unknown id creates a session, unless it begins with sess-",
     },
     "x-bros-node": {
         "type": "string",
-        "description": "What the request is called in the graph of its session, also as "
+        "description": "Name of the request in the graph of its session, also as "
         "metadata.bros_node",
     },
 }
@@ -96,16 +98,15 @@ _GENERATION = (
 
 
 async def list_models(request: Request) -> Response:
-    """The models there are: one."""
-    reply = ModelList(data=[_card(ServerState.of(request))])
-    return Response(reply.model_dump_json(), media_type="application/json")
+    """List the served models: one."""
+    return json_response(ModelList(data=[_card(ServerState.of(request))]))
 
 
 async def retrieve_model(request: Request) -> Response:
-    """One model."""
+    """The description of a model."""
     state = ServerState.of(request)
     state.check_model(request.path_params["model"])
-    return Response(_card(state).model_dump_json(), media_type="application/json")
+    return json_response(_card(state))
 
 
 def _card(state: ServerState) -> ModelCard:
@@ -120,12 +121,12 @@ def _card(state: ServerState) -> ModelCard:
 
 _MODELS = (
     ApiRoute("GET", "/v1/models", list_models, ModelList),
-    # A path, because model ids of hubs contain a slash.
+    # `path`, because model ids of hubs contain a slash.
     ApiRoute("GET", "/v1/models/{model:path}", retrieve_model, ModelCard),
 )
 
 
-# ---- POST /tokenize and /detokenize, as vLLM has them
+# ---- POST /tokenize and /detokenize, compatible with vLLM
 
 
 async def tokenize(request: Request) -> Response:
@@ -151,7 +152,7 @@ async def tokenize(request: Request) -> Response:
             token_strs=names,
         ).model_dump_json()
 
-    return Response(await offload.run(state, render, len(tokens)), media_type="application/json")
+    return Response(await offload(state, render, len(tokens)), media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
@@ -170,7 +171,7 @@ async def detokenize(request: Request) -> Response:
         return DetokenizeReply(prompt=text).model_dump_json()
 
     size = len(body.tokens)
-    return Response(await offload.run(state, render, size), media_type="application/json")
+    return Response(await offload(state, render, size), media_type="application/json")
 
 
 _TOKENS = (

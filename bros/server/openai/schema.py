@@ -1,8 +1,8 @@
-"""What clients may send: OpenAI's requests, and the sampling fields of vLLM.
+"""Wire models of the OpenAI API, with vLLM's sampling fields: requests and complete responses.
 
-Wrong types are refused; fields that are not declared here are ignored, as OpenAI-compatible
-servers do, unless ignoring them would give a wrong answer (unsupported.py). Ranges of sampling
-parameters are checked by SamplingParams. `null` means not given, everywhere.
+Wrong types are refused. Unknown fields are ignored, as in other OpenAI-compatible servers, unless
+that would give a wrong answer (see calls.py). SamplingParams checks the ranges of sampling
+parameters. `null` means not given, everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 
 
 def _wrong(kind: str, message: str) -> PydanticCustomError:
-    # The message goes through a placeholder because braces in it would be taken for one.
+    # The message is passed as a value, because braces in a template are placeholders.
     return PydanticCustomError(kind, "{reason}", {"reason": message})
 
 
@@ -52,12 +52,13 @@ def _check_prompts(value: object) -> list[str | list[int]]:
             return value
     raise _wrong(
         "prompt_type",
-        "must be a string, a list of strings, a list of token ids or a list of those; not empty",
+        "must be a string, a list of strings, a list of token ids or a list of lists of token ids, "
+        "and not empty",
     )
 
 
 def _check_content(value: object) -> str | None:
-    """The text of a message; its parts, if it has several, are lines."""
+    """The text of a message; several parts are joined by line breaks."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -70,9 +71,9 @@ def _part_text(index: int, part: object) -> str:
         raise _wrong("content_type", f"part {index} must be an object with a type")
     if part["type"] != "text":
         kind = part["type"][:50]
-        raise _wrong("content_value", f"part {index} is a {kind!r}; this model takes text only")
+        raise _wrong("content_value", f"part {index} is {kind!r}; this model accepts text only")
     if not isinstance(part.get("text"), str):
-        raise _wrong("content_type", f"part {index} must have a text that is a string")
+        raise _wrong("content_type", f"part {index} must have a 'text' that is a string")
     text: str = part["text"]
     return text
 
@@ -119,33 +120,33 @@ Content = Annotated[
 
 
 class WireModel(BaseModel):
-    """Strict: a string is not a number, and neither is true. NaN and infinity are refused."""
+    """Strict: neither a string nor `true` is a number. NaN and infinity are refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class SloFields(WireModel):
-    """Objectives of one request in milliseconds; they win over the x-slo-* headers.
+    """Objectives of one request in milliseconds; they take precedence over the x-slo-* headers.
 
-    Ours alone, so a name that is not known is a mistake and not another server's field.
+    Unknown fields are refused: no other server has this object, so they are mistakes.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     ttft_ms: Milliseconds | None = Field(
         default=None,
-        description="Arrival to first token. Left out: the server's objective, half of it for "
+        description="Arrival to first token. Default: the server's objective, half of it for "
         "service_tier priority",
     )
     tpot_ms: Milliseconds | None = Field(
         default=None,
-        description="Each further token after the one before; left out: as for ttft_ms",
+        description="Mean time per token after the first. Default: as for ttft_ms",
     )
     deadline_ms: Milliseconds | None = Field(
         default=None,
-        description="Arrival to last token; left out: no deadline. A best-effort request is "
-        "started in time if there is time; a real-time one gets ttft_ms and tpot_ms "
-        "scaled down until all of max_tokens would be there in time",
+        description="Arrival to last token. Default: no deadline. A best-effort request starts "
+        "early enough to meet it if there is time; for a real-time request, ttft_ms and tpot_ms "
+        "are scaled down so that all of max_tokens would meet it",
     )
 
 
@@ -154,13 +155,13 @@ class StreamOptions(WireModel):
 
 
 class ModelRequest(WireModel):
-    """What every request to a model has."""
+    """The common field of all requests to a model."""
 
     model: str | None = None
 
 
-class SamplingWords(WireModel):
-    """How tokens are chosen and when to stop, wherever that is said; see SamplingParams."""
+class BaseSamplingFields(WireModel):
+    """Sampling fields of completions and of outputs in sessions; see SamplingParams."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -177,8 +178,8 @@ class SamplingWords(WireModel):
     ignore_eos: bool | None = None
 
 
-class GenerationRequest(SamplingWords, ModelRequest):
-    """What chat and text completions have in common."""
+class GenerationRequest(BaseSamplingFields, ModelRequest):
+    """Common fields of chat and text completions."""
 
     n: Int | None = None
     logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit")
@@ -186,9 +187,9 @@ class GenerationRequest(SamplingWords, ModelRequest):
     stream_options: StreamOptions | None = None
     service_tier: ServiceTier | None = Field(
         None,
-        description="flex is best-effort; all others are real-time, priority and its other name "
-        "fast with objectives half as long. The response says what was used: flex also for "
-        "a real-time request that had to be served as best-effort",
+        description="flex is best-effort, all others are real-time. priority and its alias fast "
+        "halve the server's objectives. The response has the tier that was used: flex also for a "
+        "real-time request that was served as best-effort because of overload",
     )
     slo: SloFields | None = None
     user: str | None = Field(None, max_length=512)
@@ -196,13 +197,13 @@ class GenerationRequest(SamplingWords, ModelRequest):
     cache_salt: str | None = Field(
         None,
         max_length=512,
-        description="A prompt finds only what requests with the same salt have left in the prefix "
-        "cache; left out or empty: what requests without one have left",
+        description="A request shares cached prefixes only with requests that have the same salt. "
+        "Left out or empty: with requests without a salt",
     )
 
 
 class ChatMessage(WireModel):
-    """One message. Further fields (name, tool_calls, ...) are given to the chat template."""
+    """One message. Further fields (name, tool_calls, ...) are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -229,7 +230,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(ModelRequest):
-    """POST /tokenize: a prompt or the messages of a chat, one of the two."""
+    """POST /tokenize: either a prompt or the messages of a chat."""
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
@@ -245,17 +246,18 @@ class DetokenizeRequest(ModelRequest):
 
 
 class DrainRequest(WireModel):
-    """What becomes of a replica that is drained. A name that is not known is a mistake."""
+    """POST /admin/replicas/{number}/drain. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
-    move: bool = Field(default=False, description="What is open there goes on elsewhere at once")
+    move: bool = Field(default=False, description="Move its open requests to other replicas now")
     restart: bool = Field(
-        default=False, description="When it is empty, its engine is started anew and used again"
+        default=False,
+        description="Once the replica is empty, restart its engine and send it requests again",
     )
 
 
-# ---- What clients get: OpenAI's responses, complete ones. Stream chunks are written in stream.py.
+# ---- Responses. The chunks of streams are written in stream.py.
 
 
 class ErrorDetail(BaseModel):
@@ -372,7 +374,7 @@ class DetokenizeReply(BaseModel):
 
 
 class Objectives(BaseModel):
-    """Milliseconds; null is no objective."""
+    """In milliseconds; null means no objective."""
 
     ttft_ms: float | None
     tpot_ms: float | None
@@ -380,77 +382,83 @@ class Objectives(BaseModel):
 
 
 class TraceEvent(BaseModel):
-    at_ms: float = Field(description="After the arrival of the request")
+    at_ms: float = Field(description="Milliseconds since the arrival of the request")
     event: str
 
 
 class ChoiceTrace(BaseModel):
-    """What became of one choice, and why it waited. Times are milliseconds."""
+    """The history of one choice, and why it waited. Times are in milliseconds."""
 
     index: int
-    request_id: str = Field(description="What the engine calls it, as in the log")
-    service_class: ServiceClass = Field(description="What it is served as")
-    requested_class: ServiceClass = Field(description="What it came in as")
-    slo: Objectives = Field(description="What it is held to")
+    request_id: str = Field(description="Its id in the engine and in the log")
+    service_class: ServiceClass = Field(description="The class it is served as")
+    requested_class: ServiceClass = Field(description="The class it was submitted as")
+    slo: Objectives = Field(description="The objectives that the scheduler uses")
     prompt_tokens: int
     output_tokens: int
-    late_tokens: int = Field(description="Tokens that came after their deadline")
-    preemptions: int = Field(description="How often it was interrupted for others")
-    ttft_ms: float | None = Field(description="Arrival to first token; null until there is one")
-    tpot_ms: float | None = Field(description="Mean between tokens; null before the second")
+    late_tokens: int = Field(description="Tokens that missed their deadline")
+    preemptions: int = Field(description="How often it was preempted")
+    ttft_ms: float | None = Field(description="Arrival to first token; null before it")
+    tpot_ms: float | None = Field(
+        description="Mean time per token after the first; null before the second"
+    )
     waits_ms: dict[str, float] = Field(
         description="How long it could have run and did not, by reason: time (no time was left "
         "in the iteration), rows (the batch was full), tokens (the token budget was used up), "
-        "memory (no KV blocks), turn (others went first), yielded (it ran, but the iteration "
-        "was aborted for the first token of another request)"
+        "memory (no KV blocks), turn (the policy served others first), yielded (it ran, but "
+        "the iteration was aborted for the first token of another request)"
     )
     events: list[TraceEvent]
-    finish_reason: FinishReason | None = Field(description="null while it is not finished")
+    finish_reason: FinishReason | None = Field(description="null until it is finished")
 
 
 class RequestTraceReply(BaseModel):
     id: str
     object: Literal["request.trace"] = "request.trace"
-    choices: list[ChoiceTrace] = Field(description="Without those the engine no longer knows")
+    choices: list[ChoiceTrace] = Field(description="Choices whose trace the engine still has")
 
 
 class Health(BaseModel):
     status: Literal["ok", "engine down"]
-    replicas_up: int | None = Field(default=None, description="Of several engines, those that run")
-    replicas: int | None = Field(default=None, description="How many there are")
+    replicas_up: int | None = Field(default=None, description="Replicas that run, if several")
+    replicas: int | None = Field(default=None, description="Replicas in all, if several")
 
 
 class ReplicaReply(BaseModel):
     number: int
     name: str
     state: Literal["up", "draining", "drained", "restarting", "down", "gone"]
-    open: int = Field(description="Requests that are there")
+    open: int = Field(description="Requests sent to it that have not ended")
     running: int
     waiting: int
-    used_blocks: int = Field(description="KV blocks that requests have")
+    used_blocks: int = Field(description="KV blocks that requests hold")
     cached_blocks: int = Field(description="Idle blocks of its prefix cache")
     total_blocks: int
-    prompt_tokens: int = Field(description="Of requests that began there")
-    cached_tokens: int = Field(description="Those of them that were cached")
-    lost: int = Field(description="How often its engine was")
-    routed: dict[str, int] = Field(description="Requests that were sent there, by reason")
+    prompt_tokens: int = Field(description="Prompt tokens of requests that started on it")
+    cached_tokens: int = Field(description="Prompt tokens that were in its prefix cache")
+    lost: int = Field(description="How often the router lost its engine")
+    routed: dict[str, int] = Field(description="Requests sent to it, by reason")
 
 
 class PlanReply(BaseModel):
-    """Of --router-plan; seconds and loads of the requests whose prefixes were planned."""
+    """Result of --router-plan, over the requests whose prefixes were planned."""
 
     requests: int
-    prefill_s: float = Field(description="What their prompts took to compute")
-    planned_s: float = Field(description="What they would have taken by the plan")
-    balance: float = Field(description="The most that a replica had to do, over the mean")
-    planned_balance: float
+    prefill_s: float = Field(description="Seconds that the prefills of their prompts took")
+    planned_s: float = Field(description="Seconds that they would have taken by the plan")
+    balance: float = Field(description="Load of the busiest replica divided by the mean load")
+    planned_balance: float = Field(description="The same by the plan")
 
 
 class ReplicaList(BaseModel):
     object: Literal["list"] = "list"
     router: str
-    continued: int = Field(description="Requests that went on elsewhere, as theirs was lost")
-    moved: int = Field(description="Those that did so because theirs was drained, or one came up")
+    continued: int = Field(
+        description="Requests that continued on another replica because theirs was lost"
+    )
+    moved: int = Field(
+        description="Requests that moved to another replica because of draining or rebalancing"
+    )
     plan: PlanReply | None = None
     data: list[ReplicaReply]
 

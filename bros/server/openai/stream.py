@@ -1,4 +1,4 @@
-"""The answer to one HTTP request: its deltas, and the events or the response made of them."""
+"""The answer to one request: its deltas, its log-probabilities, and its server-sent events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from bros.core.errors import BrosError, EngineDeadError, OverloadedError
 from bros.core.request import FinishReason, ServiceClass, TokenLogprobs
 from bros.server.errors import ApiError, GenerationFailedError, describe
-from bros.server.http import UntilClientLeaves
+from bros.server.http import CancelOnDisconnect
 from bros.server.openai.schema import (
     CompletionLogprobs,
     PromptTokensDetails,
@@ -30,7 +30,7 @@ from bros.text.tokenizer import Tokenizer
 
 
 class Observer(Protocol):
-    """Is told what becomes of a request; see RequestObserver."""
+    """Observes the progress of a request; see RequestObserver."""
 
     def on_delta(self, delta: TextDelta) -> None: ...
 
@@ -39,7 +39,7 @@ class Observer(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing follows."""
+        """The request has ended; unfinished choices were aborted."""
         ...
 
 
@@ -48,9 +48,9 @@ Observe = Callable[[Sequence[ServiceClass]], Observer]
 
 @dataclass(slots=True)
 class FinishedChoice:
-    """One choice when nothing more follows.
+    """One complete choice.
 
-    logprobs: of the tokens that are part of the text.
+    logprobs: of the tokens of the text, without the stop token.
     """
 
     index: int
@@ -61,13 +61,15 @@ class FinishedChoice:
 
 
 class Answer:
-    """Choice c of prompt p has index p * n + c. Use `deltas` or `collect`; always close.
+    """The deltas of a request. Choice c of prompt p has index p * n + c.
 
-    best_effort: whether any choice is served as that, asked for or relegated.
+    Use either `deltas` or `collect`, and always `aclose`.
+
+    best_effort: whether any choice is served as best-effort, as requested or relegated.
     """
 
     def __init__(self, generation: Generation, observe: Observe) -> None:
-        """observe: given what each choice is served as, makes who is told about its deltas."""
+        """observe: creates the observer, given the service class of each choice."""
         self._generation = generation
         self.best_effort = ServiceClass.BE in generation.service_classes
         self._observer = observe(generation.service_classes)
@@ -87,12 +89,11 @@ class Answer:
         )
 
     async def deltas(self) -> Sequence[TextDelta]:
-        """What has come since the last call, one delta for each choice that was given anything.
-        Waits until there is any; empty after the end.
+        """Wait for output; returns one delta for each choice with output since the last call.
+        Empty after the end.
 
-        Raises OverloadedError if a choice was dropped for lack of capacity,
-        GenerationFailedError if it ends without a proper finish for any other reason, and
-        EngineDeadError if the engine dies.
+        Raises OverloadedError if a choice was dropped for lack of capacity, GenerationFailedError
+        if one ended incomplete for another reason, and EngineDeadError if the engine dies.
         """
         if self._failure is not None:
             raise self._failure
@@ -107,11 +108,11 @@ class Answer:
                 self._failure = _failure_of(delta)
                 if not position:
                     raise self._failure
-                return found[:position]  # what came before it first
+                return found[:position]  # the next call raises
         return found
 
     async def collect(self) -> list[FinishedChoice]:
-        """Wait for everything; the choices in the order of their index. Raises as `deltas`."""
+        """Wait for the end; returns all choices by index. Raises what `deltas` raises."""
         choices = [FinishedChoice(i) for i in range(len(self._generation.service_classes))]
         while deltas := await self.deltas():
             for delta in deltas:
@@ -124,7 +125,7 @@ class Answer:
         return choices
 
     async def aclose(self) -> None:
-        """Abort what is unfinished. Completed in the background if the caller is cancelled."""
+        """Abort unfinished choices. Continues in the background if the caller is cancelled."""
         if self._closed:
             return
         self._closed = True
@@ -140,17 +141,17 @@ def _failure_of(delta: TextDelta) -> BrosError:
 
 
 def visible_logprobs(delta: TextDelta) -> tuple[TokenLogprobs, ...]:
-    """Without the stop token, which is not part of the text; a stop string has none."""
+    """The logprobs of a delta without the stop token, which is not part of the text."""
     if delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str):
         return delta.logprobs[:-1]
     return delta.logprobs
 
 
-# ---- Log-probabilities in the two forms OpenAI has for them.
+# ---- Log-probabilities in OpenAI's two formats, for chat and for text completions.
 
 
 _LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot express, as it does at OpenAI."""
+"""Replaces minus infinity, which JSON does not have, as in OpenAI's API."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
@@ -174,10 +175,9 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> lis
 
 
 class CompletionLogprobsWriter:
-    """The four parallel lists of text completions; one writer per choice, in token order.
+    """The four parallel lists of text completions. One writer per choice, called in token order.
 
-    text_offset counts characters from the start of the text to
-    where a token begins; tokens inside one character share its offset.
+    text_offset: characters before a token. Tokens within one character have the same offset.
     """
 
     def __init__(self, tokenizer: Tokenizer, with_top: bool) -> None:
@@ -218,12 +218,12 @@ def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
 
 
-# ---- Stream chunks as bytes. One delta per token passes here, so constant parts are written once.
+# ---- Stream chunks as bytes. This runs once per token, so constant parts are built only once.
 
 
 # Non-ASCII stays escaped: some clients split lines at U+0085 and U+2028, which JSON allows.
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-_quoted = json.encoder.encode_basestring_ascii  # what that does with a string
+_quoted = json.encoder.encode_basestring_ascii  # the same for a string, but faster
 
 DONE = b"data: [DONE]\n\n"
 
@@ -232,7 +232,7 @@ class ChunkFrame:
     """The parts of a chunk that are the same for the whole stream."""
 
     def __init__(self, kind: str, header: Mapping[str, object], *, include_usage: bool) -> None:
-        """kind: the chunk's `object`. header: the fields it shares with whole responses."""
+        """kind: the chunk's `object`. header: the fields shared with complete responses."""
         fields = {"id": header["id"], "object": kind, **header}
         self._head = f'data: {_to_json(fields)[:-1]},"choices":['
         self._tail = '],"usage":null}\n\n' if include_usage else "]}\n\n"
@@ -243,8 +243,10 @@ class ChunkFrame:
         return f"{self._head}{choice}{self._tail}"
 
     def around_text(self, index: int, before: str, after: str) -> tuple[str, str]:
-        """What is before and after a text in quotes in the chunks of one choice that have nothing
-        else, of which there is one per token. before, after: within the choice."""
+        """The parts of a chunk before and after its quoted text, for chunks with text only.
+
+        before, after: the parts within the choice object.
+        """
         return f'{self._head}{{"index":{index},{before}', f"{after}}}{self._tail}"
 
     def usage(self, usage: Usage) -> str:
@@ -256,16 +258,16 @@ class ChunkWriter(Protocol):
     """Writes the deltas of one request as events."""
 
     def write(self, delta: TextDelta) -> bytes:
-        """The events for a delta; empty if there is nothing to tell yet."""
+        """The events for a delta; empty if it has nothing to show."""
         ...
 
     def end(self, usage: Usage) -> bytes:
-        """What follows the last delta."""
+        """The events after the last delta, without [DONE]."""
         ...
 
 
 class ChatChunkWriter:
-    """chat.completion.chunk: the role first, then text, then the finish reason on its own."""
+    """chat.completion.chunk: first the role, then text, then the finish reason by itself."""
 
     def __init__(self, frame: ChunkFrame, tokenizer: Tokenizer, with_logprobs: bool) -> None:
         self._frame = frame
@@ -314,7 +316,11 @@ class ChatChunkWriter:
 
 
 class CompletionChunkWriter:
-    """text_completion chunks. echoes: what goes before the text of each choice, by index."""
+    """text_completion chunks.
+
+    logprobs: alternatives per token; None for no logprobs.
+    echoes: text before that of a choice (the echoed prompt), by index.
+    """
 
     def __init__(
         self,
@@ -378,19 +384,19 @@ class CompletionChunkWriter:
 logger = logging.getLogger(__name__)
 
 DIRECT_SEND = "bros.send"
-"""Where a request's ASGI scope has what sends to the client without any middleware in between."""
+"""Key in the ASGI scope of the `send` that bypasses all middleware."""
 
 _HEADERS = {
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # tells nginx to pass on every chunk at once
+    "x-accel-buffering": "no",  # nginx must forward every chunk at once
 }
 
 
 class EventStream(Response):
-    """Sends events as they come. What they come from is closed however the stream ends.
+    """A response of server-sent events.
 
-    The status line goes out with the first event, so an error before it has a status of its
-    own. A later one is sent as an event with the error envelope, and no [DONE] follows.
+    The status line is sent with the first event, so an error before it has its own status. A later
+    error is sent as an event with the error envelope, without [DONE].
     """
 
     media_type = "text/event-stream"
@@ -403,7 +409,7 @@ class EventStream(Response):
         self._begun = False
 
     async def send_all(self) -> None:
-        """`send_events` with everything but what `ending` gives."""
+        """Call `send_events` for all events but those of `ending`."""
         raise NotImplementedError
 
     def ending(self) -> bytes:
@@ -411,14 +417,14 @@ class EventStream(Response):
         return b""
 
     async def close(self) -> None:
-        """Called in any case, once nothing is sent any more but the end."""
+        """Release the source of the events. Always called, after `send_all` and before the end."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._send_body = send, scope.get(DIRECT_SEND, send)
         failure: ApiError | None = None
         try:
-            async with UntilClientLeaves(receive, self._stopping):
+            async with CancelOnDisconnect(receive, self._stopping):
                 await self.send_all()
         except (ClientDisconnect, OSError):
             raise ClientDisconnect() from None
@@ -436,7 +442,7 @@ class EventStream(Response):
             await failure.to_response()(scope, receive, send)
 
     async def send_events(self, events: bytes, *, more: bool = True) -> None:
-        """For send_all."""
+        """Send events, and the status line before the first ones. more: False for the last."""
         if not self._begun:
             self._begun = True
             await self._send(
@@ -460,7 +466,7 @@ class AnswerStream(EventStream):
     async def send_all(self) -> None:
         write = self._writer.write
         while deltas := await self._answer.deltas():
-            # One message for all that has come.
+            # One ASGI message for all deltas.
             events = write(deltas[0]) if len(deltas) == 1 else b"".join(map(write, deltas))
             if events:
                 await self.send_events(events)

@@ -1,11 +1,12 @@
-"""Prometheus metrics of one server, in a registry of its own."""
+"""Prometheus metrics of one server, each server with its own registry."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -29,40 +30,82 @@ from bros.router.replica_set import RUNNING, ReplicaState, ReplicaStatus
 from bros.semantic.schema import SessionFigures
 from bros.text.generation import TextDelta
 
-# ---- Engine statistics as Prometheus metrics. Help texts say what an operator does with them.
+# ---- Engine statistics. Help texts say what an operator does with a metric.
 
 
 _CLASS = "class"
 
-_ENGINE_GAUGES: Mapping[str, str] = MappingProxyType(
+_Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+
+def _family(
+    kind: _Kind,
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[tuple[str, ...], float]],
+) -> Metric:
+    """The metric bros_<name>. samples: (values of the labels, value)."""
+    family = kind(f"bros_{name}", text, labels=labels)
+    for label_values, value in samples:
+        family.add_metric(label_values, value)
+    return family
+
+
+_ENGINE_GAUGES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "batch_size": "Requests allowed in the next iteration; --max-num-seqs is the most",
+        "kv_blocks_total": ("kv_blocks", "All KV blocks"),
+        "kv_blocks_shared": (
+            "kv_blocks_shared",
+            "KV blocks in use that several requests may share",
+        ),
+        "kv_blocks_cached": (
+            "kv_blocks_cached",
+            "Idle blocks of the prefix cache; they count as free",
+        ),
+        "kv_blocks_parked": (
+            "kv_blocks_parked",
+            "Cached blocks pinned for later calls of a session, in use or idle; evicted last",
+        ),
+        "host_kv_blocks_total": (
+            "host_kv_blocks",
+            "Host blocks for copies of preempted KV; 0 if preempted KV is recomputed",
+        ),
+        "host_kv_blocks_used": (
+            "host_kv_blocks_used",
+            "Host blocks with copies. Old copies can be evicted, so a full pool is not a shortage",
+        ),
+        "batch_size": ("batch_size", "Most requests in the next iteration, up to --max-num-seqs"),
         "safety_factor": (
-            "What predicted step times are multiplied by to be on the safe side; "
-            "if it stays far above 1, measure the profile again on the idle machine"
+            "safety_factor",
+            "Factor on predicted step times, as a safety margin. If it stays far above 1, measure "
+            "the profile again on the idle machine",
         ),
     }
 )
-"""Names are those of EngineStats with bros_ before them, here and below."""
+"""Field of EngineStats or ClassStats -> (metric without bros_, help text); likewise below."""
 
 _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "steps": ("engine_steps", "Iterations run"),
-        "step_s": ("engine_step_seconds", "Time all iterations took; by bros_engine_steps: mean"),
+        "step_s": (
+            "engine_step_seconds",
+            "Total duration of all iterations. Divided by bros_engine_steps: the mean",
+        ),
         "predicted_s": (
             "engine_step_predicted_seconds",
-            "What the cost model said iterations would take, 0 if the policy has none; compare "
-            "with bros_engine_step_seconds: a lasting difference means that the profile is stale",
+            "Duration of iterations as the cost model predicted it, 0 if the policy has no cost "
+            "model. A lasting difference to bros_engine_step_seconds means a stale profile",
         ),
         "step_error_s": (
             "engine_step_error_seconds",
-            "Sum of |predicted - actual|; by bros_engine_step_seconds: relative error of the "
-            "cost model. The larger, the more objectives are missed or capacity is wasted",
+            "Sum of |predicted - actual|. Divided by bros_engine_step_seconds: relative error of "
+            "the cost model. A large error means missed objectives or wasted capacity",
         ),
         "be_tax_s": (
             "be_tax_seconds",
-            "By how much best-effort work lengthened iterations of real-time requests; by "
-            "bros_engine_step_seconds: what sharing costs. To lower it, lower --rt-wait",
+            "Time that best-effort work added to iterations with real-time requests. Divided by "
+            "bros_engine_step_seconds: the cost of sharing. To reduce it, lower --rt-wait",
         ),
         "abandoned_steps": (
             "engine_steps_abandoned",
@@ -70,82 +113,85 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "abandoned_s": (
             "engine_steps_abandoned_seconds",
-            "Time that went into them; by bros_engine_step_seconds: what that costs. To lower "
-            "it, lower --rt-wait",
+            "Time spent in aborted iterations. Divided by bros_engine_step_seconds: their cost. "
+            "To reduce it, lower --rt-wait",
         ),
         "batch_resets": (
             "batch_resets",
-            "How often the batch size fell back because real-time requests were getting late; "
-            "if it rises steadily, the load is at the limit",
+            "Resets of the batch size because real-time requests were about to be late. A steady "
+            "rise means that the load is at the limit",
         ),
     }
 )
 
 _CLASS_GAUGES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "running": ("requests_running", "Requests being computed"),
-        "waiting": ("requests_waiting", "Requests in the queue; at --max-queue, 429 follows"),
+        "running": ("requests_running", "Running requests"),
+        "waiting": (
+            "requests_waiting",
+            "Waiting requests. From --max-queue on, new requests get status 429",
+        ),
         "kv_blocks": (
             "kv_blocks_used",
-            "KV blocks in use, without bros_kv_blocks_shared; one that both classes are in counts "
-            "for both",
+            "KV blocks in use, without bros_kv_blocks_shared. A block with tokens of both classes "
+            "counts for both",
         ),
     }
 )
 
 _CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "prompt_tokens": ("prompt_tokens", "Prompt tokens taken in"),
-        "output_tokens": ("output_tokens", "Tokens generated"),
+        "prompt_tokens": ("prompt_tokens", "Prompt tokens of accepted requests"),
+        "output_tokens": ("output_tokens", "Generated tokens"),
         "preemptions": (
             "preemptions",
-            "How often requests gave up KV memory to others; if it rises quickly, raise "
-            "--kv-memory",
+            "Preemptions of requests of this class. If it rises quickly, raise --kv-memory",
         ),
-        "kv_taken": ("kv_tokens_taken", "Tokens whose KV memory others were given"),
+        "kv_taken": ("kv_tokens_taken", "Tokens whose KV memory was preempted"),
         "kv_copied": (
             "kv_tokens_copied",
-            "Those that were copied to the host for it; the others had a copy already, or were "
-            "lost (--host-kv-memory was full, or --on-pressure recompute) and are computed again",
+            "Preempted tokens that were copied to the host. The others had a copy already, or were "
+            "lost (--host-kv-memory was full, or --on-pressure recompute) and are recomputed",
         ),
-        "kv_restored": ("kv_tokens_restored", "Tokens whose KV came back from the host"),
+        "kv_restored": ("kv_tokens_restored", "Tokens whose KV was restored from the host"),
         "prefix_tokens": (
             "prefix_tokens",
-            "Prompt tokens that were in the prefix cache; by bros_prompt_tokens: hit rate",
+            "Prompt tokens found in the prefix cache. Divided by bros_prompt_tokens: hit rate",
         ),
         "prefix_evicted": (
             "prefix_blocks_evicted",
-            "Cached blocks evicted for requests of this class; if it rises quickly while "
-            "prompts have much in common, raise --kv-memory",
+            "Cached blocks evicted for requests of this class. If it rises quickly while prompts "
+            "have long common prefixes, raise --kv-memory",
         ),
         "finished": (
             "requests_finished",
-            "Requests the engine completed; what bros_slo_met is measured against",
+            "Requests that the engine completed; the denominator of bros_slo_met",
         ),
         "tokens_on_time": (
             "tokens_on_time",
-            "Tokens that were ready by their deadline; by bros_output_tokens: share on time",
+            "Tokens ready by their deadline. Divided by bros_output_tokens: share on time",
         ),
-        "deadlines": ("deadlines", "Finished requests that had a deadline for the whole answer"),
+        "deadlines": ("deadlines", "Finished requests that had a deadline for their last token"),
         "deadlines_met": (
             "deadlines_met",
-            "Those whose last token was in time; by bros_deadlines: share in time. If it falls "
-            "for class be, ask for later deadlines, raise --be-share or add capacity",
+            "Finished requests whose last token met its deadline. Divided by bros_deadlines: share "
+            "in time. If it falls for class be, use later deadlines, raise --be-share or add "
+            "capacity",
         ),
         "relegated": (
             "requests_relegated",
-            "Requests served as this class that came in as the other one, because their "
-            "objectives could not be met; needs --overload relegate. If it rises, add capacity",
+            "Requests of the other class served as this one because their objectives could not be "
+            "met (--overload relegate). If it rises, add capacity",
         ),
         "promoted": (
             "requests_promoted",
-            "Best-effort requests that were promoted to this class, because a user began to wait "
-            "for a value that depends on them",
+            "Best-effort requests promoted to this class because a user waits for a value that "
+            "depends on them",
         ),
         "rejected": (
             "requests_rejected",
             "Requests answered with 429 because of overload, on arrival or before their first "
-            "token; if it rises, add capacity or relax the objectives",
+            "token. If it rises, add capacity or relax the objectives",
         ),
     }
 )
@@ -156,7 +202,7 @@ _OBJECTIVES: Mapping[str, str] = MappingProxyType(
 
 
 class EngineCollector(Collector):
-    """Turns the latest EngineStats into metrics. Counters restart with the engine."""
+    """Metrics of the latest EngineStats. Counters restart at 0 with the engine."""
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
@@ -167,32 +213,8 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("bros_engine_up", "1 if the engine answers", value=up)
         if stats is None:
             return
-        yield GaugeMetricFamily("bros_kv_blocks", "KV blocks there are", stats.kv_blocks_total)
-        yield GaugeMetricFamily(
-            "bros_kv_blocks_shared", "Those that several requests may have", stats.kv_blocks_shared
-        )
-        yield GaugeMetricFamily(
-            "bros_kv_blocks_cached",
-            "Idle blocks of the prefix cache; they count as free",
-            stats.kv_blocks_cached,
-        )
-        yield GaugeMetricFamily(
-            "bros_kv_blocks_parked",
-            "Those of prefixes that are kept for calls to come, in use or not; they go last",
-            stats.kv_blocks_parked,
-        )
-        yield GaugeMetricFamily(
-            "bros_host_kv_blocks",
-            "Blocks for copies of KV on the host; 0 if preempted KV is computed again",
-            stats.host_kv_blocks_total,
-        )
-        yield GaugeMetricFamily(
-            "bros_host_kv_blocks_used",
-            "Those with copies in them; old copies are evicted, so a full pool is not short yet",
-            stats.host_kv_blocks_used,
-        )
-        for field, text in _ENGINE_GAUGES.items():
-            yield GaugeMetricFamily(f"bros_{field}", text, getattr(stats, field))
+        for field, (name, text) in _ENGINE_GAUGES.items():
+            yield GaugeMetricFamily(f"bros_{name}", text, getattr(stats, field))
         for field, (name, text) in _ENGINE_COUNTERS.items():
             yield CounterMetricFamily(f"bros_{name}", text, getattr(stats, field))
         yield from _by_class(stats)
@@ -200,42 +222,35 @@ class EngineCollector(Collector):
 
 def _by_class(stats: EngineStats) -> Iterator[Metric]:
     counts = {cls.value: stats.by_class.get(cls, ClassStats()) for cls in ServiceClass}
+
+    def family(kind: _Kind, name: str, text: str, value: Callable[[ClassStats], float]) -> Metric:
+        samples = [((service_class,), value(values)) for service_class, values in counts.items()]
+        return _family(kind, name, text, (_CLASS,), samples)
+
     for field, (name, text) in _CLASS_GAUGES.items():
-        gauge = GaugeMetricFamily(f"bros_{name}", text, labels=(_CLASS,))
-        for service_class, values in counts.items():
-            gauge.add_metric((service_class,), getattr(values, field))
-        yield gauge
+        yield family(GaugeMetricFamily, name, text, attrgetter(field))
     for field, (name, text) in _CLASS_COUNTERS.items():
-        counter = CounterMetricFamily(f"bros_{name}", text, labels=(_CLASS,))
-        for service_class, values in counts.items():
-            counter.add_metric((service_class,), getattr(values, field))
-        yield counter
-    yield _kv_usage(counts, stats.kv_blocks_total)
+        yield family(CounterMetricFamily, name, text, attrgetter(field))
+    total = max(stats.kv_blocks_total, 1)
+    text = "Share of all KV blocks"
+    yield family(GaugeMetricFamily, "kv_usage_ratio", text, lambda values: values.kv_blocks / total)
     yield _objectives(counts)
     yield _slack(counts)
 
 
-def _kv_usage(counts: Mapping[str, ClassStats], total: int) -> Metric:
-    gauge = GaugeMetricFamily("bros_kv_usage_ratio", "Share of all KV blocks", labels=(_CLASS,))
-    for service_class, values in counts.items():
-        gauge.add_metric((service_class,), values.kv_blocks / max(total, 1))
-    return gauge
-
-
 def _objectives(counts: Mapping[str, ClassStats]) -> Metric:
-    counter = CounterMetricFamily(
-        "bros_slo_met",
-        "Finished real-time requests that met an objective: time to first token (ttft), mean time "
-        "between tokens (tpot), both. By bros_requests_finished of class rt: attainment, the "
-        "figure to alert on; if it falls, lower --rt-wait, choose --overload relegate or reject, "
-        "or add capacity",
-        labels=(_CLASS, "objective"),
-    )
-    # Best-effort requests are held to no pace: each of them would count as one that met it.
+    # Best-effort requests have no such objectives; each would count as one that met them.
     rt = ServiceClass.RT.value
-    for objective, field in _OBJECTIVES.items():
-        counter.add_metric((rt, objective), getattr(counts[rt], field))
-    return counter
+    return _family(
+        CounterMetricFamily,
+        "slo_met",
+        "Finished real-time requests that met an objective: time to first token (ttft), mean time "
+        "between tokens (tpot), or both. Divided by bros_requests_finished of class rt: "
+        "attainment, the figure to alert on. If it falls, lower --rt-wait, use --overload relegate "
+        "or reject, or add capacity",
+        (_CLASS, "objective"),
+        [((rt, name), getattr(counts[rt], field)) for name, field in _OBJECTIVES.items()],
+    )
 
 
 def _slack(counts: Mapping[str, ClassStats]) -> Metric:
@@ -243,34 +258,36 @@ def _slack(counts: Mapping[str, ClassStats]) -> Metric:
     histogram = HistogramMetricFamily(
         name,
         "Time left until a token's deadline when it was ready, negative if late. Much slack in "
-        "class rt leaves room for best-effort work (raise --rt-wait); none is a warning",
+        "class rt leaves room for best-effort work (raise --rt-wait); no slack is a warning",
         labels=(_CLASS,),
     )
     for service_class, values in counts.items():
         slack, labels = values.slack, {_CLASS: service_class}
         buckets = _cumulative(slack)
         histogram.add_metric((service_class,), buckets, sum_value=None)
-        # The library leaves these two out where values may be negative, because the sum may
-        # then fall. The mean over all time is still worth having, and clients expect a count.
+        # prometheus_client omits count and sum if values can be negative, because the sum can then
+        # fall. The mean over all time is still useful, and scrapers expect a count.
         histogram.add_sample(f"{name}_count", labels, buckets[-1][1])
         histogram.add_sample(f"{name}_sum", labels, slack.total)
     return histogram
 
 
 def _cumulative(buckets: Buckets) -> list[tuple[str, float]]:
-    """(upper bound, values up to there), the last one for +Inf."""
+    """(upper bound, number of values up to it), the last for +Inf."""
     bounds = [*map(floatToGoString, buckets.bounds), "+Inf"]
     return list(zip(bounds, itertools.accumulate(buckets.counts), strict=True))
 
 
-# ---- Batch jobs as Prometheus metrics.
+# ---- Batch jobs.
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """by_status: batches in the store; None if it does not answer.
-    rows: of this process.
-    in_flight: with the engine now.
+    """Figures of batch jobs.
+
+    by_status: batches in the store; None if the store does not answer.
+    rows: rows that this process has run.
+    in_flight: rows that the engine has now.
     """
 
     by_status: Mapping[str, int] | None
@@ -279,7 +296,7 @@ class BatchFigures:
 
 
 class BatchCollector(Collector):
-    """Shows the figures it was given last; nothing without any."""
+    """Metrics of the latest figures; none without figures."""
 
     figures: BatchFigures | None = None
 
@@ -290,67 +307,74 @@ class BatchCollector(Collector):
         by_status = figures.by_status
         yield GaugeMetricFamily(
             "bros_batch_store_up",
-            "Whether the store of batches answers; bros_batches is missing if not",
+            "1 if the store of batches answers; if not, bros_batches is missing",
             by_status is not None,
         )
         if by_status is not None:
-            batches = GaugeMetricFamily("bros_batches", "Batches in the store", labels=("status",))
-            for status in BatchStatus:
-                batches.add_metric((status.value,), by_status.get(status.value, 0))
-            yield batches
-        rows = CounterMetricFamily(
-            "bros_batch_rows",
-            "Rows of batches that this server has answered; interrupted: attempts that were "
-            "repeated because the engine ended",
-            labels=("outcome",),
+            samples = [((status.value,), by_status.get(status.value, 0)) for status in BatchStatus]
+            yield _family(
+                GaugeMetricFamily, "batches", "Batches in the store", ("status",), samples
+            )
+        outcomes = ("completed", "failed", "interrupted")
+        yield _family(
+            CounterMetricFamily,
+            "batch_rows",
+            "Rows of batches that this server has run, by outcome. interrupted counts attempts "
+            "that ended because the engine died or failed",
+            ("outcome",),
+            [((outcome,), getattr(figures.rows, outcome)) for outcome in outcomes],
         )
-        for outcome in ("completed", "failed", "interrupted"):
-            rows.add_metric((outcome,), getattr(figures.rows, outcome))
-        yield rows
         yield GaugeMetricFamily(
-            "bros_batch_rows_in_flight", "Rows that are with the engine now", figures.in_flight
+            "bros_batch_rows_in_flight", "Rows that the engine has now", figures.in_flight
         )
 
 
-# ---- The replicas behind a router as Prometheus metrics. Other engine metrics are sums over them.
+# ---- Replicas behind a router. The engine metrics above are then sums over all replicas.
 
 
 _REPLICA = "replica"
 
-_GAUGES: Mapping[str, tuple[str, Callable[[ReplicaStatus], float]]] = MappingProxyType(
-    {
-        "up": ("1 if its engine answers", lambda status: status.state in RUNNING),
-        "draining": (
-            "1 if it gets nothing new, see bros admin drain",
-            lambda status: status.state in (ReplicaState.DRAINING, ReplicaState.DRAINED),
-        ),
-        "open": ("Requests that are there", lambda status: status.open),
-        "waiting": ("Those in its queue, as it last said", lambda status: status.waiting),
-        "kv_blocks_used": ("KV blocks in use, as it last said", lambda status: status.used_blocks),
-        "kv_blocks_cached": (
-            "Idle blocks of its prefix cache, as it last reported",
-            lambda status: status.cached_blocks,
-        ),
-    }
-)
-_COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaStatus], float]]] = MappingProxyType(
-    {
-        "prompt_tokens": (
-            "Prompt tokens of requests that began there",
-            lambda status: status.prompt_tokens,
-        ),
-        "cached_tokens": (
-            "Those that were cached; by bros_replica_prompt_tokens: hit rate. If it is lower than "
-            "with one replica, compare --router e2 and rr",
-            lambda status: status.cached_tokens,
-        ),
-        "lost": ("How often its engine was lost", lambda status: status.lost),
-    }
+_REPLICA_METRICS: Sequence[tuple[_Kind, str, str, Callable[[ReplicaStatus], float]]] = (
+    (GaugeMetricFamily, "up", "1 if its engine answers", lambda status: status.state in RUNNING),
+    (
+        GaugeMetricFamily,
+        "draining",
+        "1 if the replica gets no new requests, see bros admin drain",
+        lambda status: status.state in (ReplicaState.DRAINING, ReplicaState.DRAINED),
+    ),
+    (GaugeMetricFamily, "open", "Requests sent to it that have not ended", attrgetter("open")),
+    (GaugeMetricFamily, "waiting", "Waiting requests in its last report", attrgetter("waiting")),
+    (
+        GaugeMetricFamily,
+        "kv_blocks_used",
+        "KV blocks in use in its last report",
+        attrgetter("used_blocks"),
+    ),
+    (
+        GaugeMetricFamily,
+        "kv_blocks_cached",
+        "Idle blocks of its prefix cache in its last report",
+        attrgetter("cached_blocks"),
+    ),
+    (
+        CounterMetricFamily,
+        "prompt_tokens",
+        "Prompt tokens of requests that started on it",
+        attrgetter("prompt_tokens"),
+    ),
+    (
+        CounterMetricFamily,
+        "cached_tokens",
+        "Prompt tokens found in its prefix cache. Divided by bros_replica_prompt_tokens: hit rate. "
+        "If it is lower than with one replica, compare --router e2 and rr",
+        attrgetter("cached_tokens"),
+    ),
+    (CounterMetricFamily, "lost", "How often the router lost its engine", attrgetter("lost")),
 )
 
 
 class ReplicaCollector(Collector):
-    """Nothing without a router."""
+    """Metrics of a router and its replicas; none without a router."""
 
     def __init__(self) -> None:
         self.router: RouterClient | None = None
@@ -360,25 +384,18 @@ class ReplicaCollector(Collector):
         if router is None:
             return
         replicas = router.replicas()
-        for name, (text, value) in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"bros_replica_{name}", text, labels=(_REPLICA,))
-            for status in replicas:
-                gauge.add_metric((str(status.number),), value(status))
-            yield gauge
-        for name, (text, value) in _COUNTERS.items():
-            counter = CounterMetricFamily(f"bros_replica_{name}", text, labels=(_REPLICA,))
-            for status in replicas:
-                counter.add_metric((str(status.number),), value(status))
-            yield counter
+        for kind, name, text, value in _REPLICA_METRICS:
+            samples = [((str(status.number),), value(status)) for status in replicas]
+            yield _family(kind, f"replica_{name}", text, (_REPLICA,), samples)
         yield _routed(replicas)
         yield CounterMetricFamily(
             "bros_router_requests_continued",
-            "Requests that went on elsewhere because their replica was lost",
+            "Requests that continued on another replica because theirs was lost",
             router.continued,
         )
         yield CounterMetricFamily(
             "bros_router_requests_moved",
-            "Requests that went on elsewhere because theirs was drained or had a longer queue",
+            "Requests that moved to another replica because of draining or rebalancing",
             router.moved,
         )
         if (plan := router.plan_report) is not None:
@@ -388,34 +405,37 @@ class ReplicaCollector(Collector):
 def _planned(plan: PlanReport) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "bros_router_plan_prefill_seconds",
-        "What prompts took to compute whose prefixes were planned",
+        "Prefill time of requests whose prefixes were planned",
         plan.prefill_s,
     )
     yield CounterMetricFamily(
         "bros_router_plan_planned_seconds",
-        "What they would have taken by the plan: if that is much less, use --router-plan on",
+        "Prefill time that these requests would have taken by the plan. If it is much less, use "
+        "--router-plan on",
         plan.planned_s,
     )
 
 
 def _routed(replicas: Sequence[ReplicaStatus]) -> Metric:
-    counter = CounterMetricFamily(
-        "bros_router_requests",
-        "Requests sent to a replica, by why: exploit (their prefix is cached there), explore (it "
-        "costs least there), ...; docs/replicas.md has all reasons",
-        labels=(_REPLICA, "reason"),
+    return _family(
+        CounterMetricFamily,
+        "router_requests",
+        "Requests sent to a replica, by reason: exploit (it has their prefix cached), explore (the "
+        "cost is lowest on it), ...; docs/replicas.md has all reasons",
+        (_REPLICA, "reason"),
+        [
+            ((str(status.number), reason), count)
+            for status in replicas
+            for reason, count in status.routed.items()
+        ],
     )
-    for status in replicas:
-        for reason, count in status.routed.items():
-            counter.add_metric((str(status.number), reason), count)
-    return counter
 
 
-# ---- Sessions as Prometheus metrics.
+# ---- Sessions.
 
 
 class SessionCollector(Collector):
-    """Shows the figures it was given last; nothing without any."""
+    """Metrics of the latest figures; none without figures."""
 
     figures: SessionFigures | None = None
 
@@ -424,17 +444,16 @@ class SessionCollector(Collector):
         if figures is None:
             return
         yield GaugeMetricFamily("bros_sessions", "Open sessions", figures.sessions)
-        calls = CounterMetricFamily(
-            "bros_session_calls",
-            "Requests of sessions that have ended, by how, and what they were served as",
-            labels=("state", "class"),
+        yield _family(
+            CounterMetricFamily,
+            "session_calls",
+            "Requests of sessions that have ended, by final state and the class they ran as",
+            ("state", "class"),
+            sorted(figures.calls.items()),
         )
-        for (state, service_class), count in sorted(figures.calls.items()):
-            calls.add_metric((state, service_class), count)
-        yield calls
         yield CounterMetricFamily(
             "bros_session_prefills",
-            "Beginnings of prompts that were computed while their other inputs were being made",
+            "Prefixes of prompts that were prefilled ahead, while other inputs were still missing",
             figures.prefills,
         )
 
@@ -453,8 +472,11 @@ _E2E_BUCKETS_S = (
 )
 
 
+# ---- Requests that this server has answered, and the page of all metrics.
+
+
 class ServerMetrics:
-    """Counts what passes through the server; engine figures are added when it is rendered."""
+    """Counts requests and times tokens; `render` adds the figures of the collectors above."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -473,7 +495,7 @@ class ServerMetrics:
         )
         self._finished = Counter(
             "bros_requests",
-            "Generated choices by how they ended",
+            "Choices by class and finish reason",
             ("class", "finish_reason"),
             registry=self._registry,
         )
@@ -485,13 +507,14 @@ class ServerMetrics:
         }
 
     def http_request(self, path: str, status: int) -> None:
-        """One HTTP request was answered. `path` must come from a bounded set."""
+        """Count an HTTP response. `path` is a label, so it must come from a bounded set."""
         self._http.labels(path, str(status)).inc()
 
     def observer(self, arrival_s: float, classes: Sequence[ServiceClass]) -> RequestObserver:
-        """For one request that arrived at `arrival_s` of the clock.
+        """An observer of one request.
 
-        classes: what each choice is served as, by index.
+        arrival_s: on the clock of the metrics.
+        classes: service class of each choice, by index.
         """
         return RequestObserver(self, arrival_s, classes)
 
@@ -502,8 +525,12 @@ class ServerMetrics:
         sessions: SessionFigures | None = None,
         router: RouterClient | None = None,
     ) -> bytes:
-        """Everything in Prometheus' text format. None: the engine gives no figures, there are no
-        batches or no sessions here, or there is one engine."""
+        """All metrics in Prometheus' text format.
+
+        stats: None if the engine does not answer.
+        batches, sessions: None if the server has none.
+        router: None with a single engine.
+        """
         self._engine.stats = stats
         self._batches.figures = batches
         self._sessions.figures = sessions
@@ -542,8 +569,8 @@ class ServerMetrics:
 
 
 class _Gaps:
-    """Gaps between tokens, by bucket. Every token comes here: prometheus_client's own Histogram
-    takes a lock twice and looks at bucket after bucket, which is a tenth of a stream's cost."""
+    """A histogram of gaps between tokens, updated for every token. prometheus_client's Histogram
+    takes a lock twice and searches the buckets linearly: a tenth of a stream's CPU time."""
 
     __slots__ = ("counts", "total_s")
 
@@ -557,7 +584,7 @@ class _Gaps:
 
 
 class _GapCollector(Collector):
-    """bros_inter_token_seconds."""
+    """The metric bros_inter_token_seconds."""
 
     def __init__(self) -> None:
         self.by_class = {service_class: _Gaps() for service_class in ServiceClass}
@@ -573,7 +600,7 @@ class _GapCollector(Collector):
 
 
 class _ClassHistograms:
-    """The histograms of one class, looked up once."""
+    """The histograms of one class, so that label lookups happen only once."""
 
     __slots__ = ("duration", "gap", "tpot", "ttft")
 
@@ -583,7 +610,7 @@ class _ClassHistograms:
 
 
 class RequestObserver:
-    """Times the choices of one request. A choice is a request of its own to the engine."""
+    """Times the choices of one request; each choice is a separate request to the engine."""
 
     def __init__(
         self, metrics: ServerMetrics, arrival_s: float, classes: Sequence[ServiceClass]
@@ -612,10 +639,10 @@ class RequestObserver:
             self._finish(delta, delta.finish_reason, now)
 
     def on_error(self, message: str) -> None:
-        """The engine died. Nothing is counted before `close`."""
+        """The engine died. `close` counts the unfinished choices."""
 
     def close(self) -> None:
-        """Nothing follows: choices without a finish reason were aborted."""
+        """The request has ended: count choices without a finish reason as aborted."""
         for index in self._open:
             self._metrics.count_finish(self._classes[index], FinishReason.ABORT)
         self._open.clear()

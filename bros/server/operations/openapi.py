@@ -1,4 +1,4 @@
-"""Routes that describe themselves, and the document at /openapi.json made from them."""
+"""Routes with a description, and the OpenAPI document at /openapi.json built from them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from bros.server.openai.schema import ErrorEnvelope
 
 Model = type[BaseModel]
 Schemas = Mapping[str, Mapping[str, Any]]
-"""JSON schemas, each with a description, by the name of a parameter."""
+"""Parameter name -> JSON schema with a description."""
 
 _REF = "#/components/schemas/{model}"
 
 _PATH_PARAMETERS: Mapping[str, str] = MappingProxyType(
     {
-        "id": "As in the reply that named it first, such as file-…, batch_… or chatcmpl-…",
-        "model": "Its id in /v1/models",
-        "number": "Of the replica, from 0 on",
+        "id": "The id from the response that created it, such as file-…, batch_… or chatcmpl-…",
+        "model": "The id of the model in /v1/models",
+        "number": "The number of the replica, from 0",
         "sid": "The id of the session",
         "rid": "The id of the request",
         "vid": "The id of the variable",
@@ -35,12 +35,12 @@ _PATH_PARAMETERS: Mapping[str, str] = MappingProxyType(
 _TRY_AGAIN: Mapping[str, Any] = MappingProxyType(
     {
         "description": (
-            "Code rate_limit_exceeded: too many requests wait. Code overloaded: the objectives "
-            "of a real-time request cannot be met now"
+            "Code rate_limit_exceeded: too many requests are waiting. Code overloaded: the "
+            "objectives of a real-time request cannot be met now"
         ),
         "headers": {
             "Retry-After": {
-                "description": "Seconds after which trying again makes sense",
+                "description": "Seconds to wait before a retry",
                 "schema": {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S},
             }
         },
@@ -51,9 +51,11 @@ _TRY_AGAIN: Mapping[str, Any] = MappingProxyType(
 class ApiRoute(Route):
     """A route of one method. Its summary is the first paragraph of the handler's docstring.
 
-    reply: a model, or a media type. body: the models that a JSON body may be. query, headers:
-    optional parameters. streams: it can reply with server-sent events, and with status 429.
-    errors: status -> model of the body, where that is not ErrorEnvelope.
+    reply: a model, or a media type.
+    body: the models that a JSON body can have.
+    query, headers: optional parameters.
+    streams: whether it can reply with server-sent events, and with status 429.
+    errors: status -> model of the body, if that is not ErrorEnvelope.
     """
 
     def __init__(
@@ -97,15 +99,15 @@ class ApiRoute(Route):
             content = _json_content(_reference(self.reply))
         failure = _json_content(_reference(ErrorEnvelope))
         responses: dict[str, Any] = {
-            "200": {"description": "What was asked for", "content": content},
-            "default": {"description": "What went wrong", "content": failure},
+            "200": {"description": "Success", "content": content},
+            "default": {"description": "Error", "content": failure},
         }
         if self.streams:
             content["text/event-stream"] = {"schema": {"type": "string"}}
             responses["429"] = {**_TRY_AGAIN, "content": failure}
         for status, model in self.errors.items():
             content = _json_content(_reference(model))
-            responses[str(status)] = {"description": "What went wrong", "content": content}
+            responses[str(status)] = {"description": "Error", "content": content}
         return responses
 
     def _parameters(self) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""What operators and browsers ask for: health, metrics, version, API description, a page."""
+"""Routes of operators and browsers: health, metrics, version, API description, the web page,
+replicas and request traces."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.request import Slo
 from bros.router.client import RouterClient
 from bros.router.replica_set import RUNNING
-from bros.server.http import read_object, validate
+from bros.server.http import json_response, read_object, validate
 from bros.server.openai.schema import (
     ChoiceTrace,
     DrainRequest,
@@ -37,7 +38,7 @@ from bros.server.operations.openapi import ApiRoute, describe_api
 from bros.server.state import ServerState
 
 _STATS_TIMEOUT_S = 5.0
-"""A scrape must not hang because a step takes long, or the database of batches does."""
+"""So that a scrape does not hang on a long step or a slow database."""
 
 _PAGE_HEADERS = {
     "content-security-policy": (
@@ -49,7 +50,7 @@ _PAGE_HEADERS = {
 
 
 async def health(request: Request) -> Response:
-    """200 if the engine runs and takes requests, else 503."""
+    """Status 200 if the engine accepts requests, else 503."""
     state = ServerState.of(request)
     alive = state.engine.alive if state.replicas is None else state.replicas.available
     reply = Health(status="ok" if alive else "engine down")
@@ -77,8 +78,7 @@ async def metrics(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """The version of the server."""
-    reply = Version(version=bros.__version__)
-    return Response(reply.model_dump_json(), media_type="application/json")
+    return json_response(Version(version=bros.__version__))
 
 
 async def _stats(state: ServerState) -> EngineStats | None:
@@ -101,11 +101,11 @@ async def _batches(state: ServerState) -> BatchFigures | None:
 
 
 def service_routes(others: Sequence[ApiRoute]) -> list[ApiRoute]:
-    """With those, all routes of a server. Its page and its API description are made here, once."""
+    """`others` and the routes of this module that every server has: all routes of the server."""
     page = importlib.resources.files("bros.server").joinpath("static/index.html").read_bytes()
 
     async def index(request: Request) -> Response:
-        """A page to try the server with."""
+        """A web page for trying the server."""
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
 
     async def openapi(request: Request) -> Response:
@@ -124,19 +124,20 @@ def service_routes(others: Sequence[ApiRoute]) -> list[ApiRoute]:
     return every
 
 
-# ---- What operators do with replicas: look at them, empty one, use it again.
+# ---- /admin/replicas: list, drain and resume replicas.
 
 
 _MAX_BODY_BYTES = 4096
 
 
 async def list_replicas(request: Request) -> Response:
-    """The engines there are."""
+    """List the replicas."""
     return _reply(request, _replicas(request))
 
 
 async def drain_replica(request: Request) -> Response:
-    """Send nothing new to a replica. Returns at once; it is `drained` when nothing is open."""
+    """Send no new requests to a replica. Replies at once; the replica is `drained` when its last
+    request has ended."""
     replicas = _replicas(request)
     body = DrainRequest()
     if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
@@ -153,11 +154,11 @@ async def resume_replica(request: Request) -> Response:
 
 
 def _replicas(request: Request) -> RouterClient:
-    """Raises HTTPException if the caller may not see them."""
+    """Raises HTTPException if the caller is not the operator."""
     if ServerState.tenant(request):
-        raise HTTPException(403, "Replicas are for the operator, whose key is that of --api-key.")
+        raise HTTPException(403, "Replicas need the operator's key, that of --api-key.")
     replicas = ServerState.of(request).replicas
-    assert replicas is not None, "without any there are no such routes"
+    assert replicas is not None, "these routes exist only with a router"
     return replicas
 
 
@@ -170,7 +171,7 @@ def _reply(request: Request, replicas: RouterClient) -> Response:
         plan=PlanReply(**dataclasses.asdict(plan)) if plan is not None else None,
         data=[ReplicaReply(**dataclasses.asdict(status)) for status in replicas.replicas()],
     )
-    return Response(reply.model_dump_json(), media_type="application/json")
+    return json_response(reply)
 
 
 ADMIN_ROUTES = (
@@ -182,26 +183,25 @@ ADMIN_ROUTES = (
 )
 
 
-# ---- GET /v1/requests/{id}/trace: what became of a request, and what it waited for
+# ---- GET /v1/requests/{id}/trace
 
 
 async def retrieve_trace(request: Request) -> Response:
-    """What became of a running or recent request, and what each of its choices waited for."""
+    """The history of a running or recent request, and what each of its choices waited for."""
     state = ServerState.of(request)
     request_id = request.path_params["id"]
     parts = state.recent.parts(request_id)
-    # All at once: the engine answers between two steps, so one by one would cost a step each.
+    # Concurrently: the engine answers between two steps, so in sequence each would take a step.
     traces = await asyncio.gather(*(state.engine.trace(part) for part in parts))
     choices = [_choice(i, trace) for i, trace in enumerate(traces) if trace is not None]
     if not choices:
         raise NotFoundError(
-            f"Nothing is known of a request {request_id[:200]!r}; only running and recent ones "
-            "are remembered.",
+            f"The request {request_id[:200]!r} is unknown; the server keeps traces of running and "
+            "recent requests only.",
             param="id",
             code="request_not_found",
         )
-    reply = RequestTraceReply(id=request_id, choices=choices)
-    return Response(reply.model_dump_json(), media_type="application/json")
+    return json_response(RequestTraceReply(id=request_id, choices=choices))
 
 
 def _choice(index: int, trace: RequestTrace) -> ChoiceTrace:

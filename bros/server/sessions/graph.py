@@ -1,4 +1,4 @@
-"""A session's graph for readers: as an HTML page, as Mermaid text and as Graphviz DOT text."""
+"""A session's graph as an HTML page, as Mermaid text and as Graphviz DOT text."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from jinja2 import Environment, Template
 from bros.semantic.schema import CallKind, CallView, SessionView, VariableState, VariableView
 
 MAX_CARDS = 400
-"""Calls on the page. It says how many later ones it leaves out; the texts have all calls."""
+"""Most calls on the page, which says how many it omits; the two texts have all calls."""
 
 _MAX_NAME = 40
 _MAX_ERROR = 80
 
 _NOT_SHOWN = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-# Marks inside a word mean nothing to Mermaid; elsewhere they may begin a list or emphasis.
+# Mermaid ignores -._ within a word; elsewhere they can begin a list or emphasis.
 _MERMAID_SPECIAL = re.compile(r"(?<![^\W_])[-._]|[-._](?![^\W_])|[^\w\s,:·.()-]")
 
 
 class _Look(NamedTuple):
-    """Colours of a service class, and its words in the legend."""
+    """Colors of a kind of call, and its label in the legend."""
 
     fill: str
     stroke: str
-    words: str
+    label: str
 
 
 _LOOKS: Mapping[str, _Look] = MappingProxyType(
@@ -43,7 +43,7 @@ _LOOKS: Mapping[str, _Look] = MappingProxyType(
 
 
 def render_page(view: SessionView) -> str:
-    """HTML that needs no script: a column for each depth, a card for each call."""
+    """HTML without scripts: a column for each depth, a card for each call."""
     calls = view.calls[:MAX_CARDS]
     return _printable(
         _PAGE.render(
@@ -98,7 +98,7 @@ def render_dot(view: SessionView) -> str:
 
 
 def _look(call: CallView) -> str:
-    """The key of its colours."""
+    """Its key in `_LOOKS`."""
     if call.kind is CallKind.NATIVE:
         return "native"
     if call.level == "group":
@@ -107,16 +107,17 @@ def _look(call: CallView) -> str:
 
 
 def _facts(call: CallView) -> list[str]:
-    """Where a call is in the program, and its times (s after the session began) and tokens."""
-    place = [] if call.service_class is None else [call.service_class.value.upper()]
+    """Lines on a call: its place in the program, its times (seconds after the start of the
+    session) and its tokens."""
+    position = [] if call.service_class is None else [call.service_class.value.upper()]
     if call.group is not None:
-        place.append(f"group {call.group}")
+        position.append(f"group {call.group}")
     if call.stage is not None:
-        place.append(f"stage {call.stage}")
-    place.append(f"depth {call.depth}")
+        position.append(f"stage {call.stage}")
+    position.append(f"depth {call.depth}")
     named = (("queued", call.queued_s), ("first", call.first_token_s), ("end", call.end_s))
     times = [f"{name} {seconds:.2f}" for name, seconds in named if seconds is not None]
-    facts = [" · ".join(place), " · ".join(times) + " s" if times else "not begun"]
+    facts = [" · ".join(position), " · ".join(times) + " s" if times else "not started"]
     if call.prompt_tokens or call.output_tokens:
         cached = f" ({call.cached_tokens} cached)" if call.cached_tokens else ""
         facts.append(f"tokens: {call.prompt_tokens}{cached} in, {call.output_tokens} out")
@@ -124,7 +125,7 @@ def _facts(call: CallView) -> list[str]:
 
 
 def _lines(call: CallView) -> list[str]:
-    """What a node says: name and state, the facts, and the error if there is one."""
+    """The label of a node: name and state, the facts, and the error if there is one."""
     error = [] if call.error is None else [f"error: {_cut(call.error.message, _MAX_ERROR)}"]
     return [f"{_cut(call.name or call.id, _MAX_NAME)}: {call.state.value}", *_facts(call), *error]
 
@@ -135,7 +136,7 @@ def _label(variable: VariableView) -> str:
 
 
 def _joins_calls(variable: VariableView) -> bool:
-    """Whether it is an edge between calls; otherwise it has a node of its own."""
+    """Whether it is drawn as edges between calls; otherwise it has its own node."""
     return variable.producer is not None and bool(variable.consumers)
 
 
@@ -146,7 +147,7 @@ def _own_nodes(view: SessionView) -> Iterator[tuple[int, VariableView]]:
 
 
 def _edges(view: SessionView) -> Iterator[tuple[str, str, VariableView]]:
-    """Node to node, once for each call that reads the variable."""
+    """(source node, target node, variable), one for each call that reads the variable."""
     nodes = {call.id: f"c{number}" for number, call in enumerate(view.calls)}
     for number, variable in enumerate(view.variables):
         source = nodes[variable.producer] if variable.producer else f"v{number}"
@@ -161,18 +162,18 @@ def _cut(text: str, most: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """With nothing in it that UTF-8 cannot carry or that no reader shows."""
+    """The text with U+FFFD for control characters and what UTF-8 cannot encode."""
     return _NOT_SHOWN.sub("\ufffd", text)
 
 
 def _mermaid_text(text: str) -> str:
-    """For a quoted label: what could be syntax, Markdown or HTML as an entity code."""
+    """Text for a quoted label: syntax, Markdown and HTML characters become entity codes."""
     line = " ".join(_printable(text).split())
     return _MERMAID_SPECIAL.sub(lambda found: f"#{ord(found[0])};", line)
 
 
 def _dot_text(lines: Sequence[str]) -> str:
-    r"""A quoted string. Graphviz reads HTML entities in it, and \n as the end of a line."""
+    r"""A quoted string, in which Graphviz reads HTML entities, and \n as a line break."""
     quoted = r"\n".join(
         " ".join(line.split()).replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"')
         for line in lines

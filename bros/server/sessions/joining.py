@@ -1,4 +1,4 @@
-"""Plain OpenAI clients in a session: their requests are recorded as calls of its graph."""
+"""Requests of plain OpenAI clients that belong to a session: recorded as calls of its graph."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@~-]{0,127}")
 
 
 def join(request: Request, fields: Mapping[str, Any]) -> PlainCall | None:
-    """The session a request says it belongs to, by header or in the metadata of its body; None
-    if it says nothing.
+    """Add a request to the session that a header or the body's metadata names; None if neither
+    names one.
 
-    Raises InvalidRequestError for what cannot be an id or a name, and what SessionService.join
-    raises.
+    Raises InvalidRequestError for an invalid id or name, and what SessionService.join raises.
     """
     state = ServerState.of(request)
     if state.sessions is None:
@@ -44,14 +43,14 @@ def join(request: Request, fields: Mapping[str, Any]) -> PlainCall | None:
     if node is not None and len(node) > MAX_NAME_CHARS:
         message = f"'{param}' must have at most {MAX_NAME_CHARS} characters."
         raise InvalidRequestError(message, param=param, code="invalid_value")
-    deadline_ms(fields)  # a wrong one is refused before the session comes into being
+    deadline_ms(fields)  # refuse an invalid deadline before the session is created
     return state.sessions.join(state.tenant(request), session_id, node or "")
 
 
 def _find(
     request: Request, fields: Mapping[str, Any], headers: Sequence[str], field: str
 ) -> tuple[str | None, str]:
-    """A value and where it was; headers win."""
+    """(value, where it was found). Headers take precedence over metadata."""
     for header in headers:
         if header in request.headers:
             return request.headers[header], header
@@ -68,20 +67,25 @@ def _metadata(fields: Mapping[str, Any], field: str) -> str | None:
 
 
 def deadline_ms(fields: Mapping[str, Any]) -> float | None:
-    """What the metadata of a body says of it. Raises InvalidRequestError."""
+    """The deadline in the body's metadata, if any. Raises InvalidRequestError."""
     text = _metadata(fields, _DEADLINE_FIELD)
     param = f"metadata.{_DEADLINE_FIELD}"
     return None if text is None else to_milliseconds(text, f"'{param}'", param)
 
 
-class JoinedObserver:
-    """Tells the session about the deltas of a request, beside the metrics. The value of several
-    choices is the first one."""
+class SessionObserver:
+    """Passes the deltas of a request to its session and to the metrics' observer. The session gets
+    the text of the first choice."""
 
     def __init__(
-        self, joined: PlainCall, observer: RequestObserver, *, num_choices: int, prompt_tokens: int
+        self,
+        session_call: PlainCall,
+        observer: RequestObserver,
+        *,
+        num_choices: int,
+        prompt_tokens: int,
     ) -> None:
-        self._joined = joined
+        self._session_call = session_call
         self._observer = observer
         self._prompt_tokens = prompt_tokens
         self._open = num_choices
@@ -98,13 +102,13 @@ class JoinedObserver:
             self._cached_tokens = delta.cached_tokens
         if not self._begun and delta.token_ids:
             self._begun = True
-            self._joined.first_token()
+            self._session_call.first_token()
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self._joined.failed(delta.error or "The engine ended the request.")
+            self._session_call.failed(delta.error or "The engine ended the request.")
         elif delta.finish_reason is not None:
             self._open -= 1
             if not self._open:
-                self._joined.finished(
+                self._session_call.finished(
                     "".join(self._texts),
                     prompt_tokens=self._prompt_tokens,
                     cached_tokens=self._cached_tokens,
@@ -113,8 +117,8 @@ class JoinedObserver:
 
     def on_error(self, message: str) -> None:
         self._observer.on_error(message)
-        self._joined.failed(message)
+        self._session_call.failed(message)
 
     def close(self) -> None:
         self._observer.close()
-        self._joined.cancelled()
+        self._session_call.cancelled()

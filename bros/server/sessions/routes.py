@@ -44,9 +44,15 @@ from bros.semantic.schema import (
     to_json,
 )
 from bros.semantic.service.service import SessionService
-from bros.server import http as offload
 from bros.server.errors import describe
-from bros.server.http import UntilClientLeaves, query_flag, query_names, query_number, read_object
+from bros.server.http import (
+    CancelOnDisconnect,
+    check_query_names,
+    offload,
+    query_flag,
+    query_number,
+    read_object,
+)
 from bros.server.openai.stream import EventStream
 from bros.server.operations.openapi import ApiRoute, Schemas
 from bros.server.sessions.graph import render_dot, render_mermaid, render_page
@@ -61,14 +67,14 @@ from bros.server.sessions.wire import (
 )
 from bros.server.state import ServerState, StopSignal
 
-# ---- What the routes of sessions have in common.
+# ---- Sessions and their graphs.
 
 
-DEFAULT_WAIT_S = 60.0
+_DEFAULT_WAIT_S = 60.0
 
 
 class SessionScope(NamedTuple):
-    """Where a request is about: the session in its path, as its tenant's."""
+    """The session in a request's path, and the request's tenant."""
 
     service: SessionService
     tenant: str
@@ -76,18 +82,17 @@ class SessionScope(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> SessionScope:
-        return cls(sessions_of(request), ServerState.tenant(request), request.path_params["sid"])
+        return cls(_sessions_of(request), ServerState.tenant(request), request.path_params["sid"])
 
 
-def sessions_of(request: Request) -> SessionService:
-    """The sessions of the app that serves `request`."""
+def _sessions_of(request: Request) -> SessionService:
     sessions = ServerState.of(request).sessions
     assert sessions is not None
     return sessions
 
 
 _CHARS_PER_CALL = 100
-"""What showing a call costs, in characters of a text."""
+"""Cost of rendering a call, as the `size` of `offload`."""
 
 _GRAPH_HEADERS = {
     "cache-control": "no-store",
@@ -99,11 +104,11 @@ _GRAPH_HEADERS = {
 
 
 async def create_session(request: Request) -> Response:
-    """Open a session: a place for a program of many calls."""
+    """Open a session, which holds a program of many calls."""
     state = ServerState.of(request)
     wanted = read(CreateSession, await read_object(request, state.max_body_bytes))
     check_sampling(wanted.sampling or {}, "sampling")
-    view = sessions_of(request).create(
+    view = _sessions_of(request).create(
         state.tenant(request),
         criteria=wanted.criteria,
         ttl_s=wanted.ttl_s,
@@ -116,18 +121,18 @@ async def create_session(request: Request) -> Response:
 
 
 async def list_sessions(request: Request) -> Response:
-    """The tenant's sessions, the oldest first."""
-    return reply(SessionList(data=sessions_of(request).sessions(ServerState.tenant(request))))
+    """List your sessions, the oldest first."""
+    return reply(SessionList(data=_sessions_of(request).sessions(ServerState.tenant(request))))
 
 
 async def retrieve_session(request: Request) -> Response:
     """A session with the graph of its requests and variables."""
     view = _inspect(request)
-    return await offload.run(ServerState.of(request), lambda: reply(view), _size(view))
+    return await offload(ServerState.of(request), lambda: reply(view), _size(view))
 
 
 async def delete_session(request: Request) -> Response:
-    """End a session: running requests are aborted, waiting clients get status 410."""
+    """Delete a session. Its running requests are aborted, and waiting clients get status 410."""
     service, tenant, session_id = SessionScope.of(request)
     await service.delete(tenant, session_id)
     return reply(DeletedSession(id=session_id))
@@ -152,7 +157,7 @@ async def _graph(
     request: Request, render: Callable[[SessionView], str], media_type: str
 ) -> Response:
     view = _inspect(request)
-    text = await offload.run(ServerState.of(request), lambda: render(view), _size(view))
+    text = await offload(ServerState.of(request), lambda: render(view), _size(view))
     return Response(text, headers=_GRAPH_HEADERS, media_type=media_type)
 
 
@@ -178,16 +183,21 @@ _SESSIONS = (
 )
 
 
-# ---- Submitting calls and waiting for what they give, in one request.
+# ---- Waiting for the outputs of calls in the request that submits them.
 
 
-_IN_PASSING = Criteria(perf=Perf.THROUGHPUT)
-"""For values that are there, or are hurried up already by what needs them."""
+_LOWEST_CRITERIA = Criteria(perf=Perf.THROUGHPUT)
+"""For values that are ready, or that the calls which read them already make urgent."""
 
 
 class _Output(NamedTuple):
-    """call: index of its call.
-    is_final: no other call of the program needs it.
+    """One output of a submitted call.
+
+    call: index of its call.
+    placeholder: its name in the call's template.
+    variable: the id of its variable.
+    criteria: the criteria given with the call, if any.
+    is_final: no other call of the program reads it.
     """
 
     call: int
@@ -198,41 +208,43 @@ class _Output(NamedTuple):
 
 
 async def wait_for_outputs(
-    place: SessionScope,
+    scope: SessionScope,
     calls: Sequence[CallSpec],
     submitted: Sequence[SubmittedCall],
     timeout_s: float,
 ) -> list[dict[str, str]]:
-    """By call, placeholder -> value: the outputs with criteria; if none has any, all of the model.
+    """For each call, placeholder -> value of its outputs: those with criteria; if no output has
+    criteria, all that the model generates.
 
-    Only what the program ends with is asked for then, for the rest would count as wanted for
-    itself; it is there when that is. Raises what SessionService.get raises, the first time.
+    Outputs that are neither final nor have criteria are not wanted by themselves, which would
+    change their scheduling: they are ready when the final ones are. Raises the first error of
+    SessionService.get.
     """
-    outputs = _outputs(place, calls, submitted)
+    outputs = _outputs(scope, calls, submitted)
     if any(output.criteria is not None for output in outputs):
         outputs = [output for output in outputs if output.criteria is not None]
-    ends = [output for output in outputs if output.criteria is not None or output.is_final]
+    wanted = [output for output in outputs if output.criteria is not None or output.is_final]
     values: list[dict[str, str]] = [{} for _ in calls]
-    for output, view in zip(ends, await _get_all(place, ends, timeout_s), strict=True):
+    for output, view in zip(wanted, await _get_all(scope, wanted, timeout_s), strict=True):
         values[output.call][output.placeholder] = view.value or ""
     for output in outputs:
         if output.placeholder not in values[output.call]:
-            view = await place.service.get(
-                place.tenant, place.session_id, output.variable, _IN_PASSING, timeout_s
+            view = await scope.service.get(
+                scope.tenant, scope.session_id, output.variable, _LOWEST_CRITERIA, timeout_s
             )
             values[output.call][output.placeholder] = view.value or ""
     return values
 
 
 def _outputs(
-    place: SessionScope, calls: Sequence[CallSpec], submitted: Sequence[SubmittedCall]
+    scope: SessionScope, calls: Sequence[CallSpec], submitted: Sequence[SubmittedCall]
 ) -> list[_Output]:
     ids = {call.request_id for call in submitted}
     found = []
     for index, (spec, call) in enumerate(zip(calls, submitted, strict=True)):
         criteria = {parameter.name: parameter.criteria for parameter in spec.parameters}
         for placeholder, variable_id in call.variables.items():
-            view = place.service.variable(place.tenant, place.session_id, variable_id)
+            view = scope.service.variable(scope.tenant, scope.session_id, variable_id)
             wanted = criteria.get(placeholder)
             if view.producer != call.request_id or (spec.native and wanted is None):
                 continue
@@ -242,13 +254,13 @@ def _outputs(
 
 
 async def _get_all(
-    place: SessionScope, outputs: Sequence[_Output], timeout_s: float
+    scope: SessionScope, outputs: Sequence[_Output], timeout_s: float
 ) -> list[VariableView]:
-    """All at once, so that all are begun; the first that fails ends the waiting for the others."""
+    """Get all values concurrently, so that all calls start. The first failure cancels the rest."""
     gets = [
         asyncio.ensure_future(
-            place.service.get(
-                place.tenant, place.session_id, output.variable, output.criteria, timeout_s
+            scope.service.get(
+                scope.tenant, scope.session_id, output.variable, output.criteria, timeout_s
             )
         )
         for output in outputs
@@ -261,10 +273,10 @@ async def _get_all(
         await asyncio.gather(*gets, return_exceptions=True)
 
 
-# ---- /v1/sessions/{sid}/requests: calls with placeholders, one or a whole program
+# ---- /v1/sessions/{sid}/requests: submit, cancel and fail calls.
 
 
-_ONE = "requests[0]."
+_SINGLE_CALL_PREFIX = "requests[0]."
 
 
 class _Program(NamedTuple):
@@ -275,28 +287,28 @@ class _Program(NamedTuple):
 
 
 async def submit(request: Request) -> Response:
-    """Add a request, or a whole program of them; with wait, answer when their values are there.
-    They run when a value is wanted that needs them."""
-    state, place = ServerState.of(request), SessionScope.of(request)
+    """Add a request, or a whole program of requests; with wait, reply when their values are ready.
+    A request runs when a client wants a value that depends on it."""
+    state, scope = ServerState.of(request), SessionScope.of(request)
     fields = await read_object(request, state.max_body_bytes)
     is_program = "requests" in fields
     program = _program(fields) if is_program else _one_call(fields)
     try:
-        submitted = place.service.submit(place.tenant, place.session_id, program.calls, program.key)
+        submitted = scope.service.submit(scope.tenant, scope.session_id, program.calls, program.key)
     except (InvalidRequestError, ConflictError, NotFoundError) as error:
         if not is_program and error.param is not None:
-            error.param = error.param.removeprefix(_ONE)
+            error.param = error.param.removeprefix(_SINGLE_CALL_PREFIX)
         raise
     values: Sequence[Mapping[str, str] | None] = [None] * len(submitted)
     if program.wait:
         try:
-            async with UntilClientLeaves(request.receive, state.stopping):
-                values = await wait_for_outputs(place, program.calls, submitted, program.timeout_s)
+            async with CancelOnDisconnect(request.receive, state.stopping):
+                values = await wait_for_outputs(scope, program.calls, submitted, program.timeout_s)
         except (UpstreamError, GetTimeoutError) as error:
-            # The calls are there all the same, and what does not need the failed one goes on.
+            # The calls stay submitted, and those that do not depend on a failed one go on.
             failed = describe(error)
-            taken = to_json(_program_of(submitted, values), defaults=False)
-            return replace(failed, more={**failed.more, **taken}).to_response()
+            accepted = to_json(_program_of(submitted, values), defaults=False)
+            return replace(failed, more={**failed.more, **accepted}).to_response()
     return reply(_program_of(submitted, values), defaults=False)
 
 
@@ -308,32 +320,32 @@ def _program_of(
 
 
 async def cancel(request: Request) -> Response:
-    """Cancel a request; what needs its outputs fails."""
-    place, request_id = SessionScope.of(request), request.path_params["rid"]
-    place.service.cancel(place.tenant, place.session_id, request_id)
+    """Cancel a request; the requests that depend on its outputs fail."""
+    scope, request_id = SessionScope.of(request), request.path_params["rid"]
+    scope.service.cancel(scope.tenant, scope.session_id, request_id)
     return reply(CancelledRequest(id=request_id))
 
 
 async def fail(request: Request) -> Response:
-    """Say that a native function has failed."""
-    place, request_id = SessionScope.of(request), request.path_params["rid"]
+    """Report that a native function has failed."""
+    scope, request_id = SessionScope.of(request), request.path_params["rid"]
     body = await read_object(request, ServerState.of(request).max_body_bytes)
     message = read(FailCall, body).message
-    place.service.fail(place.tenant, place.session_id, request_id, message)
+    scope.service.fail(scope.tenant, scope.session_id, request_id, message)
     return reply(FailedRequest(id=request_id))
 
 
 def _one_call(fields: Mapping[str, Any]) -> _Program:
     body = read(SubmitCall, fields)
     check_call(body, "")
-    return _Program([body], body.wait, body.timeout_s or DEFAULT_WAIT_S)
+    return _Program([body], body.wait, body.timeout_s or _DEFAULT_WAIT_S)
 
 
 def _program(fields: Mapping[str, Any]) -> _Program:
     body = read(SubmitProgram, fields)
     for i, call in enumerate(body.requests):
         check_call(call, f"requests[{i}].")
-    return _Program(body.requests, body.wait, body.timeout_s or DEFAULT_WAIT_S, body.key)
+    return _Program(body.requests, body.wait, body.timeout_s or _DEFAULT_WAIT_S, body.key)
 
 
 _REQUESTS = (
@@ -357,11 +369,11 @@ _REQUESTS = (
 )
 
 
-# ---- The value of a semantic variable as server-sent events, while it is being made.
+# ---- The value of a semantic variable as server-sent events, while it is generated.
 
 
-HEARTBEAT_S = 15.0
-"""Proxies close connections that are silent for a minute or so."""
+_HEARTBEAT_S = 15.0
+"""Proxies close connections that are silent for about a minute."""
 
 _HEARTBEAT = b": waiting\n\n"
 
@@ -370,7 +382,7 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class ValueStream(EventStream):
-    """{"delta"} for each piece, then {"value", "state"}; comments while nothing comes."""
+    """Events: {"delta"} for each piece, then {"value", "state"}; comments as heartbeats."""
 
     def __init__(
         self,
@@ -379,10 +391,12 @@ class ValueStream(EventStream):
         stopping: StopSignal,
         *,
         timeout_s: float,
-        heartbeat_s: float = HEARTBEAT_S,
+        heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
-        """result: the variable, once all pieces have come. timeout_s: longest wait for a piece,
-        GetTimeoutError after that."""
+        """result: returns the variable; called after the last piece.
+        timeout_s: longest wait for a piece; then the stream ends with GetTimeoutError.
+        heartbeat_s: pause between heartbeats.
+        """
         super().__init__(stopping)
         self._pieces = pieces
         self._result = result
@@ -399,32 +413,32 @@ class ValueStream(EventStream):
         await self._pieces.aclose()
 
     async def _next(self) -> str | None:
-        """The next piece, None after the last one. Sends comments until then."""
-        asking = asyncio.ensure_future(anext(self._pieces, None))
+        """The next piece, None after the last one. Sends heartbeats while it waits."""
+        waiting = asyncio.ensure_future(anext(self._pieces, None))
         left_s = self._timeout_s
         try:
             while True:
                 pause_s = min(left_s, self._heartbeat_s)
-                await asyncio.wait((asking,), timeout=pause_s)
-                if asking.done():
-                    return asking.result()
+                await asyncio.wait((waiting,), timeout=pause_s)
+                if waiting.done():
+                    return waiting.result()
                 left_s -= pause_s
                 if left_s <= 0:
                     raise GetTimeoutError(
-                        f"Nothing came within {self._timeout_s:g} s; asking again is fine."
+                        f"No output within {self._timeout_s:g} s; the request can be repeated."
                     )
                 await self.send_events(_HEARTBEAT)
         finally:
-            if not asking.done():
-                asking.cancel()
-                await asyncio.gather(asking, return_exceptions=True)
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
 
 
 def _event(fields: dict[str, object]) -> bytes:
     return f"data: {_to_json(fields)}\n\n".encode("ascii")
 
 
-# ---- /v1/sessions/{sid}/variables: what calls read and write
+# ---- /v1/sessions/{sid}/variables: values that calls read and write.
 
 
 _TIMES_MS = ("ttft_ms", "tpot_ms", "deadline_ms")
@@ -433,27 +447,28 @@ _MAX_MS = 1e12
 
 
 async def create_variable(request: Request) -> Response:
-    """Make a variable, with its value or without."""
-    place = SessionScope.of(request)
+    """Create a variable, with or without a value."""
+    scope = SessionScope.of(request)
     body = read(CreateVariable, await _body(request))
-    view = place.service.declare(place.tenant, place.session_id, body.name, body.value, body.id)
+    view = scope.service.declare(scope.tenant, scope.session_id, body.name, body.value, body.id)
     return reply(view)
 
 
 async def list_variables(request: Request) -> Response:
-    """The variables of a session."""
+    """List the variables of a session."""
     service, tenant, session_id = SessionScope.of(request)
     views = service.variables(tenant, session_id)
     return reply(VariableList(data=views))
 
 
 async def retrieve_variable(request: Request) -> Response:
-    """A variable as it is; with wait, once its value is there; with stream, as it comes."""
-    state, place, query = ServerState.of(request), SessionScope.of(request), request.query_params
-    query_names(query, tuple(_QUERY))
+    """The state of a variable; with wait, when its value is ready; with stream, its value in
+    pieces."""
+    state, scope, query = ServerState.of(request), SessionScope.of(request), request.query_params
+    check_query_names(query, tuple(_QUERY))
     wait, stream = query_flag(query, "wait"), query_flag(query, "stream")
     criteria, timeout_s = _criteria(query), query_number(query, "timeout", most=MAX_WAIT_S)
-    service, variable = place.service, (*place[1:], request.path_params["vid"])
+    service, variable = scope.service, (*scope[1:], request.path_params["vid"])
     if stream:
         pieces = service.stream(*variable, criteria)
         return ValueStream(
@@ -463,8 +478,8 @@ async def retrieve_variable(request: Request) -> Response:
             timeout_s=timeout_s or MAX_WAIT_S,
         )
     if wait:
-        async with UntilClientLeaves(request.receive, state.stopping):
-            view = await service.get(*variable, criteria, timeout_s or DEFAULT_WAIT_S)
+        async with CancelOnDisconnect(request.receive, state.stopping):
+            view = await service.get(*variable, criteria, timeout_s or _DEFAULT_WAIT_S)
         return reply(view)
     for name in (*_CRITERIA, "timeout"):
         if name in query:
@@ -474,18 +489,18 @@ async def retrieve_variable(request: Request) -> Response:
 
 
 async def set_variable(request: Request) -> Response:
-    """Give a variable its value, once."""
-    place = SessionScope.of(request)
+    """Set the value of a variable, which can be done once."""
+    scope = SessionScope.of(request)
     value = read(SetVariable, await _body(request)).value
-    view = place.service.set(place.tenant, place.session_id, request.path_params["vid"], value)
+    view = scope.service.set(scope.tenant, scope.session_id, request.path_params["vid"], value)
     return reply(view)
 
 
 async def want_variable(request: Request) -> Response:
-    """Begin what a variable needs, or hurry it up."""
-    place = SessionScope.of(request)
+    """Start the requests that a variable depends on, or make them more urgent."""
+    scope = SessionScope.of(request)
     criteria = read(WantVariable, await _body(request)).criteria
-    view = place.service.want(place.tenant, place.session_id, request.path_params["vid"], criteria)
+    view = scope.service.want(scope.tenant, scope.session_id, request.path_params["vid"], criteria)
     return reply(view)
 
 
@@ -513,22 +528,22 @@ async def _body(request: Request) -> dict[str, Any]:
 _MS = {"type": "number", "exclusiveMinimum": 0}
 _FLAG = {"type": "boolean", "default": False}
 _QUERY: Schemas = {
-    "wait": {**_FLAG, "description": "Answer once its value is there"},
-    "stream": {**_FLAG, "description": "The value in pieces, as server-sent events"},
+    "wait": {**_FLAG, "description": "Reply when its value is ready"},
+    "stream": {**_FLAG, "description": "Reply with the value in pieces, as server-sent events"},
     "timeout": {
         "type": "number",
         "exclusiveMinimum": 0,
         "maximum": MAX_WAIT_S,
-        "description": "Seconds: with wait, until the value is there; with stream, until the next "
-        "piece",
+        "description": "Longest wait in seconds: with wait, for the value; with stream, for the "
+        "next piece",
     },
     "criteria": {
         "enum": [perf.value for perf in Perf],
         "description": "How soon the value is wanted",
     },
-    "ttft_ms": {**_MS, "description": "Until its first token"},
-    "tpot_ms": {**_MS, "description": "Between its tokens"},
-    "deadline_ms": {**_MS, "description": "Until it is complete"},
+    "ttft_ms": {**_MS, "description": "Milliseconds until its first token"},
+    "tpot_ms": {**_MS, "description": "Mean milliseconds between its tokens"},
+    "deadline_ms": {**_MS, "description": "Milliseconds until it is complete"},
 }
 _VARIABLES_PATH = "/v1/sessions/{sid}/variables"
 
@@ -563,11 +578,11 @@ _VARIABLES = (
 )
 
 
-# ---- POST /v1/submit and /v1/get: the two bodies of the Parrot paper (section 7), as printed
+# ---- POST /v1/submit and /v1/get: the two request bodies of the Parrot paper (section 7).
 
 
-# What is called otherwise in the paper's body.
-_NAMES = (
+# (our name, the paper's name), for the `param` of errors.
+_PAPER_NAMES = (
     ("requests[0].", ""),
     ("template", "prompt"),
     ("parameters[", "placeholders["),
@@ -577,11 +592,11 @@ _NAMES = (
 
 
 async def paper_submit(request: Request) -> Response:
-    """As in the Parrot paper: a prompt with placeholders.
+    """Submit a prompt with placeholders, as in the Parrot paper.
 
     Its session and its variables are created if they do not exist.
     """
-    state, service = ServerState.of(request), sessions_of(request)
+    state, service = ServerState.of(request), _sessions_of(request)
     body = read(PaperSubmit, await read_object(request, state.max_body_bytes))
     tenant = state.tenant(request)
     service.ensure(tenant, body.session_id)
@@ -589,24 +604,24 @@ async def paper_submit(request: Request) -> Response:
         (call,) = service.submit(tenant, body.session_id, [body.to_call()])
     except (InvalidRequestError, ConflictError, NotFoundError) as error:
         if error.param is not None:
-            for ours, theirs in _NAMES:
+            for ours, theirs in _PAPER_NAMES:
                 error.param = error.param.replace(ours, theirs, 1)
         raise
     return reply(PaperSubmitted(request_id=call.request_id))
 
 
-async def get(request: Request) -> Response:
-    """As in the Parrot paper: the value of a variable, once it is there."""
-    state, service = ServerState.of(request), sessions_of(request)
+async def paper_get(request: Request) -> Response:
+    """Wait for the value of a variable, as in the Parrot paper."""
+    state, service = ServerState.of(request), _sessions_of(request)
     body = read(PaperGet, await read_object(request, state.max_body_bytes))
     criteria = None if body.criteria is None else Criteria(perf=body.criteria)
-    async with UntilClientLeaves(request.receive, state.stopping):
+    async with CancelOnDisconnect(request.receive, state.stopping):
         view = await service.get(
             state.tenant(request),
             body.session_id,
             body.semantic_var_id,
             criteria,
-            body.timeout_s or DEFAULT_WAIT_S,
+            body.timeout_s or _DEFAULT_WAIT_S,
         )
     return reply(PaperValue(semantic_var_id=view.id, content=view.value or ""))
 
@@ -616,7 +631,7 @@ _PAPER = (
     ApiRoute(
         "POST",
         "/v1/get",
-        get,
+        paper_get,
         REPLIES[PaperValue],
         BODIES[PaperGet],
         errors={424: REPLIES[UpstreamErrorEnvelope]},

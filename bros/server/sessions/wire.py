@@ -1,11 +1,11 @@
-"""Sessions on the wire: bodies are checked by models derived from bros.semantic.schema.
+"""Wire models of sessions: pydantic models derived from the records of bros.semantic.schema.
 
-`read(CreateSession, fields)` gives the record, or raises InvalidRequestError with the name of the
-first wrong field. A field that is not known is a mistake and is refused. The same models describe
-the API: `BODIES[CreateSession]`, `REPLIES[SessionView]`.
+`read(CreateSession, fields)` returns the record, or raises InvalidRequestError naming the first
+wrong field; unknown fields are refused. The same models describe the API in /openapi.json:
+`BODIES[CreateSession]`, `REPLIES[SessionView]`.
 
-Pydantic does not check the records themselves: in strict mode, where a string is no number, it
-takes instances of dataclasses only, and no objects of JSON that has been parsed.
+Pydantic cannot validate into the records directly: in strict mode, where a string is not a number,
+it accepts only dataclass instances for a dataclass, and no parsed JSON objects.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bros.semantic import schema
 from bros.semantic.schema import CallSpec, Criteria, Perf, Sampling, ValueBounds, wire_form
 from bros.server.batches.schema import Metadata
 from bros.server.http import validate
-from bros.server.openai.schema import SamplingWords, WireModel
+from bros.server.openai.schema import BaseSamplingFields, WireModel
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ _PERFS = tuple(perf.value for perf in Perf)
 
 
 def _check_perf(value: object) -> Perf:
-    """The name of a criterion in any case, as the paper has LATENCY."""
+    """The name of a criterion in any case (the Parrot paper writes LATENCY)."""
     if isinstance(value, str) and value.lower() in _PERFS:
         return Perf(value.lower())
     kind = "perf_value" if isinstance(value, str) else "perf_type"
@@ -53,7 +53,7 @@ def _check_perf(value: object) -> Perf:
 
 
 def _widen_criteria(value: object) -> object:
-    """A name is criteria with nothing else."""
+    """Accept the name of a criterion in place of a Criteria object."""
     return value if isinstance(value, Mapping) else {"perf": _check_perf(value)}
 
 
@@ -62,7 +62,7 @@ def _check_paper_criteria(value: object) -> Perf | None:
 
 
 class _OrName:
-    """Shows that the name of a criterion will do."""
+    """Adds the name of a criterion as an alternative to the JSON schema."""
 
     def __get_pydantic_json_schema__(
         self, core: CoreSchema, handler: GetJsonSchemaHandler
@@ -74,15 +74,15 @@ class _Strict(WireModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class SamplingFields(SamplingWords, _Strict):
-    """How the tokens of an output are chosen; the fields of /v1/completions."""
+class SamplingFields(BaseSamplingFields, _Strict):
+    """Sampling parameters of an output; the fields of /v1/completions."""
 
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], float] | None = Field(
         None, description="token id -> added to its logit"
     )
 
     def to_mapping(self) -> dict[str, Any]:
-        """What is given, as fields of SamplingParams."""
+        """The given fields as keyword arguments of SamplingParams."""
         given = {name: getattr(self, name) for name in type(self).model_fields}
         if self.top_k == -1:
             given["top_k"] = 0
@@ -119,10 +119,10 @@ def _to_value(value: Any) -> Any:
 
 
 class _Deriver:
-    """Derives models from records, one from each.
+    """Derives one model from each record.
 
-    widened: what stands for a type, where clients may write it in several ways.
-    fields: what stands for the type of one field, by record and name.
+    widened: type in a record -> type in the model, if clients can write it in several ways.
+    fields: (record, field) -> type in the model, which overrides `widened`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class _Deriver:
         self._models: dict[type, type[_Derived]] = {}
 
     def models(self, *records: type) -> Mapping[type, type[_Derived]]:
-        """The models of these records, by record."""
+        """Record -> its model."""
         return MappingProxyType({record: self._model(record) for record in records})
 
     def _model(self, record: type) -> type[_Derived]:
@@ -153,7 +153,7 @@ class _Deriver:
         return self._models[record]
 
     def _type(self, kind: Any) -> Any:
-        """What the model has for the type of a field, or of a part of it."""
+        """The type in the model for the type of a field, or of a part of it."""
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
         if kind in self._widened:
             return self._widened[kind]
@@ -183,7 +183,7 @@ def _bounded(kind: Any, metadata: Sequence[Any]) -> Any:
 
 
 def _field_info(spec: dataclasses.Field[Any], hint: Any) -> Any:
-    """Default and description; the latter is the string in the annotation."""
+    """The field's default, and its description: the string in the annotation."""
     texts = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
     info: dict[str, Any] = {"description": texts[0]} if texts else {}
     if spec.default is not dataclasses.MISSING:
@@ -220,7 +220,7 @@ BODIES = _Deriver(
     schema.PaperSubmit,
     schema.PaperGet,
 )
-"""The models of what clients send."""
+"""Record -> model, of request bodies."""
 
 REPLIES = _Deriver({}).models(
     schema.SessionSummary,
@@ -236,7 +236,7 @@ REPLIES = _Deriver({}).models(
     schema.PaperValue,
     schema.UpstreamErrorEnvelope,
 )
-"""The models of what clients get. They describe it only; `reply` writes it."""
+"""Record -> model, of responses. The models only describe them; `reply` writes them."""
 
 
 def read(record: type[T], fields: Mapping[str, Any]) -> T:
@@ -246,15 +246,17 @@ def read(record: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def reply(record: Any, *, defaults: bool = True) -> Response:
-    """An answer with a record. defaults: with fields that equal their default."""
+    """A JSON response with a record. defaults: include fields that equal their default."""
     content = to_json(schema.to_json(record, defaults=defaults))
     return Response(content, media_type="application/json")
 
 
-def check_call(call: CallSpec, place: str) -> None:
-    """Check what models cannot. place: of the call in its body, as in `requests[2].`, or empty.
+def check_call(call: CallSpec, prefix: str) -> None:
+    """Check what the models cannot: exactly one kind of call, and ranges of sampling parameters.
 
-    Raises InvalidRequestError for sampling that cannot be, and for not exactly one kind of call.
+    prefix: path of the call in its body, such as `requests[2].`, or empty.
+
+    Raises InvalidRequestError.
     """
     kinds = {
         "template": call.template is not None,
@@ -265,22 +267,24 @@ def check_call(call: CallSpec, place: str) -> None:
     if len(given) != 1:
         found = "none of them" if not given else " and ".join(given)
         raise InvalidRequestError(
-            f"A request has either a template, or messages, or native; this one has {found}.",
-            param=f"{place}{given[1] if given else 'template'}",
+            f"A request needs exactly one of template, messages and native; this one has {found}.",
+            param=f"{prefix}{given[1] if given else 'template'}",
             code="invalid_value" if given else "missing_required_parameter",
         )
-    check_sampling(call.sampling, f"{place}sampling")
+    check_sampling(call.sampling, f"{prefix}sampling")
     for i, parameter in enumerate(call.parameters):
         if parameter.sampling is not None:
-            own = f"{place}parameters[{i}].sampling"
+            own = f"{prefix}parameters[{i}].sampling"
             check_sampling(parameter.sampling, own, base=call.sampling)
 
 
 def check_sampling(
     given: Mapping[str, Any], param: str, base: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Raises InvalidRequestError if there are no such SamplingParams. base: what `given` is on
-    top of."""
+    """Raises InvalidRequestError if SamplingParams refuses the values.
+
+    base: values that `given` overrides.
+    """
     try:
         SamplingParams(**{**base, **given})
     except InvalidRequestError as error:
@@ -288,7 +292,7 @@ def check_sampling(
 
 
 def parse_perf(name: str, param: str) -> Perf:
-    """A criterion by its name, in any case. Raises InvalidRequestError."""
+    """The criterion with a name, in any case. Raises InvalidRequestError."""
     if name.lower() in _PERFS:
         return Perf(name.lower())
     message = f"'{param}' must be one of {', '.join(_PERFS)}."

@@ -1,1 +1,1 @@
-"""One module per version, in the order of their numbers."""
+"""One module per version of the schema, in numeric order."""

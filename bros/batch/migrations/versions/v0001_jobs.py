@@ -1,4 +1,4 @@
-"""Files, batches and rows."""
+"""The tables of stores, files, batches and rows."""
 
 from __future__ import annotations
 

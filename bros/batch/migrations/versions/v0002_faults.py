@@ -1,4 +1,4 @@
-"""How often work on a batch came to an unexpected end."""
+"""The column `faults` of batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots: the smallest key first, and none is ever lost."""
+"""RowLimiter: the smallest key first, and none is ever lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.batch.runner import Slots
+from bros.batch.runner import RowLimiter
 
 
 async def settle() -> None:
@@ -21,10 +21,10 @@ async def settle() -> None:
 class Guest:
     """A task that takes a slot and keeps it until told to leave."""
 
-    def __init__(self, slots: Slots, key: int, name: int, came_in: list[int]) -> None:
+    def __init__(self, limiter: RowLimiter, key: int, name: int, came_in: list[int]) -> None:
         self.key = key
         self.name = name
-        self._slots = slots
+        self._limiter = limiter
         self._came_in = came_in
         self._leaves = asyncio.Event()
         self._is_in = False
@@ -42,68 +42,68 @@ class Guest:
         self._leaves.set()
 
     async def _visit(self) -> None:
-        await self._slots.acquire(self.key)
+        await self._limiter.acquire(self.key)
         self._is_in = True
         self._came_in.append(self.name)
         try:
             await self._leaves.wait()
         finally:
-            self._slots.release()
+            self._limiter.release()
 
 
 async def test_the_smallest_key_comes_in_first_and_equal_ones_in_turn() -> None:
-    slots, came_in = Slots(1), list[int]()
-    guests = [Guest(slots, key, name, came_in) for name, key in enumerate([0, 5, 3, 5, 3, 1])]
+    limiter, came_in = RowLimiter(1), list[int]()
+    guests = [Guest(limiter, key, name, came_in) for name, key in enumerate([0, 5, 3, 5, 3, 1])]
     await settle()
     for name in (0, 5, 2, 4, 1, 3):
         assert came_in[-1] == name
         guests[name].leave()
         await settle()
     assert came_in == [0, 5, 2, 4, 1, 3]
-    assert slots.used == 0
+    assert limiter.used == 0
 
 
 async def test_a_higher_limit_lets_more_in_and_a_lower_one_throws_nobody_out() -> None:
-    slots, came_in = Slots(1), list[int]()
-    guests = [Guest(slots, name, name, came_in) for name in range(5)]
+    limiter, came_in = RowLimiter(1), list[int]()
+    guests = [Guest(limiter, name, name, came_in) for name in range(5)]
     await settle()
-    assert (slots.limit, slots.used) == (1, 1)
-    slots.limit = 3
+    assert (limiter.limit, limiter.used) == (1, 1)
+    limiter.limit = 3
     await settle()
     assert came_in == [0, 1, 2]
-    slots.limit = 1
-    assert slots.used == 3
+    limiter.limit = 1
+    assert limiter.used == 3
     for name, inside in ((0, 2), (1, 1), (2, 1)):  # the last one makes room
         guests[name].leave()
         await settle()
-        assert slots.used == inside
+        assert limiter.used == inside
     assert came_in == [0, 1, 2, 3]
     for guest in guests:
         guest.leave()
     await settle()
-    assert slots.used == 0
+    assert limiter.used == 0
 
 
 @pytest.mark.parametrize("turns", [0, 1])
 async def test_who_is_cancelled_as_it_is_let_in_gives_the_place_on(turns: int) -> None:
     """Before the event loop has come to that, or when it has and the task does not know yet."""
-    slots, came_in = Slots(1), list[int]()
-    guests = [Guest(slots, 0, name, came_in) for name in range(3)]
+    limiter, came_in = RowLimiter(1), list[int]()
+    guests = [Guest(limiter, 0, name, came_in) for name in range(3)]
     await settle()
-    slots.limit = 2
+    limiter.limit = 2
     for _ in range(turns):
         await asyncio.sleep(0)
-    assert slots.used == 1 + turns
+    assert limiter.used == 1 + turns
     guests[1].task.cancel()
     await settle()
     assert came_in == [0, 2]
-    assert slots.used == 2
-    await close(guests, slots)
+    assert limiter.used == 2
+    await close(guests, limiter)
 
 
 @dataclass
 class Model:
-    """What slots should do, written down naively. `inside` holds names."""
+    """What limiter should do, written down naively. `inside` holds names."""
 
     limit: int
     waiting: list[tuple[int, int]] = field(default_factory=list)  # (key, name)
@@ -124,10 +124,10 @@ orders = st.one_of(
 )
 
 
-def obey(order: tuple[str, int], guests: list[Guest], slots: Slots, model: Model) -> None:
+def obey(order: tuple[str, int], guests: list[Guest], limiter: RowLimiter, model: Model) -> None:
     what, number = order
     if what == "resize":
-        slots.limit = model.limit = number
+        limiter.limit = model.limit = number
     elif guests:
         guest = guests[number % len(guests)]
         if what == "leave" and guest.is_in:
@@ -142,21 +142,21 @@ def obey(order: tuple[str, int], guests: list[Guest], slots: Slots, model: Model
 
 
 @given(script=st.lists(orders, max_size=40), limit=st.integers(0, 3))
-def test_slots_do_what_a_naive_model_does(script: list[tuple[str, int]], limit: int) -> None:
+def test_it_does_what_a_naive_model_does(script: list[tuple[str, int]], limit: int) -> None:
     async def run() -> None:
-        slots, model, came_in = Slots(limit), Model(limit), list[int]()
+        limiter, model, came_in = RowLimiter(limit), Model(limit), list[int]()
         guests: list[Guest] = []
         for order in script:
             if order[0] == "acquire":
                 model.waiting.append((order[1], len(guests)))
-                guests.append(Guest(slots, order[1], len(guests), came_in))
+                guests.append(Guest(limiter, order[1], len(guests), came_in))
             else:
-                obey(order, guests, slots, model)
+                obey(order, guests, limiter, model)
             model.admit()
             await settle()
             assert {guest.name for guest in guests if guest.is_in} == set(model.inside)
-            assert slots.used == len(model.inside)
-        await close(guests, slots)
+            assert limiter.used == len(model.inside)
+        await close(guests, limiter)
 
     asyncio.run(run())
 
@@ -171,13 +171,13 @@ def test_no_slot_is_lost_whenever_somebody_is_cancelled(
     """Orders follow one another so quickly that they meet every state in between."""
 
     async def run() -> None:
-        slots, came_in = Slots(limit), list[int]()
+        limiter, came_in = RowLimiter(limit), list[int]()
         guests: list[Guest] = []
         for (what, number), turns in script:
             if what == "acquire":
-                guests.append(Guest(slots, number, len(guests), came_in))
+                guests.append(Guest(limiter, number, len(guests), came_in))
             elif what == "resize":
-                slots.limit = number
+                limiter.limit = number
             elif guests:
                 guest = guests[number % len(guests)]
                 guest.leave() if what == "leave" else guest.task.cancel()
@@ -185,35 +185,35 @@ def test_no_slot_is_lost_whenever_somebody_is_cancelled(
                 await asyncio.sleep(0)
         await settle()
         inside = sum(guest.is_in for guest in guests)
-        assert slots.used == inside
+        assert limiter.used == inside
         if any(guest.waits for guest in guests):
-            assert inside >= slots.limit  # nobody waits before a free place
-        await close(guests, slots)
+            assert inside >= limiter.limit  # nobody waits before a free place
+        await close(guests, limiter)
 
     asyncio.run(run())
 
 
-async def close(guests: list[Guest], slots: Slots) -> None:
-    """Everybody goes; all slots are free again."""
+async def close(guests: list[Guest], limiter: RowLimiter) -> None:
+    """Everybody goes; all limiter are free again."""
     for guest in guests:
         guest.task.cancel()
     await asyncio.gather(*(guest.task for guest in guests), return_exceptions=True)
-    assert slots.used == 0
+    assert limiter.used == 0
 
 
 async def test_who_needs_several_gets_all_of_them_before_somebody_less_urgent() -> None:
-    slots, came_in = Slots(0), list[str]()
+    limiter, came_in = RowLimiter(0), list[str]()
 
     async def need(name: str, key: int) -> None:
         for _ in range(4):
-            await slots.acquire(key)
+            await limiter.acquire(key)
             came_in.append(name)
 
     tasks = [asyncio.create_task(need("late", 2)), asyncio.create_task(need("early", 1))]
     await settle()
-    slots.limit = 6
+    limiter.limit = 6
     await settle()
     assert came_in == ["early"] * 4 + ["late"] * 2
-    slots.limit = 8
+    limiter.limit = 8
     await asyncio.gather(*tasks)
     assert came_in == ["early"] * 4 + ["late"] * 4
