@@ -1,4 +1,4 @@
-"""This process among the ranks of an engine: joining, leading, following, and how it all ends."""
+"""The ranks of an engine: how this process joins them, leads or follows, and ends."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from bros.executor.target import device_of_rank
 logger = logging.getLogger("bros.engine")
 
 _GRACE_S = 5.0
-"""How long rank 0 has to say what happened, before those who noticed as well end it."""
+"""After an error the other ranks wait this long, so that rank 0 can report it, and then kill it."""
 
 
 class Group:
     """The ranks that run a model, seen from one of them. Use it in a `with` block.
 
-    If the block ends with an error, all the others are killed: one that hangs ends no other way.
+    If the block raises, this rank kills all others: a rank that hangs ends no other way.
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
-        """Of ranks that have joined, or of this process alone."""
+        """ranks: ranks that have joined; by default this process alone."""
         self._config = config
         self._ranks = ranks
 
     @classmethod
     def join(cls, config: EngineConfig, rank_env: RankEnv | None) -> Group:
-        """All config.tp ranks call this. Without rank_env this process is the only rank.
+        """Wait for all config.tp ranks to call this. rank_env: None if this is the only rank.
 
-        Raises RanksLostError if they do not all come, ConfigError if one has no device.
+        Raises RanksLostError if a rank does not join in time, ConfigError if one has no device.
         """
         if rank_env is None:
             return cls(config)
@@ -54,25 +54,27 @@ class Group:
         return self._ranks.rank
 
     def log_to_stderr(self, level: str, replica: int | None = None) -> None:
-        """level: as in ServerConfig. Lines say which replica and which rank they are of, where
-        there are several."""
+        """Log with the replica and the rank in each line, where there are several.
+
+        level: as in ServerConfig.
+        """
         which = f"[replica {replica}] " if replica is not None else ""
         which += f"[rank {self.rank}] " if self._ranks.size > 1 else ""
         format = f"%(levelname)s {which}%(name)s: %(message)s"
         logging.basicConfig(level=level.upper(), format=format)
 
     def lead(self, files: ModelFiles) -> tuple[Executor, EngineInfo]:
-        """On rank 0: load the model, together with the others. Closing the executor ends them.
+        """On rank 0: load the model together with the other ranks. Closing the executor ends them.
 
-        Raises as load_executor does.
+        Raises what load_executor raises.
         """
         runner, info = load_executor(self._config, files, self._ranks)
         return lead(runner, self._ranks), info
 
     def follow(self, files: ModelFiles) -> None:
-        """On the others: load the model and do what rank 0 says, until it closes its executor.
+        """On the other ranks: load the model and run rank 0's plans until it closes its executor.
 
-        Raises as load_executor does, and RanksLostError.
+        Raises what load_executor raises, and RanksLostError.
         """
         runner, _ = load_executor(self._config, files, self._ranks)
         follow(runner, self._ranks)
@@ -97,13 +99,14 @@ class Group:
 
 
 def run_follower(config: EngineConfig, rank_env: RankEnv, cache_dir: Path, log_level: str) -> int:
-    """What a process that torchrun has started does if it is not rank 0; returns an exit status.
+    """Run a rank other than 0 in a process that torchrun has started; returns the exit status.
 
-    When to end is rank 0's business: what interrupts torchrun reaches it as well.
-    Raises ModelError or ConfigError if the model cannot be served, RanksLostError.
+    Rank 0 decides when to end: it receives the same signals. Raises ModelError or ConfigError if
+    the model cannot be served, or RanksLostError.
     """
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for the library
+    # Python's handler would not run while a library call blocks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     files = resolve_model(config.model, cache_dir)
     stopping = threading.Event()
     try:
