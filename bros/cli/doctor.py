@@ -1,4 +1,4 @@
-"""`bros doctor`: what this machine has, which kernels would be used, and whether they are right."""
+"""`bros doctor`: shows the hardware and the kernels in use, and tests the kernels."""
 
 from __future__ import annotations
 
@@ -40,10 +40,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """What came of trying one back end.
-
-    failure: None if all is well.
-    """
+    """The self-test of one back end. failure: None if all checks passed."""
 
     backend: Backend
     checks: tuple[Check, ...]
@@ -53,7 +50,7 @@ class Tested:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Something to print; see terminal.print_table."""
+    """The arguments of terminal.print_table."""
 
     title: str
     headings: Sequence[str]
@@ -63,9 +60,14 @@ class Table:
 
 @dataclass(slots=True)
 class Findings:
-    """Everything that is printed.
+    """Everything that `bros doctor` found.
 
-    problems: what keeps the engine from working as asked.
+    machine: (name, value).
+    versions: package -> version; None: not installed.
+    tested: back ends whose kernels were tested.
+    tried: (what, result) of the small models and the KV copies.
+    problems: reasons why the engine does not work with these options.
+    advice: possible improvements.
     """
 
     machine: list[tuple[str, str]]
@@ -79,10 +81,10 @@ class Findings:
 
 
 def run_doctor(config: EngineConfig, as_json: bool, clock: Clock) -> int:
-    """Look, test and print. Returns 0 if all that an engine with these options uses works, else 1.
+    """Inspect, test and print. Returns 0 if everything that these options use works, else 1.
 
-    Of the options, those count that say where and in which precision it runs. What is found is
-    printed at once, as kernels that have to be compiled take their time.
+    Only the options for device, kernels and precision matter. Results are printed as they become
+    available, because compiling kernels takes long.
     """
     choice = choose_backend(config)
     found = Findings(_machine(), _versions(), choice, backends(choice))
@@ -97,8 +99,8 @@ def run_doctor(config: EngineConfig, as_json: bool, clock: Clock) -> int:
 
 
 def _examine(found: Findings, config: EngineConfig, clock: Clock) -> Iterator[Table | str]:
-    """Completes what is found and yields it as it becomes known."""
-    yield from _what_there_is(found)
+    """Fills in `found` and yields each section as it becomes available."""
+    yield from _inventory(found)
     for backend in found.backends:
         if backend.open is not None:
             tested = _test_kernels(found, backend, clock)
@@ -133,7 +135,7 @@ def _machine() -> list[tuple[str, str]]:
 
 
 def _driver() -> str | None:
-    """Its version; torch does not tell it."""
+    """The version of the driver, which torch does not report."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(
@@ -145,7 +147,7 @@ def _driver() -> str | None:
 
 
 def _versions() -> dict[str, str | None]:
-    """None: not installed."""
+    """Package -> version; None: not installed."""
     cupy = next((_version(name) for name in _CUPY if _version(name) is not None), None)
     packages = {name: _version(name) for name in _PACKAGES}
     return {"bros": __version__, "python": platform.python_version(), **packages, "cupy": cupy}
@@ -165,8 +167,8 @@ def _test_kernels(found: Findings, backend: Backend, clock: Clock) -> Tested:
     try:
         for result in check_backend(backend, _SEED):
             checks.append(result)
-    except Exception as error:  # whatever it is, the report goes on and says so
-        failure = _words(error)
+    except Exception as error:  # any failure becomes part of the report
+        failure = _describe_error(error)
     wrong = [each for each in checks if not each.passed]
     if wrong:
         failure = f"{wrong[0].operation} is wrong: error {wrong[0].error:.1e}"
@@ -179,34 +181,34 @@ def _test_kernels(found: Findings, backend: Backend, clock: Clock) -> Tested:
 
 
 def _test_generation(found: Findings, config: EngineConfig, clock: Clock) -> Iterator[str]:
-    """The reference on the CPU in fp32; the same with what is in use; then in its precision."""
+    """Compare the kernels in use with the CPU reference in fp32; then run the real precision."""
     exact = dataclasses.replace(config, weights="fp32", kv_dtype="fp32", self_attention="auto")
     plain = dataclasses.replace(exact, device="cpu", kernels="reference", async_scheduling="auto")
     try:
         expected = generate(plain, clock, margins=True)
         same = generate(exact, clock)
-        yield _tried(found, *_described(same))
+        yield _record_trial(found, *_described(same))
         difference = first_difference(expected, same.tokens)
         if difference is not None:
-            found.problems.append(f"a small model generates something else: {difference}")
+            found.problems.append(f"a small model generates other tokens: {difference}")
         if same.weights != (found.choice.target and found.choice.target.weights):
-            yield _tried(found, *_described(generate(config, clock)))
+            yield _record_trial(found, *_described(generate(config, clock)))
     except Exception as error:  # as above
-        found.problems.append(f"a small model does not run: {_words(error)}")
+        found.problems.append(f"a small model does not run: {_describe_error(error)}")
 
 
 def _test_copies(found: Findings, target: Target) -> Iterator[str]:
     try:
         error = check_kv_copies(target)
     except Exception as failure:  # as above
-        found.problems.append(f"KV cannot be copied to the host: {_words(failure)}")
+        found.problems.append(f"KV cannot be copied to the host: {_describe_error(failure)}")
         return
-    yield _tried(found, f"KV to the host and back, {target.device}", f"error {error:g}")
+    yield _record_trial(found, f"KV to the host and back, {target.device}", f"error {error:g}")
     if error != 0.0:
-        found.problems.append("KV that went to the host has come back as something else")
+        found.problems.append("KV that was copied to the host and back has changed")
 
 
-def _tried(found: Findings, what: str, result: str) -> str:
+def _record_trial(found: Findings, what: str, result: str) -> str:
     found.tried.append((what, result))
     return f"{what}: {result}"
 
@@ -219,13 +221,13 @@ def _described(generated: Generated) -> tuple[str, str]:
     )
 
 
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 
 
 def _advise(found: Findings) -> None:
-    """What would make it faster; nothing here is wrong."""
+    """Adds advice on speed; none of it is a problem."""
     for backend in found.backends:
         slow = found.choice.kernels == "reference" and backend.name == "cpu"
         if backend.open is None and slow:
@@ -267,7 +269,7 @@ def _as_json(found: Findings) -> dict[str, object]:
     }
 
 
-def _what_there_is(found: Findings) -> Iterator[Table]:
+def _inventory(found: Findings) -> Iterator[Table]:
     rows = [*found.machine, *((name, text or "-") for name, text in found.versions.items())]
     yield Table(f"bros {__version__}", ("", ""), rows, left=2)
     yield Table(
@@ -290,11 +292,11 @@ def _show(section: Table | str) -> None:
 
 
 def _test_rows(tested: Tested) -> list[tuple[str, str, str, str, str]]:
-    """One line per operation, or one for all where nothing but a spare is tested."""
+    """One line per operation; a single one for a back end that is not in use and passed."""
     worst: dict[str, Check] = {}
     for one in tested.checks:
         name = one.operation if tested.backend.in_use or not one.passed else "all operations"
-        if name not in worst or not _part(one) <= _part(worst[name]):
+        if name not in worst or not _error_share(one) <= _error_share(worst[name]):
             worst[name] = one
     rows = [
         (
@@ -311,6 +313,6 @@ def _test_rows(tested: Tested) -> list[tuple[str, str, str, str, str]]:
     return rows
 
 
-def _part(check: Check) -> float:
-    """Of what is allowed, how much."""
+def _error_share(check: Check) -> float:
+    """The error as a fraction of the tolerance."""
     return check.error / check.tolerance
